@@ -1,0 +1,173 @@
+"""`learn`: everything that changes what is learned. These keys are the user's; Trimtab never changes one by itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trimtab.config.base import Auto, Count, Fraction, PositiveInt, Section
+
+Algorithm = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
+]
+AdvantageName = Literal["group_std", "group_mean", "leave_one_out", "batch_mean", "global_norm", "group_mean_global_std"]
+LossName = Literal["clip", "gspo", "cispo", "on_policy"]
+AggregateName = Literal["token_mean", "sequence_mean", "constant"]
+
+
+class Sampling(Section):
+    """How tokens are drawn. Sampling is keyed by (seed, step, prompt, sample, position), never by batch shape."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Softmax temperature; log-probs in training use the same one. 0 is greedy and only makes sense for evaluation."""
+    top_k: Count = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: Fraction = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Drop tokens less probable than this fraction of the most probable one; 0 keeps all."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Strings that end a completion. The tokens up to and including the one that completes the string are kept."""
+    stop_token_ids: list[Count] = []
+    """Token ids that end a completion, besides the model's own end-of-sequence ids."""
+
+
+class Clip(Section):
+    """Bounds of the policy ratio in one update."""
+
+    low: Annotated[float, Field(ge=0)] | Auto = "auto"
+    """The ratio is kept above 1 - low. auto: 0.2; GSPO 3e-4; CISPO has no lower bound."""
+    high: Annotated[float, Field(ge=0)] | Auto = "auto"
+    """The ratio is kept below 1 + high. auto: 0.2; DAPO 0.28; GSPO 4e-4; CISPO 5.0. Larger than `low` is looser, not safer."""
+    dual: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip: for negative advantages the objective is kept above dual times the advantage. None: off."""
+
+
+class KL(Section):
+    """Penalty for moving away from the reference policy (the model as it was before training)."""
+
+    coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the penalty, per nat and token. 0: no reference model is kept at all."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 = log ratio, k2 = half its square, k3 = unbiased and never negative."""
+    where: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or subtracted from the reward before advantages."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Adaptive controller: steer the measured KL (nats per token) to this value by changing `coef` from step to step."""
+    horizon: PositiveInt = 10_000
+    """Adaptive controller: how many samples a full correction takes."""
+
+
+class Schedule(Section):
+    """Learning rate over the run."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at `final` times `learn.lr` on the last step."""
+    warmup_steps: Count = 0
+    """Steps over which the rate rises linearly from 0."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of `learn.lr` that linear and cosine end at."""
+
+
+class Optimizer(Section):
+    """AdamW."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay, applied to matrices only (not to norms and biases)."""
+
+
+class Importance(Section):
+    """Truncated importance correction for the difference between the engine that sampled and the trainer."""
+
+    level: Literal["off", "token", "sequence"] = "off"
+    """One weight a token, or one a sequence (the product over its tokens)."""
+    cap: Annotated[float, Field(gt=0)] = 2.0
+    """Weights above this are cut to it (truncate), or their tokens are left out (mask)."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """What happens above the cap."""
+
+
+class Overlong(Section):
+    """DAPO's soft penalty for completions that come close to `max_new_tokens`."""
+
+    buffer: PositiveInt
+    """The penalty grows linearly over the last `buffer` tokens before `max_new_tokens`."""
+    penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Subtracted from the reward in full at `max_new_tokens`."""
+
+
+class DynamicSampling(Section):
+    """DAPO's dynamic sampling: groups whose rewards are all equal carry no signal; drop them and draw other prompts."""
+
+    enabled: bool | Auto = "auto"
+    """auto: on for DAPO only."""
+    max_refills: PositiveInt = 4
+    """How many times a step may draw replacement prompts before it goes on with the groups it has."""
+
+
+class Learn(Section):
+    """What to learn. Two sizes are stated, prompts_per_step and samples_per_prompt; every other batch size is derived."""
+
+    algorithm: Algorithm = "grpo"
+    """Chooses advantage, loss and aggregation together; each can be overridden below."""
+    steps: PositiveInt = 100
+    """Rollout-and-update rounds."""
+    seed: Count = 0
+    """Seeds data order and sampling. Two runs with the same config and seed are identical on CPU."""
+    prompts_per_step: PositiveInt = 32
+    """Different prompts in a step."""
+    samples_per_prompt: PositiveInt = 16
+    """Completions drawn for each prompt; together they form a group."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps per pass over a step's batch: the batch is split by prompts into this many parts."""
+    epochs_per_step: PositiveInt = 1
+    """Passes over a step's batch."""
+    max_new_tokens: PositiveInt = 512
+    """Longest completion, in tokens."""
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    schedule: Schedule = Schedule()
+    optimizer: Optimizer = Optimizer()
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """The gradient of a whole update is scaled down to this norm; None: no clipping."""
+    sampling: Sampling = Sampling()
+    clip: Clip = Clip()
+    kl: KL = KL()
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, per nat and token."""
+    advantage: AdvantageName | Auto = "auto"
+    """group_std: (r - group mean) / group std. group_mean: without the division. leave_one_out: against the mean of the
+    other samples. batch_mean: against the mean of the step. global_norm: REINFORCE++ (mean and std of the step).
+    group_mean_global_std: group mean, then the std of the step. auto: what `algorithm` says."""
+    loss: LossName | Auto = "auto"
+    """clip: PPO's clipped ratio. gspo: sequence-level ratio. cispo: clipped ratio as a constant weight. on_policy: plain
+    policy gradient. auto: what `algorithm` says."""
+    aggregate: AggregateName | Auto = "auto"
+    """token_mean: every token of the step weighs the same. sequence_mean: every sequence weighs the same. constant: Dr. GRPO's
+    division by max_new_tokens. Counted over the whole step, never over a micro-batch. auto: what `algorithm` says."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """Where the ratio's denominator comes from when a batch is used for more than one update: one extra forward pass, or the
+    engine's own log-probs. With one update a step the ratio is 1 by construction and nothing is computed."""
+    importance: Importance = Importance()
+    reward_clip: tuple[float, float] | None = None
+    """Clip the weighted reward to this range before advantages."""
+    overlong: Overlong | None = None
+    mask_truncated: bool = False
+    """Leave completions that hit max_new_tokens out of the loss (they still count in their group's mean reward)."""
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps taken on one batch of samples; 1 means strictly on-policy."""
+        return self.updates_per_step * self.epochs_per_step

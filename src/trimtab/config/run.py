@@ -1,0 +1,66 @@
+"""`run`: how the work is done. No key here changes what is learned: for every key the gradient of a step is the same for
+every value, up to float reordering (tests/invariants/test_gradient_invariance.py walks this schema and fails on a key
+without a case). All keys are `auto` by default and any of them can be pinned."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from trimtab.config.base import Auto, PositiveInt, Section
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: object) -> object:
+    """Accept 2147483648, "2GiB" or "2.5 GB"."""
+    if not isinstance(value, str) or value == "auto":
+        return value
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", value)
+    unit = UNITS.get((match.group(2) or "B").upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{value!r} is not a size; write bytes or a unit, such as 2GiB or 512MiB")
+    return int(float(match.group(1)) * unit)
+
+
+Bytes = Annotated[int, Field(gt=0), BeforeValidator(parse_bytes)]
+
+
+class Rollout(Section):
+    """The generation phase."""
+
+    max_sequences: PositiveInt | Auto = "auto"
+    """Most sequences decoded at once. auto: as many as the KV memory holds."""
+    kv_memory: Bytes | Auto = Field(default="auto", union_mode="left_to_right")
+    """Bytes for the KV cache, such as 4GiB. auto: enough for the whole step where memory allows."""
+    prefill_tokens: PositiveInt | Auto = "auto"
+    """Most prompt tokens in one forward pass; longer prompts are prefilled in chunks."""
+    page_tokens: PositiveInt | Auto = "auto"
+    """Tokens in one KV page."""
+    prefix_cache: bool = True
+    """Keep the KV of common prompt beginnings for later prompts of the same policy version."""
+
+
+class Run(Section):
+    """How to run it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives. auto: the first CUDA device, or the CPU."""
+    threads: PositiveInt | Auto = "auto"
+    """CPU threads for tensor work. auto: one a physical core."""
+    engine: Literal["auto", "native"] = "auto"
+    """What generates. auto: the native engine."""
+    token_budget: PositiveInt | Auto = "auto"
+    """Most tokens in one micro-batch of the update, a hard cap; also the longest sequence that can be trained on."""
+    score_token_budget: PositiveInt | Auto = "auto"
+    """The same cap for passes without a gradient (reference and old log-probs). auto: from memory, larger than token_budget."""
+    logprob_chunk: PositiveInt | Auto = "auto"
+    """Tokens whose logits exist at one time."""
+    checkpoint_activations: bool | Auto = "auto"
+    """Recompute activations in the backward pass instead of keeping them."""
+    reward_workers: PositiveInt | Auto = "auto"
+    """Processes that run reward functions."""
+    rollout: Rollout = Rollout()

@@ -1,0 +1,119 @@
+"""The whole configuration: model, data, reward, learn, run, eval, observe. Importable without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from trimtab.config.base import Count, PositiveInt, Section
+from trimtab.config.learn import Learn, Sampling
+from trimtab.config.run import Run
+
+
+class Model(Section):
+    """The policy to train."""
+
+    path: str
+    """Hub name, local folder, or a GGUF file."""
+    tokenizer: str | None = None
+    """Hub name or folder of the tokenizer; None: the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of the working weights. auto: bfloat16 on CUDA (with float32 master weights), float32 on CPU."""
+    trust_remote_code: bool = False
+    """Run modelling code that comes with the checkpoint."""
+
+
+class Data(Section):
+    """Prompts, and the columns that rewards need."""
+
+    train: str
+    """A JSONL, JSON, CSV or Parquet file; `task:NAME` for a built-in task (`task:arithmetic`); `reasoning_gym:NAME`;
+    or the name of a Hugging Face data set (`openai/gsm8k:main`)."""
+    eval: str | None = None
+    """The same, for evaluation. None: no evaluation."""
+    prompt: str = "prompt"
+    """Column with the prompt: a string, or a list of {role, content} messages."""
+    system: str | None = None
+    """System message put before every prompt."""
+    suffix: str = ""
+    """Text added to the end of every (last user) prompt, such as an answer format."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """auto: apply the tokenizer's chat template when it has one. never: string prompts are used as they are."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Prompts longer than this are left out, counted and reported; they are never cut. None: what the model's context leaves
+    after learn.max_new_tokens."""
+    limit: PositiveInt | None = None
+    """Use only the first rows of the training set."""
+    train_split: str = "train"
+    """Split of a Hugging Face data set to train on."""
+    eval_split: str = "test"
+    """Split of a Hugging Face data set to evaluate on."""
+    shuffle: bool = True
+    """Draw prompts in an order that depends on learn.seed and the epoch; false: in file order."""
+    options: dict[str, Any] = {}
+    """Options of a built-in or reasoning_gym task: difficulty, size, and the task's own."""
+
+
+class RewardPart(Section):
+    """One reward; the weighted sum of all parts is what is learned from."""
+
+    fn: str
+    """`file.py:function`, `package.module:function`, or a built-in: exact_match, number_match, regex, length, math, task."""
+    name: str | None = None
+    """Name in metrics; None: the function's name."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Deadline of one call. A call that misses it is ended; its samples are dropped and counted, never scored zero."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for every call (built-ins document theirs)."""
+
+
+class Eval(Section):
+    """How held-out accuracy is measured."""
+
+    samples_per_prompt: PositiveInt = 1
+    """Completions for each evaluation prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
+    sampling: Sampling = Sampling(temperature=0.0)
+    max_new_tokens: PositiveInt | None = None
+    """Longest completion; None: learn.max_new_tokens."""
+    limit: PositiveInt | None = None
+    """Use only the first rows of the evaluation set."""
+    part: str | None = None
+    """Reward part that decides success; None: the first."""
+    threshold: float = 1.0
+    """A completion succeeds when that part is at least this."""
+
+
+class Observe(Section):
+    """Where results go and how often."""
+
+    dir: str = "runs/{name}-{time}"
+    """Run folder. {name} is the config file's name, {time} the start time."""
+    eval_every: Count = 0
+    """Evaluate every so many steps, and before the first and after the last; 0: only before and after."""
+    checkpoint_every: Count = 50
+    """Checkpoint every so many steps, and after the last; 0: only after the last."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    samples_every: Count = 10
+    """Write sample completions every so many steps; 0: never."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+    wandb: str | None = None
+    """Weights & Biases project to log to; needs trimtab[wandb]."""
+    max_failed_rewards: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Stop the run when more than this fraction of a step's samples has no reward because reward calls failed."""
+
+
+class Config(Section):
+    """A run: what to learn (`model`, `data`, `reward`, `learn`), how it is measured (`eval`, `observe`), how it is run (`run`)."""
+
+    model: Model
+    data: Data
+    reward: Annotated[list[RewardPart], Field(min_length=1)]
+    learn: Learn = Learn()
+    run: Run = Run()
+    eval: Eval = Eval()
+    observe: Observe = Observe()

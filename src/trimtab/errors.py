@@ -1,0 +1,55 @@
+"""What a user sees when something they wrote, or something outside their control, is wrong.
+
+Every message says what was wrong, where, and what to write instead. Broken invariants of Trimtab's own are asserts, not these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class TrimtabError(Exception):
+    """Base of every error that is meant to be read by a user; the command line prints it without a traceback."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration: the dotted key, what is wrong with it, and what to write instead."""
+
+    where: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{line}. {self.fix}" if self.fix else line
+
+
+class ConfigError(TrimtabError):
+    """The configuration cannot be run. Holds every problem found, not only the first."""
+
+    def __init__(self, problems: list[Problem] | str) -> None:
+        self.problems = [Problem("", problems)] if isinstance(problems, str) else problems
+        count = len(self.problems)
+        head = f"{count} problems in the configuration:\n  " if count > 1 else ""
+        super().__init__(head + "\n  ".join(str(p) for p in self.problems))
+
+
+class DataError(TrimtabError):
+    """A data set cannot be read or does not hold what the configuration says."""
+
+
+class RewardError(TrimtabError):
+    """A reward cannot be loaded, or fails so often that training on the rest would be misleading."""
+
+
+class ModelError(TrimtabError):
+    """A model cannot be loaded, or its architecture cannot be trained exactly."""
+
+
+class EngineError(TrimtabError):
+    """A rollout engine cannot serve the request it was given."""
+
+
+class TrainingError(TrimtabError):
+    """The run cannot go on: repeated non-finite steps, no training signal, a checkpoint of another run."""

@@ -1,0 +1,75 @@
+"""What an engine is: prompts in, finished groups out, one set of weights at a time.
+
+Every engine promises: the same request gives the same tokens whatever else is in flight (sampling is keyed by the request,
+not by the batch); a group is yielded once, whole, as soon as its last sample ends; tokens carry the policy version that made
+them; nothing computed under an older version is reused under a newer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from trimtab.config.learn import Sampling
+from trimtab.data.prompt import Prompt
+from trimtab.rollout.trajectory import Group
+
+
+@dataclass(frozen=True)
+class Request:
+    """Draw `samples` completions of a prompt. (seed, step, prompt id, sample, position) keys every random number."""
+
+    prompt: Prompt
+    samples: int
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    step: int
+
+
+@dataclass
+class RolloutStats:
+    """What one `generate` call did. Seconds are the engine's own; the caller's time between groups is not in them."""
+
+    sequences: int = 0
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_prefix_tokens: int = 0
+    decode_steps: int = 0
+    occupied_slots: int = 0
+    """Sum over decode steps of sequences decoded; over decode_steps x slots it is the batch occupancy."""
+    slots: int = 0
+    peak_pages: int = 0
+    total_pages: int = 0
+    parked: int = 0
+    """Times a sequence lost its KV to an older one and was resumed later."""
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        return self.occupied_slots / max(1, self.decode_steps * self.slots)
+
+    @property
+    def kv_usage(self) -> float:
+        return self.peak_pages / max(1, self.total_pages)
+
+
+class Engine(Protocol):
+    """One rollout engine."""
+
+    stats: RolloutStats
+    """Of the latest `generate`."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
+        """Yield every request's group once, in the order they finish."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """From now on generate with the trainer's current weights, known as `version`."""
+        ...
+
+    def close(self) -> None:
+        """Free memory and processes."""
+        ...
