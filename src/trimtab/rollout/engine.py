@@ -26,6 +26,8 @@ class Request:
     sampling: Sampling
     seed: int
     step: int
+    first_sample: int = 0
+    """Number of the first sample; a prompt that comes twice in a step goes on counting, so that its samples differ."""
 
 
 @dataclass

@@ -1,0 +1,137 @@
+"""Checkpoints: whole or not there. safetensors and JSON, nothing pickled.
+
+A checkpoint is written into a folder with another name, flushed to disk, and renamed; deleting one renames it away first. So at
+any moment, a kill included, every folder called `step-N` is complete, and the newest of them resumes the run exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from trimtab.errors import TrainingError
+from trimtab.model.load import save_model
+from trimtab.update.optimizer import MasterAdamW
+
+FORMAT = 1
+STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+
+
+@dataclass
+class RunState:
+    """Everything a run knows besides tensors. Small, and saved as JSON."""
+
+    step: int = 0
+    """Steps done."""
+    version: int = 0
+    """Policy version: optimizer steps applied."""
+    data_position: int = 0
+    kl_coef: float = 0.0
+    skipped_in_a_row: int = 0
+    best_step: int = -1
+    best_score: float = float("-inf")
+    reward_first: float | None = None
+    reward_last: float | None = None
+    accuracy_first: float | None = None
+    accuracy_last: float | None = None
+    seconds: float = 0.0
+    """Wall time of all sessions up to this checkpoint."""
+    completion_tokens: int = 0
+
+
+def save_checkpoint(
+    run_dir: Path, state: RunState, model: Any, tokenizer: Any, optimizer: MasterAdamW, keep: int
+) -> Path:
+    """Write `step-N`, then remove what is neither among the newest `keep` nor the best."""
+    folder = run_dir / "checkpoints"
+    target, aside = folder / f"step-{state.step}", folder / f".writing-step-{state.step}"
+    clear(folder)
+    aside.mkdir(parents=True)
+    save_model(model, tokenizer, aside)
+    save_file({k: v.contiguous() for k, v in optimizer.state_tensors().items()}, aside / OPTIMIZER)
+    (aside / STATE).write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
+    flush_to_disk(aside)
+    if target.exists():
+        remove_whole(target)
+    aside.rename(target)
+    _fsync(folder)
+    _prune(folder, keep, state.best_step)
+    return target
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The last complete checkpoint of a run, if it has one."""
+    found = _steps(run_dir / "checkpoints")
+    return found[max(found)] if found else None
+
+
+def load_state(checkpoint: Path) -> RunState:
+    saved = json.loads((checkpoint / STATE).read_text())
+    if saved.pop("format", None) != FORMAT:
+        raise TrainingError(f"{checkpoint} was written by another version of Trimtab and cannot be resumed by this one.")
+    known = {f.name for f in fields(RunState)}
+    values = {key: value for key, value in saved.items() if key in known}
+    if values.get("best_score") is None:
+        values.pop("best_score", None)
+    return RunState(**values)
+
+
+def load_optimizer(checkpoint: Path, optimizer: MasterAdamW) -> None:
+    optimizer.load_state_tensors(load_file(checkpoint / OPTIMIZER))
+
+
+def clear(folder: Path) -> None:
+    """Remove what a killed process left half written or half deleted."""
+    for leftover in [*folder.glob(".writing-*"), *folder.glob(".deleting-*")]:
+        shutil.rmtree(leftover)
+
+
+def remove_whole(folder: Path) -> None:
+    """Delete a folder so that it is never seen half deleted under its name."""
+    away = folder.with_name(f".deleting-{folder.name}")
+    folder.rename(away)
+    shutil.rmtree(away)
+
+
+def flush_to_disk(folder: Path) -> None:
+    for file in _files(folder):
+        _fsync(file)
+    _fsync(folder)
+
+
+def _prune(folder: Path, keep: int, best_step: int) -> None:
+    found = _steps(folder)
+    kept = {*sorted(found)[-keep:], best_step}
+    for step, path in found.items():
+        if step not in kept:
+            remove_whole(path)
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    matches = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*"))
+    return {int(match.group(1)): path for match, path in matches if match}
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity; the best score of a run without evaluations is null."""
+    return {k: None if isinstance(v, float) and v in (float("inf"), float("-inf")) else v for k, v in values.items()}

@@ -1,0 +1,31 @@
+"""`trimtab demo`"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.output import print_json, user_errors
+
+
+def demo(
+    folder: Annotated[Path | None, typer.Option("--dir", help="Where to put it; must be new.")] = None,
+    difficulty: Annotated[int, typer.Option(help="Digits of the numbers to add.")] = 2,
+    warm_steps: Annotated[int, typer.Option(help="Supervised steps before reinforcement learning.")] = 250,
+    steps: Annotated[int, typer.Option(help="GRPO steps.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seeds everything.")] = 0,
+) -> None:
+    """Train a small transformer to add, from scratch, in a few minutes on a CPU. The last line is one JSON object."""
+    import sys
+
+    with user_errors(as_json=True):
+        from trimtab.demo import run_demo
+
+        target = folder or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+        result = run_demo(
+            target.absolute(), difficulty=difficulty, warm_steps=warm_steps, steps=steps, seed=seed, file=sys.stdout
+        )
+        print_json(result)

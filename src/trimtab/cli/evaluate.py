@@ -1,0 +1,32 @@
+"""`trimtab eval CONFIG [key=value ...]`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.output import console_file, print_json, user_errors
+
+
+def evaluate(
+    config: Annotated[Path, typer.Argument(help="YAML file; its eval section says how.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, such as model.path=RUN/final.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+) -> None:
+    """Measure held-out accuracy (pass@1, pass@k) of a model, without training it."""
+    with user_errors(as_json):
+        from trimtab.config.load import load_config
+        from trimtab.errors import ConfigError, Problem
+
+        checked = load_config(config, overrides or [])
+        if checked.data.eval is None:
+            raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
+        from trimtab.api import evaluate as run
+        from trimtab.session import Inputs
+
+        inputs = Inputs(base_dir=config.absolute().parent, name=f"{config.stem}-eval")
+        result = run(checked, inputs, console_file=console_file(as_json))
+        if as_json:
+            print_json(result)

@@ -1,0 +1,337 @@
+"""Contradictions: settings that are each valid but cannot be meant together.
+
+Guarantees that a configuration which passes has no setting that is silently ignored and no combination that cannot
+train. "Set by the user" means "differs from the default", never `model_fields_set`, so that a resolved config, which
+writes every key out, passes when it is loaded again. `run` keys are never called useless: `trimtab tune` writes all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
+from trimtab.config.base import Section
+from trimtab.config.learn import Learn
+from trimtab.config.schema import Config, Eval, RewardPart
+from trimtab.errors import Problem
+
+TASK_SOURCES = ("task:", "reasoning_gym:")
+FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A problem and the keys that it follows from; the first is where it is reported."""
+
+    keys: tuple[str, ...]
+    what: str
+    fix: str
+
+    def concerns(self, key: str) -> bool:
+        return any(mine == key or mine.startswith(f"{key}.") or key.startswith(f"{mine}.") for mine in self.keys)
+
+
+def contradictions(config: Config, ignore: Collection[str] = ()) -> list[Problem]:
+    """Every contradiction in a config, except those about a key in `ignore` (already reported as wrong)."""
+    learn = resolve(config.learn)
+    found = [clash for check in CHECKS for clash in check(config, learn)]
+    return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
+
+
+def clash(keys: str, what: str, fix: str) -> Contradiction:
+    return Contradiction(tuple(keys.split()), what, fix)
+
+
+def changed(section: Section, *names: str) -> list[str]:
+    """Those of the named keys, or of all keys, whose value is not the default of the section's class."""
+    fields = type(section).model_fields
+    return [name for name in names or fields if getattr(section, name) != fields[name].default]
+
+
+def reward_name(part: RewardPart) -> str:
+    """What a reward part is called in metrics and in eval.part."""
+    return part.name or part.fn.rsplit(":", 1)[-1]
+
+
+def _groups(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    grouped = learn.advantage in GROUP_ADVANTAGES
+    if grouped and learn.samples_per_prompt == 1:
+        yield clash(
+            "learn.samples_per_prompt learn.advantage learn.algorithm",
+            f"is 1, but the advantage {learn.advantage} compares the samples of one prompt, so it would always be 0",
+            "Write learn.samples_per_prompt: 8, or learn.algorithm: reinforce",
+        )
+    if not grouped and learn.sequences_per_step == 1:
+        yield clash(
+            "learn.prompts_per_step learn.samples_per_prompt learn.advantage learn.algorithm",
+            f"a step of one sample has nothing to be compared with: the advantage {learn.advantage} would always be 0",
+            "Write learn.prompts_per_step: 8",
+        )
+    if learn.dynamic_sampling.enabled and not grouped:
+        yield clash(
+            "learn.dynamic_sampling.enabled learn.advantage learn.algorithm",
+            f"drops groups whose rewards are all equal, but with the advantage {learn.advantage} they carry signal",
+            f"Write learn.dynamic_sampling.enabled: false, or learn.advantage: one of {', '.join(GROUP_ADVANTAGES)}",
+        )
+    if not learn.dynamic_sampling.enabled and changed(learn.dynamic_sampling, "max_refills"):
+        yield clash(
+            "learn.dynamic_sampling.max_refills learn.dynamic_sampling.enabled learn.algorithm",
+            "has no effect while dynamic sampling is off",
+            "Write learn.dynamic_sampling.enabled: true, or leave max_refills out",
+        )
+
+
+def _updates(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    if learn.updates_per_step > learn.prompts_per_step:
+        yield clash(
+            "learn.updates_per_step learn.prompts_per_step",
+            f"is {learn.updates_per_step}, but a step's {learn.prompts_per_step} prompts are split over its updates",
+            f"Write {learn.prompts_per_step} or less, or raise learn.prompts_per_step",
+        )
+    if learn.loss == "on_policy" and learn.updates_per_batch > 1:
+        yield clash(
+            "learn.loss learn.algorithm learn.updates_per_step learn.epochs_per_step",
+            f"on_policy has no ratio to correct with, but a batch is used for {learn.updates_per_batch} updates and "
+            "only the first is on-policy",
+            "Write learn.updates_per_step: 1 and learn.epochs_per_step: 1, or learn.loss: clip",
+        )
+    if learn.old_logprobs == "engine" and learn.updates_per_batch == 1:
+        yield clash(
+            "learn.old_logprobs learn.updates_per_step learn.epochs_per_step",
+            "engine has no effect with one update a step: the ratio is 1 by construction",
+            "Leave it out; against a mismatch of engine and trainer write learn.importance.level: token",
+        )
+    if learn.old_logprobs == "engine" and learn.updates_per_batch > 1 and learn.importance.level != "off":
+        yield clash(
+            "learn.importance.level learn.old_logprobs learn.updates_per_step learn.epochs_per_step",
+            "corrects the difference between engine and trainer, which old_logprobs: engine already has in its ratio",
+            "Write learn.importance.level: off, or learn.old_logprobs: trainer",
+        )
+    if learn.importance.level == "off":
+        for name in changed(learn.importance, "cap", "mode"):
+            yield clash(
+                f"learn.importance.{name} learn.importance.level",
+                "has no effect while the importance correction is off",
+                f"Write learn.importance.level: token, or leave {name} out",
+            )
+
+
+def _clip(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    recipe = RECIPES[learn.algorithm]
+    if learn.loss == "on_policy":
+        for name, usual in (("low", recipe.clip_low), ("high", recipe.clip_high)):
+            if getattr(learn.clip, name) != usual:
+                yield clash(
+                    f"learn.clip.{name} learn.loss learn.algorithm",
+                    "has no effect: the loss on_policy has no ratio to clip",
+                    f"Leave {name} out, or write learn.loss: clip",
+                )
+    if learn.clip.dual is not None and learn.loss != "clip":
+        yield clash(
+            "learn.clip.dual learn.loss learn.algorithm",
+            f"has no effect: only the loss clip has a dual clip, and the loss is {learn.loss}",
+            "Leave dual out, or write learn.loss: clip",
+        )
+
+
+def _kl(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    kl = learn.kl
+    if kl.target is not None and kl.coef == 0:
+        yield clash(
+            "learn.kl.target learn.kl.coef",
+            "steers coef by multiplying it, and from 0 it stays 0",
+            "Write learn.kl.coef: 0.05 to start from, or leave target out",
+        )
+    if kl.coef > 0 and kl.where == "loss" and kl.estimator == "k1":
+        yield clash(
+            "learn.kl.estimator learn.kl.where learn.kl.coef",
+            "k1 in the loss has a gradient of zero in expectation: it penalises nothing",
+            "Write learn.kl.estimator: k3 (or k2), or learn.kl.where: reward",
+        )
+    off = kl.coef == 0 and kl.target is None
+    for name in changed(kl, "estimator", "where", "horizon") if off else []:
+        yield clash(
+            f"learn.kl.{name} learn.kl.coef learn.kl.target",
+            "has no effect while learn.kl.coef is 0",
+            f"Write learn.kl.coef: 0.001, or leave {name} out",
+        )
+    if not off and kl.target is None and changed(kl, "horizon"):
+        yield clash(
+            "learn.kl.horizon learn.kl.target",
+            "has no effect without a target to steer to",
+            "Write learn.kl.target: 0.05, or leave horizon out",
+        )
+
+
+def _schedule(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    if learn.schedule.warmup_steps > learn.steps:
+        yield clash(
+            "learn.schedule.warmup_steps learn.steps",
+            f"is {learn.schedule.warmup_steps}, longer than the run of {learn.steps} steps: the peak is never reached",
+            f"Write {max(learn.steps // 10, 1)}, or raise learn.steps",
+        )
+    if learn.schedule.kind == "constant" and changed(learn.schedule, "final"):
+        yield clash(
+            "learn.schedule.final learn.schedule.kind",
+            "has no effect with a constant rate",
+            "Write learn.schedule.kind: cosine, or leave final out",
+        )
+
+
+def _sampling(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    if learn.sampling.temperature == 0:
+        yield clash(
+            "learn.sampling.temperature",
+            "is 0, which is greedy: all samples of a prompt would be the same and nothing could be learned",
+            "Write a temperature above 0, such as 1.0; for evaluation there is eval.sampling.temperature",
+        )
+    if learn.overlong and learn.overlong.buffer >= learn.max_new_tokens:
+        yield clash(
+            "learn.overlong.buffer learn.max_new_tokens",
+            f"is {learn.overlong.buffer}, not less than learn.max_new_tokens ({learn.max_new_tokens}): "
+            "every completion would be penalised",
+            f"Write {max(learn.max_new_tokens // 4, 1)}, or raise learn.max_new_tokens",
+        )
+
+
+def _reward(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    if learn.reward_clip and learn.reward_clip[0] >= learn.reward_clip[1]:
+        low, high = learn.reward_clip
+        yield clash(
+            "learn.reward_clip",
+            f"[{low}, {high}] is empty or one point: every reward would be the same",
+            f"Write the lower bound first: [{high}, {low}]" if low > high else "Write two different bounds",
+        )
+    if all(part.weight == 0 for part in config.reward):
+        yield clash("reward", "every weight is 0: every reward would be 0", "Give one part a weight, such as 1.0")
+    names = [reward_name(part) for part in config.reward]
+    for place, name in enumerate(names):
+        first = names.index(name)
+        if first < place:
+            yield clash(
+                f"reward.{place}.name reward.{place}.fn reward.{first}.name reward.{first}.fn",
+                f"{name} is already the name of reward.{first}; their metrics would mix",
+                f"Write reward.{place}.name: {name}_{place}",
+            )
+    if config.eval.part is not None and config.eval.part not in names:
+        yield clash(
+            "eval.part reward",
+            f"{config.eval.part} is not a reward part; there is {', '.join(names)}",
+            f"Write eval.part: {names[0]}, or leave it out for the first part",
+        )
+
+
+def _eval(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    fix = "Write data.eval: FILE, or leave it out"
+    if config.data.eval is None:
+        idle = [f"eval.{name}" for name in changed(config.eval)]
+        idle += ["observe.eval_every"] if config.observe.eval_every else []
+        for key in idle:
+            yield clash(f"{key} data.eval", "has no effect: there is no evaluation set", fix)
+        return
+    if config.eval.sampling.temperature > 0:
+        return
+    if config.eval.samples_per_prompt > 1:
+        yield clash(
+            "eval.samples_per_prompt eval.sampling.temperature",
+            f"is {config.eval.samples_per_prompt}, but at temperature 0 all samples of a prompt are the same",
+            "Write eval.sampling.temperature: 1.0, or eval.samples_per_prompt: 1",
+        )
+    usual = Eval.model_fields["sampling"].default
+    for name in ("top_k", "top_p", "min_p"):
+        if getattr(config.eval.sampling, name) != getattr(usual, name):
+            yield clash(
+                f"eval.sampling.{name} eval.sampling.temperature",
+                "has no effect at temperature 0, which always takes the most probable token",
+                f"Write eval.sampling.temperature: 1.0, or leave {name} out",
+            )
+
+
+def _data(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    data = config.data
+    if data.options and not any(source and source.startswith(TASK_SOURCES) for source in (data.train, data.eval)):
+        yield clash(
+            "data.options data.train data.eval",
+            "only tasks have options, and neither data.train nor data.eval is one",
+            "Write data.train: task:NAME or reasoning_gym:NAME, or leave options out",
+        )
+    for part in ("train", "eval"):
+        source = getattr(data, part)
+        if changed(data, f"{part}_split") and (source is None or source.lower().endswith(FILE_ENDINGS)):
+            yield clash(
+                f"data.{part}_split data.{part}",
+                "has no effect: " + (f"the file {source} has no splits" if source else "there is no evaluation set"),
+                f"Leave {part}_split out",
+            )
+
+
+def _texts(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    """Texts that the schema takes as they are, but that cannot name anything."""
+    data, observe = config.data, config.observe
+    texts = {
+        "model.path": config.model.path,
+        "data.train": data.train,
+        "data.prompt": data.prompt,
+        "observe.dir": observe.dir,
+    }
+    texts |= {} if data.eval is None else {"data.eval": data.eval}
+    texts |= {f"reward.{place}.fn": part.fn for place, part in enumerate(config.reward)}
+    for key, text in texts.items():
+        if not text.strip():
+            yield clash(key, "is empty", "Write a name, or leave the key out if it has a default")
+    for field in re.findall(r"\{[^{}]*\}|[{}]", observe.dir):
+        if field not in ("{name}", "{time}"):
+            yield clash(
+                "observe.dir", f"nothing is known to put in place of {field}", "Write {name}, {time} or plain text"
+            )
+
+
+def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    prompt = config.data.max_prompt_tokens
+    longest = learn.max_new_tokens + (prompt or 1)
+    parts = f"learn.max_new_tokens {learn.max_new_tokens} + " + (
+        f"data.max_prompt_tokens {prompt}" if prompt else "a prompt"
+    )
+    for name in ("token_budget", "score_token_budget"):
+        budget = getattr(config.run, name)
+        if budget != "auto" and budget < longest:
+            yield clash(
+                f"run.{name} learn.max_new_tokens data.max_prompt_tokens",
+                f"is {budget} tokens, but the longest sequence has {'' if prompt else 'at least '}{longest} ({parts}) "
+                "and a sequence is never cut",
+                f"Write {longest} or more, or auto",
+            )
+    kv_memory = config.run.rollout.kv_memory
+    if kv_memory != "auto" and kv_memory < 1024:
+        yield clash(
+            "run.rollout.kv_memory",
+            f"is {kv_memory} bytes, which holds no sequence",
+            f"Write a unit: run.rollout.kv_memory: {kv_memory}GiB",
+        )
+
+
+def _observe(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    if config.observe.checkpoint_every == 0 and changed(config.observe, "keep_checkpoints"):
+        yield clash(
+            "observe.keep_checkpoints observe.checkpoint_every",
+            "has no effect: only the last checkpoint is written",
+            "Write observe.checkpoint_every: 50, or leave keep_checkpoints out",
+        )
+
+
+CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
+    _groups,
+    _updates,
+    _clip,
+    _kl,
+    _schedule,
+    _sampling,
+    _reward,
+    _eval,
+    _data,
+    _texts,
+    _run,
+    _observe,
+)

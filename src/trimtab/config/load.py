@@ -1,0 +1,422 @@
+"""From YAML text, dictionaries and `key=value` overrides to a valid Config, and back to YAML.
+
+Guarantees: a Config that is returned is valid and free of contradictions; otherwise one ConfigError holds every problem
+found, in words for the person who wrote the file. What `resolved_yaml` writes loads back to an equal Config.
+"""
+
+from __future__ import annotations
+
+import numbers
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from trimtab.config.algorithms import resolve
+from trimtab.config.base import Section
+from trimtab.config.check import contradictions
+from trimtab.config.reference import choices, default, description, nearest, nested, slot, suggest, words, written
+from trimtab.config.schema import Config
+from trimtab.errors import ConfigError, Problem
+
+Tree = dict[str, Any]
+REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
+OTHER_NAMES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+SMALLEST = 'Write at least model: {path: …}, data: {train: …} and reward: [{fn: "rewards.py:function"}]'
+
+
+def load_config(
+    path: Path | str | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> Config:
+    """A Config from a file over `base`, with overrides such as `learn.lr=1e-6` applied in order."""
+    tree: Tree = plain(base or {})
+    problems: list[Problem] = []
+    if path is not None:
+        data, problems = _read(Path(path))
+        tree = _merge(tree, data)
+    return _build(tree, overrides, problems)
+
+
+def config_from_dict(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A Config from a dictionary; sections may be dictionaries or section objects. The dictionary is not changed."""
+    return _build(plain(data), overrides, [])
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole config with every key and every algorithm choice written out. Loading it gives the resolved config."""
+    resolved = config.model_copy(update={"learn": resolve(config.learn)})
+    return yaml.dump(plain(resolved.model_dump()), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+# --- building: overrides, unknown keys, wrong values, contradictions; nothing stops before all of them have spoken
+
+
+def _build(tree: Tree, overrides: Sequence[str], problems: list[Problem]) -> Config:
+    problems = [*problems, *(problem for override in overrides for problem in _override(tree, override))]
+    problems += list(_sweep(Config, tree, ""))
+    suspects = {key for problem in problems for key in (problem.where, _meant(problem.where))}
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        wrong = _explain(error, tree)
+        for problem in wrong:
+            _drop(tree, problem.where)
+        problems += wrong
+        suspects |= {problem.where for problem in wrong}
+        config = Config.model_validate(tree)
+    problems += contradictions(config, ignore=suspects - {""})
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _sweep(section: type[Section], data: Tree, prefix: str) -> Iterator[Problem]:
+    """Take out of the tree what pydantic would accept or could not explain, and fill in what may be left out."""
+    for name in [name for name in data if name not in section.model_fields]:
+        del data[name]
+        yield _unknown(f"{prefix}{name}")
+    for name, field in section.model_fields.items():
+        inner, where, value = nested(field.annotation), f"{prefix}{name}", data.get(name)
+        if inner and inner.form == "section":
+            if value is None and (name in data or field.is_required()):
+                value = data[name] = {}  # `run:` with nothing below it is an empty section
+            if isinstance(value, dict):
+                if isinstance(field.default, Section):  # a section given in part keeps the rest of its parent's default
+                    value = data[name] = field.default.model_dump(exclude_unset=True) | value
+                yield from _sweep(inner.section, value, f"{where}.")
+        elif inner and isinstance(value, dict) and inner.form == "optional":
+            yield from _sweep(inner.section, value, f"{where}.")
+        elif inner and isinstance(value, list):
+            for place, item in enumerate(value):
+                if isinstance(item, dict):
+                    yield from _sweep(inner.section, item, f"{where}.{place}.")
+        elif not inner and name in data and (problem := _unfit(where, field, value)):
+            data[name] = _stand_in(field)
+            yield problem
+
+
+def _unfit(where: str, field: FieldInfo, value: object) -> Problem | None:
+    """Values that pydantic would take but that cannot be meant: true for a number, and what config.yaml cannot hold."""
+    if get_origin(field.annotation) is dict:
+        odd = next((key for key in value if not isinstance(key, str)), None) if isinstance(value, dict) else None
+        if odd is not None:
+            return Problem(where, f"has the key {written(odd)}, but keys are text", f'Write it in quotes: "{odd}"')
+        if kind := _unwritable(value):
+            return Problem(where, f"holds {kind}, which config.yaml cannot", "Give text, numbers, lists and mappings")
+        return None
+    holds_bool = any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
+    takes_bool = bool in (field.annotation, *get_args(field.annotation))
+    return _wrong(where, value) if holds_bool and not takes_bool else None
+
+
+def _unwritable(value: object) -> str | None:
+    if isinstance(value, dict):
+        return next((odd for item in (*value, *value.values()) if (odd := _unwritable(item))), None)
+    if isinstance(value, list):
+        return next((odd for item in value if (odd := _unwritable(item))), None)
+    return None if type(value) in (type(None), bool, int, float, str) else f"a Python {type(value).__name__}"
+
+
+def _explain(error: ValidationError, tree: Tree) -> list[Problem]:
+    """Pydantic's errors, one problem a key, in the words of the reference."""
+    found: dict[str, Problem] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        parts = [str(part) for part in item["loc"]]
+        while (here := slot(parts)) is None or (here.kind == "free" and here.field is None):
+            parts.pop()  # pydantic goes on into unions, lists and mappings; a user knows the key
+        where = ".".join(parts)
+        if item["type"] == "missing" and len(parts) == len(item["loc"]) and here.field:
+            add = REWARD if where == "reward" else f"Add it: {description(here.field).rstrip('.')}"
+            found.setdefault(where, Problem(where, "is required but missing", add))
+        else:
+            found.setdefault(where, _wrong(where, _lookup(tree, parts)))
+    return list(found.values())
+
+
+def _wrong(where: str, value: object) -> Problem:
+    return Problem(where, f"got {_shown(value)}, but it takes {_takes(where)}", _fix(where, value))
+
+
+def _takes(where: str) -> str:
+    here = slot(where.split("."))
+    assert here
+    if here.kind == "list":
+        return "a list of at least one section"
+    if here.section:
+        return "a section with the keys " + ", ".join(here.section.model_fields)
+    assert here.field
+    return words(here.field.annotation, here.field.metadata)
+
+
+def _fix(where: str, value: object) -> str:
+    here = slot(where.split("."))
+    assert here
+    if here.kind == "list":
+        return REWARD
+    field, takes = here.field, _takes(where)
+    options = choices(field.annotation) if field else []
+    if isinstance(value, str) and (near := nearest(OTHER_NAMES.get(value.lower(), value), options, 0.5)):
+        return f"Did you mean {near}?"
+    if takes.startswith("text"):
+        return 'For empty text write ""' if value is None else f"Write it in quotes: {where}: {_quoted(value)}"
+    if takes.startswith("a list, each item text") and isinstance(value, str | int | float):
+        return f"Write it as a list: [{_quoted(value)}]"
+    if field is None or field.is_required():
+        return ""
+    return "Leave it out for the default" + ("s" if here.section else f", {written(default(where))}")
+
+
+def _quoted(value: object) -> str:
+    text = value if isinstance(value, str) else written(value)
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _shown(value: object) -> str:
+    text = _quoted(value) if isinstance(value, str) else written(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _lookup(tree: Any, parts: Sequence[str]) -> Any:
+    for part in parts:
+        tree = tree[int(part)] if isinstance(tree, list) else tree.get(part)
+    return tree
+
+
+def _drop(tree: Tree, where: str) -> None:
+    """Take a wrong value out, or put a stand-in where one is required, so that the rest can still be checked."""
+    *above, name = where.split(".")
+    here, holder = slot([*above, name]), _lookup(tree, above)
+    assert here
+    if here.field is None:
+        assert here.section
+        holder[int(name)] = _least(here.section)
+    elif here.field.is_required():
+        holder[name] = _stand_in(here.field)
+    else:
+        holder.pop(name, None)
+
+
+def _stand_in(field: FieldInfo) -> Any:
+    if not field.is_required():
+        return field.default
+    if inner := nested(field.annotation):
+        return [_least(inner.section)] if inner.form == "list" else _least(inner.section)
+    return "?" if field.annotation is str else 1
+
+
+def _least(section: type[Section]) -> Tree:
+    return {name: _stand_in(field) for name, field in section.model_fields.items() if field.is_required()}
+
+
+# --- overrides
+
+
+def _override(tree: Tree, override: str) -> list[Problem]:
+    """Set one `dotted.key=value` in the tree. Nothing is set where there is a problem."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not key or slot(key.split(".")) is None:
+        return [_unknown(key) if key else Problem(override, "has no key", "Write key=value, such as learn.lr=1e-6")]
+    if not equals:
+        return [Problem(key, "has no value", f"Write key=value, such as {key}={_example(key)}")]
+    try:
+        value, problems = _parse(text, "the override", f"{key}.")
+    except ConfigError as error:
+        return [Problem(key, f"{_shown(text)}: {error.problems[0].what}", "Write a YAML value; quote text")]
+    return problems or _set(tree, key.split("."), value)
+
+
+def _example(where: str) -> str:
+    usual = default(where)
+    return written(usual) if isinstance(usual, str | int | float | list) and usual != "" else "VALUE"
+
+
+def _set(tree: Tree, parts: list[str], value: object) -> list[Problem]:
+    node: Any = tree
+    for depth, part in enumerate(parts):
+        key: str | int = part
+        if isinstance(node, list):
+            if not part.isdecimal() or int(part) > len(node):
+                place = ".".join([*parts[:depth], str(len(node)), *parts[depth + 1 :]])
+                return [Problem(".".join(parts), f"the list has {len(node)} items", f"For the next one write {place}")]
+            key = int(part)
+            node.extend([{}] * (key == len(node)))
+        elif not isinstance(node, dict):
+            return []  # what holds the key is itself of the wrong type, and is reported for that
+        if depth == len(parts) - 1:
+            node[key] = value
+            return []
+        if isinstance(node, dict) and node.get(part) is None:
+            here = slot(parts[: depth + 1])
+            node[part] = [] if here and here.kind == "list" else {}
+        node = node[key]
+    return []
+
+
+# --- unknown keys
+
+
+def _unknown(where: str) -> Problem:
+    parts = where.split(".")
+    depth = next((depth for depth in range(len(parts)) if slot(parts[: depth + 1]) is None), None)
+    if depth is None:  # a key of a file with dots in it
+        return Problem(
+            where,
+            "dotted keys are for the command line",
+            f"In a file write {': {'.join(parts)}: …" + "}" * (len(parts) - 1),
+        )
+    above, whole = slot(parts[:depth]), ".".join(parts[:depth])
+    if above and above.kind == "leaf":
+        return Problem(where, f"{whole} has no parts: it takes {_takes(whole)}", f"Write {whole}={_example(whole)}")
+    if above and above.kind == "list":
+        rest = ".".join(parts[depth:])
+        return Problem(where, f"{whole} is a list, and {parts[depth]} is no place in it", f"Write {whole}.0.{rest}")
+    if meant := _meant(where):
+        return Problem(where, "unknown key", f"Did you mean {meant}?")
+    return Problem(
+        where,
+        "unknown key",
+        f"The keys here are {', '.join(above.section.model_fields)}" if above and above.section else "",
+    )
+
+
+def _meant(where: str) -> str:
+    """The valid key that was probably meant, part by part (`leran.lrr` is learn.lr); empty where nothing is alike."""
+    meant = ""
+    for part in where.split("."):
+        longer = f"{meant}.{part}".lstrip(".")
+        meant = longer if slot(longer.split(".")) else suggest(f"{meant}." if meant else "", part)
+        if not meant:
+            return ""
+    return meant
+
+
+# --- YAML: version 1.2's idea of numbers and booleans, so that 1e-6 is a number and `off` is a word; None is null
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe: plain values only."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that either version of YAML, or this loader, would take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+_DIGITS = r"[0-9][0-9_]*"
+_FLOAT = rf"[-+]?(?:{_DIGITS}\.[0-9_]*|\.{_DIGITS}|{_DIGITS}(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("float", rf"{_FLOAT}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+.0123456789"),
+    ("int", "[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("null", "~|null|Null|NULL|None|", ["~", "n", "N", ""]),
+    ("merge", "<<", "<"),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), list(_first))
+
+
+def _read(path: Path) -> tuple[Tree, list[Problem]]:
+    path = path.expanduser().absolute()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        near = nearest(path.name, [other.name for other in path.parent.glob("*.y*ml")], 0.6)
+        raise ConfigError(
+            [Problem(str(path), "there is no such file", f"Did you mean {near}?" if near else "")]
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            [Problem(str(path), f"cannot be read: {error.strerror}", "Give the path of a YAML file")]
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(str(path), f"is not UTF-8 text (byte {error.start})", "Save it as UTF-8")]) from None
+    data, problems = _parse(text, str(path))
+    if data is None:
+        raise ConfigError([Problem(str(path), "is empty", SMALLEST)])
+    if not isinstance(data, dict):
+        raise ConfigError([Problem(str(path), f"holds {_shown(data)}, not sections with keys", SMALLEST)])
+    return data, problems
+
+
+def _parse(text: str, source: str, prefix: str = "") -> tuple[Any, list[Problem]]:
+    """The value of a YAML text, no part shared with another, and a problem for each key written twice."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        twice = list(_duplicates(node, source, prefix, set()))  # first: constructing writes merged keys into the nodes
+        return plain(loader.construct_document(node)), twice
+    except RecursionError:
+        raise ConfigError([Problem(source, "a value holds itself, or lists are nested without end")]) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
+        tab = "Indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
+        raise ConfigError([Problem(place, f"YAML cannot be read: {error.problem}", tab)]) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        where = f"{source}, line {line}, column {error.position - text.rfind(chr(10), 0, error.position)}"
+        raise ConfigError(
+            [Problem(where, f"YAML cannot hold the character {chr(error.character)!a}", "Remove it")]
+        ) from None
+
+
+def _duplicates(node: yaml.Node, source: str, prefix: str, seen: set[int]) -> Iterator[Problem]:
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for place, item in enumerate(node.value):
+            yield from _duplicates(item, source, f"{prefix}{place}.", seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, list[int]] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if key.tag != "tag:yaml.org,2002:merge":
+                lines.setdefault(name, []).append(key.start_mark.line + 1)
+            yield from _duplicates(value, source, f"{prefix}{name}.", seen)
+        for name, found in lines.items():
+            if len(found) > 1:
+                places = " and ".join(f"line {line}" for line in dict.fromkeys(found))
+                yield Problem(f"{prefix}{name}", f"is written more than once in {source}: on {places}", "Keep one")
+
+
+def plain(value: Any) -> Any:
+    """A deep copy out of dictionaries, lists and plain numbers, which is all that YAML has."""
+    if isinstance(value, BaseModel):
+        return plain(value.model_dump(exclude_unset=True))
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _merge(below: Tree, above: Tree) -> Tree:
+    """`above` laid over `below`: mappings key by key, anything else whole."""
+    both = {
+        key: _merge(below[key], above[key])
+        for key in above
+        if isinstance(above[key], dict) and isinstance(below.get(key), dict)
+    }
+    return below | above | both

@@ -1,0 +1,104 @@
+"""Rows to token ids, one way for training and evaluation.
+
+- A string prompt is used as it is, or becomes one user message of the tokenizer's chat template; messages always need
+  the template.
+- The template writes its own special tokens, so none are added to its text: BOS is never doubled.
+- A prompt never ends in an end-of-sequence token that the tokenizer appended: the model would be asked to go on after
+  the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from trimtab.config.schema import Data
+from trimtab.data.files import Row
+from trimtab.data.prompt import Message, Prompt
+from trimtab.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptEncoder:
+    """Turns rows into prompts as `data` says. Rows are taken to be valid (see prompts.validate_rows)."""
+
+    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, source_name: str) -> None:
+        has_template = bool(tokenizer.chat_template)
+        if data.chat_template == "always" and not has_template:
+            raise DataError(
+                "data.chat_template is 'always', but the tokenizer has no chat template. "
+                "Use an instruction-tuned model's tokenizer (model.tokenizer), or data.chat_template: never."
+            )
+        self.data = data
+        self.tokenizer = tokenizer
+        self.source_name = source_name
+        self.templated = has_template and data.chat_template != "never"
+        self._eos_appended = _appends_eos(tokenizer)
+
+    def shown(self, row: Row) -> str | list[Message]:
+        """The prompt as rewards see it: the row's, with the system message and the suffix."""
+        content = row[self.data.prompt]
+        if isinstance(content, str):
+            system = f"{self.data.system}\n\n" if self.data.system else ""
+            return f"{system}{content}{self.data.suffix}"
+        messages = [dict(message) for message in content]
+        if self.data.suffix:
+            last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
+            messages[last_user]["content"] += self.data.suffix
+        return [*self._system_message(), *messages]
+
+    def text(self, row: Row) -> str:
+        """What the tokenizer reads."""
+        content = row[self.data.prompt]
+        if not self.templated:
+            shown = self.shown(row)
+            assert isinstance(shown, str), "messages need a chat template; validate_rows checks it"
+            return shown
+        if isinstance(content, str):
+            return self._render([*self._system_message(), {"role": "user", "content": content + self.data.suffix}])
+        return self._render(self.shown(row))  # type: ignore[arg-type]
+
+    def encode(self, ids: Sequence[int], rows: Sequence[Row]) -> list[Prompt]:
+        """One prompt a row, tokenised in one batch; `ids` are the rows' numbers."""
+        encoded = self.tokenizer(
+            [self.text(row) for row in rows],
+            add_special_tokens=not self.templated,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [self._prompt(*each) for each in zip(ids, rows, encoded["input_ids"], strict=True)]
+
+    def _prompt(self, id_: int, row: Row, tokens: list[int]) -> Prompt:
+        if self._eos_appended and not self.templated:
+            tokens = tokens[:-1]
+        if not tokens:
+            raise DataError(f"{self.source_name}, row {id_ + 1} (from 1): the prompt {self.text(row)!r} has no tokens.")
+        columns = {name: value for name, value in row.items() if name != self.data.prompt}
+        return Prompt(id_, self.shown(row), tokens, columns)
+
+    def _system_message(self) -> list[Message]:
+        return [{"role": "system", "content": self.data.system}] if self.data.system else []
+
+    def _render(self, messages: list[Message]) -> str:
+        """A conversation that ends with the assistant's turn is continued; any other is answered."""
+        unfinished = messages[-1]["role"] == "assistant"
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not unfinished, continue_final_message=unfinished
+            )
+        except Exception as error:  # templates are foreign code: Gemma's, for one, refuses system messages
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"{self.source_name}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
+            ) from error
+        return rendered
+
+
+def _appends_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts its end-of-sequence token after plain text (as T5's and some base models' do)."""
+    probe: Any = tokenizer("a", return_special_tokens_mask=True)
+    ends_special = bool(probe["special_tokens_mask"]) and probe["special_tokens_mask"][-1] == 1
+    return ends_special and len(probe["input_ids"]) > 1 and probe["input_ids"][-1] == tokenizer.eos_token_id

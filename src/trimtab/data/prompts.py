@@ -1,0 +1,160 @@
+"""Valid rows, and the prompts made of them.
+
+`validate_rows` checks columns, types and messages of every row before anything expensive starts, and tries the chat
+template on the first; only a later conversation that the template refuses can still fail, when it is tokenised.
+`build_prompts` tokenises a whole set at once, for evaluation; training reads a PromptStream. Prompts that are too long
+are left out and counted, never cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trimtab.config.schema import Data
+from trimtab.data.encode import PromptEncoder
+from trimtab.data.files import Row
+from trimtab.data.prompt import Prompt
+from trimtab.data.suggest import did_you_mean
+from trimtab.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BATCH = 1024
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """A tokenised data set."""
+
+    prompts: list[Prompt]
+    too_long: int
+    """Prompts left out because they are longer than max_prompt_tokens."""
+    longest: int
+    """Tokens of the longest prompt, the ones left out included."""
+    max_prompt_tokens: int
+    source_name: str
+
+    def report(self) -> str:
+        """What was kept and what was left out, in a sentence."""
+        kept = f"{self.source_name}: {len(self.prompts)} prompts, the longest of the set {self.longest} tokens"
+        if not self.too_long:
+            return f"{kept}."
+        return f"{kept}; {self.too_long} left out for being longer than {self.max_prompt_tokens} tokens."
+
+
+def build_prompts(
+    rows: Sequence[Row],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    source_name: str,
+) -> PromptSet:
+    """Every row's prompt, validated and tokenised now; at least one."""
+    validate_rows(rows, data, tokenizer, source_name=source_name)
+    encoder = PromptEncoder(data, tokenizer, source_name)
+    prompts: list[Prompt] = []
+    longest = 0
+    for start in range(0, len(rows), _BATCH):
+        batch = rows[start : start + _BATCH]
+        for prompt in encoder.encode(range(start, start + len(batch)), batch):
+            longest = max(longest, len(prompt.tokens))
+            if len(prompt.tokens) <= max_prompt_tokens:
+                prompts.append(prompt)
+    if not prompts:
+        raise all_too_long(source_name, len(rows), longest, max_prompt_tokens)
+    return PromptSet(prompts, len(rows) - len(prompts), longest, max_prompt_tokens, source_name)
+
+
+def all_too_long(source_name: str, count: int, longest: int, limit: int) -> DataError:
+    """The error of a set with no usable prompt."""
+    return DataError(
+        f"{source_name}: all {count} prompts are longer than {limit} tokens (the longest has {longest}). "
+        "Raise data.max_prompt_tokens, lower learn.max_new_tokens if the model's context is the limit, "
+        "or shorten the prompts."
+    )
+
+
+def validate_rows(rows: Sequence[Row], data: Data, tokenizer: PreTrainedTokenizerBase, *, source_name: str) -> None:
+    """Raises DataError at the first row that cannot become a prompt; tokenises only one, to try the chat template."""
+    if not rows:
+        raise DataError(f"{source_name} holds no rows. A data set needs at least one row.")
+    encoder = PromptEncoder(data, tokenizer, source_name)
+    for number, row in enumerate(rows, 1):
+        if data.prompt not in row:
+            raise _missing_column(row, data, source_name, number)
+        problem = _problem(row[data.prompt], data)
+        if problem:
+            raise DataError(f"{source_name}, row {number} (from 1), column {data.prompt!r}: {problem}")
+        if isinstance(row[data.prompt], str) != isinstance(rows[0][data.prompt], str):
+            raise DataError(
+                f"{source_name}, row {number} (from 1): strings and messages are mixed. Use one of the two."
+            )
+    if not isinstance(rows[0][data.prompt], str) and not encoder.templated:
+        raise _no_template(data, source_name)
+    empty = next((i for i, row in enumerate(rows) if row[data.prompt] == ""), 0)
+    for index in {0, empty}:
+        encoder.encode([index], [rows[index]])
+
+
+def _problem(content: Any, data: Data) -> str:
+    """What is wrong with a prompt, or nothing."""
+    if isinstance(content, str):
+        return _text_problem(content)
+    if not isinstance(content, list):
+        what = "nothing (null)" if content is None else f"{content!r}, of type {type(content).__name__}"
+        return f"must be a string or a list of {{role, content}} messages, but is {what}."
+    if not content:
+        return "holds an empty list of messages."
+    problems = (_message_problem(message, number) for number, message in enumerate(content, 1))
+    return next(filter(None, problems), "") or _roles_problem([message["role"] for message in content], data)
+
+
+def _message_problem(message: Any, number: int) -> str:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return f"message {number} must be {{role: ..., content: ...}}, but is {message!r}."
+    content = message.get("content")
+    if isinstance(content, str):
+        return _text_problem(content)
+    if content is None and message.get("tool_calls") and message["role"] != "user":
+        return ""
+    return f"message {number} (role {message['role']}) must have a string as its content, but has {content!r}."
+
+
+def _roles_problem(roles: list[str], data: Data) -> str:
+    if data.suffix and "user" not in roles:
+        return "data.suffix goes to the last user message, but there is none."
+    if data.system and "system" in roles:
+        return "has a system message already; leave out either that or data.system."
+    return ""
+
+
+def _text_problem(text: str) -> str:
+    """JSON can hold half of a character (a lone surrogate), which no tokenizer accepts."""
+    if text.isascii():
+        return ""
+    half = _SURROGATE.search(text)
+    return f"holds half of a character ({half.group()!a}), which is not valid text." if half else ""
+
+
+def _missing_column(row: Row, data: Data, source_name: str, number: int) -> DataError:
+    where = source_name if number == 1 else f"{source_name}, row {number} (from 1)"
+    return DataError(
+        f"{where} has no column {data.prompt!r}; its columns are {', '.join(map(repr, row)) or 'none'}."
+        f"{did_you_mean(data.prompt, row)} Set data.prompt to the column with the prompts."
+    )
+
+
+def _no_template(data: Data, source_name: str) -> DataError:
+    if data.chat_template == "never":
+        why = "data.chat_template is 'never'"
+        fix = "Set data.chat_template: auto, or make the prompts strings."
+    else:
+        why = "the tokenizer has no chat template"
+        fix = "Use an instruction-tuned model's tokenizer (model.tokenizer), or make the prompts strings."
+    return DataError(f"{source_name} has prompts that are messages, but {why}. {fix}")

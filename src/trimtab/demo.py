@@ -1,0 +1,157 @@
+"""The main job on an embedded default: a small transformer learns addition on whatever the machine has.
+
+A supervised warm start teaches the format and about a third of the answers; GRPO, with nothing but a right-or-wrong reward, does the
+rest. The supervised phase is the update step itself: with advantage 1 the on-policy loss is the negative log-likelihood.
+"""
+
+from __future__ import annotations
+
+import string
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from trimtab.api import run_training
+from trimtab.config.algorithms import resolve
+from trimtab.config.learn import Learn
+from trimtab.config.load import config_from_dict
+from trimtab.data.tasks import TASKS
+from trimtab.model.load import save_model
+from trimtab.model.policy import Policy
+from trimtab.observe.curve import plot_curve
+from trimtab.observe.jsonl import read_jsonl
+from trimtab.plan.auto import physical_cores
+from trimtab.session import Inputs
+from trimtab.update.batch import Sample
+from trimtab.update.updater import Updater
+
+SPECIAL = ["<pad>", "<eos>"]
+CHARACTERS = string.digits + "+-=" + string.ascii_lowercase + " :"
+
+
+def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[str, Any]:
+    """The GRPO run, as a user would write it."""
+    return {
+        "model": {"path": str(folder / "warm-start")},
+        "data": {
+            "train": "task:arithmetic",
+            "eval": "task:arithmetic",
+            "options": {"difficulty": difficulty, "size": 4096, "eval_size": 256},
+        },
+        "reward": [{"fn": "task", "name": "correct"}],
+        "learn": {
+            "algorithm": "grpo",
+            "steps": steps,
+            "seed": seed,
+            "prompts_per_step": 64,
+            "samples_per_prompt": 8,
+            "max_new_tokens": 8,
+            "lr": 1e-3,
+            "schedule": {"kind": "linear", "warmup_steps": 4, "final": 0.1},
+        },
+        "observe": {"dir": str(folder / "run"), "eval_every": 20, "checkpoint_every": 50},
+    }
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """About a million parameters, random."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+def warm_start(
+    policy: Policy, tokenizer: Any, rows: list[dict[str, Any]], steps: int, batch: int = 128, lr: float = 2e-3
+) -> list[float]:
+    """Supervised steps on rows with an answer; returns the loss of each, in nats per token."""
+    learn = resolve(Learn(loss="on_policy", aggregate="token_mean", lr=lr, steps=steps))
+    updater = Updater(
+        policy, learn, token_budget=4096, score_token_budget=4096, logprob_chunk=4096, checkpoint_activations=False
+    )
+    order, losses = np.random.default_rng(learn.seed), []
+    for step in range(steps):
+        samples = []
+        for index in order.integers(0, len(rows), batch):
+            row = rows[index]
+            tokens = torch.tensor([*tokenizer(row["answer"]).input_ids, tokenizer.eos_token_id])
+            prompt = tokenizer(row["prompt"]).input_ids
+            samples.append(Sample(prompt, tokens, torch.ones(len(tokens)), torch.empty(0), torch.zeros(len(tokens))))
+        total = sum(s.tokens.shape[0] for s in samples)
+        for sample in samples:
+            sample.weights = torch.full((sample.tokens.shape[0],), 1 / total)
+        rate = lr * min(1.0, (step + 1) / 20)
+        losses.append(float(updater.step(samples, rate, 0.0).sums["loss"]))
+    return losses
+
+
+def run_demo(
+    folder: Path, *, difficulty: int, warm_steps: int, steps: int, seed: int, file: IO[str]
+) -> dict[str, Any]:
+    """Warm start, GRPO, before and after; returns the summary with `accuracy_before` and `accuracy_after`."""
+    started = time.monotonic()
+    torch.set_num_threads(physical_cores())
+    tokenizer = build_tokenizer()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = Policy(build_model(tokenizer, seed).to(device))
+    options = {"difficulty": difficulty, "size": 4096}
+    rows = TASKS["arithmetic"].generate(options["size"], difficulty, seed, "train")
+    losses = warm_start(policy, tokenizer, rows, warm_steps)
+    print(
+        f"warm start: {warm_steps} supervised steps, loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token, "
+        f"{time.monotonic() - started:.0f} s",
+        file=file,
+    )
+    save_model(policy.model, tokenizer, folder / "warm-start")
+    config = config_from_dict(demo_config(folder, difficulty, steps, seed))
+    summary = run_training(config, Inputs(name="demo"), console_file=file)
+    run_dir = Path(summary["run_dir"])
+    _show_samples(run_dir, steps, file)
+    curve = run_dir / "curve.png"
+    plot_curve(run_dir, curve)
+    print(f"learning curve: {curve}", file=file)
+    return {
+        "accuracy_before": summary["eval"]["before"],
+        "accuracy_after": summary["eval"]["after"],
+        "seconds": round(time.monotonic() - started, 1),
+        "run_dir": summary["run_dir"],
+        "curve": str(curve),
+    }
+
+
+def _show_samples(run_dir: Path, last: int, file: IO[str]) -> None:
+    """The same held-out questions before and after."""
+    before, after = (
+        {row["prompt"]: row for row in read_jsonl(run_dir / "eval" / "samples" / f"step-{step}.jsonl")}
+        for step in (0, last)
+    )
+    print("held-out questions   before      after", file=file)
+    for prompt in [p for p in before if p in after][:8]:
+        shown = [f"{row['completion']:>6} {'right' if row['reward'] else 'wrong'}" for row in (before[prompt], after[prompt])]
+        print(f"  {prompt:<16} {shown[0]}  {shown[1]}", file=file)

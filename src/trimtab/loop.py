@@ -1,0 +1,283 @@
+"""The run: rollout -> reward -> advantages -> update -> publish -> observe, once a step.
+
+Every completion that was sampled is trained on or dropped with a reason, and the counts add up each step (`Ledger.check`).
+A step that is killed anywhere leaves the last checkpoint as it was, and repeats the same way from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from trimtab.checkpoint import flush_to_disk, remove_whole, save_checkpoint
+from trimtab.data.prompt import Prompt
+from trimtab.errors import TrainingError
+from trimtab.evaluate import EVAL_STEP, scores
+from trimtab.folder import FINAL
+from trimtab.learn.kl import kl_controller
+from trimtab.model.load import save_model
+from trimtab.observe.samples import write_samples
+from trimtab.reward.scorer import check_failures
+from trimtab.rollout.engine import Request
+from trimtab.rollout.trajectory import Group
+from trimtab.session import Session
+from trimtab.update.batch import Sample
+from trimtab.update.objective import Ledger, set_advantages, set_weights, split_signal, to_samples, usable
+from trimtab.update.optimizer import learning_rate
+from trimtab.update.updater import UpdateStats
+
+MAX_SKIPPED_IN_A_ROW = 5
+
+
+def train(run: Session) -> dict[str, Any]:
+    """Train from the session's state to the last step; returns the summary."""
+    started = time.monotonic() - run.state.seconds
+    learn, observe, state = run.config.learn, run.config.observe, run.state
+    if not run.resumed:
+        evaluate(run)
+        run.timeline.end_step(0)
+    while state.step < learn.steps:
+        groups, metrics = rollout(run)
+        metrics |= update(run, groups)
+        with run.timeline.phase("publish"):
+            run.engine.publish(state.version)
+        state.step += 1
+        state.data_position = run.stream.position
+        last = state.step == learn.steps
+        if last or (observe.eval_every and state.step % observe.eval_every == 0):
+            metrics |= evaluate(run)
+        state.seconds = time.monotonic() - started
+        if last or (observe.checkpoint_every and state.step % observe.checkpoint_every == 0):
+            with run.timeline.phase("checkpoint"):
+                save_checkpoint(
+                    run.folder, state, run.policy.model, run.tokenizer, run.updater.optimizer, observe.keep_checkpoints
+                )
+        if observe.samples_every and (state.step % observe.samples_every == 0 or state.step == 1 or last):
+            write_samples(run.folder, state.step, groups)
+        metrics |= run.meter.end_step() | run.timeline.end_step(state.step)
+        metrics["throughput/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/total"]
+        run.sinks.write(state.step, metrics)
+        run.console.step(state.step, metrics)
+    return finish(run)
+
+
+def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
+    """Sample a step's groups and score them; groups without signal are replaced where the algorithm says so."""
+    learn = run.config.learn
+    groups: list[Group] = []
+    kept: list[Group] = []
+    seen: Counter[int] = Counter()
+    refills = 0
+    seconds, tokens = 0.0, 0
+    while True:
+        prompts = run.stream.take(learn.prompts_per_step - len(kept))
+        new = sample(run, prompts, seen)
+        seconds += run.engine.stats.prefill_s + run.engine.stats.decode_s
+        tokens += run.engine.stats.generated_tokens
+        groups += new
+        check_failures(new, run.config.observe.max_failed_rewards)
+        kept += split_signal(usable(new)[0], learn)[0] if learn.dynamic_sampling.enabled else new
+        if len(kept) >= learn.prompts_per_step or refills == learn.dynamic_sampling.max_refills:
+            break
+        refills += 1
+    stats = run.engine.stats
+    run.state.completion_tokens += tokens
+    metrics = {
+        "rollout/tokens": float(tokens),
+        "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
+        "rollout/batch_occupancy": stats.occupancy,
+        "rollout/kv_usage": stats.kv_usage,
+        "rollout/parked": float(stats.parked),
+        "rollout/cached_prefix_tokens": float(stats.cached_prefix_tokens),
+        "rollout/refills": float(refills),
+        "reward/latency_max_s": run.scorer.stats.latency_max_s,
+    }
+    return groups, metrics
+
+
+def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Group]:
+    """Completions of the prompts, scored. Reward workers start on a group while others are still decoding."""
+    learn = run.config.learn
+    requests = []
+    for prompt in prompts:
+        first = seen[prompt.id] * learn.samples_per_prompt
+        seen[prompt.id] += 1
+        requests.append(
+            Request(
+                prompt, learn.samples_per_prompt, learn.max_new_tokens, learn.sampling, learn.seed, run.state.step, first
+            )
+        )
+    return _generate(run, requests, "rollout")
+
+
+def update(run: Session, groups: list[Group]) -> dict[str, float]:
+    """Learn from scored groups: one optimizer step for each part of the batch in each epoch."""
+    learn, state = run.config.learn, run.state
+    ledger = Ledger(sum(len(g.trajectories) for g in groups), 0, Counter())
+    kept, ledger.dropped = usable(groups)
+    zero_signal = split_signal(kept, learn)[1]
+    if learn.dynamic_sampling.enabled:
+        gone = {id(group) for group in zero_signal}
+        kept = [group for group in kept if id(group) not in gone]
+        ledger.dropped["no_signal"] = sum(len(g.trajectories) for g in zero_signal)
+    samples = to_samples(kept)
+    ledger.trained = sum(map(len, samples))
+    ledger.check()
+    metrics = _reward_metrics(run, groups, len(zero_signal), ledger)
+    if not kept:
+        run.console.warn(f"step {state.step + 1}: no group has a usable reward; nothing is learned from it")
+        return metrics
+    with run.timeline.phase("score"), run.meter.phase("score"):
+        _score(run, [s for group in samples for s in group])
+        set_advantages(kept, samples, learn, state.kl_coef)
+    done: list[UpdateStats] = []
+    with run.timeline.phase("update"), run.meter.phase("update"):
+        for _ in range(learn.epochs_per_step):
+            for part in np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept))):
+                flat = [s for g in part for s in samples[g]]
+                set_weights([t for g in part for t in kept[g].trajectories], flat, learn)
+                done.append(run.updater.step(flat, learning_rate(learn, state.step), state.kl_coef))
+                _note_outcome(run, done[-1])
+    if run.reference is not None:
+        controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
+        state.kl_coef = controller.update(done[0].mean("kl_ref"), ledger.trained).coef
+    return metrics | _update_metrics(run, done)
+
+
+def evaluate(run: Session) -> dict[str, float]:
+    """Held-out scores of the current policy; remembers the best and the first."""
+    settings, state = run.config.eval, run.state
+    if not run.eval_prompts:
+        return {}
+    limit = settings.max_new_tokens or run.config.learn.max_new_tokens
+    requests = [
+        Request(prompt, settings.samples_per_prompt, limit, settings.sampling, run.config.learn.seed, EVAL_STEP)
+        for prompt in run.eval_prompts
+    ]
+    groups = _generate(run, requests, "eval")
+    check_failures(groups, run.config.observe.max_failed_rewards)
+    result = scores(groups, settings, run.eval_part)
+    accuracy = result.get("eval/pass@1")
+    if accuracy is not None:
+        state.accuracy_last = accuracy
+        if state.accuracy_first is None:
+            state.accuracy_first = accuracy
+        if state.step and accuracy > state.best_score:
+            state.best_step, state.best_score = state.step, accuracy
+    run.console.eval(state.step, result)
+    write_samples(run.folder / "eval", state.step, groups)
+    if state.step == 0:
+        run.sinks.write(0, result)
+    return result
+
+
+def finish(run: Session) -> dict[str, Any]:
+    """Export the final model and sum the run up."""
+    state = run.state
+    aside = run.folder / f".writing-{FINAL}"
+    save_model(run.policy.model, run.tokenizer, aside)
+    flush_to_disk(aside)
+    if (run.folder / FINAL).exists():
+        remove_whole(run.folder / FINAL)
+    aside.rename(run.folder / FINAL)
+    summary = {
+        "run_dir": str(run.folder),
+        "steps": state.step,
+        "reward_first": state.reward_first,
+        "reward_last": state.reward_last,
+        "eval": {"before": state.accuracy_first, "after": state.accuracy_last},
+        "tokens_per_s": state.completion_tokens / max(state.seconds, 1e-9),
+        "peak_gib": run.meter.peak_gib,
+        "seconds": round(state.seconds, 2),
+    }
+    run.console.finish(summary)
+    return summary
+
+
+def _generate(run: Session, requests: list[Request], phase: str) -> list[Group]:
+    with run.timeline.phase(phase), run.meter.phase("rollout"):
+        for group in run.engine.generate(requests):
+            run.scorer.submit(group)
+    with run.timeline.phase("reward"):
+        return run.scorer.collect()
+
+
+def _score(run: Session, samples: list[Sample]) -> None:
+    """Log-probs that the objective needs and that the update itself will not produce."""
+    learn = run.config.learn
+    if learn.updates_per_batch > 1:
+        if learn.old_logprobs == "engine":
+            for sample in samples:
+                sample.old_logprobs = sample.engine_logprobs
+        else:
+            run.updater.score(samples, run.policy, "old_logprobs")
+    if run.reference is not None:
+        run.updater.score(samples, run.reference, "ref_logprobs")
+
+
+def _note_outcome(run: Session, stats: UpdateStats) -> None:
+    """Count what was applied; a gradient that is not finite changes nothing, and too many in a row end the run."""
+    state = run.state
+    if stats.applied:
+        state.version += 1
+        state.skipped_in_a_row = 0
+        return
+    state.skipped_in_a_row += 1
+    run.console.warn(f"step {state.step + 1}: the gradient is not finite; weights and optimizer are unchanged")
+    if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise TrainingError(
+            f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a gradient that is not finite. The weights are those of the last good "
+            "step. Lower learn.lr, or look at RUN/samples for what the model has come to write."
+        )
+
+
+def _reward_metrics(run: Session, groups: list[Group], zero_signal: int, ledger: Ledger) -> dict[str, float]:
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = np.array([t.reward for t in trajectories if t.reward is not None])
+    mean = float(rewards.mean()) if rewards.size else float("nan")
+    if rewards.size:
+        run.state.reward_last = mean
+        if run.state.reward_first is None:
+            run.state.reward_first = mean
+    parts = {name: [t.rewards[name] for t in trajectories if name in t.rewards] for name in run.scorer.names}
+    return {
+        "reward/mean": mean,
+        "reward/std": float(rewards.std()) if rewards.size else float("nan"),
+        "reward/zero_std_groups": zero_signal / len(groups),
+        "reward/failed": float(ledger.dropped["reward_failed"]),
+        **{f"reward/{name}": float(np.mean(values)) for name, values in parts.items() if values},
+        "response/length_mean": float(np.mean([len(t) for t in trajectories])),
+        "response/length_max": float(max(len(t) for t in trajectories)),
+        "response/truncated": sum(t.finish == "length" for t in trajectories) / len(trajectories),
+        "run/samples": float(ledger.sampled),
+        "run/samples_trained": float(ledger.trained),
+        **{f"run/dropped_{reason}": float(count) for reason, count in ledger.dropped.items()},
+    }
+
+
+def _update_metrics(run: Session, done: list[UpdateStats]) -> dict[str, float]:
+    """The ratio and clipping over all updates of the step; entropy and the engine's gap of the first, before any change."""
+    tokens = sum(stats.tokens for stats in done)
+    mean = {name: sum(float(stats.sums[name]) for stats in done) / max(1, tokens) for name in ("ratio", "clipped", "kl_old")}
+    budget, microbatches = run.updater.token_budget, sum(stats.microbatches for stats in done)
+    metrics = {
+        "policy/loss": sum(float(stats.sums["loss"]) for stats in done) / len(done),
+        "policy/entropy": done[0].mean("entropy"),
+        "policy/kl_old": mean["kl_old"],
+        "policy/ratio_mean": mean["ratio"],
+        "policy/clip_fraction": mean["clipped"],
+        "policy/grad_norm": sum(stats.grad_norm for stats in done) / len(done),
+        "policy/lr": learning_rate(run.config.learn, run.state.step),
+        "rollout/logprob_gap": done[0].mean("logprob_gap"),
+        "run/token_budget": float(budget),
+        "run/max_microbatch_tokens": float(max(stats.largest for stats in done)),
+        "run/microbatches": float(microbatches),
+        "run/packing_fill": sum(stats.row_tokens for stats in done) / (microbatches * budget),
+        "run/skipped_updates": float(sum(not stats.applied for stats in done)),
+    }
+    if run.reference is not None:
+        metrics |= {"policy/kl_ref": done[0].mean("kl_ref"), "policy/kl_coef": run.state.kl_coef}
+    return metrics

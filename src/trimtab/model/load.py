@@ -1,0 +1,130 @@
+"""Models in and out: a hub name, a folder or a GGUF file in; a Hugging Face folder out.
+
+Every mistake that can be told from the name alone is told before any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from trimtab.config.schema import Model
+from trimtab.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from, as transformers wants it said."""
+
+    location: str
+    gguf_file: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def find_source(path: str) -> Source:
+    """Tell a GGUF file, a folder and a hub name apart, and say what is missing where none fits."""
+    local = Path(path).expanduser()
+    if path.endswith(".gguf"):
+        if not local.is_file():
+            raise ModelError(f"model.path: no GGUF file at {local.absolute()}.")
+        _require_gguf()
+        return Source(str(local.parent), local.name)
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ModelError(f"model.path: {local.absolute()} has no config.json, so it is not a Hugging Face model folder.")
+        return Source(str(local))
+    if local.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelError(f"model.path: no model folder at {local.absolute()}. Give a folder, a .gguf file or a hub name.")
+    return Source(path)
+
+
+def resolve_dtype(model: Model, device: torch.device) -> torch.dtype:
+    if model.dtype != "auto":
+        return DTYPES[model.dtype]
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def load_model(model: Model, device: torch.device) -> Any:
+    """The model on its device, in its working type, with nothing quantised."""
+    source = find_source(model.path)
+    dtype = resolve_dtype(model, device)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
+    if dtype == torch.float64:
+        options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(source.location, **options)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: cannot load {model.path!r}: {_first_line(error)}") from error
+    for attribute in ("quantization_config", "quantization_method"):
+        if hasattr(loaded.config, attribute):
+            delattr(loaded.config, attribute)
+    return loaded.to(device=device, dtype=dtype)
+
+
+def load_tokenizer(model: Model) -> Any:
+    """The tokenizer of the model, or the one that `model.tokenizer` names."""
+    source = find_source(model.tokenizer or model.path)
+    try:
+        return AutoTokenizer.from_pretrained(
+            source.location, trust_remote_code=model.trust_remote_code, **source.options
+        )
+    except (OSError, ValueError) as error:
+        what = "model.tokenizer" if model.tokenizer else "model.path"
+        raise ModelError(
+            f"{what}: cannot load a tokenizer from {source.location!r}: {_first_line(error)}. "
+            "Name a folder or hub repository with tokenizer files in model.tokenizer."
+        ) from error
+
+
+def load_config(model: Model) -> Any:
+    """The architecture, without weights."""
+    source = find_source(model.path)
+    try:
+        return AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code, **source.options)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: cannot read the config of {model.path!r}: {_first_line(error)}") from error
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends a completion, from the generation config, the model's config and the tokenizer."""
+    ids: set[int] = set()
+    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
+        eos = getattr(owner, "eos_token_id", None)
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    return sorted(ids)
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a Hugging Face folder that loads anywhere, without a trace of how it was trained."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = None
+    if dtype is not None:
+        state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text())
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _require_gguf() -> None:
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ModelError("model.path is a GGUF file, which needs the gguf package: pip install 'trimtab[gguf]'.") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,129 @@
+"""A causal language model as Trimtab uses it: one packed forward, hidden states out, logits only in chunks.
+
+Guarantee: a model that gets past `Policy(...)` has been run both ways, packed through Trimtab's attention and alone through
+transformers' own, on its real weights, and the log-probs agreed. An architecture that this path cannot serve is refused by
+name before anything is trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trimtab.errors import ModelError
+from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
+from trimtab.model.head import Head
+from trimtab.model.packed import PackedPlan
+
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+PROBE_LENGTHS = [7, 12]
+TOLERANCE_NATS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
+
+
+class Policy:
+    """The trained model and, at the same time, the engine's: there is one set of weights."""
+
+    def __init__(self, model: Any, *, check: bool = True) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self._refuse_unserved_layers()
+        self.body = model.get_decoder()
+        _disable_dropout(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.head = self._head()
+        if check:
+            self._check_packing()
+        model.train()
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight_VE.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight_VE.dtype
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence the model has positions for."""
+        return int(getattr(self.config, "max_position_embeddings", None) or 2**31)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Trainable parameters; tied ones once."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """Last hidden state of every token of one packed row, [T, E]."""
+        out = self.body(
+            input_ids=tokens_T[None],
+            position_ids=positions_T[None],
+            attention_mask=None,
+            use_cache=False,
+            attention_plan=plan,
+        )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _head(self) -> Head:
+        linear = self.model.get_output_embeddings()
+        if linear is None or not isinstance(linear, torch.nn.Linear):
+            raise ModelError(f"{self.name} has no linear output head that Trimtab can compute log-probs from.")
+        scale = float(getattr(self.config, "logit_scale", None) or 1.0)
+        scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
+        return Head(linear.weight, linear.bias, scale, getattr(self.config, "final_logit_softcapping", None))
+
+    def _refuse_unserved_layers(self) -> None:
+        if not getattr(self.model, "_supports_attention_backend", False):
+            raise ModelError(
+                f"{self.name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
+                "for it without changing its result. Use a model whose class supports attention backends."
+            )
+        kinds = set(getattr(self.config, "layer_types", None) or []) - SERVED_LAYERS
+        if kinds:
+            raise ModelError(
+                f"{self.name} has layers of kind {', '.join(sorted(kinds))}; Trimtab serves "
+                f"{' and '.join(sorted(SERVED_LAYERS))} layers only."
+            )
+        if getattr(self.config, "is_encoder_decoder", False):
+            raise ModelError(f"{self.name} is an encoder-decoder model; Trimtab trains decoder-only models.")
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """Two short sequences packed must give the log-probs that each gives alone in transformers' eager attention."""
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randint(0, self.config.vocab_size, (n,), generator=generator) for n in PROBE_LENGTHS]
+        rows = [row.to(self.device) for row in rows]
+        self.model.eval()
+        plan = PackedPlan(PROBE_LENGTHS, self.device)
+        try:
+            packed = self.head.logits(self.hidden(torch.cat(rows), plan.positions, plan)).log_softmax(-1)
+        except (AssertionError, TypeError, RuntimeError) as error:
+            raise ModelError(f"{self.name} cannot run through Trimtab's attention: {error}") from error
+        self.model.set_attn_implementation("eager")
+        alone = [self.model(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        expected = torch.cat(alone).to(packed.dtype).log_softmax(-1)
+        gap = (packed - expected).abs()
+        # Log-probs of improbable tokens are the noisiest and matter least, so the gap is weighted by probability.
+        worst = (gap * expected.exp()).sum(-1).max().item()
+        if not worst <= TOLERANCE_NATS[self.dtype]:
+            raise ModelError(
+                f"{self.name} gives other log-probs when sequences are packed (off by {worst:.3g} nats, allowed "
+                f"{TOLERANCE_NATS[self.dtype]:g} in {str(self.dtype).removeprefix('torch.')}). Its attention or its head does "
+                "something the attention interface does not pass on, so training it here would be wrong."
+            )
+
+
+def _disable_dropout(model: torch.nn.Module) -> None:
+    """Sampling and training must see the same function, so there is no dropout in RL."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0

@@ -1,0 +1,106 @@
+"""The start card: what will be learned, on what, and how Trimtab chose to run it, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.observe.format import MISSING, count, gib
+
+
+@dataclass(frozen=True)
+class StartCard:
+    """The facts of a run. None: not known, or there is none."""
+
+    run_dir: Path | str
+    model: str
+    parameters: int
+    dtype: str
+    device: str
+    algorithm: str
+    prompts_per_step: int
+    samples_per_prompt: int
+    max_new_tokens: int
+    updates_per_batch: int
+    data_rows: int
+    eval_rows: int | None = None
+    trainable_parameters: int | None = None
+    """Where it is not all of them (LoRA)."""
+    device_peak_gib: float | None = None
+    """Predicted."""
+    device_total_gib: float | None = None
+    host_peak_gib: float | None = None
+    """Predicted."""
+    host_total_gib: float | None = None
+    choices: Sequence[tuple[str, Any, str]] = ()
+    """What was decided: (key, value, why)."""
+    resumed_from: int | None = None
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The card's lines: (label, value with its unit)."""
+        sequences = self.prompts_per_step * self.samples_per_prompt
+        batch = f"{self.prompts_per_step} prompts × {self.samples_per_prompt} samples = {sequences:,} sequences a step"
+        on_policy = " (on-policy)" if self.updates_per_batch == 1 else ""
+        lines = [
+            ("model", f"{self.model}, {self._parameters()}, {self.dtype}"),
+            ("device", self.device),
+            ("algorithm", self.algorithm),
+            ("batch", batch),
+            (
+                "tokens",
+                f"up to {sequences * self.max_new_tokens:,} new tokens a step ({self.max_new_tokens:,} a sequence)",
+            ),
+            ("updates", f"{self.updates_per_batch} a batch{on_policy}"),
+            ("data", f"{self.data_rows:,} training rows, {_rows(self.eval_rows)}"),
+            ("memory", f"device {_of(self.device_peak_gib, self.device_total_gib)}"),
+            ("", f"host {_of(self.host_peak_gib, self.host_total_gib)}"),
+            ("run folder", str(self.run_dir)),
+        ]
+        resumed = [] if self.resumed_from is None else [("resumed", f"after step {self.resumed_from}")]
+        return lines + resumed
+
+    def _parameters(self) -> str:
+        total = f"{count(self.parameters).replace('G', 'B')} parameters"
+        if self.trainable_parameters in (None, self.parameters):
+            return total
+        return f"{total} ({count(self.trainable_parameters).replace('G', 'B')} trained)"
+
+    def __rich__(self) -> RenderableType:
+        facts = Table.grid(padding=(0, 2))
+        for label, value in self.facts():
+            facts.add_row(Text(label, style="dim"), Text(value))
+        parts: list[RenderableType] = [facts]
+        if self.choices:
+            parts += [Text(), _choices(self.choices)]
+        return Panel(
+            Group(*parts), title="Trimtab", title_align="left", box=box.ROUNDED, border_style="cyan", expand=False
+        )
+
+
+def _choices(choices: Sequence[tuple[str, Any, str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    table.add_column("run choice", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("why", style="dim")
+    for key, value, why in choices:
+        shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        table.add_row(Text(key), Text(shown, style="bold"), Text(why))
+    return table
+
+
+def _rows(rows: int | None) -> str:
+    return "no evaluation set" if rows is None else f"{rows:,} evaluation rows"
+
+
+def _of(peak: float | None, total: float | None) -> str:
+    if peak is None:
+        return MISSING if total is None else f"{gib(total)} in all"
+    return f"{gib(peak)} predicted peak" + ("" if total is None else f" of {gib(total)}")

@@ -1,0 +1,145 @@
+"""What a person sees of a run: a start card, the steps, a closing summary. Live on a terminal, else a line a step.
+
+Everything goes to one `file`, so with `--json` the text is sent to stderr and stdout stays machine-readable. Missing or
+non-finite metrics are shown as '-'. Text from outside is printed as it is: brackets are never taken for markup.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.observe.card import StartCard
+from trimtab.observe.format import MISSING, count, duration, finite, gib, number, scores
+from trimtab.observe.history import History
+from trimtab.observe.panel import LivePanel, phase_table, step_line
+
+PLAIN_WIDTH = 120
+REFRESHES_A_SECOND = 1
+
+
+class Console:
+    """Use as a context manager (or call `close`), so that an error leaves the terminal as it was."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        quiet: bool = False,
+        live: bool | None = None,
+        file: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`quiet`: warnings only. `live`: redraw in place; None: when `file` is a terminal. `file`: None is stdout."""
+        file = sys.stdout if file is None else file
+        if isinstance(file, io.TextIOWrapper):
+            file.reconfigure(errors="backslashreplace")  # a terminal that cannot show '±' must not end a run
+        terminal = file.isatty()
+        width = None if terminal else PLAIN_WIDTH
+        self._rich = RichConsole(file=file, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False)
+        self._quiet = quiet
+        self.history = History(total_steps)
+        self._panel = LivePanel(self.history, clock)
+        self._wants_live = (terminal if live is None else live) and not quiet
+        self._live: Live | None = None
+
+    def card(self, card: StartCard) -> None:
+        self._print(card)
+
+    def working(self, phase: str) -> None:
+        """The phase that runs now, for the live view; `Timeline(on_phase=console.working)` calls it."""
+        self._panel.working(phase)
+        self._show_live()
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.history.add(step, metrics)
+        if self._wants_live:
+            self._show_live()
+        else:
+            self._print(Text(step_line(self.history)))
+
+    def eval(self, step: int, scores_: Mapping[str, Any]) -> None:
+        """Scores by name, with or without the `eval/` prefix."""
+        self.history.last_eval = (step, dict(scores_))
+        self._print(Text(f"eval at step {step} | {scores(scores_)}"))
+
+    def note(self, text: str) -> None:
+        self._print(Text(text))
+
+    def warn(self, text: str) -> None:
+        """Shown even when quiet."""
+        self._rich.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Where the whole session's time went, then the summary (the fields of `trimtab train --json`)."""
+        self.close()
+        steps = len(self.history.rewards)
+        if steps:
+            self._print(Text(f"\nWhere the time went ({steps} step{'s' * (steps > 1)}):"))
+            self._print(phase_table(self.history.phase_seconds, steps))
+        grid = Table.grid(padding=(0, 2))
+        for label, value in summary_facts(summary):
+            grid.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
+        self._print(Text())
+        self._print(grid)
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _print(self, thing: Any) -> None:
+        if not self._quiet:
+            self._rich.print(thing, soft_wrap=isinstance(thing, Text))
+
+    def _show_live(self) -> None:
+        """Start the panel once; from then on its own thread redraws it, so a step never waits for the terminal."""
+        if self._live is None and self._wants_live:
+            self._live = Live(self._panel, console=self._rich, refresh_per_second=REFRESHES_A_SECOND, transient=True)
+            self._live.start()
+
+
+def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The summary's lines, with units. Fields not known here are shown as they are; none is left out."""
+    rest = dict(summary)
+    first, last = rest.pop("reward_first", None), rest.pop("reward_last", None)
+    lines = [("reward", f"{number(first)} → {number(last)}")] if {"reward_first", "reward_last"} & set(summary) else []
+    shown: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "eval": ("eval", _eval),
+        "steps": ("steps", str),
+        "tokens_per_s": ("throughput", lambda value: f"{count(value)} tok/s"),
+        "peak_gib": ("peak memory", gib),
+        "seconds": ("time", duration),
+        "run_dir": ("run folder", str),
+    }
+    for key, (label, show) in shown.items():
+        if key in rest:
+            lines.append((label, show(rest.pop(key))))
+    return lines + [(key, MISSING if value is None else str(value)) for key, value in rest.items()]
+
+
+def _eval(value: Any) -> str:
+    """Scores by name, or a single accuracy."""
+    return (
+        scores(value)
+        if isinstance(value, Mapping)
+        else scores({"pass@1": value})
+        if finite(value) is not None
+        else MISSING
+    )

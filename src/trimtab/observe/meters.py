@@ -1,0 +1,110 @@
+"""Peak memory, of the device by phase and of the host, in GiB under the stable `memory/` names.
+
+A device peak is what torch's allocator handed out at most while the phase ran. Where there is no CUDA device the device
+metrics are absent: an absent number is honest, a zero is not.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 1024**3
+MEMORY_PHASES = ("rollout", "score", "update", "optimizer")
+
+
+def host_peak_gib() -> float:
+    """The most resident memory this process ever had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
+
+
+def process_tree_rss_gib(pid: int | None = None) -> float:
+    """Resident memory of a process (default: this one) and its descendants, now. Shared pages count once a process."""
+    root = psutil.Process(pid)
+    return sum(map(_rss_bytes, [root, *root.children(recursive=True)])) / GIB
+
+
+def device_peak_gib(device: torch.device | str) -> float | None:
+    """Peak allocated on the device since `reset_device_peak`; None where it has no such meter."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) / GIB if _is_cuda(device) else None
+
+
+def reset_device_peak(device: torch.device | str) -> None:
+    """Start a new peak at what is allocated now. Does nothing on a CPU."""
+    import torch
+
+    if _is_cuda(device) and torch.cuda.is_initialized():  # torch refuses before its first allocation
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+class MemoryMeter:
+    """Device peak of each phase of a step. Phases may nest (optimizer in update): an outer peak covers inner ones."""
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        peak_gib: Callable[[torch.device | str], float | None] = device_peak_gib,
+        reset: Callable[[torch.device | str], None] = reset_device_peak,
+    ) -> None:
+        self._device = device
+        self._peak_gib = peak_gib
+        self._reset = reset
+        self._open: list[str] = []
+        self._peaks: dict[str, float] = {}
+        self._highest = 0.0
+
+    @property
+    def peak_gib(self) -> float:
+        """Of the whole run: the device's, or the host's where there is no device meter."""
+        return self._highest or host_peak_gib()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        assert name in MEMORY_PHASES, f"unknown memory phase {name!r}; phases are {', '.join(MEMORY_PHASES)}"
+        self._turn()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def end_step(self) -> dict[str, float]:
+        """`memory/<phase>_peak_gib` of phases measured since the last call; `memory/host_gib` of the process tree."""
+        metrics = {f"memory/{name}_peak_gib": peak for name, peak in self._peaks.items()}
+        self._peaks = {}
+        return metrics | {"memory/host_gib": process_tree_rss_gib()}
+
+    def _turn(self) -> None:
+        """At each boundary the peak so far goes to every open phase and a new one starts."""
+        peak = self._peak_gib(self._device)
+        if peak is None:
+            return
+        self._highest = max(self._highest, peak)
+        for name in self._open:
+            self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
+        self._reset(self._device)
+
+
+def _rss_bytes(process: psutil.Process) -> int:
+    try:
+        return process.memory_info().rss
+    except psutil.NoSuchProcess:  # a reward worker may end between the listing and the reading
+        return 0
+
+
+def _is_cuda(device: torch.device | str) -> bool:
+    import torch
+
+    return torch.device(device).type == "cuda" and torch.cuda.is_available()

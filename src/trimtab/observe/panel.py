@@ -1,0 +1,136 @@
+"""The views of a running step: one plain line, or a live panel that redraws in place; and the phase table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.observe.format import count, duration, get, gib, number, percent, scores, sparkline
+from trimtab.observe.history import History
+
+SPARK_WIDTH = 24
+BAR_WIDTH = 12
+
+
+def step_line(history: History) -> str:
+    """`step 12/200 | reward 0.431 ±0.49 | len 213 | 18.2k tok/s | 3.1 s (rollout 61% ...) | ETA 9m 40s`"""
+    metrics = history.metrics
+    parts = [
+        f"step {history.step}/{history.total_steps}",
+        f"reward {number(get(metrics, 'reward/mean'))} ±{number(get(metrics, 'reward/std'), 2)}",
+        f"len {count(get(metrics, 'response/length_mean'))}",
+        f"{count(get(metrics, 'throughput/tokens_per_s'))} tok/s",
+        f"{duration(get(metrics, 'time/total'))}{_phase_shares(history)}",
+        f"ETA {duration(history.eta_s)}",
+    ]
+    return " | ".join(parts)
+
+
+def _phase_shares(history: History) -> str:
+    """Phases that round to at least 1% of the step."""
+    total = get(history.metrics, "time/total")
+    if not total:
+        return ""
+    shares = {name: seconds / total for name, seconds in history.step_phases.items()}
+    shown = [f"{name} {percent(share)}" for name, share in shares.items() if share >= 0.005]
+    return f" ({' '.join(shown)})" if shown else ""
+
+
+def phase_table(phase_seconds: Mapping[str, float], steps: int = 1) -> Table:
+    """Seconds and share of each phase; with more than one step, the mean too. Phases that never ran are left out."""
+    total = sum(phase_seconds.values())
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    table.add_column("phase")
+    table.add_column("time", justify="right")
+    if steps > 1:
+        table.add_column("a step", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("", no_wrap=True)
+    for name, seconds in [*phase_seconds.items(), ("total", total)]:
+        if not seconds:
+            continue
+        share = seconds / total
+        mean = [duration(seconds / steps)] if steps > 1 else []
+        bar = "" if name == "total" else "█" * round(BAR_WIDTH * share)
+        table.add_row(name, duration(seconds), *mean, percent(share), Text(bar, style="cyan"), style=_style(name))
+    return table
+
+
+def _style(phase: str) -> str:
+    return "dim" if phase == "idle" else "bold" if phase == "total" else ""
+
+
+class LivePanel:
+    """A renderable over a history that goes on changing; also says which phase runs now and for how long."""
+
+    def __init__(self, history: History, clock: Callable[[], float] = time.monotonic) -> None:
+        self._history = history
+        self._clock = clock
+        self._phase = "starting"
+        self._phase_start = clock()
+
+    def working(self, phase: str) -> None:
+        self._phase, self._phase_start = phase, self._clock()
+
+    def __rich__(self) -> RenderableType:
+        body = Table.grid(padding=(0, 4))
+        body.add_row(self._numbers(), phase_table(self._history.step_phases))
+        title = f"Trimtab · step {self._history.step}/{self._history.total_steps}"
+        return Panel(
+            Group(self._bar(), Text(), body), title=title, title_align="left", box=box.ROUNDED, border_style="cyan"
+        )
+
+    def _bar(self) -> RenderableType:
+        history = self._history
+        now = f"{self._phase} {duration(self._clock() - self._phase_start)}"
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(ratio=1)
+        row.add_row(
+            ProgressBar(total=history.total_steps, completed=history.step),
+            Text(percent(history.step / history.total_steps), style="bold"),
+            Text(f"{duration(history.elapsed_s)} gone"),
+            Text(f"ETA {duration(history.eta_s)}", style="bold"),
+            Text(f"now: {now}", style="dim"),
+        )
+        return row
+
+    def _numbers(self) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        for label, value in panel_facts(self._history):
+            grid.add_row(Text(label, style="dim"), Text(value))
+        return grid
+
+
+def panel_facts(history: History) -> list[tuple[str, str]]:
+    """The panel's lines: (label, value with its unit). KL to a reference and evaluation appear once there is one."""
+    metrics = history.metrics
+    spark = sparkline(history.rewards, SPARK_WIDTH)
+    lines = [
+        ("reward", f"{number(get(metrics, 'reward/mean'))} ±{number(get(metrics, 'reward/std'), 2)}  {spark}".rstrip()),
+        ("response", f"{count(get(metrics, 'response/length_mean'))} tokens"),
+        ("truncated", f"{percent(get(metrics, 'response/truncated'), 1)} of responses"),
+        ("throughput", f"{count(get(metrics, 'throughput/tokens_per_s'))} tok/s"),
+        ("entropy", f"{number(get(metrics, 'policy/entropy'))} nats per token"),
+    ]
+    if get(metrics, "policy/kl_ref") is not None:
+        lines.append(("KL to ref.", f"{number(get(metrics, 'policy/kl_ref'), 4)} nats per token"))
+    if get(metrics, "policy/kl_old") is not None:
+        lines.append(("KL of step", f"{number(get(metrics, 'policy/kl_old'), 4)} nats per token"))
+    lines.append(("memory", _memory(metrics)))
+    if history.last_eval:
+        step, values = history.last_eval
+        lines.append(("eval", f"{scores(values)} (step {step})"))
+    return lines
+
+
+def _memory(metrics: Mapping[str, float]) -> str:
+    peaks = [get(metrics, name) for name in metrics if name.startswith("memory/") and name.endswith("_peak_gib")]
+    device = max((peak for peak in peaks if peak is not None), default=None)
+    return f"device peak {gib(device)}, host {gib(get(metrics, 'memory/host_gib'))}"

@@ -1,0 +1,245 @@
+"""Scores groups while others are still being sampled.
+
+Guarantees:
+- Every submitted group comes back from the next `collect`, in the order of submission, its trajectories filled in.
+- A sample has a reward, or a failure with its reason, or neither because no part applied. A failure is never a zero.
+- A failed call costs only the samples that are to blame: the group's samples are then called one by one.
+
+The unit of a call is one part for one group. A part whose value depends on the other samples of the group sees only the
+one sample in such a repeated call.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import RewardError
+from trimtab.reward.load import locate, nearest
+from trimtab.reward.pool import SLICE_S, Pool, Reply, Request
+from trimtab.reward.wire import Cell, Failure
+
+if TYPE_CHECKING:
+    from trimtab.config.schema import RewardPart
+    from trimtab.rollout.trajectory import Group, Trajectory
+
+
+@dataclass(frozen=True)
+class PartStats:
+    """One part over the samples that it applied to."""
+
+    mean: float
+    std: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one `collect` saw."""
+
+    parts: dict[str, PartStats] = field(default_factory=dict)
+    """By name; a part that applied nowhere is left out."""
+    failed: int = 0
+    """Samples without a reward because a call failed."""
+    not_applicable: int = 0
+    """Samples without a reward because every part returned None."""
+    calls: int = 0
+    repeated: int = 0
+    """Calls of a whole group that failed and were repeated sample by sample."""
+    latency_mean_s: float = 0.0
+    latency_max_s: float = 0.0
+    busy_s: float = 0.0
+    """Time of all calls in their workers, added up."""
+    wait_s: float = 0.0
+    """Time for which `collect` kept its caller waiting."""
+
+
+class Scorer:
+    """Reward functions in worker processes. Once made, every function has loaded; otherwise a RewardError."""
+
+    def __init__(
+        self,
+        parts: Sequence[RewardPart],
+        *,
+        workers: int,
+        base_dir: Path,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        assert parts
+        assert workers >= 1
+        sources = [locate(part.fn, base_dir, functions or {}) for part in parts]
+        self.names = [part.name or source.name for part, source in zip(parts, sources)]
+        """Of the parts, in their order."""
+        twice = [name for name, count in Counter(self.names).items() if count > 1]
+        if twice:
+            raise RewardError(f"reward: {twice[0]!r} names more than one part. Give each its own `name`")
+        self.stats = Stats()
+        """Of the last `collect`."""
+        self.failures: Counter[str] = Counter()
+        """Samples dropped since the start: timeout, raised, crashed, invalid."""
+        self._parts = list(parts)
+        self._sheets: list[_Sheet] = []
+        self._pool = Pool([(source, part.args) for part, source in zip(parts, sources)], workers, base_dir)
+        self._finalizer = weakref.finalize(self, self._pool.close)  # also at interpreter exit
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raise where a part needs a column that the rows do not have. For before training, with a row's columns."""
+        known = set(columns)
+        for name, needs in zip(self.names, self._pool.needs):
+            for column in sorted(needs - known):
+                raise RewardError(
+                    f"reward {name!r} needs a column {column!r}, which the data does not have. "
+                    f"{nearest(column, known)} Offered besides the columns: prompts, completions, completion_ids"
+                )
+
+    def submit(self, group: Group) -> None:
+        """Start scoring a group. Does not block; the group must not be touched until it is collected."""
+        sheet = _Sheet(group, self._pool, self._parts, self.names)
+        self._sheets.append(sheet)
+        sheet.start()
+
+    def collect(self) -> list[Group]:
+        """Wait for every group submitted since the last collect, and fill in its trajectories."""
+        start = time.monotonic()
+        for sheet in self._sheets:
+            while not sheet.done.wait(SLICE_S):
+                self._pool.raise_if_broken()
+        wait_s = time.monotonic() - start
+        sheets, self._sheets = self._sheets, []
+        for sheet in sheets:
+            self.failures.update(sheet.fill_in())
+        self.stats = _stats(sheets, self.names, wait_s)
+        return [sheet.group for sheet in sheets]
+
+    def close(self) -> None:
+        """Kill the workers. Harmless when repeated."""
+        self._finalizer()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Sheet:
+    """The score sheet of one group: a cell for every part and sample, filled in by the driving threads."""
+
+    def __init__(self, group: Group, pool: Pool, parts: list[RewardPart], names: list[str]) -> None:
+        self.group = group
+        self.done = threading.Event()
+        self.seconds: list[float] = []
+        self.repeated = 0
+        self._pool, self._parts, self._names = pool, parts, names
+        self._cells: list[dict[int, Cell]] = [{} for _ in parts]
+        self._lock = threading.Lock()
+        self._missing = len(parts) * len(group.trajectories)
+
+    def start(self) -> None:
+        if not self._missing:
+            self.done.set()
+            return
+        for part in range(len(self._parts)):
+            self._call(part, range(len(self.group.trajectories)))
+
+    def _call(self, part: int, samples: Sequence[int], again: bool = False) -> None:
+        arguments, receive = partial(self._arguments, samples), partial(self._receive, part, samples)
+        self._pool.call(Request(part, len(samples), self._parts[part].timeout_s, arguments, receive, again))
+
+    def _arguments(self, samples: Sequence[int]) -> dict[str, Any]:
+        """The field's convention: a list for every argument, one entry a sample."""
+        prompt, count = self.group.prompt, len(samples)
+        chosen = [self.group.trajectories[sample] for sample in samples]
+        completions: list[Any] = [trajectory.text for trajectory in chosen]
+        if prompt.conversational:
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        return {
+            **{name: [value] * count for name, value in prompt.columns.items()},
+            "prompts": [prompt.prompt] * count,
+            "completions": completions,
+            "completion_ids": [trajectory.tokens.tolist() for trajectory in chosen],
+        }
+
+    def _receive(self, part: int, samples: Sequence[int], reply: Reply) -> None:
+        failed = isinstance(reply.result, Failure)
+        with self._lock:
+            self.seconds.append(reply.seconds)
+            if failed and len(samples) > 1:
+                self.repeated += 1
+            else:
+                cells = [reply.result] if isinstance(reply.result, Failure) else reply.result
+                self._cells[part].update(zip(samples, cells))
+                self._missing -= len(samples)
+            finished = not self._missing
+        if failed and len(samples) > 1:
+            for sample in samples:
+                self._call(part, [sample], again=True)
+        if finished:
+            self.done.set()
+
+    def fill_in(self) -> list[str]:
+        """Write rewards into the trajectories; the kinds of failure, one a dropped sample."""
+        kinds: list[str] = []
+        for sample, trajectory in enumerate(self.group.trajectories):
+            failure = self._fill_in_one(sample, trajectory)
+            if failure is not None:
+                kinds.append(failure.kind)
+        return kinds
+
+    def _fill_in_one(self, sample: int, trajectory: Trajectory) -> Failure | None:
+        first: Failure | None = None
+        trajectory.rewards, trajectory.reward, trajectory.failure = {}, None, None
+        total = 0.0
+        for part, name, cells in zip(self._parts, self._names, self._cells):
+            cell = cells[sample]
+            if isinstance(cell, Failure):
+                if first is None:
+                    first, trajectory.failure = cell, f"reward {name!r} {cell}"
+            elif cell is not None:
+                trajectory.rewards[name] = cell
+                total += part.weight * cell
+        if first is None and trajectory.rewards:
+            trajectory.reward = total
+        return first
+
+
+def check_failures(groups: Iterable[Group], max_fraction: float) -> None:
+    """Raise when more than this fraction (observe.max_failed_rewards) of the samples has no reward by failed calls."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    failures = [trajectory.failure for trajectory in trajectories if trajectory.failure is not None]
+    if len(failures) > max_fraction * len(trajectories):
+        raise RewardError(
+            f"{len(failures)} of {len(trajectories)} samples have no reward because reward calls failed; "
+            f"observe.max_failed_rewards allows a fraction of {max_fraction:g}. The first failure:\n{failures[0]}"
+        )
+
+
+def _stats(sheets: list[_Sheet], names: list[str], wait_s: float) -> Stats:
+    trajectories = [trajectory for sheet in sheets for trajectory in sheet.group.trajectories]
+    seconds = [second for sheet in sheets for second in sheet.seconds]
+    values = {name: [t.rewards[name] for t in trajectories if name in t.rewards] for name in names}
+    return Stats(
+        parts={name: _part_stats(part) for name, part in values.items() if part},
+        failed=sum(t.failure is not None for t in trajectories),
+        not_applicable=sum(t.failure is None and t.reward is None for t in trajectories),
+        calls=len(seconds),
+        repeated=sum(sheet.repeated for sheet in sheets),
+        latency_mean_s=statistics.fmean(seconds) if seconds else 0.0,
+        latency_max_s=max(seconds, default=0.0),
+        busy_s=sum(seconds),
+        wait_s=wait_s,
+    )
+
+
+def _part_stats(values: list[float]) -> PartStats:
+    mean = statistics.fmean(values)
+    return PartStats(mean, math.sqrt(statistics.fmean((value - mean) ** 2 for value in values)), len(values))

@@ -1,0 +1,71 @@
+"""What the trainer and a reward worker say to each other: length-prefixed pickles over a socket of their own.
+
+Importable without torch and pydantic, because every worker imports it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+HEADER = struct.Struct("!Q")
+
+Kind = Literal["timeout", "raised", "crashed", "invalid"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call, or one sample of it, has no value."""
+
+    kind: Kind
+    summary: str
+    detail: str = ""
+    """A traceback where there is one."""
+
+    def __str__(self) -> str:
+        return f"{self.summary}\n{self.detail.rstrip()}" if self.detail else self.summary
+
+
+Cell = float | None | Failure
+"""What one part says about one sample: a value, not applicable, or a failure."""
+
+
+OnTimeout = Callable[[], None]
+"""Called whenever the socket's timeout passes without progress; ends the wait by raising."""
+
+
+def send(channel: socket.socket, message: bytes, on_timeout: OnTimeout | None = None) -> None:
+    rest = memoryview(HEADER.pack(len(message)) + message)
+    while rest:
+        rest = rest[_patiently(partial(channel.send, rest), on_timeout) :]
+
+
+def receive(channel: socket.socket, on_timeout: OnTimeout | None = None) -> bytes:
+    """One message; EOFError at the end of the stream."""
+    (size,) = HEADER.unpack(_exactly(channel, HEADER.size, on_timeout))
+    return _exactly(channel, size, on_timeout)
+
+
+def _exactly(channel: socket.socket, size: int, on_timeout: OnTimeout | None) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = _patiently(partial(channel.recv, min(size - len(data), 1 << 20)), on_timeout)
+        if not chunk:
+            raise EOFError("the other side closed the channel")
+        data += chunk
+    return bytes(data)
+
+
+def _patiently(step: Callable[[], T], on_timeout: OnTimeout | None) -> T:
+    while True:
+        try:
+            return step()
+        except TimeoutError:
+            if on_timeout is None:
+                raise
+            on_timeout()

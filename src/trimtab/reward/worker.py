@@ -1,0 +1,134 @@
+"""The process that runs reward functions: `python -m trimtab.reward.worker CHANNEL_FD TRACE_FD PARENT_PID`.
+
+Guarantees:
+- It loads the functions once, then answers one call at a time, in its main thread.
+- What user code prints goes to stderr; it cannot reach the channel. A fork of the process cannot answer for it.
+- What is sent back holds only floats, None and strings: everything a function returns is judged here.
+- It ends when its parent does, on Linux also in the middle of a call (a parent-death signal), elsewhere after the call.
+- Nothing here imports torch; it is imported only where a user's function does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import inspect
+import math
+import numbers
+import os
+import pickle
+import signal
+import socket
+import sys
+from typing import Any
+
+from trimtab.errors import RewardError
+from trimtab.reward.load import Function, load, user_traceback
+from trimtab.reward.wire import Cell, Failure, receive, send
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(channel_fd: int, trace_fd: int, parent_pid: int) -> None:
+    die_with(parent_pid)
+    os.dup2(2, 1)
+    faulthandler.enable(file=trace_fd, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=trace_fd, all_threads=False)
+    os.set_inheritable(channel_fd, False)
+    os.set_inheritable(trace_fd, False)
+    channel = socket.socket(fileno=channel_fd)
+    os.register_at_fork(after_in_child=channel.close)
+    pid = os.getpid()
+    functions: list[Function] = []
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        send(channel, pickle.dumps(boot(receive(channel), functions)))
+        while True:
+            answer = pickle.dumps(respond(receive(channel), functions))
+            if os.getpid() != pid:
+                os._exit(0)  # a fork inside the user's function came back here: only the original may answer
+            send(channel, answer)
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel end this process when the thread that started it, the pool's, is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the request was in place
+        os._exit(1)
+
+
+def boot(message: bytes, functions: list[Function]) -> list[frozenset[str]] | Failure:
+    """Take over the parent's import path and load every part; the answer says which columns each needs."""
+    sys.path[:], preload, parts = pickle.loads(message)
+    try:
+        for module in preload:
+            importlib.import_module(module)
+        functions += [load(source, args) for source, args in parts]
+    except RewardError as error:
+        return Failure("raised", str(error))
+    except Exception as error:  # a built-in refused the values of its arguments
+        return Failure("raised", f"reward.args: {error}")
+    return [function.needs for function in functions]
+
+
+def respond(message: bytes, functions: list[Function]) -> list[Cell] | Failure:
+    try:
+        part, count, offered = pickle.loads(message)
+        result = functions[part](offered)
+        if inspect.isawaitable(result):
+            result = await_(result)
+        return judge(result, count)
+    except BaseException as error:  # user code: also SystemExit and KeyboardInterrupt
+        summary = f"raised {type(error).__name__}: {error}".splitlines()[0]
+        return Failure("raised", summary, user_traceback(error))
+
+
+_runner: Any = None
+
+
+def await_(awaitable: Any) -> Any:
+    """Run in this process's one event loop, so that a function's sessions and connections live on between calls."""
+    global _runner
+    import asyncio
+
+    async def finish() -> Any:
+        return await awaitable
+
+    _runner = _runner or asyncio.Runner()
+    return _runner.run(finish())
+
+
+def judge(result: Any, count: int) -> list[Cell] | Failure:
+    """What a function returned, entry by entry; a Failure where it cannot be matched with the samples."""
+    if not isinstance(result, (list, tuple)) and hasattr(result, "tolist"):
+        result = result.tolist()  # numpy arrays, torch tensors
+    if not isinstance(result, (list, tuple)):
+        return Failure(
+            "invalid", f"returned {type(result).__name__}; return a list with one number or None a completion"
+        )
+    if len(result) != count:
+        return Failure("invalid", f"returned {len(result)} values for {count} completions; return one a completion")
+    return [judge_entry(entry) for entry in result]
+
+
+def judge_entry(entry: Any) -> Cell:
+    if not isinstance(entry, numbers.Real) and getattr(entry, "shape", None) == ():
+        entry = entry.item()  # a torch or numpy scalar
+    if entry is None:
+        return None
+    if not isinstance(entry, numbers.Real):
+        return Failure(
+            "invalid", f"returned {type(entry).__name__} {repr(entry)[:80]} as a reward; return a number or None"
+        )
+    value = float(entry)
+    if not math.isfinite(value):
+        return Failure(
+            "invalid", f"returned {value} as a reward; return a finite number, or None where it does not apply"
+        )
+    return value
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))

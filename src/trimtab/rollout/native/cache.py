@@ -1,0 +1,155 @@
+"""The KV cache as tensors, and attention over it.
+
+Shapes: B sequences, T tokens of a packed row, P pages of a sequence, H query heads, K key/value heads, D head size, S cached
+tokens in view. Page layout is [page, token in page, K, D] for keys and values of each layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.model.attention import Rules, causal_window, dense_attention
+from trimtab.model.packed import PackedPlan
+from trimtab.model.policy import Policy
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores for one token."""
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * itemsize
+
+
+class _ShapeProbe(PackedPlan):
+    """Runs as usual and notes the key and value shapes of each layer."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([1], device)
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
+    ) -> torch.Tensor:
+        self.shapes[layer] = LayerShape((k_TKD.shape[1], k_TKD.shape[2]), (v_TKD.shape[1], v_TKD.shape[2]))
+        return super().attend(layer, q_THD, k_TKD, v_TKD, rules)
+
+
+@torch.no_grad()
+def layer_shapes(policy: Policy) -> dict[int, LayerShape]:
+    """What the model really stores, seen in a one-token forward: right for any head layout, with no table of architectures."""
+    probe = _ShapeProbe(policy.device)
+    policy.hidden(torch.zeros(1, dtype=torch.int64, device=policy.device), probe.positions, probe)
+    return probe.shapes
+
+
+class KVCache:
+    """Keys and values of every layer, in one tensor a layer and kind."""
+
+    def __init__(
+        self, shapes: dict[int, LayerShape], pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_tokens = page_tokens
+        make = {"dtype": dtype, "device": device}
+        self.keys = {i: torch.zeros(pages, page_tokens, *s.key, **make) for i, s in shapes.items()}  # type: ignore[arg-type]
+        self.values = {i: torch.zeros(pages, page_tokens, *s.value, **make) for i, s in shapes.items()}  # type: ignore[arg-type]
+
+    def write(self, layer: int, slots_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TKD)
+
+    def read(self, layer: int, pages_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, K, S, D] keys and values of each row's pages, S = P * page_tokens."""
+        b, p = pages_BP.shape
+        flat = pages_BP.flatten()
+        return tuple(  # type: ignore[return-value]
+            store[layer].index_select(0, flat).view(b, p * self.page_tokens, *store[layer].shape[2:]).transpose(1, 2)
+            for store in (self.keys, self.values)
+        )
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` tokens of a page, in every layer."""
+        for store in (*self.keys.values(), *self.values.values()):
+            store[target, :tokens] = store[source, :tokens]
+
+    def slots(self, pages_BP: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
+        """Where the token at each row's position is stored."""
+        page = pages_BP.gather(1, (positions_B // self.page_tokens)[:, None])[:, 0]
+        return page * self.page_tokens + positions_B % self.page_tokens
+
+
+@dataclass
+class DecodePlan:
+    """One new token for each of B sequences, each seeing its own pages."""
+
+    cache: KVCache
+    pages_BP: torch.Tensor
+    positions_B: torch.Tensor
+    slots_B: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def _allowed(self, window: int | None) -> torch.Tensor:
+        """The same for all layers with the same window, so made once a forward pass."""
+        if window not in self._masks:
+            view = torch.arange(self.pages_BP.shape[1] * self.cache.page_tokens, device=self.pages_BP.device)
+            self._masks[window] = causal_window(self.positions_B[:, None, None], view, window)
+        return self._masks[window]
+
+    def attend(
+        self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, rules: Rules
+    ) -> torch.Tensor:
+        self.cache.write(layer, self.slots_B, k_BKD, v_BKD)
+        k_BKSD, v_BKSD = self.cache.read(layer, self.pages_BP)
+        return dense_attention(q_BHD[:, :, None], k_BKSD, v_BKSD, rules, self._allowed(rules.window))[:, :, 0]
+
+
+@dataclass(frozen=True)
+class PrefillSegment:
+    """Tokens [start, end) of one sequence, whose pages hold everything before them."""
+
+    tokens: list[int]
+    start: int
+    pages: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class PrefillPlan:
+    """Several segments in one row; each sees the cached beginning of its own sequence and itself."""
+
+    def __init__(self, cache: KVCache, segments: list[PrefillSegment], device: torch.device) -> None:
+        self.cache = cache
+        self.segments = segments
+        self.lengths = [len(s.tokens) for s in segments]
+        self.positions = torch.cat([torch.arange(s.start, s.end) for s in segments]).to(device)
+        self.pages = [torch.tensor(s.pages, device=device) for s in segments]
+        self.slots = torch.cat(
+            [cache.slots(pages[None].expand(n, -1), pos) for pages, n, pos in
+             zip(self.pages, self.lengths, self.positions.split(self.lengths))]
+        )  # fmt: skip
+        self._whole = PackedPlan(self.lengths, device) if all(s.start == 0 for s in segments) else None
+
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
+    ) -> torch.Tensor:
+        self.cache.write(layer, self.slots, k_TKD, v_TKD)
+        if self._whole is not None:
+            return self._whole.attend(layer, q_THD, k_TKD, v_TKD, rules)
+        return torch.cat([self._segment(layer, i, q, rules) for i, q in enumerate(q_THD.split(self.lengths))])
+
+    def _segment(self, layer: int, index: int, q_LHD: torch.Tensor, rules: Rules) -> torch.Tensor:
+        segment = self.segments[index]
+        k_1KSD, v_1KSD = self.cache.read(layer, self.pages[index][None])
+        query_at = torch.arange(segment.start, segment.end, device=q_LHD.device)
+        key_at = torch.arange(k_1KSD.shape[2], device=q_LHD.device)
+        allowed = causal_window(query_at, key_at, rules.window)
+        return dense_attention(q_LHD.transpose(0, 1)[None], k_1KSD, v_1KSD, rules, allowed)[0].transpose(0, 1)

@@ -1,0 +1,261 @@
+"""Which sequences run, which wait, which page belongs to whom. Pure bookkeeping: no tensors, no model.
+
+Life of a group: waiting -> filling (its prompt is prefilled once, in chunks) -> ready (samples are forked off as rows and pages
+allow, sharing the prompt's full pages) -> its samples run and finish. A sample that loses its pages is parked, and later filled
+again from its own tokens and run on.
+
+Guarantees, checked by property tests: every sample finishes exactly once; pages are taken by admission rules that leave one
+page of growth a running sequence, so parking is rare; when pages run out, prompts that only wait are given up first, then
+the youngest sequence; the oldest sequence always makes progress, so any pool that holds one whole sequence suffices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.rollout.native.pages import PagePool
+
+
+@dataclass(eq=False)
+class PromptGroup:
+    """The samples of one request."""
+
+    index: int
+    prompt: list[int]
+    samples: int
+    limit: int
+    """Most new tokens."""
+    pages: list[int] = field(default_factory=list)
+    forked: int = 0
+    hidden: Any = None
+    """Last hidden state of the prompt, from which every sample's first token is drawn."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample in the making."""
+
+    group: PromptGroup
+    sample: int
+    born: int
+    """Admission order; the youngest gives way."""
+    pages: list[int] = field(default_factory=list)
+    row: int = -1
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Completion so far, and below what its row knew of it; kept here only while the sequence is parked."""
+    key: int = 0
+    limit: int = 0
+    stored: int = 0
+    """Context tokens whose keys and values are in the pages."""
+
+
+@dataclass(eq=False)
+class Filling:
+    """Tokens on their way into pages, for a prompt or for a parked sequence that comes back."""
+
+    owner: PromptGroup | Sequence
+    tokens: list[int]
+    pages: list[int]
+    done: int
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.done
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A new sequence; `copy` is (from page, to page, tokens) where the prompt ends inside a page."""
+
+    sequence: Sequence
+    copy: tuple[int, int, int] | None
+
+
+class Scheduler:
+    """Works through a list of groups with a given number of rows and a pool of pages."""
+
+    def __init__(
+        self, pool: PagePool, rows: int, prefill_tokens: int, save: Callable[[Sequence], None] = lambda sequence: None
+    ) -> None:
+        self.pool = pool
+        self._save = save
+        """Called with a running sequence that is about to lose its row, to keep its tokens and log-probs."""
+        self.prefill_tokens = prefill_tokens
+        self.waiting: deque[PromptGroup] = deque()
+        self.filling: list[Filling] = []
+        self.ready: deque[PromptGroup] = deque()
+        self.running: list[Sequence] = []
+        self.parked: deque[Sequence] = deque()
+        self.free_rows = list(range(rows - 1, -1, -1))
+        self.cached_tokens = 0
+        self._births = 0
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.waiting or self.filling or self.ready or self.running or self.parked)
+
+    def add(self, group: PromptGroup) -> None:
+        self.waiting.append(group)
+
+    def next_fill(self) -> list[tuple[Filling, int]]:
+        """What to prefill now: (filling, number of tokens), together at most `prefill_tokens`."""
+        self._admit()
+        room, chosen = self.prefill_tokens, []
+        for filling in self.filling:
+            take = min(room, filling.left)
+            if take:
+                chosen.append((filling, take))
+                room -= take
+        return chosen
+
+    def filled(self, filling: Filling, tokens: int) -> bool:
+        """Note that `tokens` more are in their pages; True when the filling is complete."""
+        filling.done += tokens
+        if filling.left:
+            return False
+        self.filling.remove(filling)
+        owner = filling.owner
+        if isinstance(owner, Sequence):
+            owner.pages, owner.stored = filling.pages, len(filling.tokens)
+            self.running.append(owner)
+        else:
+            owner.pages = filling.pages
+            self.pool.remember(owner.prompt, owner.pages)
+            self.ready.append(owner)
+        return True
+
+    def fork(self) -> list[Fork]:
+        """Start as many samples of prefilled prompts as rows and pages allow."""
+        forks: list[Fork] = []
+        while self.ready:
+            group = self.ready[0]
+            while group.forked < group.samples and self.free_rows:
+                made = self._fork_one(group)
+                if made is None:
+                    return forks
+                forks.append(made)
+            if group.forked < group.samples:
+                return forks
+            self.ready.popleft()
+            self.pool.release(group.pages)
+            group.pages = []
+        return forks
+
+    def make_room(self) -> list[Sequence]:
+        """Give every running sequence the page its next token needs; returns the sequences that had to be parked."""
+        parked: list[Sequence] = []
+        for sequence in sorted(self.running, key=lambda s: s.born):
+            while sequence.row >= 0 and sequence.stored >= len(sequence.pages) * self.pool.page_tokens:
+                page = self.pool.take(1)
+                if page is not None:
+                    sequence.pages += page
+                elif not self._give_up_prompt():
+                    parked.append(self._park_youngest())
+        return parked
+
+    def finish(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._vacate(sequence)
+
+    def _admit(self) -> None:
+        while self.parked and self.free_rows:
+            sequence = self.parked[0]
+            tokens = (sequence.group.prompt + sequence.tokens)[:-1]
+            filling = self._start_filling(sequence, tokens, len(tokens))
+            if filling is None:
+                return
+            self.parked.popleft()
+            sequence.row = self.free_rows.pop()
+            if not filling.left:
+                self.filled(filling, 0)
+        while self.waiting and self._uncommitted_rows() > 0:
+            group = self.waiting[0]
+            if self._start_filling(group, group.prompt, len(group.prompt) - 1) is None:
+                return
+            self.waiting.popleft()
+
+    def _start_filling(self, owner: PromptGroup | Sequence, tokens: list[int], most_cached: int) -> Filling | None:
+        """Claim pages for `tokens`, using what is cached of the first `most_cached`; None (and no change) if too few are left."""
+        cached = self.pool.recall(tokens[:most_cached])
+        need = self._pages_for(len(tokens)) - len(cached)
+        idle = not self.running and not self.filling
+        fresh = self.pool.take(need) if idle or self.pool.available - need > len(self.running) else None
+        if fresh is None:
+            self.pool.release(cached)
+            return None
+        done = len(cached) * self.pool.page_tokens
+        self.cached_tokens += done
+        filling = Filling(owner, tokens, cached + fresh, done)
+        self.filling.append(filling)
+        return filling
+
+    def _fork_one(self, group: PromptGroup) -> Fork | None:
+        full, rest = divmod(len(group.prompt), self.pool.page_tokens)
+        fresh: list[int] | None = []
+        if rest:
+            while True:
+                fresh = self.pool.take(1) if not self.running or self.pool.available > len(self.running) else None
+                if fresh is not None or self.running or not self._give_up_prompt(keep=group):
+                    break
+            if fresh is None:
+                return None
+        shared = group.pages[:full]
+        self.pool.share(shared)
+        sequence = Sequence(group, group.forked, self._births, shared + (fresh or []), self.free_rows.pop())
+        sequence.stored = len(group.prompt)
+        self._births += 1
+        group.forked += 1
+        self.running.append(sequence)
+        copy = (group.pages[full], fresh[0], rest) if fresh else None
+        return Fork(sequence, copy)
+
+    def _give_up_prompt(self, keep: PromptGroup | None = None) -> bool:
+        """Take the pages of the youngest prompt that only waits to be forked; it will be prefilled again."""
+        for filling in reversed(self.filling):
+            if isinstance(filling.owner, PromptGroup):
+                self.filling.remove(filling)
+                self.pool.release(filling.pages)
+                self.waiting.appendleft(filling.owner)
+                return True
+        if self.ready and self.ready[-1] is not keep:
+            group = self.ready.pop()
+            self.pool.release(group.pages)
+            group.pages = []
+            self.waiting.appendleft(group)
+            return True
+        return False
+
+    def _park_youngest(self) -> Sequence:
+        for filling in self.filling:  # a sequence that is just coming back is younger than any that runs
+            owner = filling.owner
+            assert isinstance(owner, Sequence)
+            self.filling.remove(filling)
+            owner.pages = filling.pages
+            self._vacate(owner)
+            self.parked.appendleft(owner)
+            return owner
+        assert len(self.running) > 1, "the pool is smaller than one sequence; refused before the run"
+        youngest = max(self.running, key=lambda s: s.born)
+        self._save(youngest)
+        self.finish(youngest)
+        self.parked.appendleft(youngest)
+        return youngest
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        self.free_rows.append(sequence.row)
+        sequence.pages, sequence.row, sequence.stored = [], -1, 0
+
+    def _uncommitted_rows(self) -> int:
+        promised = sum(g.samples - g.forked for g in self.ready)
+        for filling in self.filling:
+            if isinstance(filling.owner, PromptGroup):
+                promised += filling.owner.samples - filling.owner.forked
+        return len(self.free_rows) - promised
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.page_tokens)

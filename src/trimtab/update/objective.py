@@ -1,0 +1,116 @@
+"""From scored groups to samples with advantages and weights: the algorithm, before any batching.
+
+Everything here is counted over the whole of what one optimizer step will consume, so nothing later can change it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.config.learn import Learn
+from trimtab.learn.advantages import ADVANTAGES, has_signal, reward_to_go_advantages
+from trimtab.learn.aggregate import token_weights
+from trimtab.learn.kl import ESTIMATORS, kl_in_reward
+from trimtab.learn.shaping import overlong_penalty, reward_clip
+from trimtab.rollout.trajectory import Group, Trajectory
+from trimtab.update.batch import Sample
+
+
+@dataclass
+class Ledger:
+    """What became of every sampled completion: law 9, the counts add up each step."""
+
+    sampled: int
+    trained: int
+    dropped: Counter[str]
+
+    def check(self) -> None:
+        assert self.sampled == self.trained + sum(self.dropped.values()), f"completions went missing: {self}"
+
+
+def usable(groups: list[Group]) -> tuple[list[Group], Counter[str]]:
+    """Groups without the completions that have no reward, and why those have none."""
+    dropped: Counter[str] = Counter()
+    kept = []
+    for group in groups:
+        scored = [t for t in group.trajectories if t.reward is not None]
+        for trajectory in group.trajectories:
+            if trajectory.reward is None:
+                dropped["reward_failed" if trajectory.failure else "not_applicable"] += 1
+        if scored:
+            kept.append(Group(group.prompt, scored))
+    return kept, dropped
+
+
+def shaped_rewards(trajectories: list[Trajectory], learn: Learn) -> torch.Tensor:
+    """Rewards as advantages see them: clipped, then DAPO's penalty for running long."""
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+    if learn.reward_clip is not None:
+        rewards = reward_clip(rewards, *learn.reward_clip)
+    if learn.overlong is not None:
+        lengths = torch.tensor([len(t) for t in trajectories])
+        rewards = rewards + overlong_penalty(
+            lengths, learn.max_new_tokens, learn.overlong.buffer, learn.overlong.penalty
+        )
+    return rewards
+
+
+def split_signal(groups: list[Group], learn: Learn) -> tuple[list[Group], list[Group]]:
+    """Groups whose rewards differ within the group, and groups that can teach nothing."""
+    with_signal, without = [], []
+    for group in groups:
+        rewards = shaped_rewards(group.trajectories, learn)
+        signal = has_signal(rewards, torch.zeros(len(group.trajectories), dtype=torch.int64))
+        (with_signal if bool(signal[0]) else without).append(group)
+    return with_signal, without
+
+
+def to_samples(groups: list[Group]) -> list[list[Sample]]:
+    """The tensors of each group's completions; advantages and weights are still empty."""
+    empty = torch.empty(0)
+    return [
+        [Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs) for t in group.trajectories] for group in groups
+    ]
+
+
+def set_advantages(groups: list[Group], samples: list[list[Sample]], learn: Learn, kl_coef: float) -> None:
+    """Fill in every sample's advantage, over the whole step. Reference log-probs are there where the reward needs them."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    flat = [sample for group in samples for sample in group]
+    rewards = shaped_rewards(trajectories, learn)
+    lengths = torch.tensor([len(t) for t in trajectories])
+    index = torch.tensor([g for g, group in enumerate(groups) for _ in group.trajectories])
+    sequence = torch.repeat_interleave(torch.arange(len(flat)), lengths)
+    if kl_coef and learn.kl.where == "reward":
+        policy = torch.cat([s.engine_logprobs if s.old_logprobs is None else s.old_logprobs for s in flat]).double()
+        reference = torch.cat([s.ref_logprobs for s in flat if s.ref_logprobs is not None]).double()
+        kl = ESTIMATORS[learn.kl.estimator](policy, reference)
+        if learn.advantage == "global_norm":  # REINFORCE++ spends the penalty token by token
+            offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+            per_token = reward_to_go_advantages(rewards, kl, offsets, kl_coef)
+            _assign(flat, per_token.float(), lengths)
+            return
+        rewards = kl_in_reward(rewards, kl, sequence, kl_coef)
+    assert learn.advantage != "auto"
+    advantages = ADVANTAGES[learn.advantage](rewards, index)
+    _assign(flat, advantages.float()[sequence], lengths)
+
+
+def set_weights(trajectories: list[Trajectory], samples: list[Sample], learn: Learn) -> None:
+    """Fill in each token's share of the loss of one optimizer step that consumes exactly these samples."""
+    assert learn.aggregate != "auto"
+    lengths = torch.tensor([len(t) for t in trajectories])
+    include = None
+    if learn.mask_truncated:
+        include = torch.tensor([t.finish != "length" for t in trajectories])
+    weights = token_weights(lengths, learn.aggregate, learn.max_new_tokens, include)
+    for sample, weight, length in zip(samples, weights, lengths.tolist()):
+        sample.weights = weight.expand(length)
+
+
+def _assign(samples: list[Sample], values: torch.Tensor, lengths: torch.Tensor) -> None:
+    for sample, part in zip(samples, values.split(lengths.tolist())):
+        sample.advantages = part

@@ -1,0 +1,128 @@
+"""One optimizer step: pack under the cap, run each micro-batch forward and backward, apply the sum.
+
+Guarantee: the gradient is that of the whole step, whatever the token budget, chunk size or checkpointing. Every weight in the
+loss was fixed before packing, micro-batches only add up, and no quantity is averaged over a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from trimtab.config.learn import Learn
+from trimtab.learn.importance import importance_weights
+from trimtab.learn.kl import ESTIMATORS
+from trimtab.learn.losses import LOSSES
+from trimtab.model.head import TokenStats
+from trimtab.model.policy import Policy
+from trimtab.update.batch import MicroBatch, Sample
+from trimtab.update.optimizer import MasterAdamW
+from trimtab.update.packing import pack
+
+
+@dataclass
+class UpdateStats:
+    """Sums over the tokens of one optimizer step, and how it was cut into micro-batches."""
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    tokens: int = 0
+    row_tokens: int = 0
+    largest: int = 0
+    microbatches: int = 0
+    grad_norm: float = 0.0
+    applied: bool = True
+
+    def add(self, **values_R: torch.Tensor) -> None:
+        for name, values in values_R.items():
+            total = values.detach().double().sum()
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def mean(self, name: str) -> float:
+        return float(self.sums[name]) / max(1, self.tokens)
+
+
+class Updater:
+    """Turns samples with advantages and weights into weight changes."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        learn: Learn,
+        *,
+        token_budget: int,
+        score_token_budget: int,
+        logprob_chunk: int,
+        checkpoint_activations: bool,
+    ) -> None:
+        self.policy = policy
+        self.learn = learn
+        self.token_budget = token_budget
+        self.score_token_budget = score_token_budget
+        self.logprob_chunk = logprob_chunk
+        self.optimizer = MasterAdamW(policy.model.named_parameters(), learn)
+        if checkpoint_activations:
+            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample], policy: Policy, field: str) -> None:
+        """Write `policy`'s log-probs of the samples' tokens into one of their fields. No gradient, its own budget."""
+        for batch in self._micro_batches(samples, self.score_token_budget):
+            batch.scatter(self._token_stats(policy, batch).logprobs, field)
+
+    def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
+        """One optimizer step on all of `samples`."""
+        stats = UpdateStats(row_tokens=sum(map(len, samples)))
+        for batch in self._micro_batches(samples, self.token_budget):
+            self._loss(batch, kl_coef, stats).backward()  # type: ignore[no-untyped-call]
+            stats.microbatches += 1
+            stats.largest = max(stats.largest, batch.tokens_T.shape[0])
+        outcome = self.optimizer.step(lr)
+        stats.grad_norm, stats.applied = outcome.grad_norm, outcome.applied
+        return stats
+
+    def _micro_batches(self, samples: Sequence[Sample], budget: int):  # type: ignore[no-untyped-def]
+        for indices in pack([len(s) for s in samples], budget):
+            yield MicroBatch.build([samples[i] for i in indices], self.policy.device)
+
+    def _token_stats(self, policy: Policy, batch: MicroBatch) -> TokenStats:
+        hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
+        temperature = self.learn.sampling.temperature
+        return policy.head.token_stats(
+            hidden_TE[batch.predictors_R], batch.targets_R, temperature, self.logprob_chunk
+        )
+
+    def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
+        """This micro-batch's part of the step's loss."""
+        learn = self.learn
+        assert learn.loss != "auto" and learn.clip.low != "auto" and learn.clip.high != "auto"
+        logp, entropy = self._token_stats(self.policy, batch)
+        engine = batch.gather("engine_logprobs")
+        old = logp.detach() if batch.samples[0].old_logprobs is None else batch.gather("old_logprobs")
+        grouping = {"sequence": batch.sequence_R, "sequences": len(batch.samples)}
+        policy = LOSSES[learn.loss](
+            logp, old, batch.gather("advantages"), learn.clip.low, learn.clip.high, learn.clip.dual, **grouping
+        )
+        loss = policy.loss
+        if learn.importance.level != "off":
+            settings = learn.importance
+            loss = loss * importance_weights(old, engine, settings.level, settings.cap, settings.mode, **grouping)
+        if batch.samples[0].ref_logprobs is not None:
+            kl_ref = ESTIMATORS[learn.kl.estimator](logp, batch.gather("ref_logprobs"))
+            stats.add(kl_ref=kl_ref)
+            if learn.kl.where == "loss":
+                loss = loss + kl_coef * kl_ref
+        if learn.entropy_coef:
+            loss = loss - learn.entropy_coef * entropy
+        weighted = batch.gather("weights") * loss
+        stats.tokens += logp.shape[0]
+        stats.add(
+            loss=weighted,
+            entropy=entropy,
+            ratio=policy.ratio,
+            clipped=policy.clipped,
+            kl_old=ESTIMATORS["k3"](logp.detach(), old),
+            logprob_gap=(logp.detach() - engine).abs(),
+        )
+        return weighted.sum()

@@ -1,0 +1,97 @@
+"""The learning curve is really drawn, from any metrics a run can leave."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from trimtab.config.schema import Observe
+from trimtab.errors import ConfigError, DataError
+from trimtab.observe.curve import binned, plot_curve, series, smooth, title
+from trimtab.observe.sinks import Sinks
+
+
+def write_run(run_dir, rows):
+    sinks = Sinks(run_dir, Observe(tensorboard=False), None)
+    for step, metrics in rows:
+        sinks.write(step, metrics)
+    sinks.close()
+
+
+def training_rows(steps, scale=1.0):
+    yield 0, {"eval/pass@1": 0.2}
+    for step in range(1, steps + 1):
+        times = {"time/rollout": 2.0, "time/update": 1.0, "time/score": 0.0, "time/idle": 0.1, "time/total": 3.1}
+        yield step, {"reward/mean": scale * step / steps, "response/length_mean": 100.0 + step} | times
+    yield steps, {"eval/pass@1": 0.6}
+
+
+def draw(run_dir):
+    """The picture as an array of (height, width, channel)."""
+    from matplotlib.image import imread
+
+    out = run_dir / "pictures" / "curve.png"
+    plot_curve(run_dir, out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    return imread(out)
+
+
+def has_color(picture, rgb):
+    return bool((np.abs(picture[..., :3] - np.array(rgb) / 255).max(axis=-1) < 0.02).sum() > 50)
+
+
+BLUE, ORANGE, GREEN, GREY = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73), (0xD0, 0xD0, 0xD0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0])  # 20: rewards not comparable with accuracy get an axis of their own
+def test_every_series_is_in_the_picture(tmp_path, scale):
+    write_run(tmp_path, training_rows(300, scale))
+    picture = draw(tmp_path)
+    assert picture.shape[0] > 800
+    assert picture.shape[1] > 800
+    assert all(has_color(picture, color) for color in (BLUE, ORANGE, GREEN, GREY))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, {"reward/mean": 0.5, "response/length_mean": 3.0, "time/rollout": 1.0})],
+        [(0, {"eval/pass@1": 0.5})],
+        [(1, {"policy/loss": 1.0}), (2, {"reward/mean": float("nan"), "time/rollout": 0.0})],
+    ],
+)
+def test_short_and_sparse_runs_are_drawn(tmp_path, rows):
+    write_run(tmp_path, rows)
+    assert draw(tmp_path).std() > 0
+
+
+def test_a_run_without_metrics_says_so(tmp_path):
+    with pytest.raises(DataError, match=r"metrics\.jsonl has no metrics yet"):
+        plot_curve(tmp_path, tmp_path / "curve.png")
+
+
+def test_matplotlib_missing_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"trimtab\[plot\]"):
+        plot_curve(tmp_path, tmp_path / "curve.png")
+
+
+def test_smoothing_keeps_constants_and_centres():
+    assert smooth(np.full(50, 0.3)) == pytest.approx(np.full(50, 0.3))
+    assert smooth(np.array([0.0, 3.0, 6.0])) == pytest.approx([1.5, 3.0, 4.5])
+    assert smooth(np.array([2.0])) == pytest.approx([2.0])
+
+
+def test_bins_hold_means():
+    edges = np.array([0.5, 2.5, 4.5, 6.5])
+    points = (np.array([1.0, 2.0, 3.0]), np.array([1.0, 3.0, 5.0]))
+    assert binned(edges, points).tolist() == [2.0, 5.0, 0.0]
+
+
+def test_series_and_title_skip_what_is_missing():
+    rows = [{"step": 2, "reward/mean": 0.5}, {"step": 1, "reward/mean": None}, {"step": 0, "eval/pass@1": 0.25}]
+    steps, values = series(rows, "reward/mean")
+    assert (steps.tolist(), values.tolist()) == ([2.0], [0.5])
+    assert title("run-1", rows) == "run-1: reward 0.5, eval pass@1 25.0%"
+    assert title("run-1", [*rows, {"step": 9, "eval/pass@1": 0.75}]).endswith("eval pass@1 25.0% → 75.0%")
+    assert title("run-1", []) == "run-1"

@@ -1,0 +1,68 @@
+"""Tiny random models and a character tokenizer, the raw material of most tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+CHARACTERS = "0123456789+-*=<># abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?'\"()\n"
+SPECIAL = ["<pad>", "<bos>", "<eos>"]
+VOCABULARY = len(CHARACTERS) + len(SPECIAL)
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {"num_experts_per_tok": 2}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    "phi3": {"sliding_window": 6},
+    "olmo2": {},
+    "mixtral": {"num_local_experts": 4, **MOE},
+    "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "decoder_sparse_step": 1, **MOE},
+    "granite": {"logits_scaling": 2.0},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5, "rope_scaling": None, **MOE},
+}
+
+
+def tiny_model(architecture: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """A random model of a few thousand parameters, with weights large enough that mistakes show."""
+    settings = {**BASE, **ARCHITECTURES.get(architecture, {}), **changes}
+    config = AutoConfig.for_model(architecture, **settings)
+    torch.manual_seed(seed)
+    # Grouped matrix products have no float64 kernel; plain loops over experts do the same sum.
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.25)
+    return model.eval()
+
+
+def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token a character."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
