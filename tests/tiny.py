@@ -61,8 +61,6 @@ def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     tokenizer.chat_template = chat_template
     return tokenizer

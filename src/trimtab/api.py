@@ -50,9 +50,7 @@ def run_training(
         return loop.train(open_session(config, inputs, stack, resume=resume, console_file=console_file))
 
 
-def evaluate(
-    config: Config, inputs: Inputs, *, console_file: IO[str] | None = None
-) -> dict[str, float]:
+def evaluate(config: Config, inputs: Inputs, *, console_file: IO[str] | None = None) -> dict[str, float]:
     """Held-out scores of `config.model` as it is; nothing is trained."""
     with ExitStack() as stack:
         session = open_session(config, inputs, stack, console_file=console_file)
@@ -105,7 +103,13 @@ def _rows(rows: Iterable[Any], name: str) -> list[Mapping[str, Any]]:
     for number, row in enumerate(found):
         if not isinstance(row, Mapping):
             raise ConfigError(
-                [Problem(name, f"row {number} is a {type(row).__name__}, not a mapping", "Give rows such as {'prompt': '2+2='}.")]
+                [
+                    Problem(
+                        name,
+                        f"row {number} is a {type(row).__name__}, not a mapping",
+                        "Give rows such as {'prompt': '2+2='}.",
+                    )
+                ]
             )
     return found
 

@@ -76,7 +76,9 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 def load_state(checkpoint: Path) -> RunState:
     saved = json.loads((checkpoint / STATE).read_text())
     if saved.pop("format", None) != FORMAT:
-        raise TrainingError(f"{checkpoint} was written by another version of Trimtab and cannot be resumed by this one.")
+        raise TrainingError(
+            f"{checkpoint} was written by another version of Trimtab and cannot be resumed by this one."
+        )
     known = {f.name for f in fields(RunState)}
     values = {key: value for key, value in saved.items() if key in known}
     if values.get("best_score") is None:

@@ -1,6 +1,6 @@
 """The main job on an embedded default: a small transformer learns addition on whatever the machine has.
 
-A supervised warm start teaches the format and about a third of the answers; GRPO, with nothing but a right-or-wrong reward, does the
+A supervised warm start teaches the format and some of the answers; GRPO, with nothing but a right-or-wrong reward, does the
 rest. The supervised phase is the update step itself: with advantage 1 the on-policy loss is the negative log-likelihood.
 """
 
@@ -111,9 +111,7 @@ def warm_start(
     return losses
 
 
-def run_demo(
-    folder: Path, *, difficulty: int, warm_steps: int, steps: int, seed: int, file: IO[str]
-) -> dict[str, Any]:
+def run_demo(folder: Path, *, difficulty: int, warm_steps: int, steps: int, seed: int, file: IO[str]) -> dict[str, Any]:
     """Warm start, GRPO, before and after; returns the summary with `accuracy_before` and `accuracy_after`."""
     started = time.monotonic()
     torch.set_num_threads(physical_cores())
@@ -153,5 +151,7 @@ def _show_samples(run_dir: Path, last: int, file: IO[str]) -> None:
     )
     print("held-out questions   before      after", file=file)
     for prompt in [p for p in before if p in after][:8]:
-        shown = [f"{row['completion']:>6} {'right' if row['reward'] else 'wrong'}" for row in (before[prompt], after[prompt])]
+        shown = [
+            f"{row['completion']:>6} {'right' if row['reward'] else 'wrong'}" for row in (before[prompt], after[prompt])
+        ]
         print(f"  {prompt:<16} {shown[0]}  {shown[1]}", file=file)

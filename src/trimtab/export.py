@@ -23,7 +23,9 @@ def find_checkpoint(run: Path, which: str) -> Path:
     if which == "best":
         best = load_state(newest).best_step
         if best < 0:
-            raise ConfigError([Problem("--checkpoint", "this run has no evaluation to choose the best by", "Use last.")])
+            raise ConfigError(
+                [Problem("--checkpoint", "this run has no evaluation to choose the best by", "Use last.")]
+            )
         which = str(best)
     found = newest.parent / f"step-{which}"
     if not found.is_dir():
@@ -38,7 +40,7 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
     if to.exists() and any(to.iterdir()):
         raise ConfigError([Problem("FOLDER", f"{to} already exists and is not empty", "Choose a new folder.")])
     source = find_checkpoint(run, which)
-    settings = Model(path=str(source), dtype="auto" if dtype == "same" else dtype)  # type: ignore[arg-type]
+    settings = Model(path=str(source), dtype="auto" if dtype == "same" else dtype)
     model = load_model(settings, torch.device("cpu")) if dtype != "same" else _as_saved(source)
     save_model(model, load_tokenizer(settings), to)
     return source

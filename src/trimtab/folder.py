@@ -34,7 +34,11 @@ def open_folder(folder: Path, config: Config, resume: bool) -> IO[str]:
     """Create and lock the folder; returns the lock, which lives as long as the run."""
     if (folder / CONFIG).exists() and not resume:
         raise ConfigError(
-            [Problem("observe.dir", f"{folder} already holds a run", "Go on with it (--resume) or choose another folder.")]
+            [
+                Problem(
+                    "observe.dir", f"{folder} already holds a run", "Go on with it (--resume) or choose another folder."
+                )
+            ]
         )
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / ".lock").open("w")

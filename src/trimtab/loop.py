@@ -107,7 +107,13 @@ def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Grou
         seen[prompt.id] += 1
         requests.append(
             Request(
-                prompt, learn.samples_per_prompt, learn.max_new_tokens, learn.sampling, learn.seed, run.state.step, first
+                prompt,
+                learn.samples_per_prompt,
+                learn.max_new_tokens,
+                learn.sampling,
+                learn.seed,
+                run.state.step,
+                first,
             )
         )
     return _generate(run, requests, "rollout")
@@ -261,7 +267,9 @@ def _reward_metrics(run: Session, groups: list[Group], zero_signal: int, ledger:
 def _update_metrics(run: Session, done: list[UpdateStats]) -> dict[str, float]:
     """The ratio and clipping over all updates of the step; entropy and the engine's gap of the first, before any change."""
     tokens = sum(stats.tokens for stats in done)
-    mean = {name: sum(float(stats.sums[name]) for stats in done) / max(1, tokens) for name in ("ratio", "clipped", "kl_old")}
+    mean = {
+        name: sum(float(stats.sums[name]) for stats in done) / max(1, tokens) for name in ("ratio", "clipped", "kl_old")
+    }
     budget, microbatches = run.updater.token_budget, sum(stats.microbatches for stats in done)
     metrics = {
         "policy/loss": sum(float(stats.sums["loss"]) for stats in done) / len(done),

@@ -197,7 +197,9 @@ def _prompt_limit(config: Config) -> int:
     new = max(config.learn.max_new_tokens, config.eval.max_new_tokens or 0)
     if new >= context:
         where = "learn.max_new_tokens" if config.learn.max_new_tokens == new else "eval.max_new_tokens"
-        raise ConfigError([Problem(where, f"{new} leaves no room for a prompt in the model's context of {context} tokens")])
+        raise ConfigError(
+            [Problem(where, f"{new} leaves no room for a prompt in the model's context of {context} tokens")]
+        )
     asked = config.data.max_prompt_tokens
     if asked is not None and asked + new > context:
         raise ConfigError(

@@ -11,7 +11,9 @@ from trimtab.config.base import Auto, Count, Fraction, PositiveInt, Section
 Algorithm = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
 ]
-AdvantageName = Literal["group_std", "group_mean", "leave_one_out", "batch_mean", "global_norm", "group_mean_global_std"]
+AdvantageName = Literal[
+    "group_std", "group_mean", "leave_one_out", "batch_mean", "global_norm", "group_mean_global_std"
+]
 LossName = Literal["clip", "gspo", "cispo", "on_policy"]
 AggregateName = Literal["token_mean", "sequence_mean", "constant"]
 

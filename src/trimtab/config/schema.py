@@ -108,7 +108,7 @@ class Observe(Section):
 
 
 class Config(Section):
-    """A run: what to learn (`model`, `data`, `reward`, `learn`), how it is measured (`eval`, `observe`), how it is run (`run`)."""
+    """A run: what to learn (`model`, `data`, `reward`, `learn`), how to run it (`run`), how to see it (`eval`, `observe`)."""
 
     model: Model
     data: Data

@@ -41,10 +41,14 @@ def find_source(path: str) -> Source:
         return Source(str(local.parent), local.name)
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise ModelError(f"model.path: {local.absolute()} has no config.json, so it is not a Hugging Face model folder.")
+            raise ModelError(
+                f"model.path: {local.absolute()} has no config.json, so it is not a Hugging Face model folder."
+            )
         return Source(str(local))
     if local.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ModelError(f"model.path: no model folder at {local.absolute()}. Give a folder, a .gguf file or a hub name.")
+        raise ModelError(
+            f"model.path: no model folder at {local.absolute()}. Give a folder, a .gguf file or a hub name."
+        )
     return Source(path)
 
 
@@ -123,7 +127,9 @@ def _require_gguf() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise ModelError("model.path is a GGUF file, which needs the gguf package: pip install 'trimtab[gguf]'.") from error
+        raise ModelError(
+            "model.path is a GGUF file, which needs the gguf package: pip install 'trimtab[gguf]'."
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -44,18 +45,16 @@ class PackedPlan:
         parts = zip(self.runs, q_THD.split(sizes), k_TKD.split(sizes), v_TKD.split(sizes))
         return torch.cat([_rows(q, k, v, count, rules) for (_, count), q, k, v in parts])
 
-    def _flash(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
-    ) -> torch.Tensor:
+    def _flash(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules) -> torch.Tensor:
         group = q_THD.shape[1] // k_TKD.shape[1]
-        extra = {}
+        extra: dict[str, Any] = {}
         if group > 1 and _VARLEN_HAS_GQA:
             extra["enable_gqa"] = True
         elif group > 1:
             k_TKD, v_TKD = k_TKD.repeat_interleave(group, 1), v_TKD.repeat_interleave(group, 1)
         left = -1 if rules.window is None else rules.window - 1
         longest = max(self.lengths)
-        out: torch.Tensor = varlen_attn(
+        out = varlen_attn(
             q_THD.contiguous(),
             k_TKD.contiguous(),
             v_TKD.contiguous(),
@@ -67,6 +66,7 @@ class PackedPlan:
             window_size=(left, 0),
             **extra,
         )
+        assert isinstance(out, torch.Tensor)
         return out
 
 

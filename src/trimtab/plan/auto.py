@@ -104,7 +104,7 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
         prefix_cache=run.rollout.prefix_cache,
     )
     filled = Run(
-        device=facts.device.type,  # type: ignore[arg-type]
+        device=facts.device.type,
         threads=fill(run, "run", "threads", facts.cores, "one a physical core"),
         engine=fill(run, "run", "engine", "native", "shares the trainer's weights"),
         token_budget=fill(run, "run", "token_budget", budget, budget_why),

@@ -60,7 +60,8 @@ def shaped_rewards(trajectories: list[Trajectory], learn: Learn) -> torch.Tensor
 
 def split_signal(groups: list[Group], learn: Learn) -> tuple[list[Group], list[Group]]:
     """Groups whose rewards differ within the group, and groups that can teach nothing."""
-    with_signal, without = [], []
+    with_signal: list[Group] = []
+    without: list[Group] = []
     for group in groups:
         rewards = shaped_rewards(group.trajectories, learn)
         signal = has_signal(rewards, torch.zeros(len(group.trajectories), dtype=torch.int64))

@@ -91,7 +91,9 @@ class MasterAdamW:
             if p is not master:
                 master.copy_(tensors[f"master/{name}"])
             # torch's fused AdamW keeps its step counter on the parameter's device.
-            kept = {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors}
+            kept = {
+                key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors
+            }
             if kept:
                 self._adamw.state[master] = {key: value.to(master.device, copy=True) for key, value in kept.items()}
         self._write_back()

@@ -14,7 +14,9 @@ from heapq import heapify, heapreplace
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices of `lengths`, divided into micro-batches; longest sequences first within each."""
     longest = max(lengths, default=0)
-    assert longest <= budget, f"a sequence of {longest} tokens does not fit a budget of {budget}; refused before the run"
+    assert longest <= budget, (
+        f"a sequence of {longest} tokens does not fit a budget of {budget}; refused before the run"
+    )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     tight = _best_fit(order, lengths, budget)
     fewest = -(-sum(lengths) // budget)

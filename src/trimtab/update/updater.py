@@ -75,7 +75,7 @@ class Updater:
         """One optimizer step on all of `samples`."""
         stats = UpdateStats(row_tokens=sum(map(len, samples)))
         for batch in self._micro_batches(samples, self.token_budget):
-            self._loss(batch, kl_coef, stats).backward()  # type: ignore[no-untyped-call]
+            self._loss(batch, kl_coef, stats).backward()
             stats.microbatches += 1
             stats.largest = max(stats.largest, batch.tokens_T.shape[0])
         outcome = self.optimizer.step(lr)
@@ -89,9 +89,7 @@ class Updater:
     def _token_stats(self, policy: Policy, batch: MicroBatch) -> TokenStats:
         hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
         temperature = self.learn.sampling.temperature
-        return policy.head.token_stats(
-            hidden_TE[batch.predictors_R], batch.targets_R, temperature, self.logprob_chunk
-        )
+        return policy.head.token_stats(hidden_TE[batch.predictors_R], batch.targets_R, temperature, self.logprob_chunk)
 
     def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
         """This micro-batch's part of the step's loss."""
@@ -100,14 +98,23 @@ class Updater:
         logp, entropy = self._token_stats(self.policy, batch)
         engine = batch.gather("engine_logprobs")
         old = logp.detach() if batch.samples[0].old_logprobs is None else batch.gather("old_logprobs")
-        grouping = {"sequence": batch.sequence_R, "sequences": len(batch.samples)}
+        sequence, sequences = batch.sequence_R, len(batch.samples)
         policy = LOSSES[learn.loss](
-            logp, old, batch.gather("advantages"), learn.clip.low, learn.clip.high, learn.clip.dual, **grouping
+            logp,
+            old,
+            batch.gather("advantages"),
+            learn.clip.low,
+            learn.clip.high,
+            learn.clip.dual,
+            sequence=sequence,
+            sequences=sequences,
         )
         loss = policy.loss
         if learn.importance.level != "off":
             settings = learn.importance
-            loss = loss * importance_weights(old, engine, settings.level, settings.cap, settings.mode, **grouping)
+            loss = loss * importance_weights(
+                old, engine, settings.level, settings.cap, settings.mode, sequence=sequence, sequences=sequences
+            )
         if batch.samples[0].ref_logprobs is not None:
             kl_ref = ESTIMATORS[learn.kl.estimator](logp, batch.gather("ref_logprobs"))
             stats.add(kl_ref=kl_ref)

@@ -55,9 +55,12 @@ class KVCache:
         self, shapes: dict[int, LayerShape], pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.page_tokens = page_tokens
-        make = {"dtype": dtype, "device": device}
-        self.keys = {i: torch.zeros(pages, page_tokens, *s.key, **make) for i, s in shapes.items()}  # type: ignore[arg-type]
-        self.values = {i: torch.zeros(pages, page_tokens, *s.value, **make) for i, s in shapes.items()}  # type: ignore[arg-type]
+
+        def empty(shape: tuple[int, int]) -> torch.Tensor:
+            return torch.zeros((pages, page_tokens, *shape), dtype=dtype, device=device)
+
+        self.keys = {layer: empty(shape.key) for layer, shape in shapes.items()}
+        self.values = {layer: empty(shape.value) for layer, shape in shapes.items()}
 
     def write(self, layer: int, slots_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
         self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
@@ -65,12 +68,12 @@ class KVCache:
 
     def read(self, layer: int, pages_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, K, S, D] keys and values of each row's pages, S = P * page_tokens."""
+        return self._gather(self.keys[layer], pages_BP), self._gather(self.values[layer], pages_BP)
+
+    def _gather(self, store: torch.Tensor, pages_BP: torch.Tensor) -> torch.Tensor:
         b, p = pages_BP.shape
-        flat = pages_BP.flatten()
-        return tuple(  # type: ignore[return-value]
-            store[layer].index_select(0, flat).view(b, p * self.page_tokens, *store[layer].shape[2:]).transpose(1, 2)
-            for store in (self.keys, self.values)
-        )
+        picked = store.index_select(0, pages_BP.flatten())
+        return picked.view(b, p * self.page_tokens, *store.shape[2:]).transpose(1, 2)
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` tokens of a page, in every layer."""

@@ -99,9 +99,7 @@ class NativeEngine:
         self.stats.cached_prefix_tokens = work.cached_tokens
         self.stats.peak_pages = self.pool.peak_held
 
-    def _prefill(
-        self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request], sampling: Sampling
-    ) -> None:
+    def _prefill(self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request], sampling: Sampling) -> None:
         """Fill what the scheduler chose, then start the samples of every prompt that is complete."""
         chosen = work.next_fill()
         if chosen:
@@ -218,9 +216,10 @@ class NativeEngine:
                 )
             need = self._pages_for(request) + 1
             if need > self.pool.total:
+                have = self.pool.total * self.page_bytes / 2**20
                 raise EngineError(
-                    f"one sequence of {total} tokens needs {need * self.page_bytes / 2**20:.1f} MiB of KV cache and there are "
-                    f"{self.pool.total * self.page_bytes / 2**20:.1f} MiB; raise run.rollout.kv_memory or lower learn.max_new_tokens"
+                    f"one sequence of {total} tokens needs {need * self.page_bytes / 2**20:.1f} MiB of KV cache and there "
+                    f"are {have:.1f} MiB; raise run.rollout.kv_memory or lower learn.max_new_tokens"
                 )
         return requests[0].sampling
 

@@ -16,22 +16,23 @@ from trimtab.rollout.native.scheduler import Sequence
 class Rows:
     """`count` rows of up to `limit` new tokens and `width` pages."""
 
-    def __init__(
-        self, count: int, limit: int, width: int, stop_token_ids: list[int], device: torch.device
-    ) -> None:
+    def __init__(self, count: int, limit: int, width: int, stop_token_ids: list[int], device: torch.device) -> None:
         self.count = count
         self.device = device
-        whole = {"dtype": torch.int64, "device": device}
-        self.pages = torch.zeros(count, width, **whole)  # type: ignore[arg-type]
-        self.positions = torch.zeros(count, **whole)  # type: ignore[arg-type]
+
+        def whole(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=device)
+
+        self.pages = whole(count, width)
+        self.positions = whole(count)
         """Of the newest token: it has been drawn but its keys and values are not stored yet."""
-        self.last_tokens = torch.zeros(count, **whole)  # type: ignore[arg-type]
-        self.generated = torch.zeros(count, **whole)  # type: ignore[arg-type]
-        self.keys = torch.zeros(count, **whole)  # type: ignore[arg-type]
-        self._limits = torch.zeros(count, **whole)  # type: ignore[arg-type]
-        self._tokens = torch.zeros(count, limit, **whole)  # type: ignore[arg-type]
+        self.last_tokens = whole(count)
+        self.generated = whole(count)
+        self.keys = whole(count)
+        self._limits = whole(count)
+        self._tokens = whole(count, limit)
         self._logprobs = torch.zeros(count, limit, dtype=torch.float32, device=device)
-        self._stop_ids = torch.tensor(sorted(set(stop_token_ids)), **whole)  # type: ignore[arg-type]
+        self._stop_ids = torch.tensor(sorted(set(stop_token_ids)), dtype=torch.int64, device=device)
         self._stopped = torch.zeros(count, dtype=torch.bool, device=device)
         self._host_generated = [0] * count
         self._host_finished = [False] * count

@@ -57,7 +57,7 @@ def keep(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Logits with everything outside top-k, top-p and min-p at minus infinity (in that order, each on what is left)."""
     if not sampling.top_k and sampling.top_p >= 1.0 and not sampling.min_p:
         return logits_BV
-    sorted_BV, order_BV = logits_BV.sort(-1, descending=True, stable=True)
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
     out_BV = torch.zeros_like(sorted_BV, dtype=torch.bool)
     if sampling.top_k:
         out_BV[:, sampling.top_k :] = True

@@ -1,0 +1,35 @@
+"""Shared by all tests: one thread (two cores run two workers), quiet libraries, and the tiny models of tests/tiny.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from tiny import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    """A tiny Llama as a Hugging Face folder, for everything that starts from a path."""
+    from tiny import tiny_model
+
+    from trimtab.model.load import save_model
+
+    folder = tmp_path_factory.mktemp("model")
+    save_model(tiny_model("llama"), tokenizer, folder)
+    return folder
