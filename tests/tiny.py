@@ -48,10 +48,11 @@ def tiny_model(architecture: str = "llama", dtype: torch.dtype = torch.float32, 
     torch.manual_seed(seed)
     # Grouped matrix products have no float64 kernel; plain loops over experts do the same sum.
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
+    numbers = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0.0, 0.25)
+                parameter.copy_(0.25 * torch.randn(parameter.shape, generator=numbers))  # the same in every type
     return model.eval()
 
 

@@ -4,42 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
 from typing import IO, Any
 
 from trimtab import loop
-from trimtab.config.load import config_from_dict, load_config
+from trimtab.checkpoint import newest_checkpoint
+from trimtab.config.load import load_config
 from trimtab.config.schema import Config
-from trimtab.errors import ConfigError, Problem
-from trimtab.session import Inputs, open_session
+from trimtab.errors import ConfigError, Problem, TrimtabError
+from trimtab.evaluation import measure
+from trimtab.observe.format import scores
+from trimtab.session import Session, open_evaluation, open_session
+from trimtab.work import GIVEN_ROWS, Inputs
 
-Reward = str | Callable[..., Any] | Mapping[str, Any]
-Rows = str | Iterable[Mapping[str, Any]]
+Source = str | PathLike[str]
+Section = Mapping[str, Any]
+Rows = Source | Iterable[Mapping[str, Any]]
+Reward = str | Callable[..., Any] | Section
 OBJECT = "object:"
-GIVEN_ROWS = "object:rows"
 
 
 def train(
-    config: str | Path | Mapping[str, Any] | None = None,
+    config: Source | Section | None = None,
     *,
-    model: str | Mapping[str, Any] | None = None,
-    data: Rows | Mapping[str, Any] | None = None,
+    model: Source | Section | None = None,
+    data: Rows | Section | None = None,
     eval_data: Rows | None = None,
     reward: Reward | Sequence[Reward] | None = None,
-    learn: Mapping[str, Any] | None = None,
-    run: Mapping[str, Any] | None = None,
-    eval: Mapping[str, Any] | None = None,
-    observe: Mapping[str, Any] | None = None,
+    learn: Section | None = None,
+    run: Section | None = None,
+    eval: Section | None = None,
+    observe: Section | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
 ) -> dict[str, Any]:
     """Train, and return the summary (`run_dir`, `eval`, `reward_last`, `seconds`, ...).
 
     Start from a config file or dictionary, from keyword arguments, or both; keywords go over the config. `data` is a file
-    name or a task, a list of rows, a data set, or a whole `data` section; `reward` a function, its path, or a list.
+    name or a task, a list of rows, a data set, or a whole `data` section, in which `train` and `eval` may be rows too;
+    `reward` is a function, its path, a `reward` section, or a list of these.
     """
-    tree, inputs = _tree(config, model, data, eval_data, reward, learn, run, eval, observe)
-    return run_training(config_from_dict(tree, overrides), inputs, resume=resume)
+    sections = {"model": model, "learn": learn, "run": run, "eval": eval, "observe": observe}
+    checked, inputs = _gather(config, sections, data, eval_data, reward, overrides)
+    return run_training(checked, inputs, resume=resume)
+
+
+def evaluate(
+    config: Source | Section | None = None,
+    *,
+    model: Source | Section | None = None,
+    data: Rows | Section | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    learn: Section | None = None,
+    run: Section | None = None,
+    eval: Section | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, float]:
+    """Held-out scores (`eval/pass@1`, ...) of a model as it is; nothing is trained and nothing is written.
+
+    Arguments as for `train`, but `data` is what to evaluate on.
+    """
+    sections = {"model": model, "learn": learn, "run": run, "eval": eval}
+    if data is not None and not isinstance(data, Mapping):
+        data = {"train": GIVEN_ROWS, "eval": data}
+    checked, inputs = _gather(config, sections, data, None, reward, overrides)
+    return run_evaluation(checked, inputs)
 
 
 def run_training(
@@ -47,74 +77,79 @@ def run_training(
 ) -> dict[str, Any]:
     """Run a validated config."""
     with ExitStack() as stack:
-        return loop.train(open_session(config, inputs, stack, resume=resume, console_file=console_file))
+        session = open_session(config, inputs, stack, resume=resume, console_file=console_file)
+        try:
+            return loop.train(session)
+        except (KeyboardInterrupt, TrimtabError):
+            session.console.close()
+            session.console.warn(_where_it_stands(session))
+            raise
 
 
-def evaluate(config: Config, inputs: Inputs, *, console_file: IO[str] | None = None) -> dict[str, float]:
-    """Held-out scores of `config.model` as it is; nothing is trained."""
+def run_evaluation(config: Config, inputs: Inputs, *, console_file: IO[str] | None = None) -> dict[str, float]:
+    """Evaluate a validated config's model."""
     with ExitStack() as stack:
-        session = open_session(config, inputs, stack, console_file=console_file)
-        return loop.evaluate(session)
+        session = open_evaluation(config, inputs, stack, console_file=console_file)
+        result, _ = measure(session.config, session.prompts, session.engine, session.scorer)
+        session.console.note(f"{config.model.path} | {scores(result)}")
+        return result
 
 
-def _tree(
-    config: str | Path | Mapping[str, Any] | None,
-    model: str | Mapping[str, Any] | None,
-    data: Rows | Mapping[str, Any] | None,
+def _where_it_stands(run: Session) -> str:
+    checkpoint = newest_checkpoint(run.folder)
+    kept = (
+        f"its last checkpoint is {checkpoint.name}"
+        if checkpoint
+        else "it has no checkpoint yet, so that starts it over"
+    )
+    return f"{run.folder} ended after step {run.state.step} of {run.config.learn.steps}; to go on, resume it: {kept}"
+
+
+def _gather(
+    config: Source | Section | None,
+    sections: Mapping[str, Source | Section | None],
+    data: Rows | Section | None,
     eval_data: Rows | None,
     reward: Reward | Sequence[Reward] | None,
-    learn: Mapping[str, Any] | None,
-    run: Mapping[str, Any] | None,
-    eval: Mapping[str, Any] | None,
-    observe: Mapping[str, Any] | None,
-) -> tuple[dict[str, Any], Inputs]:
-    """The arguments as one configuration tree, and what cannot be written in one."""
+    overrides: Sequence[str],
+) -> tuple[Config, Inputs]:
+    """The arguments as one validated configuration, and what cannot be written in one."""
     inputs = Inputs()
-    tree: dict[str, Any] = {}
-    if isinstance(config, str | Path):
-        tree = load_config(config).model_dump(exclude_unset=True)
-        inputs.base_dir, inputs.name = Path(config).absolute().parent, Path(config).stem
-    elif config is not None:
-        tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-    if model is not None:
-        tree["model"] = {**tree.get("model", {}), **({"path": model} if isinstance(model, str) else model)}
-    if isinstance(data, str):
-        tree["data"] = {**tree.get("data", {}), "train": data}
-    elif isinstance(data, Mapping):
-        tree["data"] = {**tree.get("data", {}), **data}
-    elif data is not None:
-        inputs.train_rows = _rows(data, "data")
-        tree["data"] = {**tree.get("data", {}), "train": GIVEN_ROWS}
-    if isinstance(eval_data, str):
-        tree.setdefault("data", {})["eval"] = eval_data
-    elif eval_data is not None:
-        inputs.eval_rows = _rows(eval_data, "eval_data")
-        tree.setdefault("data", {})["eval"] = GIVEN_ROWS
+    path, base = (None, config) if isinstance(config, Mapping) else (config, None)
+    if path is not None:
+        path = Path(path)
+        inputs.base_dir, inputs.name = path.absolute().parent, path.stem
+    tree: dict[str, Any] = {name: section for name, section in sections.items() if section is not None}
+    if isinstance(tree.get("model"), str | PathLike):
+        tree["model"] = {"path": tree["model"]}
+    if data is not None or eval_data is not None:
+        section: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {} if data is None else {"train": data}
+        tree["data"] = section | ({} if eval_data is None else {"eval": eval_data})
+        inputs.train_rows = _take_rows(tree["data"], "train")
+        inputs.eval_rows = _take_rows(tree["data"], "eval")
     if reward is not None:
         tree["reward"], inputs.rewards = _rewards(reward)
-    for name, section in (("learn", learn), ("run", run), ("eval", eval), ("observe", observe)):
-        if section is not None:
-            tree[name] = {**tree.get(name, {}), **section}
-    return tree, inputs
+    return load_config(path, overrides, base, tree), inputs
 
 
-def _rows(rows: Iterable[Any], name: str) -> list[Mapping[str, Any]]:
+def _take_rows(data: dict[str, Any], key: str) -> list[Mapping[str, Any]] | None:
+    """Rows that stand where a name would; the name that takes their place says so in config.yaml."""
+    rows = data.get(key)
+    if rows is None or isinstance(rows, str | PathLike):
+        return None
+    data[key] = GIVEN_ROWS
+    if not isinstance(rows, Iterable):
+        raise ConfigError([Problem(f"data.{key}", f"got a {type(rows).__name__}", "Give a name or a list of rows.")])
     found = list(rows)
     for number, row in enumerate(found):
         if not isinstance(row, Mapping):
-            raise ConfigError(
-                [
-                    Problem(
-                        name,
-                        f"row {number} is a {type(row).__name__}, not a mapping",
-                        "Give rows such as {'prompt': '2+2='}.",
-                    )
-                ]
-            )
+            what = f"row {number} is a {type(row).__name__}, not a mapping"
+            raise ConfigError([Problem(f"data.{key}", what, "Give rows such as {'prompt': '2+2='}.")])
     return found
 
 
 def _rewards(reward: Reward | Sequence[Reward]) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
+    """Reward parts as the config writes them, and the functions that they name."""
     listed = list(reward) if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
     parts: list[dict[str, Any]] = []
     functions: dict[str, Callable[..., Any]] = {}

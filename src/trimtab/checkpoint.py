@@ -67,10 +67,14 @@ def save_checkpoint(
     return target
 
 
+def checkpoints(run_dir: Path) -> dict[int, Path]:
+    """The complete checkpoints of a run by step, in order."""
+    return _steps(run_dir / "checkpoints")
+
+
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The last complete checkpoint of a run, if it has one."""
-    found = _steps(run_dir / "checkpoints")
-    return found[max(found)] if found else None
+    return next(reversed(checkpoints(run_dir).values()), None)
 
 
 def load_state(checkpoint: Path) -> RunState:
@@ -111,7 +115,7 @@ def flush_to_disk(folder: Path) -> None:
 
 def _prune(folder: Path, keep: int, best_step: int) -> None:
     found = _steps(folder)
-    kept = {*sorted(found)[-keep:], best_step}
+    kept = {*list(found)[-keep:], best_step}
     for step, path in found.items():
         if step not in kept:
             remove_whole(path)
@@ -119,7 +123,7 @@ def _prune(folder: Path, keep: int, best_step: int) -> None:
 
 def _steps(folder: Path) -> dict[int, Path]:
     matches = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*"))
-    return {int(match.group(1)): path for match, path in matches if match}
+    return dict(sorted((int(match[1]), path) for match, path in matches if match and (path / STATE).is_file()))
 
 
 def _files(folder: Path) -> Iterable[Path]:

@@ -1,4 +1,4 @@
-"""The main job on an embedded default: a small transformer learns addition on whatever the machine has.
+"""The main job on an embedded default: a small transformer learns to sort digits on whatever the machine has.
 
 A supervised warm start teaches the format and some of the answers; GRPO, with nothing but a right-or-wrong reward, does the
 rest. The supervised phase is the update step itself: with advantage 1 the on-policy loss is the negative log-likelihood.
@@ -32,6 +32,8 @@ from trimtab.update.updater import Updater
 
 SPECIAL = ["<pad>", "<eos>"]
 CHARACTERS = string.digits + "+-=" + string.ascii_lowercase + " :"
+TASK = "sort"
+TRAIN_ROWS, EVAL_ROWS = 4096, 256
 
 
 def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[str, Any]:
@@ -39,9 +41,9 @@ def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[st
     return {
         "model": {"path": str(folder / "warm-start")},
         "data": {
-            "train": "task:arithmetic",
-            "eval": "task:arithmetic",
-            "options": {"difficulty": difficulty, "size": 4096, "eval_size": 256},
+            "train": f"task:{TASK}",
+            "eval": f"task:{TASK}",
+            "options": {"difficulty": difficulty, "size": TRAIN_ROWS, "eval_size": EVAL_ROWS},
         },
         "reward": [{"fn": "task", "name": "correct"}],
         "learn": {
@@ -50,7 +52,7 @@ def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[st
             "seed": seed,
             "prompts_per_step": 64,
             "samples_per_prompt": 8,
-            "max_new_tokens": 8,
+            "max_new_tokens": difficulty + 2,
             "lr": 1e-3,
             "schedule": {"kind": "linear", "warmup_steps": 4, "final": 0.1},
         },
@@ -118,8 +120,7 @@ def run_demo(folder: Path, *, difficulty: int, warm_steps: int, steps: int, seed
     tokenizer = build_tokenizer()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy(build_model(tokenizer, seed).to(device))
-    options = {"difficulty": difficulty, "size": 4096}
-    rows = TASKS["arithmetic"].generate(options["size"], difficulty, seed, "train")
+    rows = TASKS[TASK].generate(TRAIN_ROWS, difficulty, seed, "train")
     losses = warm_start(policy, tokenizer, rows, warm_steps)
     print(
         f"warm start: {warm_steps} supervised steps, loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token, "

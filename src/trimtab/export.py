@@ -2,51 +2,57 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
 
-from trimtab.checkpoint import load_state, newest_checkpoint
+from trimtab.checkpoint import OPTIMIZER, STATE, checkpoints, flush_to_disk, load_state
+from trimtab.config.load import load_config
 from trimtab.config.schema import Model
 from trimtab.errors import ConfigError, Problem
+from trimtab.folder import CONFIG
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, save_model
 
 
 def find_checkpoint(run: Path, which: str) -> Path:
     """The checkpoint that `best`, `last` or a step number means."""
-    newest = newest_checkpoint(run)
-    if newest is None:
-        raise ConfigError([Problem("RUN", f"{run} has no checkpoint", "Give the folder of a run that has saved one.")])
-    there = ", ".join(sorted(path.name.removeprefix("step-") for path in newest.parent.glob("step-*")))
-    if which == "last":
-        return newest
+    if not (run / CONFIG).is_file():
+        raise ConfigError([Problem("RUN", f"{run} is not the folder of a run", "Give the run_dir that train printed.")])
+    found = checkpoints(run)
+    if not found:
+        raise ConfigError([Problem("RUN", f"{run} has no checkpoint yet")])
+    step = max(found)
     if which == "best":
-        best = load_state(newest).best_step
-        if best < 0:
-            raise ConfigError(
-                [Problem("--checkpoint", "this run has no evaluation to choose the best by", "Use last.")]
-            )
-        which = str(best)
-    found = newest.parent / f"step-{which}"
-    if not found.is_dir():
-        raise ConfigError([Problem("--checkpoint", f"{run} has no checkpoint {which!r}", f"There are {there}.")])
-    return found
+        step = load_state(found[step]).best_step
+        if step < 0:
+            raise ConfigError([Problem("--checkpoint", f"{run} has no evaluation to choose the best by", "Use last.")])
+    elif which.isdecimal():
+        step = int(which)
+    elif which != "last":
+        raise ConfigError([Problem("--checkpoint", f"{which!r} is not a checkpoint", "Write best, last or a step.")])
+    if step not in found:
+        there = ", ".join(map(str, found))
+        raise ConfigError([Problem("--checkpoint", f"{run} has no checkpoint of step {step}", f"There is: {there}.")])
+    return found[step]
 
 
 def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
-    """Write the chosen checkpoint's weights and tokenizer to `to`; returns the checkpoint."""
+    """Write the chosen checkpoint's weights and tokenizer to `to`, whole or not at all; returns the checkpoint."""
     if dtype not in (*DTYPES, "same"):
-        raise ConfigError([Problem("--dtype", f"{dtype!r} is not a type", f"One of {', '.join(DTYPES)} or same.")])
-    if to.exists() and any(to.iterdir()):
-        raise ConfigError([Problem("FOLDER", f"{to} already exists and is not empty", "Choose a new folder.")])
+        raise ConfigError([Problem("--dtype", f"{dtype!r} is not a type", f"Write {', '.join(DTYPES)} or same.")])
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError([Problem("FOLDER", f"{to} already exists and is not an empty folder", "Choose another.")])
     source = find_checkpoint(run, which)
-    settings = Model(path=str(source), dtype="auto" if dtype == "same" else dtype)
-    model = load_model(settings, torch.device("cpu")) if dtype != "same" else _as_saved(source)
-    save_model(model, load_tokenizer(settings), to)
+    aside = to.absolute().with_name(f".writing-{to.absolute().name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    if dtype == "same":
+        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(STATE, OPTIMIZER))
+    else:
+        trusted = load_config(run / CONFIG).model.trust_remote_code
+        settings = Model.model_validate({"path": str(source), "dtype": dtype, "trust_remote_code": trusted})
+        save_model(load_model(settings, torch.device("cpu")), load_tokenizer(settings), aside)
+    flush_to_disk(aside)
+    aside.rename(to.absolute())
     return source
-
-
-def _as_saved(folder: Path) -> object:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

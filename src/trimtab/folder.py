@@ -1,62 +1,96 @@
-"""The run folder: where it is, who may write to it, what is in it.
+"""The run folder: where it is, who may write to it, what it was started with.
 
-A folder holds one run. A second process cannot write to it (a lock that a kill releases), and a new run does not overwrite an old
-one.
+A folder holds one run. A second process cannot write to it (a lock that a kill releases), a new run does not overwrite an old
+one, and a run that fails before its first write leaves no folder behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
+import json
+import re
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import Any
 
-from trimtab.checkpoint import clear, newest_checkpoint
-from trimtab.config.load import resolved_yaml
+from trimtab.checkpoint import clear
+from trimtab.config.algorithms import resolve
+from trimtab.config.load import load_config, resolved_yaml
 from trimtab.config.schema import Config
 from trimtab.errors import ConfigError, Problem
+from trimtab.plan.auto import Choice
 
-CONFIG, METRICS, FINAL = "config.yaml", "metrics.jsonl", "final"
+CONFIG, PLAN, FINAL, LOCK = "config.yaml", "plan.json", "final", ".lock"
+FREE = ("run.", "observe.")
+"""Sections that a resumed run may change: they do not change what is learned."""
 
 
 def find_folder(pattern: str, name: str, resume: bool) -> Path:
-    """The folder that `observe.dir` means; with `resume` and {time} in it, the newest that fits."""
-    pattern = pattern.replace("{name}", name)
-    if resume and "{time}" in pattern:
-        existing = glob.glob(glob.escape(pattern).replace(glob.escape("{time}"), "*"))
-        if existing:
-            return Path(max(existing)).expanduser().absolute()
-    return Path(pattern.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))).expanduser().absolute()
+    """The folder that `observe.dir` means; with `resume` and {time} in it, the newest run that fits."""
+    path = str(Path(pattern.replace("{name}", name)).expanduser().absolute())
+    if resume and "{time}" in path:
+        # Not every folder that * matches: `a-{time}` must not find a run of `a-b-{time}`.
+        stamped = re.compile(re.escape(path).replace(re.escape("{time}"), r"(\d{8}-\d{6})", 1))
+        candidates = glob.glob(glob.escape(path).replace("{time}", "*"))
+        found = {match[1]: match[0] for match in map(stamped.fullmatch, candidates) if match}
+        runs = {stamp: run for stamp, run in found.items() if (Path(run) / CONFIG).exists()}
+        if runs:
+            return Path(runs[max(runs)])
+    return Path(path.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
 
 
-def open_folder(folder: Path, config: Config, resume: bool) -> IO[str]:
-    """Create and lock the folder; returns the lock, which lives as long as the run."""
+def refuse_existing(folder: Path, resume: bool) -> None:
+    """A new run goes into a new folder."""
     if (folder / CONFIG).exists() and not resume:
-        raise ConfigError(
-            [
-                Problem(
-                    "observe.dir", f"{folder} already holds a run", "Go on with it (--resume) or choose another folder."
-                )
-            ]
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("w")
+        fix = "Go on with it (--resume) or choose another folder."
+        raise ConfigError([Problem("observe.dir", f"{folder} already holds a run", fix)])
+
+
+@contextmanager
+def claim(folder: Path, resume: bool) -> Iterator[None]:
+    """The folder is made and is this process's own; if it still holds no run at the end, it is as it was before."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ConfigError(
-            [Problem("observe.dir", f"another process is running in {folder}", "Stop it or choose another folder.")]
-        ) from None
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError([Problem("observe.dir", f"cannot write to {folder}: {error.strerror}")]) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what, fix = f"another process is running in {folder}", "Stop it or choose another folder."
+            raise ConfigError([Problem("observe.dir", what, fix)]) from None
+        refuse_existing(folder, resume)
+        try:
+            yield
+        finally:
+            if not (folder / CONFIG).exists():
+                (folder / LOCK).unlink()
+                for path in made:
+                    with contextlib.suppress(OSError):  # something else has been put there meanwhile
+                        path.rmdir()
+
+
+def begin(folder: Path, config: Config, choices: Sequence[Choice]) -> None:
+    """The first write: from here on the folder holds a run."""
+    clear(folder)
     clear(folder / "checkpoints")
+    write_whole(folder / PLAN, json.dumps({"choices": [vars(choice) for choice in choices]}, indent=2) + "\n")
     write_whole(folder / CONFIG, resolved_yaml(config))
-    return lock
 
 
-def resume_point(folder: Path) -> Path | None:
-    """The checkpoint to go on from, or None to start from the beginning."""
-    return newest_checkpoint(folder)
+def changes(folder: Path, config: Config) -> list[str]:
+    """What `config` would learn otherwise than the run in the folder: `learn.lr 0.1 (was 0.2)`. More steps are no change."""
+    before, now = _flat(load_config(folder / CONFIG)), _flat(config)
+    if before["learn.steps"] <= now["learn.steps"]:
+        now["learn.steps"] = before["learn.steps"]
+    keys = [key for key in {**before, **now} if not key.startswith(FREE) and before.get(key) != now.get(key)]
+    return [f"{key} {now.get(key)} (was {before.get(key)})" for key in keys]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -64,3 +98,19 @@ def write_whole(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.writing")
     aside.write_text(text)
     aside.rename(path)
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, dict) and value:
+            for name, item in value.items():
+                walk(item, f"{key}.{name}" if key else str(name))
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            walk(dict(enumerate(value)), key)
+        else:
+            flat[key] = value
+
+    walk(config.model_copy(update={"learn": resolve(config.learn)}).model_dump(), "")
+    return flat

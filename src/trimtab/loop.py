@@ -15,7 +15,7 @@ import numpy as np
 from trimtab.checkpoint import flush_to_disk, remove_whole, save_checkpoint
 from trimtab.data.prompt import Prompt
 from trimtab.errors import TrainingError
-from trimtab.evaluate import EVAL_STEP, scores
+from trimtab.evaluation import measure
 from trimtab.folder import FINAL
 from trimtab.learn.kl import kl_controller
 from trimtab.model.load import save_model
@@ -50,17 +50,19 @@ def train(run: Session) -> dict[str, Any]:
         if last or (observe.eval_every and state.step % observe.eval_every == 0):
             metrics |= evaluate(run)
         state.seconds = time.monotonic() - started
-        if last or (observe.checkpoint_every and state.step % observe.checkpoint_every == 0):
-            with run.timeline.phase("checkpoint"):
-                save_checkpoint(
-                    run.folder, state, run.policy.model, run.tokenizer, run.updater.optimizer, observe.keep_checkpoints
-                )
         if observe.samples_every and (state.step % observe.samples_every == 0 or state.step == 1 or last):
             write_samples(run.folder, state.step, groups)
         metrics |= run.meter.end_step() | run.timeline.end_step(state.step)
         metrics["throughput/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/total"]
         run.sinks.write(state.step, metrics)
         run.console.step(state.step, metrics)
+        # After the metrics: a kill in between repeats the step and its row, where the other order would lose the row.
+        best = state.step == state.best_step
+        if last or best or (observe.checkpoint_every and state.step % observe.checkpoint_every == 0):
+            with run.timeline.phase("checkpoint"):
+                save_checkpoint(
+                    run.folder, state, run.policy.model, run.tokenizer, run.updater.optimizer, observe.keep_checkpoints
+                )
     return finish(run)
 
 
@@ -116,7 +118,7 @@ def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Grou
                 first,
             )
         )
-    return _generate(run, requests, "rollout")
+    return _generate(run, requests)
 
 
 def update(run: Session, groups: list[Group]) -> dict[str, float]:
@@ -155,17 +157,11 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
 
 def evaluate(run: Session) -> dict[str, float]:
     """Held-out scores of the current policy; remembers the best and the first."""
-    settings, state = run.config.eval, run.state
+    state = run.state
     if not run.eval_prompts:
         return {}
-    limit = settings.max_new_tokens or run.config.learn.max_new_tokens
-    requests = [
-        Request(prompt, settings.samples_per_prompt, limit, settings.sampling, run.config.learn.seed, EVAL_STEP)
-        for prompt in run.eval_prompts
-    ]
-    groups = _generate(run, requests, "eval")
-    check_failures(groups, run.config.observe.max_failed_rewards)
-    result = scores(groups, settings, run.eval_part)
+    with run.timeline.phase("eval"), run.meter.phase("rollout"):
+        result, groups = measure(run.config, run.eval_prompts, run.engine, run.scorer)
     accuracy = result.get("eval/pass@1")
     if accuracy is not None:
         state.accuracy_last = accuracy
@@ -203,8 +199,8 @@ def finish(run: Session) -> dict[str, Any]:
     return summary
 
 
-def _generate(run: Session, requests: list[Request], phase: str) -> list[Group]:
-    with run.timeline.phase(phase), run.meter.phase("rollout"):
+def _generate(run: Session, requests: list[Request]) -> list[Group]:
+    with run.timeline.phase("rollout"), run.meter.phase("rollout"):
         for group in run.engine.generate(requests):
             run.scorer.submit(group)
     with run.timeline.phase("reward"):

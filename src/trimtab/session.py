@@ -1,26 +1,28 @@
-"""Puts a run together, cheapest checks first: data and rewards are read and tried before any weight is loaded."""
+"""Puts a run together, cheapest checks first: data and rewards are read and tried before any weight is loaded, and the run folder
+is written only when nothing is left that could refuse the run.
+
+A training session has a run folder, an optimizer and a stream of prompts. An evaluation has none of these.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import importlib.util
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 
-from trimtab.checkpoint import RunState, load_optimizer, load_state
+from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint
 from trimtab.config.algorithms import resolve
 from trimtab.config.schema import Config, Model
 from trimtab.data.prompt import Prompt
-from trimtab.data.prompts import build_prompts, validate_rows
-from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.stream import PromptStream
 from trimtab.errors import ConfigError, Problem
-from trimtab.folder import find_folder, open_folder, resume_point, write_whole
-from trimtab.model.load import load_config, load_model, load_tokenizer, stop_token_ids
+from trimtab.folder import begin, changes, claim, find_folder, refuse_existing
+from trimtab.model.load import load_config, load_model, load_tokenizer, resolve_dtype, stop_token_ids
 from trimtab.model.policy import Policy
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
@@ -33,39 +35,15 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.native.cache import layer_shapes
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.update.updater import Updater
+from trimtab.work import Inputs as Inputs
+from trimtab.work import Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
 
-PROBED_ROWS = 64
 GIB = 2**30
 
 
 @dataclass
-class Inputs:
-    """What a caller may hand over as Python objects instead of naming it in the config."""
-
-    train_rows: Sequence[Mapping[str, Any]] | None = None
-    eval_rows: Sequence[Mapping[str, Any]] | None = None
-    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    base_dir: Path = field(default_factory=Path.cwd)
-    """Reward files are relative to this: the folder of the config file."""
-    name: str = "run"
-
-
-@dataclass
-class Work:
-    """Data and rewards, read and checked."""
-
-    tokenizer: Any
-    train: list[dict[str, Any]]
-    eval: list[Prompt]
-    max_prompt_tokens: int
-    longest_prompt: int
-    """Of the rows that were looked at; decides sizes, not correctness."""
-    notes: list[str]
-
-
-@dataclass
 class Session:
-    """A run with everything in place."""
+    """A training run with everything in place."""
 
     config: Config
     folder: Path
@@ -84,60 +62,67 @@ class Session:
     sinks: Sinks
     meter: MemoryMeter
 
-    @property
-    def eval_part(self) -> str:
-        return self.config.eval.part or self.scorer.names[0]
+
+@dataclass
+class Evaluation:
+    """A model, held-out prompts and their rewards: all that a score needs."""
+
+    config: Config
+    engine: Engine
+    scorer: Scorer
+    prompts: list[Prompt]
+    console: Console
 
 
-def read_work(config: Config, inputs: Inputs) -> Work:
-    """Everything about the data that can be known before the model is loaded."""
-    tokenizer = load_tokenizer(config.model)
-    limit = _prompt_limit(config)
-    given = inputs.train_rows
-    train = [dict(row) for row in given] if given is not None else train_rows(config.data, seed=config.learn.seed)
-    validate_rows(train, config.data, tokenizer, source_name="data.train")
-    notes, held_out = [], []
-    given = inputs.eval_rows
-    rows = (
-        [dict(row) for row in given][: config.eval.limit]
-        if given is not None
-        else eval_rows(config.data, seed=config.learn.seed, limit=config.eval.limit)
-    )
-    if rows:
-        validate_rows(rows, config.data, tokenizer, source_name="data.eval")
-        found = build_prompts(rows, config.data, tokenizer, max_prompt_tokens=limit, source_name="data.eval")
-        held_out = found.prompts
-        if found.too_long:
-            notes.append(found.report())
-    longest = _longest_prompt(config, train, tokenizer, limit)
-    return Work(tokenizer, train, held_out, limit, longest, notes)
+@dataclass(frozen=True)
+class Checked:
+    """A run that nothing short of its weights can refuse."""
+
+    config: Config
+    device: torch.device
+    folder: Path
+    work: Work
+    scorer: Scorer
+
+
+def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> Checked:
+    """Try everything that needs no weights, cheapest first. Writes nothing."""
+    device = pick_device(config.run)
+    folder = find_folder(config.observe.dir, inputs.name, resume)
+    refuse_existing(folder, resume)
+    _refuse_missing_wandb(config)
+    config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
+    work = read_work(config, inputs)
+    scorer = open_scorer(config, inputs, work.columns)
+    stack.callback(scorer.close)
+    return Checked(config, device, folder, work, scorer)
 
 
 def open_session(
     config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> Session:
     """Build a run. Whatever it opens is closed by `stack`, in the right order, also when a later part fails."""
-    config = config.model_copy(update={"learn": resolve(config.learn)})
-    device = pick_device(config.run)
     console = stack.enter_context(Console(config.learn.steps, file=console_file))
-    work = read_work(config, inputs)
-    folder = find_folder(config.observe.dir, inputs.name, resume)
-    workers = config.run.reward_workers
-    scorer = Scorer(
-        config.reward,
-        workers=physical_cores() if workers == "auto" else workers,
-        base_dir=inputs.base_dir,
-        functions=inputs.rewards,
-    )
-    stack.callback(scorer.close)
-    scorer.check(work.train[0].keys() - {config.data.prompt})
-    checkpoint = resume_point(folder) if resume else None
-    policy, reference = _load_policies(config, device, checkpoint)
-    run, choices = resolve_run(config.run, _facts(config, policy, reference, work))
+    ready = check(config, inputs, stack, resume=resume)
+    config, folder, work = ready.config, ready.folder, ready.work
+    stack.enter_context(claim(folder, resume))
+    checkpoint = newest_checkpoint(folder) if resume else None
+    state = RunState(kl_coef=config.learn.kl.coef)
+    if checkpoint is not None:
+        state = load_state(checkpoint)
+        _compare(config, ready.device, folder, checkpoint, console)
+    policy, reference = _load_policies(config, ready.device, checkpoint)
+    longest = max(work.train.longest + config.learn.max_new_tokens, work.eval.longest + _eval_tokens(config))
+    typical = max(work.train.typical + config.learn.max_new_tokens, work.eval.longest + _eval_tokens(config))
+    sequences = max(config.learn.sequences_per_step, len(work.eval.prompts) * config.eval.samples_per_prompt)
+    # Gradients and two moments, and masters where the weights are not their own.
+    optimizer_bytes = policy.parameter_count() * (12 if policy.dtype.itemsize >= 4 else 16)
+    run, choices = resolve_run(config.run, _facts(policy, optimizer_bytes, longest, typical, sequences))
     config = config.model_copy(update={"run": run})
-    stack.enter_context(open_folder(folder, config, resume))
-    write_whole(folder / "plan.json", json.dumps({"choices": [vars(c) for c in choices]}, indent=2) + "\n")
     torch.set_num_threads(_known(run.threads))
+    engine = make_engine(config, policy, work.tokenizer)
+    stack.callback(engine.close)
+    engine.publish(state.version)
     updater = Updater(
         policy,
         config.learn,
@@ -146,15 +131,14 @@ def open_session(
         logprob_chunk=_known(run.logprob_chunk),
         checkpoint_activations=bool(run.checkpoint_activations),
     )
-    state = RunState(kl_coef=config.learn.kl.coef)
     if checkpoint is not None:
-        state = load_state(checkpoint)
         load_optimizer(checkpoint, updater.optimizer)
+    begin(folder, config, choices)
     stream = PromptStream(
-        work.train,
+        work.train.rows,
         config.data,
         work.tokenizer,
-        max_prompt_tokens=work.max_prompt_tokens,
+        max_prompt_tokens=work.limit,
         seed=config.learn.seed,
         position=state.data_position,
     )
@@ -162,17 +146,44 @@ def open_session(
     sinks = Sinks(folder, config.observe, state.step if checkpoint else None)
     stack.callback(sinks.close)
     console.card(_card(config, folder, policy, work, choices, state.step if checkpoint else None))
-    for note in work.notes:
-        console.note(note)
+    for note in (work.train.note, work.eval.note):
+        if note:
+            console.note(note)
+    if state.step >= config.learn.steps:
+        console.note(f"all {config.learn.steps} steps are done; the model is exported again")
     timeline = Timeline(folder, on_phase=console.working)
     stack.callback(timeline.close)
-    engine = make_engine(config, policy, work.tokenizer)
-    stack.callback(engine.close)
-    engine.publish(state.version)
     return Session(
-        config, folder, state, checkpoint is not None, work.tokenizer, policy, reference, engine, updater, scorer,
-        stream, work.eval, console, timeline, sinks, MemoryMeter(device),
+        config, folder, state, checkpoint is not None, work.tokenizer, policy, reference, engine, updater, ready.scorer,
+        stream, work.eval.prompts, console, timeline, sinks, MemoryMeter(ready.device),
     )  # fmt: skip
+
+
+def open_evaluation(
+    config: Config, inputs: Inputs, stack: ExitStack, *, console_file: IO[str] | None = None
+) -> Evaluation:
+    """Build what measures a model: no optimizer, no training data, no run folder."""
+    config = config.model_copy(update={"learn": resolve(config.learn)})
+    if config.data.eval is None and inputs.eval_rows is None:
+        raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
+    device = pick_device(config.run)
+    console = stack.enter_context(Console(1, file=console_file))
+    limit = prompt_limit(config)
+    tokenizer = load_tokenizer(config.model)
+    held_out = read_eval(config, inputs, tokenizer, limit)
+    scorer = open_scorer(config, inputs, [held_out.columns])
+    stack.callback(scorer.close)
+    policy = Policy(load_model(config.model, device))
+    longest = held_out.longest + _eval_tokens(config)
+    sequences = len(held_out.prompts) * config.eval.samples_per_prompt
+    run, _ = resolve_run(config.run, _facts(policy, 0, longest, longest, sequences))
+    config = config.model_copy(update={"run": run})
+    torch.set_num_threads(_known(run.threads))
+    engine = make_engine(config, policy, tokenizer)
+    stack.callback(engine.close)
+    if held_out.note:
+        console.note(held_out.note)
+    return Evaluation(config, engine, scorer, held_out.prompts, console)
 
 
 def make_engine(config: Config, policy: Policy, tokenizer: Any) -> Engine:
@@ -190,55 +201,18 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any) -> Engine:
     )
 
 
-def _prompt_limit(config: Config) -> int:
-    """Longest prompt that leaves room for a completion; said before the weights are read."""
-    architecture = load_config(config.model).get_text_config()
-    context = int(getattr(architecture, "max_position_embeddings", None) or 2**31)
-    new = max(config.learn.max_new_tokens, config.eval.max_new_tokens or 0)
-    if new >= context:
-        where = "learn.max_new_tokens" if config.learn.max_new_tokens == new else "eval.max_new_tokens"
-        raise ConfigError(
-            [Problem(where, f"{new} leaves no room for a prompt in the model's context of {context} tokens")]
-        )
-    asked = config.data.max_prompt_tokens
-    if asked is not None and asked + new > context:
-        raise ConfigError(
-            [
-                Problem(
-                    "data.max_prompt_tokens",
-                    f"{asked} prompt tokens and {new} new ones exceed the model's context of {context}",
-                    f"At most {context - new}.",
-                )
-            ]
-        )
-    return asked or context - new
-
-
-def _longest_prompt(config: Config, rows: list[dict[str, Any]], tokenizer: Any, limit: int) -> int:
-    """Longest prompt of the training set, exactly where a pinned budget depends on it, else of the longest texts.
-
-    A pinned budget is never a reason to drop a prompt: one that is too small is refused here.
-    """
-    budgets = {"token_budget": config.run.token_budget, "score_token_budget": config.run.score_token_budget}
-    pinned = {key: value for key, value in budgets.items() if value != "auto"}
-    exact = any(value < limit + config.learn.max_new_tokens for value in pinned.values())
-    by_length = sorted(rows, key=lambda row: -len(str(row[config.data.prompt])))
-    looked_at = rows if exact else by_length[:PROBED_ROWS]
-    found = build_prompts(looked_at, config.data, tokenizer, max_prompt_tokens=limit, source_name="data.train")
-    longest = max(len(prompt.tokens) for prompt in found.prompts)
-    need = longest + config.learn.max_new_tokens
-    problems = [
-        Problem(
-            f"run.{key}",
-            f"{value} tokens cannot hold the longest sequence, {longest} of prompt and {config.learn.max_new_tokens} new",
-            f"At least {need}.",
-        )
-        for key, value in pinned.items()
-        if value < need
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return longest
+def _compare(config: Config, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> None:
+    """Say what is no longer as the run was started; refuse a type that the checkpoint's optimizer cannot continue in."""
+    trusted = config.model.trust_remote_code
+    saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
+    wanted = resolve_dtype(config.model, device)
+    if saved is not None and saved != wanted:
+        before, now = (str(dtype).removeprefix("torch.") for dtype in (saved, wanted))
+        what = f"{folder} was trained in {before} and cannot go on in {now}"
+        raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
+    changed = changes(folder, config)
+    if changed:
+        console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
 
 
 def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, Policy | None]:
@@ -253,14 +227,12 @@ def _load_policies(config: Config, device: torch.device, checkpoint: Path | None
     return policy, reference
 
 
-def _facts(config: Config, policy: Policy, reference: Policy | None, work: Work) -> Facts:
+def _facts(policy: Policy, optimizer_bytes: int, longest: int, typical: int, sequences: int) -> Facts:
     architecture = policy.config
     itemsize = policy.dtype.itemsize
-    new = max(config.learn.max_new_tokens, config.eval.max_new_tokens or 0)
-    states = policy.parameter_count() * (12 if itemsize >= 4 else 16)  # gradients, moments, and masters where separate
     return Facts(
         device=policy.device,
-        free_bytes=max(GIB // 4, free_memory(policy.device) - states),
+        free_bytes=max(GIB // 4, free_memory(policy.device) - optimizer_bytes),
         cores=physical_cores(),
         hidden=architecture.hidden_size,
         intermediate=getattr(architecture, "intermediate_size", None) or 4 * architecture.hidden_size,
@@ -268,17 +240,25 @@ def _facts(config: Config, policy: Policy, reference: Policy | None, work: Work)
         vocabulary=architecture.vocab_size,
         itemsize=itemsize,
         kv_bytes_per_token=sum(s.bytes_per_token(itemsize) for s in layer_shapes(policy).values()),
-        longest_sequence=work.max_prompt_tokens + new,
-        typical_sequence=work.longest_prompt + new + 16,
-        sequences=max(config.learn.sequences_per_step, len(work.eval) * config.eval.samples_per_prompt),
+        longest_sequence=longest,
+        typical_sequence=typical,
+        sequences=sequences,
     )
 
 
-def _card(
-    config: Config, folder: Path, policy: Policy, work: Work, choices: list[Choice], resumed_from: int | None
-) -> StartCard:
-    import psutil
+def _eval_tokens(config: Config) -> int:
+    return config.eval.max_new_tokens or config.learn.max_new_tokens
 
+
+def _refuse_missing_wandb(config: Config) -> None:
+    if config.observe.wandb and importlib.util.find_spec("wandb") is None:
+        fix = "Install it with: pip install 'trimtab[wandb]', or remove the key."
+        raise ConfigError([Problem("observe.wandb", "the wandb package is not installed", fix)])
+
+
+def _card(
+    config: Config, folder: Path, policy: Policy, work: Work, choices: list[Choice], done: int | None
+) -> StartCard:
     learn = config.learn
     device, total = "CPU", None
     if policy.device.type == "cuda":
@@ -295,12 +275,12 @@ def _card(
         samples_per_prompt=learn.samples_per_prompt,
         max_new_tokens=learn.max_new_tokens,
         updates_per_batch=learn.updates_per_batch,
-        data_rows=len(work.train),
-        eval_rows=len(work.eval) or None,
+        data_rows=len(work.train.rows),
+        eval_rows=len(work.eval.prompts) or None,
         device_total_gib=total,
         host_total_gib=psutil.virtual_memory().total / GIB,
         choices=[(c.key, c.value, c.why) for c in choices],
-        resumed_from=resumed_from,
+        resumed_from=done,
     )
 
 

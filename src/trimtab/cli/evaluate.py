@@ -18,15 +18,12 @@ def evaluate(
     """Measure held-out accuracy (pass@1, pass@k) of a model, without training it."""
     with user_errors(as_json):
         from trimtab.config.load import load_config
-        from trimtab.errors import ConfigError, Problem
 
         checked = load_config(config, overrides or [])
-        if checked.data.eval is None:
-            raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
-        from trimtab.api import evaluate as run
-        from trimtab.session import Inputs
+        from trimtab.api import run_evaluation
+        from trimtab.work import Inputs
 
-        inputs = Inputs(base_dir=config.absolute().parent, name=f"{config.stem}-eval")
-        result = run(checked, inputs, console_file=console_file(as_json))
+        inputs = Inputs(base_dir=config.absolute().parent, name=config.stem)
+        result = run_evaluation(checked, inputs, console_file=console_file(as_json))
         if as_json:
             print_json(result)

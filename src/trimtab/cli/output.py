@@ -1,4 +1,4 @@
-"""What every command shares: errors without tracebacks, and `--json`.
+"""What every command shares: errors without tracebacks, a clean end on Ctrl-C and SIGTERM, and `--json`.
 
 With --json everything meant for people goes to standard error, and the last line of standard output is one JSON object.
 """
@@ -6,14 +6,20 @@ With --json everything meant for people goes to standard error, and the last lin
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import IO, Any
 
 import typer
 
 from trimtab.errors import TrimtabError
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as a scheduler sends it: everything is closed as after Ctrl-C."""
 
 
 def console_file(as_json: bool) -> IO[str]:
@@ -27,13 +33,24 @@ def print_json(result: dict[str, Any]) -> None:
 @contextmanager
 def user_errors(as_json: bool) -> Iterator[None]:
     """Print an error that is meant for the user, and exit with status 2; anything else is a bug and keeps its traceback."""
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except TrimtabError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if as_json:
-            print_json({"error": str(error), "kind": type(error).__name__})
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        print("stopped; go on with --resume", file=sys.stderr)
-        raise typer.Exit(130) from None
+        _end(f"error: {error}", {"error": str(error), "kind": type(error).__name__}, 2, as_json)
+    except KeyboardInterrupt as stop:
+        by, status = ("SIGTERM", 143) if isinstance(stop, Terminated) else ("Ctrl-C", 130)
+        _end(f"stopped by {by}", {"error": f"stopped by {by}", "kind": type(stop).__name__}, status, as_json)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(message: str, result: dict[str, Any], status: int, as_json: bool) -> None:
+    print(message, file=sys.stderr, flush=True)
+    if as_json:
+        print_json(result)
+    raise typer.Exit(status) from None
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated

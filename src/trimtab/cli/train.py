@@ -27,13 +27,13 @@ def train(
 
         checked = load_config(config, overrides or [])
         from trimtab.api import run_training
-        from trimtab.session import Inputs
+        from trimtab.work import Inputs
 
         inputs = Inputs(base_dir=config.absolute().parent, name=config.stem)
         if dry_run:
             from trimtab.dry_run import dry_run as look
 
-            result = look(checked, inputs, console_file(as_json))
+            result = look(checked, inputs, console_file(as_json), resume=resume)
         else:
             result = run_training(checked, inputs, resume=resume, console_file=console_file(as_json))
         if as_json:

@@ -31,15 +31,18 @@ SMALLEST = 'Write at least model: {path: …}, data: {train: …} and reward: [{
 
 
 def load_config(
-    path: Path | str | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    above: Mapping[str, Any] | None = None,
 ) -> Config:
-    """A Config from a file over `base`, with overrides such as `learn.lr=1e-6` applied in order."""
+    """A Config from a file over `base` and under `above`, with overrides such as `learn.lr=1e-6` applied in order."""
     tree: Tree = plain(base or {})
     problems: list[Problem] = []
     if path is not None:
         data, problems = _read(Path(path))
         tree = _merge(tree, data)
-    return _build(tree, overrides, problems)
+    return _build(_merge(tree, plain(above or {})), overrides, problems)
 
 
 def config_from_dict(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

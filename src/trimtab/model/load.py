@@ -6,15 +6,20 @@ Every mistake that can be told from the name alone is told before any weight is 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from trimtab.config.schema import Model
 from trimtab.errors import ModelError
+
+logging.disable_progress_bar()  # Trimtab has its own view of a run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -65,10 +70,15 @@ def load_model(model: Model, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(source.location, **options)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: cannot load {model.path!r}: {_first_line(error)}") from error
+    with _failing(f"model.path: cannot load {model.path!r}"):
+        loaded, report = AutoModelForCausalLM.from_pretrained(source.location, output_loading_info=True, **options)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"model.path: {model.path!r} lacks {len(missing)} of the weights of a {type(loaded).__name__}, such as "
+            f"{missing[0]}; they would be random. Is it a whole checkpoint of a causal language model?"
+        )
+    _make_savable(loaded)
     for attribute in ("quantization_config", "quantization_method"):
         if hasattr(loaded.config, attribute):
             delattr(loaded.config, attribute)
@@ -78,25 +88,27 @@ def load_model(model: Model, device: torch.device) -> Any:
 def load_tokenizer(model: Model) -> Any:
     """The tokenizer of the model, or the one that `model.tokenizer` names."""
     source = find_source(model.tokenizer or model.path)
-    try:
+    what = "model.tokenizer" if model.tokenizer else "model.path"
+    with _failing(
+        f"{what}: cannot load a tokenizer from {source.location!r}",
+        "Name a folder or hub repository with tokenizer files in model.tokenizer.",
+    ):
         return AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=model.trust_remote_code, **source.options
         )
-    except (OSError, ValueError) as error:
-        what = "model.tokenizer" if model.tokenizer else "model.path"
-        raise ModelError(
-            f"{what}: cannot load a tokenizer from {source.location!r}: {_first_line(error)}. "
-            "Name a folder or hub repository with tokenizer files in model.tokenizer."
-        ) from error
 
 
 def load_config(model: Model) -> Any:
     """The architecture, without weights."""
     source = find_source(model.path)
-    try:
-        return AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code, **source.options)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: cannot read the config of {model.path!r}: {_first_line(error)}") from error
+    with _failing(f"model.path: cannot read the config of {model.path!r}"):
+        config = AutoConfig.from_pretrained(
+            source.location, trust_remote_code=model.trust_remote_code, **source.options
+        )
+    remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
+        raise ModelError(f"model.path: {model.path!r} is a {config.model_type} model, not a causal language model.")
+    return config
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
@@ -132,5 +144,24 @@ def _require_gguf() -> None:
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+def _make_savable(model: Any) -> None:
+    """transformers loads a generation config that it refuses to save (a temperature without do_sample, in many older
+    models); found at the first checkpoint, that would cost the run."""
+    generation = model.generation_config
+    if generation is not None:
+        try:
+            generation.validate(strict=True)
+        except ValueError:
+            generation.do_sample = True
+
+
+@contextmanager
+def _failing(what: str, fix: str = "") -> Iterator[None]:
+    """transformers, huggingface_hub, httpx and safetensors raise a score of types; to the user it is one thing."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        raise ModelError(f"{what}: {type(error).__name__}: {lines[0].rstrip('.')}. {fix}".rstrip()) from error

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from trimtab.config.run import Rollout, Run
+from trimtab.errors import ConfigError, Problem
 
 MIB, GIB = 2**20, 2**30
 
@@ -51,7 +52,14 @@ class Facts:
 def pick_device(run: Run) -> torch.device:
     if run.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if run.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError([Problem("run.device", "torch sees no CUDA device on this machine", "Write auto or cpu.")])
     return torch.device(run.device)
+
+
+def pick_reward_workers(run: Run) -> int:
+    """Known before the model is: rewards are tried first."""
+    return max(1, min(8, physical_cores())) if run.reward_workers == "auto" else run.reward_workers
 
 
 def free_memory(device: torch.device) -> int:
@@ -89,14 +97,11 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
     if run.token_budget != "auto":
         checkpointed = run.token_budget * activation_bytes_per_token(facts, False) > facts.free_bytes // 2
     chunk = max(64, min(4096, (256 if cuda else 64) * MIB // (12 * facts.vocabulary)))
-    whole_step = facts.sequences * facts.typical_sequence * facts.kv_bytes_per_token
-    one_sequence = 2 * facts.longest_sequence * facts.kv_bytes_per_token
-    kv = max(one_sequence, min(int(whole_step * 1.05) + MIB, facts.free_bytes * 2 // 5))
-    kv_why = "the whole step at once" if kv >= whole_step else "two fifths of the free memory"
     in_flight = min(facts.sequences, 1024 if cuda else 256)
+    page = fill(run.rollout, "run.rollout", "page_tokens", 16, "little waste at the end of a sequence")
     rollout = Rollout(
-        kv_memory=fill(run.rollout, "run.rollout", "kv_memory", kv, kv_why),
-        page_tokens=fill(run.rollout, "run.rollout", "page_tokens", 16, "little waste at the end of a sequence"),
+        kv_memory=fill(run.rollout, "run.rollout", "kv_memory", *_kv_memory(facts, page)),
+        page_tokens=page,
         max_sequences=fill(run.rollout, "run.rollout", "max_sequences", in_flight, "as many as decode gains from"),
         prefill_tokens=fill(
             run.rollout, "run.rollout", "prefill_tokens", 16384 if cuda else 4096, "keeps the device busy"
@@ -117,10 +122,35 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
             checkpointed,
             "activations would not fit" if checkpointed else "activations fit",
         ),
-        reward_workers=fill(run, "run", "reward_workers", max(1, min(8, facts.cores)), "one a core, at most eight"),
+        reward_workers=fill(run, "run", "reward_workers", pick_reward_workers(run), "one a core, at most eight"),
         rollout=rollout,
     )
+    _refuse_small_kv(filled.rollout, facts)
     return filled, choices
+
+
+def _kv_memory(facts: Facts, page_tokens: int) -> tuple[int, str]:
+    """The whole step where two fifths of the free memory hold it; two of the longest sequences always."""
+    whole_step = facts.sequences * _kv_bytes(facts, page_tokens, facts.typical_sequence)
+    share = facts.free_bytes * 2 // 5
+    least = 2 * _kv_bytes(facts, page_tokens, facts.longest_sequence)
+    wanted = int(whole_step * 1.05) + MIB
+    chosen = (wanted, "the whole step at once") if wanted <= share else (share, "two fifths of the free memory")
+    return chosen if chosen[0] >= least else (least, "two of the longest sequences")
+
+
+def _kv_bytes(facts: Facts, page_tokens: int, tokens: int) -> int:
+    """Of one sequence, in whole pages and with the one more that a fork copies."""
+    return (-(-tokens // page_tokens) + 1) * page_tokens * facts.kv_bytes_per_token
+
+
+def _refuse_small_kv(rollout: Rollout, facts: Facts) -> None:
+    assert rollout.kv_memory != "auto" and rollout.page_tokens != "auto"
+    need = _kv_bytes(facts, rollout.page_tokens, facts.longest_sequence)
+    if rollout.kv_memory < need:
+        what = f"{rollout.kv_memory:,} bytes cannot hold one sequence of {facts.longest_sequence} tokens, which takes {need:,}"
+        fix = f"At least {-(-need // 1024)}KiB, or auto; or lower learn.max_new_tokens."
+        raise ConfigError([Problem("run.rollout.kv_memory", what, fix)])
 
 
 def _token_budget(facts: Facts) -> tuple[int, bool, str]:
@@ -136,7 +166,6 @@ def _token_budget(facts: Facts) -> tuple[int, bool, str]:
 def _budget_for(facts: Facts, checkpointed: bool) -> tuple[int, str]:
     useful = 65536 if facts.device.type == "cuda" else 4096
     fitting = facts.free_bytes // 2 // activation_bytes_per_token(facts, checkpointed)
-    budget = max(facts.longest_sequence, min(useful, fitting))
-    if budget == facts.longest_sequence and budget > useful:
-        return budget, "the longest sequence has to fit"
-    return budget, "larger micro-batches gain nothing" if budget == useful else "half of the free memory"
+    if facts.longest_sequence > min(useful, fitting):
+        return facts.longest_sequence, "the longest sequence has to fit"
+    return (useful, "larger micro-batches gain nothing") if useful <= fitting else (fitting, "half of the free memory")

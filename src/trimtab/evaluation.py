@@ -1,7 +1,8 @@
 """Held-out accuracy: pass@1 and pass@k with evaluation's own sampling settings.
 
 pass@k is the unbiased estimate from n samples of which c succeed, 1 - C(n-c, k) / C(n, k), averaged over prompts (Chen et al.
-2021). A completion whose reward failed is left out of its prompt's n and counted in `eval/failed`; it is not a miss.
+2021). A completion without a score, because its reward failed or did not apply, is left out of its prompt's n and counted in
+`eval/failed` or `eval/not_applicable`; it is not a miss.
 """
 
 from __future__ import annotations
@@ -9,11 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from trimtab.config.schema import Eval
+from trimtab.config.schema import Config, Eval
+from trimtab.data.prompt import Prompt
+from trimtab.reward.scorer import Scorer, check_failures
+from trimtab.rollout.engine import Engine, Request
 from trimtab.rollout.trajectory import Group
 
 EVAL_STEP = 2**40
 """Stands in for the step in sampling keys, so that every evaluation draws the same random numbers."""
+
+
+def measure(
+    config: Config, prompts: Sequence[Prompt], engine: Engine, scorer: Scorer
+) -> tuple[dict[str, float], list[Group]]:
+    """Scores of the policy that the engine holds, and the completions they come from."""
+    settings = config.eval
+    limit = settings.max_new_tokens or config.learn.max_new_tokens
+    for group in engine.generate(
+        [
+            Request(prompt, settings.samples_per_prompt, limit, settings.sampling, config.learn.seed, EVAL_STEP)
+            for prompt in prompts
+        ]
+    ):
+        scorer.submit(group)
+    groups = scorer.collect()
+    check_failures(groups, config.observe.max_failed_rewards)
+    return scores(groups, settings, settings.part or scorer.names[0]), groups
 
 
 def pass_at_k(n: int, successes: int, k: int) -> float:
@@ -29,29 +51,30 @@ def ks(samples: int) -> list[int]:
 
 
 def scores(groups: Sequence[Group], settings: Eval, part: str) -> dict[str, float]:
-    """Metrics of one evaluation. Empty where no completion could be scored."""
+    """Metrics of one evaluation. Without a pass@k where no completion could be scored."""
     tallies = []
-    failed = 0
     for group in groups:
         values = [t.rewards[part] for t in group.trajectories if part in t.rewards]
-        failed += len(group.trajectories) - len(values)
         if values:
             tallies.append((len(values), sum(v >= settings.threshold for v in values)))
-    if not tallies:
-        return {"eval/failed": float(failed)}
     result = {}
     for k in ks(settings.samples_per_prompt):
         eligible = [pass_at_k(n, c, k) for n, c in tallies if n >= k]
         if eligible:
             result[f"eval/pass@{k}"] = sum(eligible) / len(eligible)
-    lengths = [len(t) for group in groups for t in group.trajectories]
+    if tallies:
+        result["eval/stderr"] = _standard_error([c / n for n, c in tallies])
+    completions = [t for group in groups for t in group.trajectories]
+    unscored = [t for t in completions if part not in t.rewards]
+    failed = sum(t.failure is not None for t in unscored)
+    if len(unscored) > failed:
+        result["eval/not_applicable"] = float(len(unscored) - failed)
     return {
         **result,
-        "eval/stderr": _standard_error([c / n for n, c in tallies]),
         "eval/prompts": float(len(tallies)),
         "eval/failed": float(failed),
-        "eval/length_mean": sum(lengths) / len(lengths),
-        "eval/truncated": sum(t.finish == "length" for g in groups for t in g.trajectories) / len(lengths),
+        "eval/length_mean": sum(map(len, completions)) / len(completions),
+        "eval/truncated": sum(t.finish == "length" for t in completions) / len(completions),
     }
 
 

@@ -1,0 +1,220 @@
+"""The work of a run: its prompts and its rewards, read and tried before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.config.schema import Config
+from trimtab.data.encode import PromptEncoder
+from trimtab.data.prompt import Prompt
+from trimtab.data.prompts import all_too_long, build_prompts, validate_rows
+from trimtab.data.sources import eval_rows, train_rows
+from trimtab.errors import ConfigError, DataError, Problem
+from trimtab.model.load import load_config, load_tokenizer
+from trimtab.plan.auto import pick_reward_workers
+from trimtab.reward.load import locate
+from trimtab.reward.scorer import Scorer
+
+MEASURED_CHARACTERS = 8_000_000
+"""A training set up to this size is tokenised once at the start, a few seconds, so that sizes come from its real lengths."""
+PROBED_ROWS = 64
+GIVEN_ROWS = "object:rows"
+"""Stands for rows that were handed over from Python."""
+_BATCH = 1024
+
+
+@dataclass
+class Inputs:
+    """What a caller may hand over as Python objects instead of naming it in the config."""
+
+    train_rows: Sequence[Mapping[str, Any]] | None = None
+    eval_rows: Sequence[Mapping[str, Any]] | None = None
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    base_dir: Path = field(default_factory=Path.cwd)
+    """Reward files are relative to this: the folder of the config file."""
+    name: str = "run"
+
+
+@dataclass(frozen=True)
+class TrainSet:
+    """Rows to train on, each known to make a prompt."""
+
+    rows: list[dict[str, Any]]
+    columns: set[str]
+    longest: int
+    """No prompt that is used has more tokens."""
+    typical: int
+    """The longest prompt seen; the same number where all were looked at."""
+    note: str
+    """What was left out, or nothing."""
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Prompts to evaluate on; none where there is no evaluation."""
+
+    prompts: list[Prompt]
+    columns: set[str]
+    note: str
+
+    @property
+    def longest(self) -> int:
+        return max((len(prompt.tokens) for prompt in self.prompts), default=0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a training run works on."""
+
+    tokenizer: Any
+    limit: int
+    """Tokens of the longest prompt that is used."""
+    train: TrainSet
+    eval: EvalSet
+
+    @property
+    def columns(self) -> list[set[str]]:
+        """Of each data set, those that rewards can count on."""
+        return [self.train.columns, self.eval.columns] if self.eval.prompts else [self.train.columns]
+
+
+def read_work(config: Config, inputs: Inputs) -> Work:
+    """Tokenizer and data, checked; what is wrong with the model's own files is told first."""
+    limit = prompt_limit(config)
+    tokenizer = load_tokenizer(config.model)
+    train = read_train(config, inputs, tokenizer, limit)
+    return Work(tokenizer, limit, train, read_eval(config, inputs, tokenizer, limit))
+
+
+def prompt_limit(config: Config) -> int:
+    """Longest prompt that leaves room for a completion in the model's context."""
+    architecture = load_config(config.model).get_text_config()
+    context = int(getattr(architecture, "max_position_embeddings", None) or 2**31)
+    new = {"learn.max_new_tokens": config.learn.max_new_tokens, "eval.max_new_tokens": config.eval.max_new_tokens or 0}
+    most = max(new.values())
+    problems = [
+        Problem(key, f"{value} leaves no room for a prompt in the model's context of {context} tokens", "Lower it.")
+        for key, value in new.items()
+        if value >= context
+    ]
+    asked = config.data.max_prompt_tokens
+    if asked is not None and not problems and asked + most > context:
+        what = f"{asked} prompt tokens and {most} new ones exceed the model's context of {context}"
+        problems = [Problem("data.max_prompt_tokens", what, f"At most {context - most}.")]
+    if problems:
+        raise ConfigError(problems)
+    return asked or context - most
+
+
+def read_train(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> TrainSet:
+    """The training rows, checked, with the length of their prompts. A pinned budget that is too small is refused here."""
+    given = _given(inputs.train_rows, config.data.train, "data.train")
+    rows = train_rows(config.data, seed=config.learn.seed) if given is None else [dict(row) for row in given]
+    rows = rows[: config.data.limit]
+    validate_rows(rows, config.data, tokenizer, source_name="data.train")
+    pinned = {
+        key: value
+        for key, value in (
+            ("token_budget", config.run.token_budget),
+            ("score_token_budget", config.run.score_token_budget),
+        )
+        if value != "auto"
+    }
+    characters = [len(str(row[config.data.prompt])) for row in rows]
+    exact = sum(characters) <= MEASURED_CHARACTERS or bool(pinned) or config.run.rollout.kv_memory != "auto"
+    longest_texts = sorted(range(len(rows)), key=characters.__getitem__)[-PROBED_ROWS:]
+    lengths = _token_counts(config, rows, range(len(rows)) if exact else longest_texts, tokenizer)
+    fitting = [length for length in lengths if length <= limit]
+    if exact and not fitting:
+        raise all_too_long("data.train", len(rows), max(lengths), limit)
+    typical = max(fitting, default=limit)
+    _refuse_small_budgets(config, pinned, typical)
+    left_out, at_least = len(lengths) - len(fitting), "" if exact else "at least "
+    note = (
+        f"data.train: {at_least}{left_out} of {len(rows)} prompts are longer than {limit} tokens and are left out"
+        if left_out
+        else ""
+    )
+    return TrainSet(rows, _columns(rows, config), typical if exact else limit, typical, note)
+
+
+def read_eval(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> EvalSet:
+    """The held-out prompts, all of them tokenised."""
+    given = _given(inputs.eval_rows, config.data.eval, "data.eval")
+    if given is None:
+        rows = eval_rows(config.data, seed=config.learn.seed, limit=config.eval.limit)
+        if config.data.eval is None:
+            return EvalSet([], set(), "")
+    else:
+        rows = [dict(row) for row in given][: config.eval.limit]
+    found = build_prompts(rows, config.data, tokenizer, max_prompt_tokens=limit, source_name="data.eval")
+    return EvalSet(found.prompts, _columns(rows, config), found.report() if found.too_long else "")
+
+
+def with_found_rewards(config: Config, inputs: Inputs) -> Config:
+    """Reward files by absolute path, so that the run's config.yaml can be run again from anywhere. Missing ones are told."""
+    parts = []
+    for part in config.reward:
+        source = locate(part.fn, inputs.base_dir, inputs.rewards)
+        parts.append(part.model_copy(update={"fn": str(source)}) if source.kind == "file" else part)
+    return config.model_copy(update={"reward": parts})
+
+
+def open_scorer(config: Config, inputs: Inputs, columns: Iterable[set[str]], workers: int | None = None) -> Scorer:
+    """Reward workers with every function loaded and its columns present in every row; closed again where not."""
+    scorer = Scorer(
+        config.reward,
+        workers=workers or pick_reward_workers(config.run),
+        base_dir=inputs.base_dir,
+        functions=inputs.rewards,
+    )
+    try:
+        for there in columns:
+            scorer.check(there)
+    except BaseException:
+        scorer.close()
+        raise
+    return scorer
+
+
+def _given(
+    rows: Sequence[Mapping[str, Any]] | None, source: str | None, key: str
+) -> Sequence[Mapping[str, Any]] | None:
+    if rows is None and source == GIVEN_ROWS:
+        raise DataError(
+            f"{key}: this config was made from Python with rows that it cannot hold. Name a file, or pass the rows."
+        )
+    return rows
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], config: Config) -> set[str]:
+    """Columns that rewards can count on."""
+    return set.intersection(*(set(row) for row in rows)) - {config.data.prompt}
+
+
+def _token_counts(config: Config, rows: list[dict[str, Any]], chosen: Sequence[int], tokenizer: Any) -> list[int]:
+    encoder = PromptEncoder(config.data, tokenizer, "data.train")
+    counts: list[int] = []
+    for start in range(0, len(chosen), _BATCH):
+        ids = chosen[start : start + _BATCH]
+        counts += [len(prompt.tokens) for prompt in encoder.encode(ids, [rows[i] for i in ids])]
+    return counts
+
+
+def _refuse_small_budgets(config: Config, pinned: Mapping[str, Any], longest: int) -> None:
+    """A pinned budget is never a reason to drop a prompt."""
+    new = config.learn.max_new_tokens
+    problems = [
+        Problem(
+            f"run.{key}",
+            f"{value} tokens cannot hold the longest sequence, {longest} of prompt and {new} new",
+            f"At least {longest + new}, or auto.",
+        )
+        for key, value in pinned.items()
+        if value < longest + new
+    ]
+    if problems:
+        raise ConfigError(problems)

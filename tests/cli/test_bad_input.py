@@ -1,0 +1,220 @@
+"""Whatever is wrong with the input is told in words, with status 2, before anything is made: no run folder, no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Trimtab = Callable[..., Any]
+
+
+@pytest.fixture
+def refused(trimtab: Trimtab, here: Path) -> Callable[..., str]:
+    """Run a command that must be refused; returns its message."""
+
+    def run(*arguments: str, command: str = "train", **options: Any) -> str:
+        before = {path.name for path in here.iterdir()} | {"config.yaml"}
+        outcome = trimtab(command, *arguments, **options)
+        assert outcome.exception is None, outcome.exception
+        assert outcome.code == 2
+        assert outcome.err.startswith("error: ")
+        assert "Traceback" not in outcome.err
+        assert {path.name for path in here.iterdir()} == before, "something was left behind"
+        return outcome.err.removeprefix("error: ").strip()
+
+    return run
+
+
+def test_unknown_key(refused) -> None:
+    assert "learn.lrr: unknown key. Did you mean learn.lr?" in refused("learn.lrr=1")
+
+
+def test_several_problems_at_once(refused, config: dict[str, Any]) -> None:
+    config["learn"] |= {"lr": -1, "algorithm": "gpro"}
+    config["modle"] = {}
+    message = refused("observe.dirr=x")
+    assert message.startswith("4 problems in the configuration:")
+    for part in ("modle: unknown key", "learn.lr: got -1", "Did you mean grpo?", "observe.dirr: unknown key"):
+        assert part in message
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_missing_config(refused, command: str) -> None:
+    assert "there is no such file. Did you mean config.yaml?" in refused(command=command, on="confg.yaml")
+
+
+def test_missing_data_file(refused) -> None:
+    message = refused("data.train=row.jsonl")
+    assert "There is no file" in message and "row.jsonl" in message and "rows.jsonl" in message
+
+
+def test_missing_column(refused) -> None:
+    message = refused("data.prompt=promt")
+    assert "data.train has no column 'promt'; its columns are 'prompt', 'answer'" in message
+    assert "Did you mean 'prompt'?" in message
+
+
+def test_empty_data_file(refused, here: Path) -> None:
+    (here / "empty.jsonl").write_text("")
+    assert "empty.jsonl" in refused("data.train=empty.jsonl")
+
+
+def test_broken_json_on_line_7(refused, here: Path) -> None:
+    lines = (here / "rows.jsonl").read_text().splitlines()
+    lines[6] = '{"prompt": "1+1='
+    (here / "broken.jsonl").write_text("\n".join(lines))
+    message = refused("data.train=broken.jsonl")
+    assert "broken.jsonl" in message and "line 7" in message
+
+
+def test_every_prompt_longer_than_the_model(refused) -> None:
+    message = refused("data.max_prompt_tokens=2")
+    assert "data.train: all 12 prompts are longer than 2 tokens (the longest has 6)" in message
+
+
+def test_an_eval_set_with_no_usable_prompt(refused, here: Path) -> None:
+    (here / "long.jsonl").write_text(json.dumps({"prompt": "1" * 300}) + "\n")
+    assert "data.eval: all 1 prompts are longer than 250 tokens" in refused("data.eval=long.jsonl")
+
+
+def test_completions_longer_than_the_model(refused) -> None:
+    message = refused("learn.max_new_tokens=256")
+    assert "learn.max_new_tokens: 256 leaves no room for a prompt in the model's context of 256 tokens" in message
+    assert "data.max_prompt_tokens: 255 prompt tokens and 6 new ones" in refused("data.max_prompt_tokens=255")
+
+
+def test_small_budgets(refused) -> None:
+    message = refused("run.token_budget=8", "run.score_token_budget=11")
+    assert message.startswith("2 problems")
+    assert "run.token_budget: 8 tokens cannot hold the longest sequence, 6 of prompt and 6 new. At least 12" in message
+    assert "run.score_token_budget: 11 tokens" in message
+
+
+def test_small_cache(refused) -> None:
+    """Found once the model's layers are known, and still before the run folder is written."""
+    message = refused("run.rollout.kv_memory=4KiB")
+    assert "run.rollout.kv_memory: 4,096 bytes cannot hold one sequence of 12 tokens" in message
+    assert "At least" in message
+
+
+def test_existing_run(trimtab: Trimtab, refused, here: Path) -> None:
+    assert trimtab("train").code == 0
+    before = {path: path.stat().st_mtime_ns for path in (here / "runs").rglob("*")}
+    message = refused()
+    assert "observe.dir:" in message and "already holds a run. Go on with it (--resume) or choose another" in message
+    assert message == refused("--dry-run")
+    assert {path: path.stat().st_mtime_ns for path in (here / "runs").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        ("reward.py:fine", "reward.fn: there is no file"),
+        ("rewards.py:fin", "fin"),
+        ("rewards.py:needs_gold", "reward 'needs_gold' needs a column 'gold', which the data does not have"),
+        ("exact", "there is no built-in reward 'exact'"),
+        ("rewards.py", "names a file but no function. Write rewards.py:FUNCTION"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_rewards_that_cannot_load(refused, config: dict[str, Any], fn: str, message: str, arguments: list[str]) -> None:
+    config["reward"] = [{"fn": fn}]
+    assert message in refused(*arguments)
+
+
+def test_eval_rows_without_a_column_that_the_reward_needs(refused, config: dict[str, Any], here: Path) -> None:
+    """Not after the weights are loaded and the first evaluation has run."""
+    (here / "gold.jsonl").write_text(json.dumps({"prompt": "1", "gold": "1"}) + "\n")
+    config["reward"] = [{"fn": "rewards.py:needs_gold"}]
+    assert "needs a column 'gold'" in refused("data.train=gold.jsonl", "data.eval=rows.jsonl")
+
+
+def test_missing_wandb(refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else found(name, *a))
+    assert "observe.wandb: the wandb package is not installed" in refused("observe.wandb=project")
+
+
+def test_nothing_to_evaluate_on(refused) -> None:
+    assert "data.eval: there is nothing to evaluate on" in refused(command="eval")
+
+
+def test_errors_with_json(trimtab: Trimtab) -> None:
+    outcome = trimtab("train", "data.prompt=x", "--json")
+    assert outcome.code == 2
+    assert outcome.json["kind"] == "DataError"
+    assert "has no column 'x'" in outcome.json["error"]
+
+
+def test_a_bug_keeps_its_traceback(trimtab: Trimtab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("trimtab.api.run_training", broken)
+    assert isinstance(trimtab("train").exception, ZeroDivisionError)
+
+
+# --- models
+
+
+@pytest.fixture
+def broken_model(here: Path, model_folder: Path, config: dict[str, Any]) -> Path:
+    """A copy of the model to be damaged."""
+    shutil.copytree(model_folder, here / "model")
+    config["model"]["path"] = "model"
+    return here / "model"
+
+
+def test_hub_name_without_network(refused) -> None:
+    message = refused("model.path=nobody/nothing")
+    assert message.startswith("model.path: cannot read the config of 'nobody/nothing'")
+
+
+def test_no_such_folder(refused) -> None:
+    assert "no model folder at" in refused("model.path=./modell")
+
+
+def test_no_tokenizer(refused, broken_model: Path) -> None:
+    for file in broken_model.glob("tokenizer*"):
+        file.unlink()
+    message = refused()
+    assert "model.path: cannot load a tokenizer from 'model'" in message
+    assert "Name a folder or hub repository with tokenizer files in model.tokenizer" in message
+
+
+def test_damaged_weights(refused, broken_model: Path) -> None:
+    weights = (broken_model / "model.safetensors").read_bytes()
+    (broken_model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "model.path: cannot load 'model': SafetensorError" in refused()
+
+
+def test_missing_weights_are_not_made_up(refused, broken_model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(broken_model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, broken_model / "model.safetensors", metadata={"format": "pt"})
+    assert "'model' lacks 1 of the weights of a LlamaForCausalLM, such as model.layers.1.mlp.up_proj" in refused()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "frobnicate"}'])
+def test_unknown_architecture(refused, broken_model: Path, text: str) -> None:
+    (broken_model / "config.json").write_text(text)
+    assert "model.path: cannot read the config of 'model'" in refused("--dry-run")
+
+
+def test_a_model_of_another_kind(refused, broken_model: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM, T5Config
+
+    small = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(**small, intermediate_size=32, initializer_range=0.5)).save_pretrained(broken_model)
+    assert "BertLMHeadModel" in refused()
+    T5Config().save_pretrained(broken_model)
+    assert "'model' is a t5 model, not a causal language model" in refused("--dry-run")

@@ -1,0 +1,94 @@
+"""Every example works as it stands: it loads, dry-runs and trains, with nothing but overrides for the sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import trimtab
+from trimtab.cli import app
+from trimtab.config.algorithms import RECIPES
+from trimtab.config.load import load_config
+from trimtab.observe.jsonl import read_jsonl
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIGS = sorted(EXAMPLES.rglob("*.yaml"))
+GSM8K = EXAMPLES / "gsm8k_smollm2.yaml"
+
+TOY = [
+    "learn.steps=2",
+    "learn.prompts_per_step=4",
+    "learn.max_new_tokens=8",
+    "learn.lr=1e-3",
+    "run.device=cpu",
+    "run.threads=1",
+    "run.reward_workers=1",
+    "eval.limit=4",
+    "observe.tensorboard=false",
+]
+SIGNAL = ['reward=[{fn: regex, args: {pattern: "[0-9]"}}]']
+"""Random weights solve no task, but about half of their completions hold a digit."""
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+@pytest.fixture
+def gsm8k_rows(tmp_path: Path) -> list[str]:
+    rows = [{"question": f"What is {n} and 4?", "answer": f"{n} + 4 = {n + 4}\n#### {n + 4}"} for n in range(12)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"data.train={file}", f"data.eval={file}", "data.max_prompt_tokens=200", "learn.max_new_tokens=8"]
+
+
+@pytest.fixture
+def overrides(model_folder: Path, gsm8k_rows: list[str], request: pytest.FixtureRequest) -> list[str]:
+    data = gsm8k_rows if request.node.callspec.params["path"] == GSM8K else []
+    return [f"model.path={model_folder}", *data]
+
+
+def test_every_algorithm_has_an_example() -> None:
+    shown = {path.stem: load_config(path).learn.algorithm for path in (EXAMPLES / "algorithms").glob("*.yaml")}
+    assert shown == {algorithm: algorithm for algorithm in RECIPES}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_dry_runs(path: Path, overrides: list[str]) -> None:
+    result = CliRunner().invoke(app, ["train", str(path), "--dry-run", "--json", *overrides])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["ok"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_trains(path: Path, overrides: list[str], model_folder: Path, tmp_path: Path) -> None:
+    shown = load_config(path).learn
+    sizes = [f"learn.samples_per_prompt={min(4, shown.samples_per_prompt)}", f"observe.dir={tmp_path / 'run'}"]
+    if shown.updates_per_step > 1:
+        sizes.append("learn.updates_per_step=2")
+    summary = trimtab.train(path, overrides=[*overrides, *TOY, *SIGNAL, *sizes])
+    assert summary["steps"] == 2
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert max(row["rollout/logprob_gap"] for row in rows[1:]) < 1e-4
+    before = load_file(model_folder / "model.safetensors")
+    after = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("function", ["shows_work", "closeness"])
+def test_reward_file(function: str, model_folder: Path, tmp_path: Path) -> None:
+    summary = trimtab.train(
+        EXAMPLES / "algorithms" / "grpo.yaml",
+        model=str(model_folder),
+        reward={"fn": f"../rewards.py:{function}", "name": "own"},
+        overrides=[*TOY, "learn.steps=1", "learn.samples_per_prompt=2", f"observe.dir={tmp_path / 'run'}"],
+    )
+    row = read_jsonl(Path(summary["run_dir"]) / "metrics.jsonl")[-1]
+    assert row["reward/failed"] == 0
+    assert 0 <= row["reward/own"] <= 1

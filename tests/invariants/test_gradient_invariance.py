@@ -1,0 +1,137 @@
+"""Law 1: for every key of `run`, the gradient of a step is the same for every value, and so are the sampled tokens.
+
+The schema is walked: a key without a case here fails the first test, so no key can be added without its proof.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trimtab import loop
+from trimtab.config.load import config_from_dict
+from trimtab.config.run import Run
+from trimtab.session import Inputs, open_session
+
+CASES: dict[str, list[Any]] = {
+    "device": ["cpu", *(["cuda"] if torch.cuda.is_available() else [])],
+    "threads": [1, 2],
+    "engine": ["native"],
+    "token_budget": [45, 64, 100_000],
+    "score_token_budget": [45, 100_000],
+    "logprob_chunk": [1, 7, 4096],
+    "checkpoint_activations": [True, False],
+    "reward_workers": [1, 3],
+    "rollout.max_sequences": [1, 3, 1000],
+    "rollout.kv_memory": ["40KiB", "64MiB"],
+    "rollout.prefill_tokens": [1, 16, 10_000],
+    "rollout.page_tokens": [1, 5, 64],
+    "rollout.prefix_cache": [True, False],
+}
+WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
+
+
+def run_keys(section: type = Run, prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and hasattr(inner, "model_fields"):
+            keys += run_keys(inner, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def test_every_run_key_has_a_case() -> None:
+    assert set(run_keys()) == set(CASES), (
+        "every key in `run` needs a case here that shows it does not change the gradient"
+    )
+
+
+def step(model_folder: Path, tmp_path: Path, key: str | None = None, value: Any = None, learn: dict | None = None):
+    """Sampled tokens and the gradient of one whole step, in float64, with one key of `run` pinned."""
+    tree: dict[str, Any] = {
+        "model": {"path": str(model_folder), "dtype": "float64"},
+        "data": {"train": "object:rows"},
+        "reward": [{"fn": "object:reward"}],
+        "learn": {
+            "prompts_per_step": 5,
+            "samples_per_prompt": 4,
+            "max_new_tokens": 12,
+            "seed": 3,
+            "sampling": {"stop_token_ids": list(range(3, 20))},  # so that lengths differ
+            **(learn or {}),
+        },
+        "run": {"device": "cpu"},
+        "observe": {"dir": str(tmp_path / f"{key}-{value}".replace("/", "_")), "tensorboard": False},
+    }
+    if key is not None:
+        *above, name = key.split(".")
+        section = tree["run"]
+        for part in above:
+            section = section.setdefault(part, {})
+        section[name] = value
+    inputs = Inputs(
+        train_rows=[{"prompt": word} for word in WORDS],
+        rewards={"reward": lambda completions, **_: [len(set(c)) / 10 + c.count("a") for c in completions]},
+    )
+    with ExitStack() as stack:
+        session = open_session(config_from_dict(tree), inputs, stack)
+        gradients: dict[str, torch.Tensor] = {}
+        apply = session.updater.optimizer.step
+
+        def capture(lr: float):
+            for name, parameter in session.policy.model.named_parameters():
+                if name not in gradients:
+                    gradients[name] = parameter.grad.clone().cpu()
+            return apply(lr)
+
+        session.updater.optimizer.step = capture
+        groups, _ = loop.rollout(session)
+        loop.update(session, groups)
+    tokens = {(g.prompt.id, t.sample): t.tokens.tolist() for g in groups for t in g.trajectories}
+    return tokens, gradients
+
+
+def assert_same_gradient(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    """Equal up to the order of float64 sums."""
+    assert one.keys() == two.keys()
+    scale = max(g.abs().max() for g in one.values())
+    assert scale > 0
+    for name in one:
+        torch.testing.assert_close(
+            two[name], one[name], atol=float(scale) * 1e-9, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.fixture(scope="module")
+def baseline(model_folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    return step(model_folder, tmp_path_factory.mktemp("baseline"))
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in CASES.items() for value in values])
+def test_gradient_and_tokens_are_the_same(model_folder: Path, tmp_path: Path, baseline, key: str, value: Any) -> None:
+    tokens, gradients = step(model_folder, tmp_path, key, value)
+    assert tokens == baseline[0]
+    assert_same_gradient(baseline[1], gradients)
+
+
+@pytest.mark.parametrize("key", ["score_token_budget", "token_budget"])
+def test_the_passes_without_a_gradient_are_covered_too(model_folder: Path, tmp_path: Path, key: str) -> None:
+    """Old and reference log-probs, several updates a batch: the first update's gradient depends on both passes."""
+    learn = {"updates_per_step": 2, "kl": {"coef": 0.1}}
+    one = step(model_folder, tmp_path, learn=learn)
+    two = step(model_folder, tmp_path, key, 45, learn=learn)
+    assert one[0] == two[0]
+    assert_same_gradient(one[1], two[1])
+
+
+def test_a_learn_key_does_change_the_gradient(model_folder: Path, tmp_path: Path, baseline) -> None:
+    """The comparison above can fail: a setting that matters gives another gradient."""
+    _, gradients = step(model_folder, tmp_path, learn={"aggregate": "token_mean"})
+    with pytest.raises(AssertionError):
+        assert_same_gradient(baseline[1], gradients)

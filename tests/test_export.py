@@ -1,0 +1,106 @@
+"""From a run to a model folder: the right checkpoint, in the right type, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import tiny_model
+
+from trimtab import export
+from trimtab.checkpoint import RunState, save_checkpoint
+from trimtab.config.learn import Learn
+from trimtab.config.load import config_from_dict
+from trimtab.errors import ConfigError
+from trimtab.export import export_run, find_checkpoint
+from trimtab.folder import begin
+from trimtab.update.optimizer import MasterAdamW
+
+CONFIG = config_from_dict({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "reward": [{"fn": "exact_match"}]})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    """Checkpoints 2 (the best), 9 and 10, each with its own weights."""
+    folder = tmp_path_factory.mktemp("export") / "run"
+    folder.mkdir()
+    begin(folder, CONFIG, [])
+    for step in (2, 9, 10):
+        model = tiny_model(seed=step)
+        state = RunState(step=step, best_step=2, best_score=0.9)
+        save_checkpoint(folder, state, model, tokenizer, MasterAdamW(model.named_parameters(), Learn()), 2)
+    return folder
+
+
+@pytest.mark.parametrize(("which", "step"), [("last", 10), ("best", 2), ("9", 9)])
+def test_the_chosen_checkpoint_is_written(run: Path, tmp_path: Path, which: str, step: int) -> None:
+    source = export_run(run, tmp_path / "deep/out", which, "same")
+    assert source.name == f"step-{step}"
+    assert (tmp_path / "deep/out/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert {path.name for path in (tmp_path / "deep/out").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "deep/out").dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(tmp_path / "deep/out")("1").input_ids
+
+
+def test_the_type_can_be_chosen(run: Path, tmp_path: Path) -> None:
+    source = export_run(run, tmp_path / "out", "last", "bfloat16")
+    exact, rounded = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert exact.keys() == rounded.keys()
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+    from transformers import AutoConfig
+
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("7", r"--checkpoint: .* has no checkpoint of step 7\. There is: 2, 9, 10\."),
+        ("newest", r"--checkpoint: 'newest' is not a checkpoint\. Write best, last or a step\."),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_told(run: Path, which: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_checkpoint(run, which)
+
+
+def test_wrong_places_are_told(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"RUN: .* is not the folder of a run"):
+        export_run(tmp_path, tmp_path / "out", "last", "same")
+    begin(tmp_path, CONFIG, [])
+    with pytest.raises(ConfigError, match=r"RUN: .* has no checkpoint yet"):
+        export_run(tmp_path, tmp_path / "out", "last", "same")
+    with pytest.raises(ConfigError, match=r"FOLDER: .* already exists and is not an empty folder"):
+        export_run(run, tmp_path, "last", "same")
+    with pytest.raises(ConfigError, match=r"FOLDER: .* already exists and is not an empty folder"):
+        export_run(run, tmp_path / "config.yaml", "last", "same")
+    with pytest.raises(ConfigError, match="--dtype: 'int4' is not a type"):
+        export_run(run, tmp_path / "out", "last", "int4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_evaluation_means_no_best(tmp_path: Path, tokenizer) -> None:
+    begin(tmp_path, CONFIG, [])
+    model = tiny_model()
+    save_checkpoint(tmp_path, RunState(step=1), model, tokenizer, MasterAdamW(model.named_parameters(), Learn()), 1)
+    with pytest.raises(ConfigError, match=r"has no evaluation to choose the best by\. Use last\."):
+        find_checkpoint(tmp_path, "best")
+
+
+def test_an_export_that_fails_leaves_no_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(export, "flush_to_disk", broken)
+    with pytest.raises(OSError, match="No space"):
+        export_run(run, tmp_path / "out", "last", "same")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    export_run(run, tmp_path / "out", "last", "same")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,149 @@
+"""The loop: what a run leaves behind, and how it meets trouble."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trimtab
+from trimtab.errors import TrainingError
+from trimtab.observe.sinks import read_metrics
+from trimtab.update.updater import Updater
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(5)]
+
+
+def letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(character in "abcdefghij" for character in c)) for c in completions]
+
+
+def train(model_folder: Path, tmp_path: Path, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
+    learn = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8, "lr": 1e-3}
+    summary = trimtab.train(
+        model=str(model_folder),
+        data=ROWS[:20],
+        eval_data=ROWS[20:],
+        reward=letters,
+        learn={**learn, **changes.pop("learn", {})},
+        observe={"dir": str(tmp_path / "run"), "samples_every": 1, **changes.pop("observe", {})},
+        **changes,
+    )
+    folder = Path(summary["run_dir"])
+    return folder, read_metrics(folder)
+
+
+STABLE_NAMES = [
+    *(f"reward/{n}" for n in ("mean", "std", "zero_std_groups", "failed", "letters")),
+    *(f"response/{n}" for n in ("length_mean", "truncated")),
+    *(f"policy/{n}" for n in ("loss", "entropy", "kl_old", "ratio_mean", "clip_fraction", "grad_norm")),
+    *(f"rollout/{n}" for n in ("logprob_gap", "tokens_per_s", "batch_occupancy", "kv_usage")),
+    *(f"time/{n}" for n in ("rollout", "reward", "score", "update", "publish", "checkpoint", "idle", "total")),
+    "throughput/tokens_per_s",
+    "memory/host_gib",
+    *(f"run/{n}" for n in ("token_budget", "max_microbatch_tokens", "microbatches", "packing_fill")),
+]
+
+
+def test_a_run_folder_holds_what_the_design_says(model_folder, tmp_path) -> None:
+    folder, metrics = train(model_folder, tmp_path)
+    for name in ("config.yaml", "plan.json", "metrics.jsonl", "trace.json", "samples", "checkpoints/step-3", "final"):
+        assert (folder / name).exists(), name
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert "eval/pass@1" in metrics[0]
+    assert "eval/pass@1" in metrics[3]
+    for name in STABLE_NAMES:
+        assert isinstance(metrics[1][name], float | int), name
+    assert metrics[1]["policy/ratio_mean"] == 1.0
+    assert metrics[1]["rollout/logprob_gap"] < 1e-5
+    assert metrics[1]["run/max_microbatch_tokens"] <= metrics[1]["run/token_budget"]
+    phases = sum(
+        metrics[2][f"time/{n}"]
+        for n in ("rollout", "reward", "score", "update", "publish", "checkpoint", "eval", "idle")
+    )
+    assert phases == pytest.approx(metrics[2]["time/total"])
+    choices = {choice["key"] for choice in json.loads((folder / "plan.json").read_text())["choices"]}
+    assert "run.token_budget" in choices
+    assert len((folder / "samples" / "step-2.jsonl").read_text().splitlines()) == 16
+
+
+def test_the_weights_move_and_the_reward_is_learned(model_folder, tmp_path) -> None:
+    """Thirty steps on a reward that any policy can raise: more letters from the beginning of the alphabet."""
+    folder, metrics = train(model_folder, tmp_path, learn={"steps": 30, "lr": 3e-3, "prompts_per_step": 8})
+    before, after = (load_file(f / "model.safetensors") for f in (model_folder, folder / "final"))
+    assert any(not torch.equal(before[k], after[k]) for k in before)
+    rewards = [row["reward/mean"] for row in metrics[1:]]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+
+
+def test_several_updates_a_batch_move_the_ratio(model_folder, tmp_path) -> None:
+    for source in ("trainer", "engine"):
+        learn = {"updates_per_step": 2, "epochs_per_step": 2, "old_logprobs": source}
+        _, metrics = train(model_folder, tmp_path / source, learn=learn)
+        assert metrics[1]["policy/kl_old"] > 0
+        assert metrics[1]["run/microbatches"] >= 4
+
+
+def test_kl_is_zero_at_first_and_the_adaptive_controller_moves(model_folder, tmp_path) -> None:
+    learn = {"kl": {"coef": 0.1, "target": 1e-4, "horizon": 16}, "lr": 1e-2}
+    _, metrics = train(model_folder, tmp_path, learn=learn)
+    assert metrics[1]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[3]["policy/kl_ref"] > 1e-4
+    assert metrics[1]["policy/kl_coef"] == pytest.approx(
+        0.08
+    )  # far below the target: lowered by the most allowed, a fifth
+    assert metrics[3]["policy/kl_coef"] > metrics[1]["policy/kl_coef"]
+
+
+def test_a_non_finite_step_changes_nothing_and_is_counted(model_folder, tmp_path, monkeypatch) -> None:
+    original = Updater.step
+    calls = {"count": 0}
+
+    def poisoned(self, samples, lr, kl_coef):
+        calls["count"] += 1
+        if calls["count"] == 2:
+            samples[0].advantages = torch.full_like(samples[0].advantages, float("nan"))
+        return original(self, samples, lr, kl_coef)
+
+    monkeypatch.setattr(Updater, "step", poisoned)
+    _, metrics = train(model_folder, tmp_path)
+    assert [row["run/skipped_updates"] for row in metrics[1:]] == [0, 1, 0]
+
+
+def test_too_many_non_finite_steps_stop_the_run(model_folder, tmp_path, monkeypatch) -> None:
+    original = Updater.step
+
+    def poisoned(self, samples, lr, kl_coef):
+        samples[0].advantages = torch.full_like(samples[0].advantages, float("inf"))
+        return original(self, samples, lr, kl_coef)
+
+    monkeypatch.setattr(Updater, "step", poisoned)
+    with pytest.raises(TrainingError, match="5 updates in a row"):
+        train(model_folder, tmp_path, learn={"steps": 9})
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(model_folder, tmp_path) -> None:
+    runs = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        folder, _ = train(model_folder, tmp_path / name, learn={"seed": seed})
+        runs[name] = load_file(folder / "final" / "model.safetensors")
+    assert all(torch.equal(runs["a"][k], runs["b"][k]) for k in runs["a"])
+    assert any(not torch.equal(runs["a"][k], runs["c"][k]) for k in runs["a"])
+
+
+def test_the_best_checkpoint_by_evaluation_is_kept(model_folder, tmp_path) -> None:
+    folder, metrics = train(
+        model_folder,
+        tmp_path,
+        learn={"steps": 6},
+        eval={"threshold": 2.0},
+        observe={"eval_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1},
+    )
+    scores = {row["step"]: row["eval/pass@1"] for row in metrics if row["step"]}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    kept = {int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir()}
+    assert kept == {best, 6}

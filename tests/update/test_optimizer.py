@@ -1,0 +1,138 @@
+"""AdamW on float32 masters: the textbook formula, whole-step clipping, all or nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trimtab.config.learn import Learn
+from trimtab.update.optimizer import MasterAdamW, learning_rate
+
+
+def parameters(dtype: torch.dtype) -> list[tuple[str, torch.nn.Parameter]]:
+    g = torch.Generator().manual_seed(0)
+    return [
+        ("matrix", torch.nn.Parameter(torch.randn(3, 4, generator=g).to(dtype))),
+        ("vector", torch.nn.Parameter(torch.randn(4, generator=g).to(dtype))),
+    ]
+
+
+def backward(named: list[tuple[str, torch.nn.Parameter]], scale: float = 1.0) -> None:
+    """A gradient that differs from element to element."""
+    total = sum((p.float() * torch.linspace(-1, 2, p.numel()).view(p.shape)).sum() for _, p in named)
+    (total * scale).backward()
+
+
+def by_hand(start: torch.Tensor, grads: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:
+    """Loshchilov & Hutter's AdamW with the default betas, in float64."""
+    x, m, v = start.double(), torch.zeros_like(start, dtype=torch.float64), torch.zeros_like(start, dtype=torch.float64)
+    for t, g in enumerate(grads, 1):
+        g = g.double()
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        x = x * (1 - lr * decay) - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+    return x
+
+
+def test_equals_the_formula_with_decay_on_matrices_only() -> None:
+    learn = Learn(lr=0.1, max_grad_norm=None, optimizer={"weight_decay": 0.1})
+    named = parameters(torch.float32)
+    start = {name: p.detach().clone() for name, p in named}
+    optimizer = MasterAdamW(named, learn)
+    grads: dict[str, list[torch.Tensor]] = {"matrix": [], "vector": []}
+    for scale in (1.0, -0.5, 2.0):
+        backward(named, scale)
+        for name, p in named:
+            grads[name].append(p.grad.clone())
+        optimizer.step(0.1)
+    for name, p in named:
+        expected = by_hand(start[name], grads[name], 0.1, 0.1 if name == "matrix" else 0.0)
+        torch.testing.assert_close(p.detach().double(), expected, atol=1e-6, rtol=0)
+
+
+def test_the_norm_is_of_the_whole_step_and_clips_it() -> None:
+    named = parameters(torch.float32)
+    optimizer = MasterAdamW(named, Learn(max_grad_norm=0.5))
+    backward(named)
+    backward(named)
+    expected = math.sqrt(sum(float((p.grad**2).sum()) for _, p in named))
+    seen = {}
+    original = optimizer._adamw.step
+
+    def spy() -> None:
+        seen["norm"] = math.sqrt(sum(float((p.grad**2).sum()) for _, p in named))
+        original()
+
+    optimizer._adamw.step = spy
+    assert optimizer.step(0.01).grad_norm == pytest.approx(expected, rel=1e-5)
+    assert seen["norm"] == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, dtype: torch.dtype) -> None:
+    named = parameters(dtype)
+    optimizer = MasterAdamW(named, Learn())
+    backward(named)
+    assert optimizer.step(0.01).applied
+    before = {k: v.clone() for k, v in optimizer.state_tensors().items()}
+    weights = [p.detach().clone() for _, p in named]
+    backward(named)
+    backward([named[1]], bad)
+    outcome = optimizer.step(0.01)
+    assert not outcome.applied
+    assert not math.isfinite(outcome.grad_norm)
+    assert all(torch.equal(a, p) for a, (_, p) in zip(weights, named))
+    after = optimizer.state_tensors()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert all(p.grad is None for _, p in named)
+    backward(named)
+    assert optimizer.step(0.01).applied
+
+
+def test_bfloat16_accumulates_and_steps_in_float32() -> None:
+    """Updates far smaller than bfloat16's spacing add up in the masters, and many small gradients add up exactly."""
+    named = parameters(torch.bfloat16)
+    optimizer = MasterAdamW(named, Learn(max_grad_norm=None))
+    start = [m.clone() for m in optimizer.masters]
+    for _ in range(256):
+        backward(named, 1 / 256)
+    assert named[0][1].grad is None
+    slope = (torch.linspace(-1, 2, 12).bfloat16() / 256).bfloat16().float().view(3, 4)
+    assert optimizer.masters[0].grad is not None
+    torch.testing.assert_close(optimizer.masters[0].grad, slope * 256, rtol=1e-2, atol=1e-2)
+    for _ in range(10):
+        backward(named)
+        optimizer.step(1e-5)
+    assert optimizer.masters[0].dtype == torch.float32
+    moved = (optimizer.masters[0] - start[0]).abs().max()
+    assert 5e-5 < moved < 2e-4
+    assert torch.equal(named[0][1].detach(), optimizer.masters[0].bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_and_loaded_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
+    one, two = parameters(dtype), parameters(dtype)
+    first, second = MasterAdamW(one, Learn()), MasterAdamW(two, Learn())
+    for _ in range(3):
+        backward(one)
+        first.step(0.01)
+    with torch.no_grad():
+        for (_, a), (_, b) in zip(one, two):
+            b.copy_(a)
+    second.load_state_tensors({k: v.clone() for k, v in first.state_tensors().items()})
+    for _ in range(3):
+        for named, optimizer in ((one, first), (two, second)):
+            backward(named)
+            optimizer.step(0.01)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one, two))
+
+
+def test_learning_rate_by_hand() -> None:
+    linear = Learn(steps=11, lr=1.0, schedule={"kind": "linear", "warmup_steps": 2, "final": 0.2})
+    assert [round(learning_rate(linear, s), 4) for s in (0, 1, 2, 6, 10)] == [0.3333, 0.6667, 1.0, 0.6, 0.2]
+    cosine = Learn(steps=5, lr=2.0, schedule={"kind": "cosine"})
+    assert [round(learning_rate(cosine, s), 4) for s in range(5)] == [2.0, 1.7071, 1.0, 0.2929, 0.0]
+    assert learning_rate(Learn(lr=3e-6), 1234) == 3e-6
