@@ -18,7 +18,7 @@ demo: install
 	$(BIN)/trimtab demo
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: install
 	$(BIN)/ruff check .

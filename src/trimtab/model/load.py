@@ -79,9 +79,13 @@ def load_model(model: Model, device: torch.device) -> Any:
             f"{missing[0]}; they would be random. Is it a whole checkpoint of a causal language model?"
         )
     _make_savable(loaded)
-    for attribute in ("quantization_config", "quantization_method"):
-        if hasattr(loaded.config, attribute):
-            delattr(loaded.config, attribute)
+    if source.gguf_file:
+        _forget_quantisation(loaded)
+    elif getattr(loaded.config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"model.path: {model.path!r} holds quantised weights, which cannot be trained. Use the model's unquantised "
+            "checkpoint, or its GGUF file, which is dequantised on loading."
+        )
     return loaded.to(device=device, dtype=dtype)
 
 
@@ -133,6 +137,13 @@ def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | No
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
     config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _forget_quantisation(loaded: Any) -> None:
+    """A GGUF file is dequantised on loading; what transformers notes of its past would keep the model from being saved."""
+    for owner in (loaded, loaded.config):
+        for name in ("hf_quantizer", "is_quantized", "quantization_method", "quantization_config", "_is_quantized"):
+            vars(owner).pop(name, None)
 
 
 def _require_gguf() -> None:

@@ -69,6 +69,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def physical_cores() -> int:
+    """Cores to compute with: OMP_NUM_THREADS where the user has set it, else the physical ones this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
