@@ -153,7 +153,9 @@ def prepare(name: str, folder: Path) -> None:
                 eos_token_id=tokenizer.eos_token_id,
             )
         )
-        rows = [{"prompt": f"write {_letters(draw, 8)}: ", "answer": _letters(draw, _length(draw))} for _ in range(2048)]
+        rows = [
+            {"prompt": f"write {_letters(draw, 8)}: ", "answer": _letters(draw, _length(draw))} for _ in range(2048)
+        ]
         if name == "spread":
             demo.warm_start(Policy(model), tokenizer, rows, 100, batch=48, lr=1e-3)
     save_model(model, tokenizer, folder)
@@ -200,7 +202,11 @@ def run_trimtab(work: dict[str, Any], folder: Path, seed: int, out: Path, thread
         "tokens": [row["rollout/tokens"] for row in rows],
         "rewards": [row["reward/mean"] for row in rows],
         "phases": {name: [row[f"time/{name}"] for row in rows] for name in phases},
-        "versions": {"trimtab": trimtab.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "trimtab": trimtab.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
     }
 
 
@@ -220,7 +226,9 @@ def run_trl(work: dict[str, Any], folder: Path, seed: int, out: Path, threads: i
     generate_s: list[float] = []
     score = globals()[work["reward"]]
 
-    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    def reward(
+        prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
+    ) -> list[float]:
         values: list[float] = score(prompts, completions, **columns)
         rewards.append(sum(values) / len(values))
         tokens.append(sum(map(len, completion_ids)))
@@ -420,7 +428,8 @@ def table(report: dict[str, Any]) -> str:
         ours, theirs = result["mean"]["trimtab"], result["mean"]["trl"]
         rates = {side: [steady(run)["tokens_per_s"] for run in result["runs"][side]] for side in SIDES}
         shown = {
-            side: f"{result['mean'][side]['tokens_per_s']:,.0f} ({min(r):,.0f}–{max(r):,.0f})" for side, r in rates.items()
+            side: f"{result['mean'][side]['tokens_per_s']:,.0f} ({min(r):,.0f}–{max(r):,.0f})"
+            for side, r in rates.items()
         }
         lines.append(
             f"| {name}: {result['what']} | {theirs['tokens_a_step']:,.0f} / {ours['tokens_a_step']:,.0f} | {shown['trl']} | "
@@ -430,7 +439,10 @@ def table(report: dict[str, Any]) -> str:
     for name, result in report["workloads"].items():
         lengths = sorted(n for run in result["runs"]["trl"] for n in run["lengths"])
         at = {q: lengths[min(len(lengths) - 1, int(q * len(lengths)))] for q in (0.0, 0.05, 0.5, 0.95, 1.0)}
-        lines += ["", f"Completion lengths of {name} (TRL's; min, 5 %, median, 95 %, max): {', '.join(map(str, at.values()))}."]
+        lines += [
+            "",
+            f"Completion lengths of {name} (TRL's; min, 5 %, median, 95 %, max): {', '.join(map(str, at.values()))}.",
+        ]
     if "learning" in report["workloads"]:
         runs = report["workloads"]["learning"]["runs"]
         for side in SIDES:
@@ -441,7 +453,9 @@ def table(report: dict[str, Any]) -> str:
     if report.get("sweep"):
         lines += ["", "TRL's settings tried:", "", "| setting | tokens/s | s a step |", "|---|---|---|"]
         for label, rate in report["sweep"].items():
-            shown_rate = f"{rate['tokens_per_s']:,.0f} | {rate['step_s']:.2f}" if "step_s" in rate else f"{rate['failed']} |"
+            shown_rate = (
+                f"{rate['tokens_per_s']:,.0f} | {rate['step_s']:.2f}" if "step_s" in rate else f"{rate['failed']} |"
+            )
             lines.append(f"| {label} | {shown_rate} |")
     return "\n".join(lines) + "\n"
 
@@ -458,7 +472,13 @@ def draw_curves(result: dict[str, Any], out: Path) -> None:
         for number, run in enumerate(result["runs"][side]):
             label = {"trimtab": "Trimtab", "trl": f"TRL {TRL_VERSION}"}[side] if number == 0 else None
             clock = [sum(run["seconds"][: i + 1]) for i in range(len(run["seconds"]))]
-            style = {"color": color, "linewidth": 1.5, "alpha": 0.8, "label": label, "linestyle": ("-", "--")[number % 2]}
+            style = {
+                "color": color,
+                "linewidth": 1.5,
+                "alpha": 0.8,
+                "label": label,
+                "linestyle": ("-", "--")[number % 2],
+            }
             by_step.plot(range(1, len(clock) + 1), run["rewards"], **style)
             by_time.plot(clock, run["rewards"], **style)
     by_step.set(xlabel="step", ylabel="mean reward", title="GRPO on addition, same warm start")

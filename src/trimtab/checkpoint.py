@@ -7,6 +7,7 @@ any moment, a kill included, every folder called `step-N` is complete, and the n
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -45,6 +46,19 @@ class RunState:
     seconds: float = 0.0
     """Wall time of all sessions up to this checkpoint."""
     completion_tokens: int = 0
+
+    def note_reward(self, mean: float) -> None:
+        """Remember the first and the latest mean reward of a step that had any."""
+        if math.isfinite(mean):
+            self.reward_last = mean
+            self.reward_first = mean if self.reward_first is None else self.reward_first
+
+    def note_accuracy(self, accuracy: float) -> None:
+        """Remember the first and the latest evaluation, and the best after training began."""
+        self.accuracy_last = accuracy
+        self.accuracy_first = accuracy if self.accuracy_first is None else self.accuracy_first
+        if self.step and accuracy > self.best_score:
+            self.best_step, self.best_score = self.step, accuracy
 
 
 def save_checkpoint(

@@ -19,6 +19,7 @@ from trimtab.evaluation import measure
 from trimtab.folder import FINAL
 from trimtab.learn.kl import kl_controller
 from trimtab.model.load import save_model
+from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics
 from trimtab.observe.samples import write_samples
 from trimtab.reward.scorer import check_failures
 from trimtab.rollout.engine import Request
@@ -85,18 +86,9 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
         if len(kept) >= learn.prompts_per_step or refills == learn.dynamic_sampling.max_refills:
             break
         refills += 1
-    stats = run.engine.stats
     run.state.completion_tokens += tokens
-    metrics = {
-        "rollout/tokens": float(tokens),
-        "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
-        "rollout/batch_occupancy": stats.occupancy,
-        "rollout/kv_usage": stats.kv_usage,
-        "rollout/parked": float(stats.parked),
-        "rollout/cached_prefix_tokens": float(stats.cached_prefix_tokens),
-        "rollout/refills": float(refills),
-        "reward/latency_max_s": run.scorer.stats.latency_max_s,
-    }
+    metrics = rollout_metrics(run.engine.stats, tokens, seconds)
+    metrics |= {"rollout/refills": float(refills), "reward/latency_max_s": run.scorer.stats.latency_max_s}
     return groups, metrics
 
 
@@ -134,7 +126,8 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     samples = to_samples(kept)
     ledger.trained = sum(map(len, samples))
     ledger.check()
-    metrics = _reward_metrics(run, groups, len(zero_signal), ledger)
+    metrics = reward_metrics(groups, run.scorer.names, len(zero_signal), ledger)
+    state.note_reward(metrics["reward/mean"])
     if not kept:
         run.console.warn(f"step {state.step + 1}: no group has a usable reward; nothing is learned from it")
         return metrics
@@ -152,7 +145,9 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     if run.reference is not None:
         controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
         state.kl_coef = controller.update(done[0].mean("kl_ref"), ledger.trained).coef
-    return metrics | _update_metrics(run, done)
+        metrics["policy/kl_coef"] = state.kl_coef
+    metrics["policy/lr"] = learning_rate(learn, state.step)
+    return metrics | update_metrics(done, run.updater.token_budget)
 
 
 def evaluate(run: Session) -> dict[str, float]:
@@ -164,11 +159,7 @@ def evaluate(run: Session) -> dict[str, float]:
         result, groups = measure(run.config, run.eval_prompts, run.engine, run.scorer)
     accuracy = result.get("eval/pass@1")
     if accuracy is not None:
-        state.accuracy_last = accuracy
-        if state.accuracy_first is None:
-            state.accuracy_first = accuracy
-        if state.step and accuracy > state.best_score:
-            state.best_step, state.best_score = state.step, accuracy
+        state.note_accuracy(accuracy)
     run.console.eval(state.step, result)
     write_samples(run.folder / "eval", state.step, groups)
     if state.step == 0:
@@ -204,7 +195,8 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
         for group in run.engine.generate(requests):
             run.scorer.submit(group)
     with run.timeline.phase("reward"):
-        return run.scorer.collect()
+        # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
+        return sorted(run.scorer.collect(), key=lambda group: group.index)
 
 
 def _score(run: Session, samples: list[Sample]) -> None:
@@ -234,54 +226,3 @@ def _note_outcome(run: Session, stats: UpdateStats) -> None:
             f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a gradient that is not finite. The weights are those of the last good "
             "step. Lower learn.lr, or look at RUN/samples for what the model has come to write."
         )
-
-
-def _reward_metrics(run: Session, groups: list[Group], zero_signal: int, ledger: Ledger) -> dict[str, float]:
-    trajectories = [t for group in groups for t in group.trajectories]
-    rewards = np.array([t.reward for t in trajectories if t.reward is not None])
-    mean = float(rewards.mean()) if rewards.size else float("nan")
-    if rewards.size:
-        run.state.reward_last = mean
-        if run.state.reward_first is None:
-            run.state.reward_first = mean
-    parts = {name: [t.rewards[name] for t in trajectories if name in t.rewards] for name in run.scorer.names}
-    return {
-        "reward/mean": mean,
-        "reward/std": float(rewards.std()) if rewards.size else float("nan"),
-        "reward/zero_std_groups": zero_signal / len(groups),
-        "reward/failed": float(ledger.dropped["reward_failed"]),
-        **{f"reward/{name}": float(np.mean(values)) for name, values in parts.items() if values},
-        "response/length_mean": float(np.mean([len(t) for t in trajectories])),
-        "response/length_max": float(max(len(t) for t in trajectories)),
-        "response/truncated": sum(t.finish == "length" for t in trajectories) / len(trajectories),
-        "run/samples": float(ledger.sampled),
-        "run/samples_trained": float(ledger.trained),
-        **{f"run/dropped_{reason}": float(count) for reason, count in ledger.dropped.items()},
-    }
-
-
-def _update_metrics(run: Session, done: list[UpdateStats]) -> dict[str, float]:
-    """The ratio and clipping over all updates of the step; entropy and the engine's gap of the first, before any change."""
-    tokens = sum(stats.tokens for stats in done)
-    mean = {
-        name: sum(float(stats.sums[name]) for stats in done) / max(1, tokens) for name in ("ratio", "clipped", "kl_old")
-    }
-    budget, microbatches = run.updater.token_budget, sum(stats.microbatches for stats in done)
-    metrics = {
-        "policy/loss": sum(float(stats.sums["loss"]) for stats in done) / len(done),
-        "policy/entropy": done[0].mean("entropy"),
-        "policy/kl_old": mean["kl_old"],
-        "policy/ratio_mean": mean["ratio"],
-        "policy/clip_fraction": mean["clipped"],
-        "policy/grad_norm": sum(stats.grad_norm for stats in done) / len(done),
-        "policy/lr": learning_rate(run.config.learn, run.state.step),
-        "rollout/logprob_gap": done[0].mean("logprob_gap"),
-        "run/token_budget": float(budget),
-        "run/max_microbatch_tokens": float(max(stats.largest for stats in done)),
-        "run/microbatches": float(microbatches),
-        "run/packing_fill": sum(stats.row_tokens for stats in done) / (microbatches * budget),
-        "run/skipped_updates": float(sum(not stats.applied for stats in done)),
-    }
-    if run.reference is not None:
-        metrics |= {"policy/kl_ref": done[0].mean("kl_ref"), "policy/kl_coef": run.state.kl_coef}
-    return metrics

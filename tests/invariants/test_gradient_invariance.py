@@ -97,14 +97,14 @@ def step(model_folder: Path, tmp_path: Path, key: str | None = None, value: Any 
     return tokens, gradients
 
 
-def assert_same_gradient(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+def assert_same_gradient(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
     """Equal up to the order of float64 sums."""
     assert one.keys() == two.keys()
     scale = max(g.abs().max() for g in one.values())
     assert scale > 0
     for name in one:
         torch.testing.assert_close(
-            two[name], one[name], atol=float(scale) * 1e-9, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+            two[name], one[name], atol=float(scale) * tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -117,15 +117,18 @@ def baseline(model_folder: Path, tmp_path_factory: pytest.TempPathFactory):
 def test_gradient_and_tokens_are_the_same(model_folder: Path, tmp_path: Path, baseline, key: str, value: Any) -> None:
     tokens, gradients = step(model_folder, tmp_path, key, value)
     assert tokens == baseline[0]
-    assert_same_gradient(baseline[1], gradients)
+    # transformers' norms compute in float32 even in a float64 model, and two devices round that differently.
+    assert_same_gradient(baseline[1], gradients, tolerance=1e-5 if key == "device" else 1e-9)
 
 
-@pytest.mark.parametrize("key", ["score_token_budget", "token_budget"])
-def test_the_passes_without_a_gradient_are_covered_too(model_folder: Path, tmp_path: Path, key: str) -> None:
-    """Old and reference log-probs, several updates a batch: the first update's gradient depends on both passes."""
+@pytest.mark.parametrize(
+    ("key", "value"), [("score_token_budget", 45), ("token_budget", 45), ("rollout.max_sequences", 3)]
+)
+def test_several_updates_a_batch_are_covered_too(model_folder: Path, tmp_path: Path, key: str, value: Any) -> None:
+    """The first of two updates depends on the passes for old and reference log-probs, and on which prompts it is given."""
     learn = {"updates_per_step": 2, "kl": {"coef": 0.1}}
     one = step(model_folder, tmp_path, learn=learn)
-    two = step(model_folder, tmp_path, key, 45, learn=learn)
+    two = step(model_folder, tmp_path, key, value, learn=learn)
     assert one[0] == two[0]
     assert_same_gradient(one[1], two[1])
 

@@ -45,3 +45,5 @@ class Group:
 
     prompt: Prompt
     trajectories: list[Trajectory]
+    index: int = 0
+    """Which of the call's requests this answers; groups finish in any order."""

@@ -23,7 +23,7 @@ from trimtab.rollout.native.cache import DecodePlan, KVCache, PrefillPlan, Prefi
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.sampler import sample, stream_key
-from trimtab.rollout.native.stops import StopStrings
+from trimtab.rollout.native.stops import StopStrings, decode_all
 from trimtab.rollout.trajectory import Group, Trajectory
 
 
@@ -93,7 +93,7 @@ class NativeEngine:
                 for index, trajectory in finished:
                     done[index].append(trajectory)
                     if len(done[index]) == requests[index].samples:
-                        yield self._group(requests[index], done.pop(index))
+                        yield self._group(requests[index], done.pop(index), index)
         finally:
             self._release(work)
         self.stats.cached_prefix_tokens = work.cached_tokens
@@ -185,12 +185,12 @@ class NativeEngine:
             finish="stop" if rows.stopped(sequence) else "length",
         )
 
-    def _group(self, request: Request, trajectories: list[Trajectory]) -> Group:
+    def _group(self, request: Request, trajectories: list[Trajectory], index: int) -> Group:
         trajectories.sort(key=lambda t: t.sample)
-        texts = self.tokenizer.batch_decode([t.tokens for t in trajectories], skip_special_tokens=True)
+        texts = decode_all(self.tokenizer, [t.tokens.tolist() for t in trajectories])
         for trajectory, text in zip(trajectories, texts):
             trajectory.text = text
-        return Group(request.prompt, trajectories)
+        return Group(request.prompt, trajectories, index)
 
     def _release(self, work: plan.Scheduler) -> None:
         """Give every page back, also when the caller stops listening half way."""

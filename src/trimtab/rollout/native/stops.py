@@ -11,6 +11,12 @@ from typing import Any
 LOOK_EVERY = 8
 
 
+def decode_all(tokenizer: Any, completions: list[list[int]]) -> list[str]:
+    """Texts as rewards and stop strings see them: exactly what was written, without special tokens."""
+    texts: list[str] = tokenizer.batch_decode(completions, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return texts
+
+
 class StopStrings:
     """Finds stop strings in token lists."""
 
@@ -38,5 +44,5 @@ class StopStrings:
         return low
 
     def _contains(self, tokens: list[int]) -> bool:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        (text,) = decode_all(self._tokenizer, [tokens])
         return any(string in text for string in self._strings)

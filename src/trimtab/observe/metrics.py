@@ -1,0 +1,71 @@
+"""The numbers of a step under their stable names. Pure: from what happened to a dictionary. KL and entropy in nats per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trimtab.rollout.engine import RolloutStats
+from trimtab.rollout.trajectory import Group
+from trimtab.update.objective import Ledger
+from trimtab.update.updater import UpdateStats
+
+
+def rollout_metrics(stats: RolloutStats, tokens: int, seconds: float) -> dict[str, float]:
+    """Speed over all generation of the step; occupancy and cache use of its last round."""
+    return {
+        "rollout/tokens": float(tokens),
+        "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
+        "rollout/batch_occupancy": stats.occupancy,
+        "rollout/kv_usage": stats.kv_usage,
+        "rollout/parked": float(stats.parked),
+        "rollout/cached_prefix_tokens": float(stats.cached_prefix_tokens),
+    }
+
+
+def reward_metrics(groups: list[Group], parts: Sequence[str], zero_signal: int, ledger: Ledger) -> dict[str, float]:
+    """Rewards of everything that has one, lengths of everything sampled, and what became of it."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = np.array([t.reward for t in trajectories if t.reward is not None])
+    values = {name: [t.rewards[name] for t in trajectories if name in t.rewards] for name in parts}
+    return {
+        "reward/mean": float(rewards.mean()) if rewards.size else float("nan"),
+        "reward/std": float(rewards.std()) if rewards.size else float("nan"),
+        "reward/zero_std_groups": zero_signal / len(groups),
+        "reward/failed": float(ledger.dropped["reward_failed"]),
+        **{f"reward/{name}": float(np.mean(found)) for name, found in values.items() if found},
+        "response/length_mean": float(np.mean([len(t) for t in trajectories])),
+        "response/length_max": float(max(len(t) for t in trajectories)),
+        "response/truncated": sum(t.finish == "length" for t in trajectories) / len(trajectories),
+        "run/samples": float(ledger.sampled),
+        "run/samples_trained": float(ledger.trained),
+        **{f"run/dropped_{reason}": float(count) for reason, count in ledger.dropped.items()},
+    }
+
+
+def update_metrics(done: list[UpdateStats], token_budget: int) -> dict[str, float]:
+    """Ratio and clipping over all updates of the step; entropy, KL and the engine's gap of the first, before any change."""
+    tokens = sum(stats.tokens for stats in done)
+    microbatches = sum(stats.microbatches for stats in done)
+
+    def over_all(name: str) -> float:
+        return sum(float(stats.sums[name]) for stats in done) / max(1, tokens)
+
+    metrics = {
+        "policy/loss": sum(float(stats.sums["loss"]) for stats in done) / len(done),
+        "policy/entropy": done[0].mean("entropy"),
+        "policy/kl_old": over_all("kl_old"),
+        "policy/ratio_mean": over_all("ratio"),
+        "policy/clip_fraction": over_all("clipped"),
+        "policy/grad_norm": sum(stats.grad_norm for stats in done) / len(done),
+        "rollout/logprob_gap": done[0].mean("logprob_gap"),
+        "run/token_budget": float(token_budget),
+        "run/max_microbatch_tokens": float(max(stats.largest for stats in done)),
+        "run/microbatches": float(microbatches),
+        "run/packing_fill": sum(stats.row_tokens for stats in done) / (microbatches * token_budget),
+        "run/skipped_updates": float(sum(not stats.applied for stats in done)),
+    }
+    if "kl_ref" in done[0].sums:
+        metrics["policy/kl_ref"] = done[0].mean("kl_ref")
+    return metrics
