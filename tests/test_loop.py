@@ -147,3 +147,21 @@ def test_the_best_checkpoint_by_evaluation_is_kept(model_folder, tmp_path) -> No
     best = max(scores, key=lambda step: (scores[step], -step))
     kept = {int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir()}
     assert kept == {best, 6}
+
+
+def test_the_order_in_which_groups_finish_does_not_matter(model_folder, tmp_path, monkeypatch) -> None:
+    """With two updates a batch, which prompts the first one gets must not depend on which completions were done first."""
+    from trimtab.rollout.native.engine import NativeEngine
+
+    weights = {}
+    original = NativeEngine.generate
+    for name, reverse in (("as finished", False), ("reversed", True)):
+
+        def generate(self, requests, reverse=reverse):
+            groups = list(original(self, requests))
+            return iter(groups[::-1] if reverse else groups)
+
+        monkeypatch.setattr(NativeEngine, "generate", generate)
+        folder, _ = train(model_folder, tmp_path / name, learn={"updates_per_step": 2})
+        weights[name] = load_file(folder / "final" / "model.safetensors")
+    assert all(torch.equal(weights["as finished"][k], weights["reversed"][k]) for k in weights["reversed"])

@@ -75,8 +75,15 @@ def scores(values: Mapping[str, Any]) -> str:
         if isinstance(value, Mapping):
             parts.append(f"{name}: {scores(value)}")
         else:
-            parts.append(f"{name} {percent(value, 1) if name.startswith('pass@') else number(value)}")
+            parts.append(f"{name} {_score(name, value)}")
     return ", ".join(parts) or MISSING
+
+
+def _score(name: str, value: Any) -> str:
+    if name.startswith(("pass@", "stderr", "truncated")):
+        return percent(value, 1)
+    known = finite(value)
+    return f"{known:.0f}" if known is not None and known == round(known) and name != "length_mean" else number(value)
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
