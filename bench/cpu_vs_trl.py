@@ -71,7 +71,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "prompts_per_step": 64,
         "samples_per_prompt": 8,
         "max_new_tokens": 10,
-        "lr": 5e-4,
+        "lr": 2e-4,
         "reward": "right",
         "steps": 60,
         "seeds": [0, 1],

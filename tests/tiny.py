@@ -52,7 +52,7 @@ def tiny_model(architecture: str = "llama", dtype: torch.dtype = torch.float32, 
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.copy_(0.25 * torch.randn(parameter.shape, generator=numbers))  # the same in every type
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=numbers))  # the same in every type
     return model.eval()
 
 

@@ -32,6 +32,9 @@ CASES: dict[str, list[Any]] = {
     "rollout.page_tokens": [1, 5, 64],
     "rollout.prefix_cache": [True, False],
 }
+TOLERANCE = {"device": 1e-5, "token_budget": 1e-6}
+"""transformers' norms compute in float32 even in a float64 model. Two devices round that differently; and the gradient of a
+prompt that several samples share goes through them as one sum, or as several where a budget cuts the group."""
 WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
 
 
@@ -117,8 +120,7 @@ def baseline(model_folder: Path, tmp_path_factory: pytest.TempPathFactory):
 def test_gradient_and_tokens_are_the_same(model_folder: Path, tmp_path: Path, baseline, key: str, value: Any) -> None:
     tokens, gradients = step(model_folder, tmp_path, key, value)
     assert tokens == baseline[0]
-    # transformers' norms compute in float32 even in a float64 model, and two devices round that differently.
-    assert_same_gradient(baseline[1], gradients, tolerance=1e-5 if key == "device" else 1e-9)
+    assert_same_gradient(baseline[1], gradients, TOLERANCE.get(key, 1e-9))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_several_updates_a_batch_are_covered_too(model_folder: Path, tmp_path: P
     one = step(model_folder, tmp_path, learn=learn)
     two = step(model_folder, tmp_path, key, value, learn=learn)
     assert one[0] == two[0]
-    assert_same_gradient(one[1], two[1])
+    assert_same_gradient(one[1], two[1], TOLERANCE.get(key, 1e-9))
 
 
 def test_a_learn_key_does_change_the_gradient(model_folder: Path, tmp_path: Path, baseline) -> None:

@@ -109,3 +109,21 @@ def test_dropout_is_off() -> None:
     with torch.no_grad():
         one, two = (policy.hidden(torch.arange(3, 11), plan.positions, plan) for _ in range(2))
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_completions_that_share_a_prompt_equal_whole_sequences(architecture: str) -> None:
+    """The prompt is in the row once, and each completion continues from it as if it had its own."""
+    g = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=g) for n in (9, 2)]
+    completions = [(0, 1), (0, 7), (0, 7), (1, 4), (1, 12)]
+    ends = [torch.randint(3, VOCABULARY, (n,), generator=g) for _, n in completions]
+    policy = Policy(tiny_model(architecture, torch.float64))
+    plan = PackedPlan([9, 2, *(n for _, n in completions)], "cpu", [None, None, *(p for p, _ in completions)])
+    with torch.no_grad():
+        shared = policy.hidden(torch.cat([*prompts, *ends]), plan.positions, plan)
+        alone = []
+        for (prompt, n), end in zip(completions, ends):
+            own = PackedPlan([len(prompts[prompt]) + n], "cpu")
+            alone.append(policy.hidden(torch.cat([prompts[prompt], end]), own.positions, own)[-n:])
+    torch.testing.assert_close(shared[11:], torch.cat(alone), atol=1e-9, rtol=0)

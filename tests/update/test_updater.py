@@ -12,22 +12,23 @@ from trimtab.model.policy import Policy
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
 
-SHAPES = [(4, 9), (1, 3), (7, 1), (2, 12), (5, 5), (5, 5)]
+SHAPES = [(4, 9), (1, 3), (7, 1), (2, 12), (5, 5), (5, 5), (4, 1), (5, 8)]
 
 
 def samples(seed: int = 0) -> list[Sample]:
-    """Completions with arbitrary advantages, weights, and stale log-probs."""
+    """Completions with arbitrary advantages, weights, and stale log-probs; prompts of equal length are the same prompt."""
     g = torch.Generator().manual_seed(seed)
     made = []
     for prompt, length in SHAPES:
         tokens = torch.randint(3, VOCABULARY, (length,), generator=g)
         advantage = torch.randn((), generator=g)
+        text = torch.randint(3, VOCABULARY, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
         made.append(
             Sample(
-                torch.randint(3, VOCABULARY, (prompt,), generator=g).tolist(),
+                text,
                 tokens,
                 advantages=advantage.expand(length),
-                weights=torch.full((length,), 1 / 35.0),
+                weights=torch.full((length,), 1 / 44.0),
                 engine_logprobs=-4.5 + 0.3 * torch.randn(length, generator=g),
                 old_logprobs=-4.5 + 0.3 * torch.randn(length, generator=g),
                 ref_logprobs=-4.5 + 0.3 * torch.randn(length, generator=g),
@@ -143,7 +144,8 @@ def test_gradient_does_not_depend_on_how_the_step_is_cut(name: str, changes: dic
     learn = resolve(Learn(**OBJECTIVES[name]))
     whole, cut = gradient(samples(), learn, learn.kl.coef), gradient(samples(), learn, learn.kl.coef, **changes)
     for key in whole:
-        torch.testing.assert_close(cut[key], whole[key], atol=1e-12, rtol=1e-9)
+        scale = float(whole[key].abs().max())
+        torch.testing.assert_close(cut[key], whole[key], atol=1e-6 * scale, rtol=0)
 
 
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped() -> None:
@@ -159,7 +161,8 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped() -> None:
     assert stats.mean("clipped") == 0.0
     assert stats.mean("kl_old") == 0.0
     assert stats.tokens == sum(length for _, length in SHAPES)
-    assert stats.row_tokens == sum(sum(shape) for shape in SHAPES)
+    # Prompts of 4 and 5 tokens are shared, where the budget leaves their samples together; a last token predicts nothing.
+    assert stats.row_tokens < sum(prompt + length - 1 for prompt, length in SHAPES)
     assert stats.largest <= 30
     assert stats.microbatches == 3
 

@@ -62,7 +62,8 @@ def attention(
     assert attention_plan is not None, "the attention plan did not reach the attention layer"
     assert attention_mask is None and query.shape[0] == 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    # squeeze, not [0]: the backward pass of an index fills a tensor with zeros first.
+    q_THD, k_TKD, v_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     out_THD = attention_plan.attend(layer, q_THD, k_TKD, v_TKD, Rules(scale, sliding_window, softcap, s_aux))
     return out_THD[None], None

@@ -1,5 +1,8 @@
 """Attention over several sequences laid end to end in one row, each seeing only itself. Exact: no mask, no padding.
 
+A segment may continue from another one: the completions of a prompt all see the prompt's tokens, which are in the row once.
+Their keys and values are then laid out again for the attention, prefix and own, by one gather a layer.
+
 On CUDA in half precision one variable-length flash kernel does the whole row. Elsewhere segments of equal length that lie
 next to each other become the rows of one dense call, so callers sort sequences by length where they can.
 """
@@ -7,43 +10,93 @@ next to each other become the rows of one dense call, so callers sort sequences 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from trimtab.model.attention import Rules, dense_attention
+from trimtab.model.attention import Rules, causal_window, dense_attention
 
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class PackedPlan:
-    """Segments of the given lengths, in order, filling the row exactly."""
+    """Segments of the given lengths, in order, filling the row exactly.
 
-    def __init__(self, lengths: list[int], device: torch.device | str) -> None:
+    `prefixes` names for each segment the earlier segment it continues from, which continues from none itself; None: it begins
+    a sequence.
+    """
+
+    def __init__(
+        self, lengths: list[int], device: torch.device | str, prefixes: Sequence[int | None] | None = None
+    ) -> None:
         self.lengths = lengths
         self.device = torch.device(device)
-        self.runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+        self._prefixes = list(prefixes) if prefixes is not None else [None] * len(lengths)
+        self._before = [0 if p is None else lengths[p] for p in self._prefixes]
+        self.runs = [
+            (before, length, len(list(same))) for (before, length), same in groupby(zip(self._before, lengths))
+        ]
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """Position of every token in its own sequence."""
-        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device)
+        return torch.cat([torch.arange(b, b + n) for b, n in zip(self._before, self.lengths)]).to(self.device)
 
     @cached_property
     def _offsets(self) -> torch.Tensor:
         return torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32).to(self.device)
 
+    @cached_property
+    def _key_offsets(self) -> torch.Tensor:
+        seen = [b + n for b, n in zip(self._before, self.lengths)]
+        return torch.tensor([0, *seen]).cumsum(0).to(torch.int32).to(self.device)
+
+    @cached_property
+    def _keys_seen(self) -> torch.Tensor | None:
+        """Row positions that each segment sees, segment after segment; None where that is the row itself."""
+        if not any(self._before):
+            return None
+        starts = [0, *accumulate(self.lengths)]
+        parts = []
+        for index, prefix in enumerate(self._prefixes):
+            if prefix is not None:
+                parts.append(torch.arange(starts[prefix], starts[prefix + 1]))
+            parts.append(torch.arange(starts[index], starts[index + 1]))
+        return torch.cat(parts).to(self.device)
+
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
+        if self._keys_seen is not None:
+            k_TKD, v_TKD = k_TKD.index_select(0, self._keys_seen), v_TKD.index_select(0, self._keys_seen)
         if q_THD.is_cuda and rules.plain and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._flash(q_THD, k_TKD, v_TKD, rules)
-        sizes = [length * count for length, count in self.runs]
-        parts = zip(self.runs, q_THD.split(sizes), k_TKD.split(sizes), v_TKD.split(sizes))
-        return torch.cat([_rows(q, k, v, count, rules) for (_, count), q, k, v in parts])
+        if len(self.runs) == 1:
+            return self._rows(0, q_THD, k_TKD, v_TKD, rules)
+        own = [length * count for _, length, count in self.runs]
+        seen = [(before + length) * count for before, length, count in self.runs]
+        parts = zip(q_THD.split(own), k_TKD.split(seen), v_TKD.split(seen))
+        return torch.cat([self._rows(run, q, k, v, rules) for run, (q, k, v) in enumerate(parts)])
+
+    def _rows(self, run: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
+        """Neighbouring segments of equal length as the rows of one dense call."""
+        before, length, count = self.runs[run]
+        q_NHLD, k_NKSD, v_NKSD = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
+        allowed = self._allowed(before, length, rules.window) if before else None
+        return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, allowed).transpose(1, 2).flatten(0, 1)
+
+    def _allowed(self, before: int, length: int, window: int | None) -> torch.Tensor:
+        """The same for all layers with the same window, so made once a forward pass."""
+        key = (before, length, window)
+        if key not in self._masks:
+            at = torch.arange(before + length, device=self.device)
+            self._masks[key] = causal_window(at[before:], at, window)
+        return self._masks[key]
 
     def _flash(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules) -> torch.Tensor:
         group = q_THD.shape[1] // k_TKD.shape[1]
@@ -53,24 +106,17 @@ class PackedPlan:
         elif group > 1:
             k_TKD, v_TKD = k_TKD.repeat_interleave(group, 1), v_TKD.repeat_interleave(group, 1)
         left = -1 if rules.window is None else rules.window - 1
-        longest = max(self.lengths)
         out = varlen_attn(
             q_THD.contiguous(),
             k_TKD.contiguous(),
             v_TKD.contiguous(),
             self._offsets,
-            self._offsets,
-            longest,
-            longest,
+            self._key_offsets,
+            max(self.lengths),
+            max(b + n for b, n in zip(self._before, self.lengths)),
             scale=rules.scale,
             window_size=(left, 0),
             **extra,
         )
         assert isinstance(out, torch.Tensor)
         return out
-
-
-def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, rules: Rules) -> torch.Tensor:
-    """`count` neighbouring segments of equal length as the rows of one dense call."""
-    q_NHLD, k_NKLD, v_NKLD = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
-    return dense_attention(q_NHLD, k_NKLD, v_NKLD, rules).transpose(1, 2).flatten(0, 1)

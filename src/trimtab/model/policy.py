@@ -69,7 +69,7 @@ class Policy:
             use_cache=False,
             attention_plan=plan,
         )
-        hidden: torch.Tensor = out.last_hidden_state[0]
+        hidden: torch.Tensor = out.last_hidden_state.squeeze(0)
         return hidden
 
     def _head(self) -> Head:

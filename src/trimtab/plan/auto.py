@@ -102,7 +102,7 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
         checkpointed = run.token_budget * activation_bytes_per_token(facts, False) > facts.free_bytes // 2
     chunk = max(64, min(4096, (256 if cuda else 64) * MIB // (12 * facts.vocabulary)))
     in_flight = min(facts.sequences, 1024 if cuda else 256)
-    page = fill(run.rollout, "run.rollout", "page_tokens", 16, "little waste at the end of a sequence")
+    page = fill(run.rollout, "run.rollout", "page_tokens", *_page_tokens(run, facts))
     rollout = Rollout(
         kv_memory=fill(run.rollout, "run.rollout", "kv_memory", *_kv_memory(facts, page)),
         page_tokens=page,
@@ -131,6 +131,15 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
     )
     _refuse_small_kv(filled.rollout, facts)
     return filled, choices
+
+
+def _page_tokens(run: Run, facts: Facts) -> tuple[int, str]:
+    """On a CPU, where attention has no paged kernel, a page that holds a whole sequence spares a copy of the cache a step."""
+    whole_step = facts.sequences * facts.typical_sequence * facts.kv_bytes_per_token
+    roomy = run.rollout.kv_memory == "auto" and facts.longest_sequence == facts.typical_sequence
+    if facts.device.type == "cpu" and roomy and 2 * whole_step <= facts.free_bytes // 2:
+        return facts.typical_sequence, "one page a sequence: decoding reads it in place"
+    return 16, "little waste at the end of a sequence"
 
 
 def _kv_memory(facts: Facts, page_tokens: int) -> tuple[int, str]:

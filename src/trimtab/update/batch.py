@@ -6,7 +6,7 @@ of token t - 1, so `predictors` are the row positions just before each completio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,26 @@ class Sample:
         return len(self.prompt_tokens) + self.tokens.shape[0]
 
 
+def row_tokens(samples: Sequence[Sample]) -> int:
+    """Room that samples of one prompt take in a row: the prompt once, and the completions."""
+    return len(samples[0].prompt_tokens) + sum(s.tokens.shape[0] for s in samples)
+
+
+def same_prompt(samples: Sequence[Sample], budget: int) -> Iterator[list[Sample]]:
+    """Samples that share a prompt, in parts that leave packing some freedom: a quarter of the budget, or one sample."""
+    groups: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(tuple(sample.prompt_tokens), []).append(sample)
+    for group in groups.values():
+        part: list[Sample] = []
+        for sample in group:
+            if part and row_tokens([*part, sample]) > budget // 4:
+                yield part
+                part = []
+            part.append(sample)
+        yield part
+
+
 @dataclass
 class MicroBatch:
     """Samples laid end to end, and where their completion tokens lie."""
@@ -46,18 +66,33 @@ class MicroBatch:
 
     @classmethod
     def build(cls, samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-        # Neighbours of equal length share one dense attention call on the CPU.
-        ordered = sorted(samples, key=len)
-        rows, predictors, start = [], [], 0
+        """Each prompt is in the row once, however many of its samples there are; what follows a completion's last-but-one
+        token predicts nothing and is left out.
+
+        Prompts come first, then completions, both by length: neighbours of equal length share one attention call on the CPU.
+        """
+        prompts: dict[tuple[int, ...], int] = {}
+        for prompt in sorted((tuple(s.prompt_tokens) for s in samples), key=len):
+            prompts.setdefault(prompt, len(prompts))
+        ordered = sorted(samples, key=lambda s: (len(s.prompt_tokens), s.tokens.shape[0]))
+        rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
+        lengths = [len(prompt) for prompt in prompts]
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        prefixes: list[int | None] = [None] * len(prompts)
+        predictors, start = [], ends[-1]
         for sample in ordered:
-            prompt = len(sample.prompt_tokens)
-            rows += [torch.tensor(sample.prompt_tokens, dtype=torch.int64), sample.tokens]
-            predictors.append(torch.arange(start + prompt - 1, start + len(sample) - 1))
-            start += len(sample)
+            number = prompts[tuple(sample.prompt_tokens)]
+            inside = sample.tokens.shape[0] - 1
+            predictors += [torch.tensor([ends[number] - 1]), torch.arange(start, start + inside)]
+            if inside:
+                rows.append(sample.tokens[:-1])
+                lengths.append(inside)
+                prefixes.append(number)
+            start += inside
         counts = torch.tensor([s.tokens.shape[0] for s in ordered])
         return cls(
             samples=ordered,
-            plan=PackedPlan([len(s) for s in ordered], device),
+            plan=PackedPlan(lengths, device, prefixes),
             tokens_T=torch.cat(rows).to(device),
             predictors_R=torch.cat(predictors).to(device),
             targets_R=torch.cat([s.tokens for s in ordered]).to(device),

@@ -17,7 +17,7 @@ from trimtab.learn.kl import ESTIMATORS
 from trimtab.learn.losses import LOSSES
 from trimtab.model.head import TokenStats
 from trimtab.model.policy import Policy
-from trimtab.update.batch import MicroBatch, Sample
+from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
 from trimtab.update.optimizer import MasterAdamW
 from trimtab.update.packing import pack
 
@@ -73,23 +73,27 @@ class Updater:
 
     def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
         """One optimizer step on all of `samples`."""
-        stats = UpdateStats(row_tokens=sum(map(len, samples)))
+        stats = UpdateStats()
         for batch in self._micro_batches(samples, self.token_budget):
             self._loss(batch, kl_coef, stats).backward()
             stats.microbatches += 1
+            stats.row_tokens += batch.tokens_T.shape[0]
             stats.largest = max(stats.largest, batch.tokens_T.shape[0])
         outcome = self.optimizer.step(lr)
         stats.grad_norm, stats.applied = outcome.grad_norm, outcome.applied
         return stats
 
     def _micro_batches(self, samples: Sequence[Sample], budget: int):  # type: ignore[no-untyped-def]
-        for indices in pack([len(s) for s in samples], budget):
-            yield MicroBatch.build([samples[i] for i in indices], self.policy.device)
+        parts = list(same_prompt(samples, budget))
+        for indices in pack([row_tokens(part) for part in parts], budget):
+            yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device)
 
     def _token_stats(self, policy: Policy, batch: MicroBatch) -> TokenStats:
         hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
         temperature = self.learn.sampling.temperature
-        return policy.head.token_stats(hidden_TE[batch.predictors_R], batch.targets_R, temperature, self.logprob_chunk)
+        return policy.head.token_stats(
+            hidden_TE.index_select(0, batch.predictors_R), batch.targets_R, temperature, self.logprob_chunk
+        )
 
     def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
         """This micro-batch's part of the step's loss."""

@@ -70,6 +70,11 @@ class KVCache:
         """[B, K, S, D] keys and values of each row's pages, S = P * page_tokens."""
         return self._gather(self.keys[layer], pages_BP), self._gather(self.values[layer], pages_BP)
 
+    def view(self, layer: int, first: int, pages: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, K, S, D] keys and values of neighbouring pages that hold one sequence each, without a copy."""
+        k, v = (store[layer][first : first + pages, :tokens].transpose(1, 2) for store in (self.keys, self.values))
+        return k, v
+
     def _gather(self, store: torch.Tensor, pages_BP: torch.Tensor) -> torch.Tensor:
         b, p = pages_BP.shape
         picked = store.index_select(0, pages_BP.flatten())
@@ -94,6 +99,10 @@ class DecodePlan:
     pages_BP: torch.Tensor
     positions_B: torch.Tensor
     slots_B: torch.Tensor
+    longest: int
+    """Tokens of the longest sequence, the new one included."""
+    first_page: int | None = None
+    """Where each sequence has one page and these lie in a row, in order, the first of them: nothing has to be gathered then."""
 
     def __post_init__(self) -> None:
         self._masks: dict[int | None, torch.Tensor] = {}
@@ -101,7 +110,7 @@ class DecodePlan:
     def _allowed(self, window: int | None) -> torch.Tensor:
         """The same for all layers with the same window, so made once a forward pass."""
         if window not in self._masks:
-            view = torch.arange(self.pages_BP.shape[1] * self.cache.page_tokens, device=self.pages_BP.device)
+            view = torch.arange(self.longest, device=self.pages_BP.device)
             self._masks[window] = causal_window(self.positions_B[:, None, None], view, window)
         return self._masks[window]
 
@@ -109,7 +118,10 @@ class DecodePlan:
         self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
         self.cache.write(layer, self.slots_B, k_BKD, v_BKD)
-        k_BKSD, v_BKSD = self.cache.read(layer, self.pages_BP)
+        if self.first_page is not None:
+            k_BKSD, v_BKSD = self.cache.view(layer, self.first_page, self.pages_BP.shape[0], self.longest)
+        else:
+            k_BKSD, v_BKSD = (x[:, :, : self.longest] for x in self.cache.read(layer, self.pages_BP))
         return dense_attention(q_BHD[:, :, None], k_BKSD, v_BKSD, rules, self._allowed(rules.window))[:, :, 0]
 
 

@@ -135,18 +135,37 @@ class NativeEngine:
             return
         self.stats.parked += len(work.make_room())
         live = [s for s in live if s.row >= 0]
+        width = max(len(s.pages) for s in live)
+        first_page = self._in_a_row(live, rows) if width == 1 else None
         for sequence in live:
             rows.set_pages(sequence)
         index_B = rows.index(live)
-        width = max(len(s.pages) for s in live)
         pages_BP, positions_B = rows.pages[index_B, :width], rows.positions[index_B]
-        attention = DecodePlan(self._cache, pages_BP, positions_B, self._cache.slots(pages_BP, positions_B))
+        slots_B, longest = self._cache.slots(pages_BP, positions_B), max(s.stored for s in live) + 1
+        attention = DecodePlan(self._cache, pages_BP, positions_B, slots_B, longest, first_page)
         hidden = self.policy.hidden(rows.last_tokens[index_B], positions_B, attention)
         for sequence in live:
             sequence.stored += 1
         self._draw(rows, index_B, hidden, sampling)
         self.stats.decode_steps += 1
         self.stats.occupied_slots += len(live)
+
+    def _in_a_row(self, live: list[plan.Sequence], rows: Rows) -> int | None:
+        """Put sequences of one page each in page order, and their pages side by side: attention then reads them where they are.
+
+        A page moves at most once for each sequence that ended below it. Returns the first page, or None where others lie between.
+        """
+        live.sort(key=lambda s: s.pages[0])
+        for sequence in reversed(live):
+            target = self.pool.lower(sequence.pages[0])
+            if target is None:
+                break
+            self._cache.copy_page(sequence.pages[0], target, sequence.stored)
+            sequence.pages = [target]
+            rows.forget_pages(sequence)
+        live.sort(key=lambda s: s.pages[0])
+        first, last = live[0].pages[0], live[-1].pages[0]
+        return first if last - first == len(live) - 1 else None
 
     def _draw(self, rows: Rows, index_B: torch.Tensor, hidden_BE: torch.Tensor, sampling: Sampling) -> None:
         logits_BV = self.policy.head.logits(hidden_BE, sampling.temperature or 1.0)

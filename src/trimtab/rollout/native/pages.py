@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
 ROOT = -1
@@ -23,7 +24,8 @@ class PagePool:
         self.total = pages
         self.page_tokens = page_tokens
         self._prefix_cache = prefix_cache
-        self._free = list(range(pages - 1, -1, -1))
+        self._free = list(range(pages))
+        """A heap: the lowest page goes out first, so that what is in use lies close together."""
         self._owners = [0] * pages
         self._page_of: dict[tuple[int, tuple[int, ...]], int] = {}
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -49,7 +51,7 @@ class PagePool:
             return None
         while len(self._free) < number:
             self._forget(self._idle.popitem(last=False)[0])
-        taken = [self._free.pop() for _ in range(number)]
+        taken = [heappop(self._free) for _ in range(number)]
         for page in taken:
             self._owners[page] = 1
         self.peak_held = max(self.peak_held, self.held)
@@ -70,7 +72,15 @@ class PagePool:
                 if page in self._key_of:
                     self._idle[page] = None
                 else:
-                    self._free.append(page)
+                    heappush(self._free, page)
+
+    def lower(self, page: int) -> int | None:
+        """Exchange a page that has one owner for the lowest free one, where that lies lower; the caller moves what is in it."""
+        if self._owners[page] != 1 or page in self._key_of or not self._free or self._free[0] > page:
+            return None
+        target = heapreplace(self._free, page)
+        self._owners[page], self._owners[target] = 0, 1
+        return target
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Offer the full pages of a prefilled prompt to later prompts that begin with the same tokens."""
@@ -107,6 +117,7 @@ class PagePool:
         self._key_of.clear()
         self._node_of.clear()
         self._free.extend(self._idle)
+        heapify(self._free)
         self._idle.clear()
 
     def _page_key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
@@ -115,4 +126,4 @@ class PagePool:
     def _forget(self, page: int) -> None:
         """What continued from this page can no longer be found; it leaves as it ages."""
         del self._page_of[self._key_of.pop(page)], self._node_of[page]
-        self._free.append(page)
+        heappush(self._free, page)

@@ -80,6 +80,10 @@ class Rows:
             self.pages[row, known : len(sequence.pages)] = torch.tensor(sequence.pages[known:], device=self.device)
             self._host_pages[row] = len(sequence.pages)
 
+    def forget_pages(self, sequence: Sequence) -> None:
+        """The sequence's pages have moved; `set_pages` will write them again."""
+        self._host_pages[sequence.row] = 0
+
     def finished(self, sequence: Sequence) -> bool:
         return self._host_finished[sequence.row]
 

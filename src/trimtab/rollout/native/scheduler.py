@@ -5,8 +5,8 @@ allow, sharing the prompt's full pages) -> its samples run and finish. A sample 
 again from its own tokens and run on.
 
 Guarantees, checked by property tests: every sample finishes exactly once; pages are taken by admission rules that leave one
-page of growth a running sequence, so parking is rare; when pages run out, prompts that only wait are given up first, then
-the youngest sequence; the oldest sequence always makes progress, so any pool that holds one whole sequence suffices.
+page of growth a running sequence that may need it, so parking is rare; when pages run out, prompts that only wait are given up
+first, then the youngest sequence; the oldest sequence always makes progress, so any pool that holds one whole sequence suffices.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Scheduler:
         cached = self.pool.recall(tokens[:most_cached])
         need = self._pages_for(len(tokens)) - len(cached)
         idle = not self.running and not self.filling
-        fresh = self.pool.take(need) if idle or self.pool.available - need > len(self.running) else None
+        fresh = self.pool.take(need) if idle or self.pool.available - need > self._growing() else None
         if fresh is None:
             self.pool.release(cached)
             return None
@@ -198,7 +198,7 @@ class Scheduler:
         fresh: list[int] | None = []
         if rest:
             while True:
-                fresh = self.pool.take(1) if not self.running or self.pool.available > len(self.running) else None
+                fresh = self.pool.take(1) if not self.running or self.pool.available > self._growing() else None
                 if fresh is not None or self.running or not self._give_up_prompt(keep=group):
                     break
             if fresh is None:
@@ -256,6 +256,11 @@ class Scheduler:
             if isinstance(filling.owner, PromptGroup):
                 promised += filling.owner.samples - filling.owner.forked
         return len(self.free_rows) - promised
+
+    def _growing(self) -> int:
+        """Running sequences whose pages may not last to their end."""
+        page = self.pool.page_tokens
+        return sum(len(s.pages) * page < len(s.group.prompt) + s.group.limit for s in self.running)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.page_tokens)
