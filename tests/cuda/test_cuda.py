@@ -45,6 +45,24 @@ def test_packed_bf16_forward_is_as_close_to_float64_as_bf16_allows(architecture:
     assert error_flash < 2 * error_eager + 0.01
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral", "gemma3_text"])
+def test_completions_that_share_a_prompt_equal_whole_sequences(architecture: str) -> None:
+    """Queries shorter than their keys, causal from the end, with and without a window: the flash kernel's own alignment."""
+    g = torch.Generator().manual_seed(2)
+    prompt = torch.randint(3, VOCABULARY, (9,), generator=g).cuda()
+    ends = [torch.randint(3, VOCABULARY, (n,), generator=g).cuda() for n in (1, 7, 7, 20)]
+    policy = on_cuda(architecture, torch.bfloat16)
+    plan = PackedPlan([9, *map(len, ends)], "cuda", [None, *[0] * len(ends)])
+    with torch.no_grad():
+        shared = policy.head.logits(policy.hidden(torch.cat([prompt, *ends]), plan.positions, plan)[9:]).log_softmax(-1)
+        alone = []
+        for end in ends:
+            own = PackedPlan([9 + len(end)], "cuda")
+            alone.append(policy.hidden(torch.cat([prompt, end]), own.positions, own)[-len(end) :])
+    expected = policy.head.logits(torch.cat(alone)).log_softmax(-1)
+    assert ((shared - expected).abs() * expected.exp()).sum(-1).max() < 0.1
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_tokens_equal_transformers_generate(architecture: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
