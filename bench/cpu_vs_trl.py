@@ -37,8 +37,8 @@ BUILD = ROOT / "build"
 TRL_VERSION = "1.16.0"
 SIDES = ("trimtab", "trl")
 SKIP_FIRST, SKIP_LAST = 2, 1
-TRIES, DISTURBED = 3, 0.1
-"""A run during which other processes had more than this share of the cores is done again, at most so many times."""
+TRIES, DISTURBED, LIMIT_S = 3, 0.1, 600
+"""A run during which other processes had more than this share of the cores is done again, at most so many times in all."""
 
 # --- what is run: everything that changes the result is here once and used by both sides
 
@@ -318,10 +318,11 @@ def _call(python: str, side: str, work: dict[str, Any], folder: Path, seed: int,
             json.dumps({"work": work, "folder": str(folder), "seed": seed, "out": f"{scratch}/run", "threads": threads})
         )
         busy, mine, started = _busy_seconds(), _child_seconds(), time.monotonic()
-        done = subprocess.run(
-            [python, __file__, "--worker", side, str(spec), str(answer)],
-            env=env, cwd=scratch, capture_output=True, text=True,
-        )  # fmt: skip
+        command = [python, __file__, "--worker", side, str(spec), str(answer)]
+        try:
+            done = subprocess.run(command, env=env, cwd=scratch, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"{side}: stopped after {LIMIT_S} s") from None
         if done.returncode:
             raise SystemExit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         machine_s = (time.monotonic() - started) * len(os.sched_getaffinity(0))
