@@ -44,6 +44,7 @@ def scorer() -> Iterator[Callable[..., Scorer]]:
     yield make
     for one in made:
         one.close()
+    psutil.wait_procs(leftovers(), timeout=30)  # a killed process takes a moment to go on a loaded machine
     assert not leftovers()
 
 
