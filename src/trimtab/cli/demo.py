@@ -15,7 +15,7 @@ def demo(
     folder: Annotated[Path | None, typer.Option("--dir", help="Where to put it; must be new.")] = None,
     difficulty: Annotated[int, typer.Option(help="Digits to sort.")] = 8,
     warm_steps: Annotated[int, typer.Option(help="Supervised steps before reinforcement learning.")] = 60,
-    steps: Annotated[int, typer.Option(help="GRPO steps.")] = 120,
+    steps: Annotated[int, typer.Option(help="GRPO steps.")] = 150,
     seed: Annotated[int, typer.Option(help="Seeds everything.")] = 0,
 ) -> None:
     """Train a small transformer to sort, from scratch, in a few minutes on a CPU. The last line is one JSON object."""
