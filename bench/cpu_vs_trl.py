@@ -79,7 +79,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     },
 }
 
-# TRL's settings that do not change what is learned, tried one by one by --sweep. What won is in WORKLOADS.
+# TRL's settings that do not change what is learned, tried one by one by --sweep. What won on `equal` is in WORKLOADS.
 TRL_SWEEP: dict[str, dict[str, Any]] = {
     **{
         f"batch {size} x {128 // size}": {
