@@ -111,13 +111,14 @@ def test_a_contradiction_is_reported_once_with_a_fix(where: str, overrides: str)
 @pytest.mark.parametrize("overrides", ALLOWED)
 def test_what_makes_sense_passes_and_passes_again_when_every_key_is_written_out(overrides: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(resolved_yaml(config_from_dict(LEAST, overrides.split())))
-    load_config(path)
+    written = resolved_yaml(config_from_dict(LEAST, overrides.split()))
+    path.write_text(written)
+    assert resolved_yaml(load_config(path)) == written
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
 def test_every_algorithm_passes_with_its_defaults(algorithm: str) -> None:
-    config_from_dict(LEAST, [f"learn.algorithm={algorithm}"])
+    assert contradictions(config_from_dict(LEAST, [f"learn.algorithm={algorithm}"])) == []
 
 
 def test_the_fix_says_the_number_to_write() -> None:
