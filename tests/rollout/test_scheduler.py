@@ -23,7 +23,7 @@ def drive(groups: list[tuple[int, int, int]], rows: int, pages: int, page_tokens
 
     work = Scheduler(pool, rows, prefill_tokens, save)
     for index, (prompt, samples, limit) in enumerate(groups):
-        work.add(PromptGroup(index, list(range(index, index + prompt)), samples, limit))
+        work.add(PromptGroup(index, list(range(index, index + prompt)), [limit] * samples))
     finished: Counter[tuple[int, int]] = Counter()
     parked = 0
     for _ in range(100_000):
@@ -35,9 +35,9 @@ def drive(groups: list[tuple[int, int, int]], rows: int, pages: int, page_tokens
             work.filled(filling, count)
         for fork in work.fork():
             made[fork.sequence.group.index, fork.sequence.sample] = 1
-        for sequence in [s for s in work.running if made[s.group.index, s.sample] >= s.group.limit]:
+        for sequence in [s for s in work.running if made[s.group.index, s.sample] >= s.limit]:
             finished[sequence.group.index, sequence.sample] += 1
-            work.finish(sequence)
+            work.finish([sequence])
         parked += len(work.make_room())
         assert len(work.running) <= rows
         assert len({s.row for s in work.running}) == len(work.running)
@@ -47,9 +47,9 @@ def drive(groups: list[tuple[int, int, int]], rows: int, pages: int, page_tokens
             assert sequence.stored < len(sequence.pages) * page_tokens, "no page for the next token"
             sequence.stored += 1
             made[key] += 1
-            if made[key] >= sequence.group.limit:
+            if made[key] >= sequence.limit:
                 finished[key] += 1
-                work.finish(sequence)
+                work.finish([sequence])
     assert not work.unfinished, "the scheduler stands still"
     return finished, parked, pool
 

@@ -27,16 +27,22 @@ class PackedPlan:
     """Segments of the given lengths, in order, filling the row exactly.
 
     `prefixes` names for each segment the earlier segment it continues from, which continues from none itself; None: it begins
-    a sequence.
+    a sequence. Alternatively `before` says how many tokens of its sequence precede each segment, and the caller lays out the
+    keys and values that each segment sees, its predecessors and itself.
     """
 
     def __init__(
-        self, lengths: list[int], device: torch.device | str, prefixes: Sequence[int | None] | None = None
+        self,
+        lengths: list[int],
+        device: torch.device | str,
+        prefixes: Sequence[int | None] | None = None,
+        before: Sequence[int] | None = None,
     ) -> None:
+        assert prefixes is None or before is None
         self.lengths = lengths
         self.device = torch.device(device)
         self._prefixes = list(prefixes) if prefixes is not None else [None] * len(lengths)
-        self._before = [0 if p is None else lengths[p] for p in self._prefixes]
+        self._before = list(before) if before else [0 if p is None else lengths[p] for p in self._prefixes]
         self.runs = [
             (before, length, len(list(same))) for (before, length), same in groupby(zip(self._before, lengths))
         ]
@@ -59,7 +65,7 @@ class PackedPlan:
     @cached_property
     def _keys_seen(self) -> torch.Tensor | None:
         """Row positions that each segment sees, segment after segment; None where that is the row itself."""
-        if not any(self._before):
+        if all(prefix is None for prefix in self._prefixes):
             return None
         starts = [0, *accumulate(self.lengths)]
         parts = []

@@ -22,12 +22,21 @@ class Request:
 
     prompt: Prompt
     samples: int
-    max_new_tokens: int
+    max_new_tokens: int | Sequence[int]
+    """Of every sample, or of each one."""
     sampling: Sampling
     seed: int
     step: int
     first_sample: int = 0
     """Number of the first sample; a prompt that comes twice in a step goes on counting, so that its samples differ."""
+
+    @property
+    def limits(self) -> list[int]:
+        """Most new tokens of each sample."""
+        if isinstance(self.max_new_tokens, int):
+            return [self.max_new_tokens] * self.samples
+        assert len(self.max_new_tokens) == self.samples
+        return list(self.max_new_tokens)
 
 
 @dataclass
@@ -46,6 +55,8 @@ class RolloutStats:
     total_pages: int = 0
     parked: int = 0
     """Times a sequence lost its KV to an older one and was resumed later."""
+    graph_steps: int = 0
+    """Decode steps that were replays of a CUDA graph."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
 

@@ -6,6 +6,7 @@ tokens in view. Page layout is [page, token in page, K, D] for keys and values o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +15,18 @@ from trimtab.model.attention import Rules, causal_window, dense_attention
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
 
+Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Makes a tensor of a shape and type, contents undefined."""
+
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores for one token."""
+    """What one layer stores for one token, and how it attends."""
 
     key: tuple[int, int]
     value: tuple[int, int]
+    heads: int
+    rules: Rules
 
     def bytes_per_token(self, itemsize: int) -> int:
         return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * itemsize
@@ -36,7 +42,8 @@ class _ShapeProbe(PackedPlan):
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
-        self.shapes[layer] = LayerShape((k_TKD.shape[1], k_TKD.shape[2]), (v_TKD.shape[1], v_TKD.shape[2]))
+        key, value = (k_TKD.shape[1], k_TKD.shape[2]), (v_TKD.shape[1], v_TKD.shape[2])
+        self.shapes[layer] = LayerShape(key, value, q_THD.shape[1], rules)
         return super().attend(layer, q_THD, k_TKD, v_TKD, rules)
 
 
@@ -52,15 +59,11 @@ class KVCache:
     """Keys and values of every layer, in one tensor a layer and kind."""
 
     def __init__(
-        self, shapes: dict[int, LayerShape], pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
+        self, shapes: dict[int, LayerShape], pages: int, page_tokens: int, dtype: torch.dtype, empty: Empty
     ) -> None:
         self.page_tokens = page_tokens
-
-        def empty(shape: tuple[int, int]) -> torch.Tensor:
-            return torch.zeros((pages, page_tokens, *shape), dtype=dtype, device=device)
-
-        self.keys = {layer: empty(shape.key) for layer, shape in shapes.items()}
-        self.values = {layer: empty(shape.value) for layer, shape in shapes.items()}
+        self.keys = {layer: empty((pages, page_tokens, *shape.key), dtype) for layer, shape in shapes.items()}
+        self.values = {layer: empty((pages, page_tokens, *shape.value), dtype) for layer, shape in shapes.items()}
 
     def write(self, layer: int, slots_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
         self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TKD)
@@ -84,6 +87,12 @@ class KVCache:
         """Copy the first `tokens` tokens of a page, in every layer."""
         for store in (*self.keys.values(), *self.values.values()):
             store[target, :tokens] = store[source, :tokens]
+
+    def copy_pages(self, pairs: torch.Tensor) -> None:
+        """Copy whole pages, [2, N] from and to, in every layer."""
+        source, target = pairs
+        for store in (*self.keys.values(), *self.values.values()):
+            store[target] = store[source]
 
     def slots(self, pages_BP: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
         """Where the token at each row's position is stored."""
@@ -145,26 +154,26 @@ class PrefillPlan:
         self.cache = cache
         self.segments = segments
         self.lengths = [len(s.tokens) for s in segments]
+        slots = [cache_slots(s, cache.page_tokens) for s in segments]
         self.positions = torch.cat([torch.arange(s.start, s.end) for s in segments]).to(device)
-        self.pages = [torch.tensor(s.pages, device=device) for s in segments]
-        self.slots = torch.cat(
-            [cache.slots(pages[None].expand(n, -1), pos) for pages, n, pos in
-             zip(self.pages, self.lengths, self.positions.split(self.lengths))]
-        )  # fmt: skip
-        self._whole = PackedPlan(self.lengths, device) if all(s.start == 0 for s in segments) else None
+        self.slots = torch.cat([seen[s.start :] for s, seen in zip(segments, slots)]).to(device)
+        begins = all(s.start == 0 for s in segments)
+        self._seen = None if begins else torch.cat(slots).to(device)
+        """Where everything that a segment sees is stored, segment after segment; None where that is the row itself."""
+        self._packed = PackedPlan(self.lengths, device, before=[s.start for s in segments])
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
         self.cache.write(layer, self.slots, k_TKD, v_TKD)
-        if self._whole is not None:
-            return self._whole.attend(layer, q_THD, k_TKD, v_TKD, rules)
-        return torch.cat([self._segment(layer, i, q, rules) for i, q in enumerate(q_THD.split(self.lengths))])
+        if self._seen is not None:
+            k_TKD, v_TKD = (
+                store[layer].flatten(0, 1).index_select(0, self._seen) for store in (self.cache.keys, self.cache.values)
+            )
+        return self._packed.attend(layer, q_THD, k_TKD, v_TKD, rules)
 
-    def _segment(self, layer: int, index: int, q_LHD: torch.Tensor, rules: Rules) -> torch.Tensor:
-        segment = self.segments[index]
-        k_1KSD, v_1KSD = self.cache.read(layer, self.pages[index][None])
-        query_at = torch.arange(segment.start, segment.end, device=q_LHD.device)
-        key_at = torch.arange(k_1KSD.shape[2], device=q_LHD.device)
-        allowed = causal_window(query_at, key_at, rules.window)
-        return dense_attention(q_LHD.transpose(0, 1)[None], k_1KSD, v_1KSD, rules, allowed)[0].transpose(0, 1)
+
+def cache_slots(segment: PrefillSegment, page_tokens: int) -> torch.Tensor:
+    """Where each token up to the segment's end is stored."""
+    at = torch.arange(segment.end)
+    return torch.tensor(segment.pages)[at // page_tokens] * page_tokens + at % page_tokens

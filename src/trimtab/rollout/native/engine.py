@@ -1,16 +1,18 @@
 """The native engine: generates with the trainer's own modules and weights, through the same registered attention.
 
-One loop: prefill what the scheduler admits, fork samples off finished prompts, decode one token for everything that runs,
-hand over the groups that are complete. Nothing here depends on how the batch happens to be composed, so neither do the tokens.
+A round: prefill what the scheduler admits, fork samples off finished prompts, launch a few decode steps for everything that
+runs, and, while the device works on them, hand over the groups that the round before completed. Then look who ended. Nothing
+here depends on how the batch happens to be composed, so neither do the tokens.
 
-Shapes: B running sequences, P pages of the longest of them, V vocabulary.
+Shapes: B running sequences, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -19,12 +21,45 @@ from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.native import scheduler as plan
-from trimtab.rollout.native.cache import DecodePlan, KVCache, PrefillPlan, PrefillSegment, layer_shapes
+from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment, layer_shapes
+from trimtab.rollout.native.cpu import CpuDecoder
 from trimtab.rollout.native.pages import PagePool
-from trimtab.rollout.native.rows import Rows
-from trimtab.rollout.native.sampler import sample, stream_key
+from trimtab.rollout.native.rows import Outputs, Rows
+from trimtab.rollout.native.sampler import stream_key
 from trimtab.rollout.native.stops import StopStrings, decode_all
-from trimtab.rollout.trajectory import Group, Trajectory
+from trimtab.rollout.trajectory import Finish, Group, Trajectory
+
+
+class Decoder(Protocol):
+    """How a device takes decode steps."""
+
+    cache: KVCache
+    path: str
+    """What runs, and why not something faster, in words for the user."""
+    replays: int
+    """Steps so far that were replays of a graph."""
+
+    @property
+    def most_steps(self) -> int:
+        """Steps of a round: the host looks at the sequences after these."""
+        ...
+
+    def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None: ...
+
+    def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None: ...
+
+    def run(self, live: Sequence[plan.Sequence], steps: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Ended:
+    """Sequences that are off their rows, and what they drew."""
+
+    sequences: list[plan.Sequence]
+    finish: list[Finish]
+    outputs: Outputs
 
 
 class NativeEngine:
@@ -41,6 +76,7 @@ class NativeEngine:
         max_sequences: int,
         prefill_tokens: int,
         prefix_cache: bool = True,
+        lend_memory: bool = False,
     ) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
@@ -53,162 +89,188 @@ class NativeEngine:
         page_bytes = page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
         self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
         self.page_bytes = page_bytes
-        self._cache = KVCache(shapes, self.pool.total, page_tokens, policy.dtype, policy.device)
+        self._rows: Rows | None = None
+        self._decoder: Decoder
+        self._arena = None
+        if policy.device.type == "cuda":
+            from trimtab.rollout.native.cuda import CudaDecoder
+
+            self._decoder = CudaDecoder(policy, shapes, self.pool.total, page_tokens, max_sequences)
+            self._arena = self._decoder.arena if lend_memory else None
+        else:
+            self._decoder = CpuDecoder(policy, shapes, self.pool)
+
+    @property
+    def path(self) -> str:
+        """How decode steps run, in words for the user."""
+        return self._decoder.path
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so nothing moves; what was computed with the old ones is forgotten."""
         self.version = version
         self.pool.forget_all()
 
+    def lend(self) -> int:
+        """Give the memory of keys, values and intermediates to whoever asks next; the next `generate` takes it back."""
+        if self._arena is None:
+            return 0
+        self.pool.forget_all()
+        return self._arena.lend()
+
     def close(self) -> None:
-        self._cache.keys.clear()
-        self._cache.values.clear()
+        self._decoder.close()
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         sampling = self._check(requests)
         self.stats = RolloutStats(slots=self.max_sequences, total_pages=self.pool.total)
         self.pool.peak_held = 0
-        rows = Rows(
-            min(self.max_sequences, sum(r.samples for r in requests)),
-            max(r.max_new_tokens for r in requests),
-            max(self._pages_for(r) for r in requests),
-            [*self.stop_token_ids, *sampling.stop_token_ids],
-            self.policy.device,
-        )
+        if self._arena is not None:
+            self._arena.reclaim()
+        stop_token_ids = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
+        rows = self._rows_for(requests, len(stop_token_ids))
+        rows.begin(stop_token_ids)
+        longest = max(len(r.prompt.tokens) + max(r.limits) for r in requests)
+        self._decoder.begin(rows, sampling, longest)
+        replays = self._decoder.replays
         stops = StopStrings(sampling.stop, self.tokenizer)
         work = plan.Scheduler(self.pool, rows.count, self.prefill_tokens, rows.save)
         for index, request in enumerate(requests):
-            work.add(plan.PromptGroup(index, request.prompt.tokens, request.samples, request.max_new_tokens))
+            work.add(plan.PromptGroup(index, request.prompt.tokens, request.limits))
         done: dict[int, list[Trajectory]] = {index: [] for index in range(len(requests))}
+        clock = _Clock(self.policy.device)
+        ended: _Ended | None = None
         try:
-            while work.unfinished:
-                started = time.perf_counter()
-                self._prefill(work, rows, requests, sampling)
-                middle = time.perf_counter()
-                self._decode(work, rows, sampling)
-                finished = self._harvest(work, rows, stops, requests)
-                self.stats.prefill_s += middle - started
-                self.stats.decode_s += time.perf_counter() - middle
-                for index, trajectory in finished:
+            while work.unfinished or ended:
+                clock.begin()
+                self._prefill(work, rows, requests)
+                clock.prefilled()
+                asked, facts = self._decode(work, rows)
+                clock.launched()
+                for index, trajectory in self._trajectories(ended, requests):
                     done[index].append(trajectory)
                     if len(done[index]) == requests[index].samples:
                         yield self._group(requests[index], done.pop(index), index)
+                clock.wait()
+                ended = self._harvest(work, rows, stops, asked, facts)
+                clock.end(self.stats)
         finally:
             self._release(work)
         self.stats.cached_prefix_tokens = work.cached_tokens
         self.stats.peak_pages = self.pool.peak_held
+        self.stats.graph_steps = self._decoder.replays - replays
 
-    def _prefill(self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request], sampling: Sampling) -> None:
+    def _rows_for(self, requests: Sequence[Request], stops: int) -> Rows:
+        """The rows of the last call where they suffice: graphs know their addresses."""
+        count = min(self.max_sequences, sum(r.samples for r in requests))
+        limit = max(max(r.limits) for r in requests)
+        width = max(self._pages_for(r) for r in requests)
+        need = (count, limit, width, max(1, stops))
+        if self._rows is not None:
+            have = (self._rows.count, self._rows.limit, self._rows.width, self._rows.stops)
+            if all(n <= h for n, h in zip(need, have)):
+                return self._rows
+            need = tuple(map(max, need, have))  # type: ignore[assignment]
+        self._rows = Rows(*need, self.policy.device)
+        return self._rows
+
+    def _prefill(self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request]) -> None:
         """Fill what the scheduler chose, then start the samples of every prompt that is complete."""
         chosen = work.next_fill()
         if chosen:
             segments = [PrefillSegment(f.tokens[f.done : f.done + n], f.done, f.pages) for f, n in chosen]
-            attention = PrefillPlan(self._cache, segments, self.policy.device)
-            tokens = torch.tensor([t for s in segments for t in s.tokens], device=self.policy.device)
+            attention = PrefillPlan(self._decoder.cache, segments, self.policy.device)
+            tokens = rows.to_device([t for s in segments for t in s.tokens])
             hidden = self.policy.hidden(tokens, attention.positions, attention)
             self.stats.prefill_tokens += tokens.shape[0]
-            for (filling, count), last in zip(chosen, torch.tensor(attention.lengths).cumsum(0) - 1):
+            ends = rows.to_device(torch.tensor(attention.lengths).cumsum(0) - 1)
+            for (filling, count), last in zip(chosen, hidden[ends]):
                 if work.filled(filling, count):
                     if isinstance(filling.owner, plan.PromptGroup):
-                        filling.owner.hidden = hidden[last].clone()
+                        filling.owner.hidden = last
                     else:
                         rows.restore(filling.owner)
         forks = work.fork()
         if not forks:
             return
+        copies = [fork.copy[:2] for fork in forks if fork.copy]
+        if copies:
+            self._decoder.cache.copy_pages(rows.to_device(copies).t())
         for fork in forks:
-            if fork.copy:
-                self._cache.copy_page(*fork.copy)
             request, sequence = requests[fork.sequence.group.index], fork.sequence
-            key = stream_key(request.seed, request.step, request.prompt.id, request.first_sample + sequence.sample)
-            rows.start(sequence, key, request.max_new_tokens)
-        hidden = torch.stack([fork.sequence.group.hidden for fork in forks])
-        self._draw(rows, rows.index(f.sequence for f in forks), hidden, sampling)
-        rows.sync([fork.sequence for fork in forks])
+            sample = request.first_sample + sequence.sample
+            sequence.key = stream_key(request.seed, request.step, request.prompt.id, sample)
+        index_B = rows.start([fork.sequence for fork in forks])
+        groups = list({fork.sequence.group.index: fork.sequence.group for fork in forks}.values())
+        place = {group.index: at for at, group in enumerate(groups)}
+        prompt_B = rows.to_device([place[fork.sequence.group.index] for fork in forks])
+        self._decoder.draw(index_B, torch.stack([group.hidden for group in groups])[prompt_B])
         self.stats.sequences += len(forks)
 
-    def _decode(self, work: plan.Scheduler, rows: Rows, sampling: Sampling) -> None:
-        """One token for every running sequence that is not finished already."""
-        live = [s for s in work.running if not rows.finished(s)]
-        if not live:
-            return
-        self.stats.parked += len(work.make_room())
-        live = [s for s in live if s.row >= 0]
-        width = max(len(s.pages) for s in live)
-        first_page = self._in_a_row(live, rows) if width == 1 else None
-        for sequence in live:
-            rows.set_pages(sequence)
-        index_B = rows.index(live)
-        pages_BP, positions_B = rows.pages[index_B, :width], rows.positions[index_B]
-        slots_B, longest = self._cache.slots(pages_BP, positions_B), max(s.stored for s in live) + 1
-        attention = DecodePlan(self._cache, pages_BP, positions_B, slots_B, longest, first_page)
-        hidden = self.policy.hidden(rows.last_tokens[index_B], positions_B, attention)
-        for sequence in live:
-            sequence.stored += 1
-        self._draw(rows, index_B, hidden, sampling)
-        self.stats.decode_steps += 1
-        self.stats.occupied_slots += len(live)
-
-    def _in_a_row(self, live: list[plan.Sequence], rows: Rows) -> int | None:
-        """Put sequences of one page each in page order, and their pages side by side: attention then reads them where they are.
-
-        A page moves at most once for each sequence that ended below it. Returns the first page, or None where others lie between.
-        """
-        live.sort(key=lambda s: s.pages[0])
-        for sequence in reversed(live):
-            target = self.pool.lower(sequence.pages[0])
-            if target is None:
-                break
-            self._cache.copy_page(sequence.pages[0], target, sequence.stored)
-            sequence.pages = [target]
-            rows.forget_pages(sequence)
-        live.sort(key=lambda s: s.pages[0])
-        first, last = live[0].pages[0], live[-1].pages[0]
-        return first if last - first == len(live) - 1 else None
-
-    def _draw(self, rows: Rows, index_B: torch.Tensor, hidden_BE: torch.Tensor, sampling: Sampling) -> None:
-        logits_BV = self.policy.head.logits(hidden_BE, sampling.temperature or 1.0)
-        tokens_B, logprobs_B = sample(logits_BV, sampling, rows.keys[index_B], rows.generated[index_B])
-        rows.append(index_B, tokens_B, logprobs_B)
-        self.stats.generated_tokens += tokens_B.shape[0]
+    def _decode(self, work: plan.Scheduler, rows: Rows) -> tuple[list[plan.Sequence], torch.Tensor | None]:
+        """Launch the round's steps for everything that runs; returns whom the facts asked for will be about."""
+        live = [s for s in work.running if s.limit > 1]
+        if live:
+            steps = work.steps_ahead(self._decoder.most_steps)
+            self.stats.parked += len(work.make_room(steps))
+            live = sorted((s for s in live if s.row >= 0), key=lambda s: (s.group.index, s.sample))
+            rows.set_pages(live)
+            self._decoder.run(live, steps)
+            for sequence in live:
+                sequence.stored += steps
+            self.stats.decode_steps += steps
+            self.stats.occupied_slots += steps * len(live)
+        asked = list(work.running)
+        return asked, rows.ask(rows.index(asked)) if asked else None
 
     def _harvest(
-        self, work: plan.Scheduler, rows: Rows, stops: StopStrings, requests: Sequence[Request]
-    ) -> list[tuple[int, Trajectory]]:
+        self,
+        work: plan.Scheduler,
+        rows: Rows,
+        stops: StopStrings,
+        asked: list[plan.Sequence],
+        facts: torch.Tensor | None,
+    ) -> _Ended | None:
         """Take finished sequences off their rows."""
-        rows.sync(work.running)
-        if stops.due():
-            for sequence in work.running:
-                cut = stops.find(rows.tokens_of(sequence))
-                if cut is not None:
-                    rows.truncate(sequence, cut)
-        ended = [s for s in work.running if rows.finished(s)]
-        harvest = []
-        for sequence in ended:
-            cut = stops.find(rows.tokens_of(sequence))
+        if facts is None:
+            return None
+        rows.learn(asked, facts)
+        looked = asked if stops.due() else [s for s in asked if rows.finished(s)] if stops else []
+        for sequence, tokens in zip(looked, rows.tokens_of(looked) if looked else []):
+            cut = stops.find(tokens)
             if cut is not None:
                 rows.truncate(sequence, cut)
-            harvest.append((sequence.group.index, self._trajectory(sequence, rows, requests)))
-            work.finish(sequence)
-        return harvest
+        ended = [s for s in asked if rows.finished(s)]
+        if not ended:
+            return None
+        finish: list[Finish] = ["stop" if rows.stopped(s) else "length" for s in ended]
+        outputs = rows.results(ended)
+        work.finish(ended)
+        self.stats.generated_tokens += sum(outputs.counts)
+        return _Ended(ended, finish, outputs)
 
-    def _trajectory(self, sequence: plan.Sequence, rows: Rows, requests: Sequence[Request]) -> Trajectory:
-        tokens, logprobs = rows.result(sequence)
-        return Trajectory(
-            prompt=requests[sequence.group.index].prompt,
-            sample=sequence.sample,
-            tokens=tokens,
-            logprobs=logprobs,
-            versions=torch.full(tokens.shape, self.version, dtype=torch.int32),
-            finish="stop" if rows.stopped(sequence) else "length",
-        )
+    def _trajectories(self, ended: _Ended | None, requests: Sequence[Request]) -> Iterator[tuple[int, Trajectory]]:
+        if ended is None:
+            return
+        for sequence, finish, (tokens, logprobs) in zip(ended.sequences, ended.finish, ended.outputs.each()):
+            yield (
+                sequence.group.index,
+                Trajectory(
+                    prompt=requests[sequence.group.index].prompt,
+                    sample=sequence.sample,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    versions=torch.full(tokens.shape, self.version, dtype=torch.int32),
+                    finish=finish,
+                ),
+            )
 
     def _group(self, request: Request, trajectories: list[Trajectory], index: int) -> Group:
         trajectories.sort(key=lambda t: t.sample)
-        texts = decode_all(self.tokenizer, [t.tokens.tolist() for t in trajectories])
-        for trajectory, text in zip(trajectories, texts):
-            trajectory.text = text
+        if self.tokenizer is not None:
+            texts = decode_all(self.tokenizer, [t.tokens.tolist() for t in trajectories])
+            for trajectory, text in zip(trajectories, texts):
+                trajectory.text = text
         return Group(request.prompt, trajectories, index)
 
     def _release(self, work: plan.Scheduler) -> None:
@@ -227,11 +289,11 @@ class NativeEngine:
         if len({r.sampling.model_dump_json() for r in requests}) > 1:
             raise EngineError("the requests of one generate call must share their sampling settings")
         for request in requests:
-            total = len(request.prompt.tokens) + request.max_new_tokens
+            total = len(request.prompt.tokens) + max(request.limits)
             if total > self.policy.context_tokens:
                 raise EngineError(
                     f"prompt {request.prompt.id} has {len(request.prompt.tokens)} tokens; with max_new_tokens "
-                    f"{request.max_new_tokens} that exceeds the model's context of {self.policy.context_tokens}"
+                    f"{max(request.limits)} that exceeds the model's context of {self.policy.context_tokens}"
                 )
             need = self._pages_for(request) + 1
             if need > self.pool.total:
@@ -243,4 +305,46 @@ class NativeEngine:
         return requests[0].sampling
 
     def _pages_for(self, request: Request) -> int:
-        return -(-(len(request.prompt.tokens) + request.max_new_tokens) // self.pool.page_tokens)
+        return -(-(len(request.prompt.tokens) + max(request.limits)) // self.pool.page_tokens)
+
+
+class _Clock:
+    """Where a round's time goes: the host's share before it launches, prefill and decode on the device, the host's after.
+
+    What the caller does with finished groups while the device works is nobody's; only where it outlasts the device, the device
+    waits for the caller, and that is the caller's time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
+
+    def _mark(self, event: int) -> None:
+        if self._events:
+            self._events[event].record()
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+        self._mark(0)
+
+    def prefilled(self) -> None:
+        self._prefilled = time.perf_counter()
+        self._mark(1)
+
+    def launched(self) -> None:
+        self._launched = time.perf_counter()
+        self._mark(2)
+
+    def wait(self) -> None:
+        """Until the device has done the round's work."""
+        if self._events:
+            self._events[2].synchronize()
+        self._waited = time.perf_counter()
+
+    def end(self, stats: RolloutStats) -> None:
+        after = time.perf_counter() - self._waited
+        if self._events:
+            stats.prefill_s += self._events[0].elapsed_time(self._events[1]) / 1e3
+            stats.decode_s += self._events[1].elapsed_time(self._events[2]) / 1e3 + after
+        else:
+            stats.prefill_s += self._prefilled - self._began
+            stats.decode_s += self._launched - self._prefilled + after

@@ -1,127 +1,201 @@
-"""The state of running sequences as device tensors, one row each, so that a decode step touches no sequence from Python.
+"""The state of running sequences as device tensors, one row each, so that decoding touches no sequence from Python.
 
-The host keeps a mirror of the two facts it schedules by, how many tokens a row has and whether it is finished; `sync` refreshes
-it, once after every step.
+The host keeps a mirror of the two facts it schedules by, how many tokens a row has and whether it is finished. It asks for them
+once a round and gets them when the round's work is done; what changes between rounds travels in one piece, not row by row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trimtab.rollout.native.scheduler import Sequence
 
+RUNNING, STOPPED, AT_LIMIT = 0, 1, 2
+NO_TOKEN = -1
+
+
+@dataclass
+class RowState:
+    """R rows on one device; see kernels/sampling.py, which advances them."""
+
+    last_tokens: torch.Tensor
+    positions: torch.Tensor
+    """Of the newest token: it has been drawn but its keys and values are not stored yet."""
+    generated: torch.Tensor
+    keys: torch.Tensor
+    limits: torch.Tensor
+    done: torch.Tensor
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    stop_ids: torch.Tensor
+
+
+@dataclass
+class Outputs:
+    """Tokens and log-probs of sequences that ended, on their way to the host."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    counts: list[int]
+    arrived: torch.cuda.Event | None
+
+    def each(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return [(t[:n].clone(), p[:n].clone()) for t, p, n in zip(self.tokens, self.logprobs, self.counts)]
+
 
 class Rows:
-    """`count` rows of up to `limit` new tokens and `width` pages."""
+    """`count` rows of up to `limit` new tokens and `width` pages, with up to `stops` stop tokens; and one row more that no
+    sequence has and nothing advances."""
 
-    def __init__(self, count: int, limit: int, width: int, stop_token_ids: list[int], device: torch.device) -> None:
-        self.count = count
+    def __init__(self, count: int, limit: int, width: int, stops: int, device: torch.device) -> None:
+        self.count, self.limit, self.width, self.stops = count, limit, width, stops
         self.device = device
+        self.idle_row = count
 
-        def whole(*size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int64, device=device)
+        def whole(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
 
-        self.pages = whole(count, width)
-        self.positions = whole(count)
-        """Of the newest token: it has been drawn but its keys and values are not stored yet."""
-        self.last_tokens = whole(count)
-        self.generated = whole(count)
-        self.keys = whole(count)
-        self._limits = whole(count)
-        self._tokens = whole(count, limit)
-        self._logprobs = torch.zeros(count, limit, dtype=torch.float32, device=device)
-        self._stop_ids = torch.tensor(sorted(set(stop_token_ids)), dtype=torch.int64, device=device)
-        self._stopped = torch.zeros(count, dtype=torch.bool, device=device)
-        self._host_generated = [0] * count
-        self._host_finished = [False] * count
-        self._host_stopped = [False] * count
-        self._host_pages = [0] * count
+        self.pages = whole(count + 1, width)
+        self.state = RowState(
+            last_tokens=whole(count + 1),
+            positions=whole(count + 1),
+            generated=whole(count + 1),
+            keys=whole(count + 1),
+            limits=whole(count + 1),
+            done=torch.full((count + 1,), STOPPED, dtype=torch.int32, device=device),
+            tokens=whole(count + 1, limit),
+            logprobs=whole(count + 1, limit, dtype=torch.float32),
+            stop_ids=whole(stops),
+        )
+        self._generated = np.zeros(count, dtype=np.int64)
+        self._done = np.zeros(count, dtype=np.int64)
+        self._known_pages = np.zeros(count, dtype=np.int64)
 
-    def index(self, sequences: Iterable[Sequence]) -> torch.Tensor:
-        return torch.tensor([s.row for s in sequences], device=self.device)
+    def begin(self, stop_token_ids: Seq[int]) -> None:
+        """A new call with its own stop tokens; no sequence is left from the one before."""
+        ids = list(stop_token_ids) + [NO_TOKEN] * (self.stops - len(stop_token_ids))
+        self.state.stop_ids.copy_(torch.tensor(ids))
+        self.state.done.fill_(STOPPED)
 
-    def start(self, sequence: Sequence, key: int, limit: int) -> None:
-        """A forked sequence takes its row; its first token comes next."""
-        row = sequence.row
-        self.positions[row] = len(sequence.group.prompt) - 1
-        self.generated[row] = 0
-        self.keys[row] = key
-        self._limits[row] = limit
-        self._clear(row)
+    def to_device(self, numbers: npt.ArrayLike) -> torch.Tensor:
+        """int64 on the device, without waiting for what runs there."""
+        host = torch.as_tensor(np.asarray(numbers, dtype=np.int64))
+        if self.device.type != "cuda":
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    def index(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        return self.to_device([s.row for s in sequences])
+
+    def start(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Forked sequences take their rows, and their first token comes next. Returns their rows."""
+        rows = [s.row for s in sequences]
+        facts = [
+            rows,
+            [len(s.group.prompt) - 1 for s in sequences],
+            [s.key for s in sequences],
+            [s.limit for s in sequences],
+        ]
+        index, positions, keys, limits = self.to_device(facts)
+        self._place(index, positions, keys, limits)
+        self.state.generated[index] = 0
+        self._generated[rows] = self._done[rows] = self._known_pages[rows] = 0
+        return index
 
     def append(self, index_B: torch.Tensor, tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> None:
         """Add one drawn token to each row and note which rows it ends."""
-        at_B = self.generated[index_B]
-        self._tokens[index_B, at_B] = tokens_B
-        self._logprobs[index_B, at_B] = logprobs_B.float()
-        self.last_tokens[index_B] = tokens_B
-        self.positions[index_B] += 1
-        self.generated[index_B] += 1
-        self._stopped[index_B] = torch.isin(tokens_B, self._stop_ids)
+        state = self.state
+        at_B = state.generated[index_B]
+        state.tokens[index_B, at_B] = tokens_B
+        state.logprobs[index_B, at_B] = logprobs_B.float()
+        state.last_tokens[index_B] = tokens_B
+        state.positions[index_B] += 1
+        state.generated[index_B] = at_B + 1
+        ended_B = torch.where(at_B + 1 >= state.limits[index_B], AT_LIMIT, RUNNING)
+        state.done[index_B] = torch.where(torch.isin(tokens_B, state.stop_ids), STOPPED, ended_B).to(torch.int32)
 
-    def sync(self, sequences: list[Sequence]) -> None:
-        """Bring the host's mirror up to date."""
-        if not sequences:
-            return
-        index = self.index(sequences)
-        facts = torch.stack((self.generated[index], self._limits[index], self._stopped[index].long())).tolist()
-        for sequence, generated, limit, stopped in zip(sequences, *facts):
-            row = sequence.row
-            self._host_generated[row] = generated
-            self._host_stopped[row] = bool(stopped)
-            self._host_finished[row] = bool(stopped) or generated >= limit
+    def ask(self, index_B: torch.Tensor) -> torch.Tensor:
+        """The facts of the rows as they will be when everything launched so far is done; not to be read before that."""
+        facts = torch.stack((self.state.generated[index_B], self.state.done[index_B].long()))
+        return facts.to("cpu", non_blocking=True)
 
-    def set_pages(self, sequence: Sequence) -> None:
-        """Write pages that the scheduler added since the last step."""
-        row, known = sequence.row, self._host_pages[sequence.row]
-        if known < len(sequence.pages):
-            self.pages[row, known : len(sequence.pages)] = torch.tensor(sequence.pages[known:], device=self.device)
-            self._host_pages[row] = len(sequence.pages)
+    def learn(self, sequences: Seq[Sequence], facts: torch.Tensor) -> None:
+        """Bring the mirror up to date with facts that have arrived."""
+        rows = [s.row for s in sequences]
+        self._generated[rows], self._done[rows] = facts.numpy()
+
+    def set_pages(self, sequences: Seq[Sequence]) -> None:
+        """Write the pages that the scheduler added since the last round."""
+        entries = []
+        for sequence in sequences:
+            known, row = int(self._known_pages[sequence.row]), sequence.row
+            if known < len(sequence.pages):
+                entries += [(row, known + i, page) for i, page in enumerate(sequence.pages[known:])]
+                self._known_pages[row] = len(sequence.pages)
+        if entries:
+            row, column, page = self.to_device(np.array(entries).T)
+            self.pages[row, column] = page
 
     def forget_pages(self, sequence: Sequence) -> None:
         """The sequence's pages have moved; `set_pages` will write them again."""
-        self._host_pages[sequence.row] = 0
+        self._known_pages[sequence.row] = 0
 
     def finished(self, sequence: Sequence) -> bool:
-        return self._host_finished[sequence.row]
+        return bool(self._done[sequence.row])
 
     def stopped(self, sequence: Sequence) -> bool:
-        return self._host_stopped[sequence.row]
+        return int(self._done[sequence.row]) == STOPPED
 
-    def tokens_of(self, sequence: Sequence) -> list[int]:
-        tokens: list[int] = self._tokens[sequence.row, : self._host_generated[sequence.row]].tolist()
-        return tokens
+    def tokens_of(self, sequences: Seq[Sequence]) -> list[list[int]]:
+        """What each has drawn so far."""
+        counts = [int(self._generated[s.row]) for s in sequences]
+        table = self.state.tokens[self.index(sequences), : max(counts, default=0)].tolist()
+        return [tokens[:count] for tokens, count in zip(table, counts)]
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """End a sequence at a stop string."""
-        self._host_generated[sequence.row] = tokens
-        self._host_finished[sequence.row] = self._host_stopped[sequence.row] = True
+        self._generated[sequence.row], self._done[sequence.row] = tokens, STOPPED
 
-    def result(self, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and log-probs on the CPU."""
-        row, count = sequence.row, self._host_generated[sequence.row]
-        return self._tokens[row, :count].cpu().clone(), self._logprobs[row, :count].cpu().clone()
+    def results(self, sequences: Seq[Sequence]) -> Outputs:
+        """Start to bring home what ended sequences drew; their rows may be used again at once."""
+        index, counts = self.index(sequences), [int(self._generated[s.row]) for s in sequences]
+        longest = max(counts)
+        tokens, logprobs = self.state.tokens[index, :longest], self.state.logprobs[index, :longest]
+        arrived = None
+        if self.device.type == "cuda":
+            tokens, logprobs = (x.to("cpu", non_blocking=True) for x in (tokens, logprobs))
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Outputs(tokens, logprobs, counts, arrived)
 
     def save(self, sequence: Sequence) -> None:
         """Keep what a sequence has made before it is parked."""
-        sequence.tokens = self.tokens_of(sequence)
-        sequence.logprobs = self._logprobs[sequence.row, : len(sequence.tokens)].tolist()
-        sequence.key, sequence.limit = int(self.keys[sequence.row]), int(self._limits[sequence.row])
+        (sequence.tokens,) = self.tokens_of([sequence])
+        sequence.logprobs = self.state.logprobs[sequence.row, : len(sequence.tokens)].tolist()
 
     def restore(self, sequence: Sequence) -> None:
         """Put a parked sequence into its new row, as it was."""
         row, made = sequence.row, len(sequence.tokens)
-        self._clear(row)
-        self._tokens[row, :made] = torch.tensor(sequence.tokens, device=self.device)
-        self._logprobs[row, :made] = torch.tensor(sequence.logprobs, device=self.device)
-        self.last_tokens[row] = sequence.tokens[-1]
-        self.generated[row] = self._host_generated[row] = made
-        self.positions[row] = len(sequence.group.prompt) + made - 1
-        self.keys[row], self._limits[row] = sequence.key, sequence.limit
+        state = self.state
+        state.tokens[row, :made] = torch.tensor(sequence.tokens, device=self.device)
+        state.logprobs[row, :made] = torch.tensor(sequence.logprobs, device=self.device)
+        state.last_tokens[row] = sequence.tokens[-1]
+        state.generated[row] = made
+        index, position, key, limit = self.to_device(
+            [[row], [len(sequence.group.prompt) + made - 1], [sequence.key], [sequence.limit]]
+        )
+        self._place(index, position, key, limit)
+        self._generated[row], self._done[row], self._known_pages[row] = made, RUNNING, 0
 
-    def _clear(self, row: int) -> None:
-        self._stopped[row] = False
-        self._host_finished[row] = self._host_stopped[row] = False
-        self._host_generated[row] = self._host_pages[row] = 0
+    def _place(self, index: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor) -> None:
+        self.state.positions[index] = positions
+        self.state.keys[index] = keys
+        self.state.limits[index] = limits
+        self.state.done[index] = RUNNING

@@ -25,13 +25,16 @@ class PromptGroup:
 
     index: int
     prompt: list[int]
-    samples: int
-    limit: int
-    """Most new tokens."""
+    limits: list[int]
+    """Most new tokens of each sample; there are as many samples as limits."""
     pages: list[int] = field(default_factory=list)
     forked: int = 0
     hidden: Any = None
     """Last hidden state of the prompt, from which every sample's first token is drawn."""
+
+    @property
+    def samples(self) -> int:
+        return len(self.limits)
 
 
 @dataclass(eq=False)
@@ -46,11 +49,20 @@ class Sequence:
     row: int = -1
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Completion so far, and below what its row knew of it; kept here only while the sequence is parked."""
+    """Completion so far; kept here only while the sequence is parked."""
     key: int = 0
-    limit: int = 0
+    """Of its random numbers."""
     stored: int = 0
     """Context tokens whose keys and values are in the pages."""
+
+    @property
+    def limit(self) -> int:
+        return self.group.limits[self.sample]
+
+    @property
+    def most_stored(self) -> int:
+        """Keys and values of the last token are never needed."""
+        return len(self.group.prompt) + self.limit - 1
 
 
 @dataclass(eq=False)
@@ -131,13 +143,15 @@ class Scheduler:
     def fork(self) -> list[Fork]:
         """Start as many samples of prefilled prompts as rows and pages allow."""
         forks: list[Fork] = []
+        reserved = self._growing()
         while self.ready:
             group = self.ready[0]
             while group.forked < group.samples and self.free_rows:
-                made = self._fork_one(group)
+                made = self._fork_one(group, reserved)
                 if made is None:
                     return forks
                 forks.append(made)
+                reserved += self._may_grow(made.sequence)
             if group.forked < group.samples:
                 return forks
             self.ready.popleft()
@@ -145,60 +159,72 @@ class Scheduler:
             group.pages = []
         return forks
 
-    def make_room(self) -> list[Sequence]:
-        """Give every running sequence the page its next token needs; returns the sequences that had to be parked."""
+    def steps_ahead(self, most: int) -> int:
+        """How many tokens every running sequence can grow by before pages run out; at least 1, which may mean parking."""
+        steps = most
+        while steps > 1 and sum(self._pages_wanted(s, steps) for s in self.running) > self.pool.available:
+            steps //= 2
+        return steps
+
+    def make_room(self, steps: int = 1) -> list[Sequence]:
+        """Give every running sequence the pages its next tokens need; returns the sequences that had to be parked."""
         parked: list[Sequence] = []
-        for sequence in sorted(self.running, key=lambda s: s.born):
-            while sequence.row >= 0 and sequence.stored >= len(sequence.pages) * self.pool.page_tokens:
-                page = self.pool.take(1)
-                if page is not None:
-                    sequence.pages += page
+        short = [s for s in self.running if self._pages_wanted(s, steps)]
+        for sequence in sorted(short, key=lambda s: s.born):
+            while sequence.row >= 0 and (wanted := self._pages_wanted(sequence, steps)):
+                pages = self.pool.take(wanted)
+                if pages is not None:
+                    sequence.pages += pages
                 elif not self._give_up_prompt():
                     parked.append(self._park_youngest())
         return parked
 
-    def finish(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._vacate(sequence)
+    def finish(self, ended: list[Sequence]) -> None:
+        """Take sequences off their rows and give their pages back."""
+        gone = set(map(id, ended))
+        self.running = [s for s in self.running if id(s) not in gone]
+        for sequence in ended:
+            self._vacate(sequence)
 
     def _admit(self) -> None:
+        if not self.free_rows:
+            return
+        reserved = self._growing()
         while self.parked and self.free_rows:
             sequence = self.parked[0]
             tokens = (sequence.group.prompt + sequence.tokens)[:-1]
-            filling = self._start_filling(sequence, tokens, len(tokens))
-            if filling is None:
+            if not self._start_filling(sequence, tokens, reserved):
                 return
             self.parked.popleft()
             sequence.row = self.free_rows.pop()
-            if not filling.left:
-                self.filled(filling, 0)
-        while self.waiting and self._uncommitted_rows() > 0:
+        rows = self._uncommitted_rows()
+        while self.waiting and rows > 0:
             group = self.waiting[0]
-            if self._start_filling(group, group.prompt, len(group.prompt) - 1) is None:
+            if not self._start_filling(group, group.prompt, reserved):
                 return
             self.waiting.popleft()
+            rows -= group.samples - group.forked
 
-    def _start_filling(self, owner: PromptGroup | Sequence, tokens: list[int], most_cached: int) -> Filling | None:
-        """Claim pages for `tokens`, using what is cached of the first `most_cached`; None (and no change) if too few are left."""
-        cached = self.pool.recall(tokens[:most_cached])
+    def _start_filling(self, owner: PromptGroup | Sequence, tokens: list[int], reserved: int) -> bool:
+        """Claim pages for `tokens`, using what is cached of all but the last; False (and no change) if too few are left."""
+        cached = self.pool.recall(tokens[:-1])
         need = self._pages_for(len(tokens)) - len(cached)
         idle = not self.running and not self.filling
-        fresh = self.pool.take(need) if idle or self.pool.available - need > self._growing() else None
+        fresh = self.pool.take(need) if idle or self.pool.available - need > reserved else None
         if fresh is None:
             self.pool.release(cached)
-            return None
+            return False
         done = len(cached) * self.pool.page_tokens
         self.cached_tokens += done
-        filling = Filling(owner, tokens, cached + fresh, done)
-        self.filling.append(filling)
-        return filling
+        self.filling.append(Filling(owner, tokens, cached + fresh, done))
+        return True
 
-    def _fork_one(self, group: PromptGroup) -> Fork | None:
+    def _fork_one(self, group: PromptGroup, reserved: int) -> Fork | None:
         full, rest = divmod(len(group.prompt), self.pool.page_tokens)
         fresh: list[int] | None = []
         if rest:
             while True:
-                fresh = self.pool.take(1) if not self.running or self.pool.available > self._growing() else None
+                fresh = self.pool.take(1) if not self.running or self.pool.available > reserved else None
                 if fresh is not None or self.running or not self._give_up_prompt(keep=group):
                     break
             if fresh is None:
@@ -241,7 +267,7 @@ class Scheduler:
         assert len(self.running) > 1, "the pool is smaller than one sequence; refused before the run"
         youngest = max(self.running, key=lambda s: s.born)
         self._save(youngest)
-        self.finish(youngest)
+        self.finish([youngest])
         self.parked.appendleft(youngest)
         return youngest
 
@@ -259,8 +285,15 @@ class Scheduler:
 
     def _growing(self) -> int:
         """Running sequences whose pages may not last to their end."""
-        page = self.pool.page_tokens
-        return sum(len(s.pages) * page < len(s.group.prompt) + s.group.limit for s in self.running)
+        return sum(map(self._may_grow, self.running))
+
+    def _may_grow(self, sequence: Sequence) -> bool:
+        return len(sequence.pages) * self.pool.page_tokens < sequence.most_stored
+
+    def _pages_wanted(self, sequence: Sequence, steps: int) -> int:
+        """Pages it lacks for its next `steps` tokens."""
+        reach = min(sequence.stored + steps, sequence.most_stored)
+        return max(0, self._pages_for(reach) - len(sequence.pages))
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.page_tokens)

@@ -25,6 +25,9 @@ class StopStrings:
         self._tokenizer = tokenizer
         self._steps = 0
 
+    def __bool__(self) -> bool:
+        return bool(self._strings)
+
     def due(self) -> bool:
         """True every few calls, where there are stop strings at all."""
         self._steps += 1

@@ -1,0 +1,447 @@
+"""Rollout speed: Trimtab's native engine and vLLM on one GPU, the same weights and the same requests, in one run of this file.
+
+    python bench/rollout.py                                   # random 0.5b and 1.5b shapes, fixed and tail, both engines
+    python bench/rollout.py --shapes 0.5b 1.5b 7b --engines trimtab vllm
+    python bench/rollout.py --model FOLDER --gsm8k train.jsonl # real weights on real prompts, with natural stops
+    python bench/rollout.py --engines trimtab --steps-only     # decode step times by batch size
+
+Workload R: 128 prompts of 128 random tokens, 8 samples each, temperature 1, log-prob of every sampled token returned, no stop
+token. `fixed`: 512 new tokens each. `tail`: lengths lognormal(ln 256, 0.8), clipped to 16..1024 (numpy default_rng(0)). The 7b
+shape runs `fixed` with 128 new tokens at 256 and at 1,024 sequences. Each engine runs in a fresh process; a call's time is wall
+time from the requests to the last token on the host. Start-up is everything before the first measured call that a user waits
+for: loading, compiling, capturing graphs, and the first small call.
+
+The roofline of a workload: bytes that must move (weights once a step, keys and values of every token in view once a step, a
+prompt's once for its samples) over the measured copy bandwidth, plus floating-point operations over the measured matrix rate.
+
+Writes bench/results/rollout-DATE.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PROMPTS, PROMPT_TOKENS, SAMPLES = 128, 128, 8
+MARK = "RESULT "
+
+SHAPES: dict[str, dict[str, int | bool]] = {
+    "0.5b": {"num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "1.5b": {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7b": {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+# --- what is asked of both engines
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    import random
+
+    numbers = random.Random(0)
+    return [[numbers.randrange(100, 140000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+def tail_lengths() -> list[int]:
+    import numpy as np
+
+    drawn = np.random.default_rng(0).lognormal(np.log(256), 0.8, PROMPTS * SAMPLES)
+    return [int(n) for n in np.clip(drawn, 16, 1024)]
+
+
+def workloads(shape: str) -> dict[str, tuple[list[list[int]], list[int]]]:
+    """Name -> prompts, and the number of new tokens of each sample."""
+    if shape == "7b":
+        return {
+            "fixed 256": (random_prompts(32), [128] * 32 * SAMPLES),
+            "fixed 1024": (random_prompts(128), [128] * 128 * SAMPLES),
+        }
+    prompts = random_prompts(PROMPTS)
+    return {"fixed": (prompts, [512] * PROMPTS * SAMPLES), "tail": (prompts, tail_lengths())}
+
+
+def gsm8k_prompts(path: Path, folder: str, count: int = 64) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    questions = [json.loads(line)["question"] for line in path.read_text().splitlines()[:count]]
+    return [
+        tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False)
+        for q in questions
+    ]
+
+
+def make_model(shape: str, folder: Path) -> None:
+    """Random weights in bfloat16, as a Hugging Face folder."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, bos_token_id=2, **SHAPES[shape])
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen2ForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+
+
+# --- Trimtab
+
+
+def run_trimtab(args: argparse.Namespace) -> dict[str, Any]:
+    started = time.perf_counter()
+    import torch
+
+    from trimtab.config.learn import Sampling
+    from trimtab.config.schema import Model
+    from trimtab.data.prompt import Prompt
+    from trimtab.model.load import load_model
+    from trimtab.model.policy import Policy
+    from trimtab.rollout.engine import Request
+    from trimtab.rollout.native.engine import NativeEngine
+
+    policy = Policy(load_model(Model(path=args.folder, dtype="bfloat16"), torch.device("cuda")))
+    loaded = time.perf_counter()
+    stops = [policy.config.eos_token_id] if args.gsm8k else []
+    free = torch.cuda.mem_get_info()[0]
+    engine = NativeEngine(
+        policy, None, stops, kv_bytes=int(min(48 * 2**30, free * 0.6)), page_tokens=args.page_tokens,
+        max_sequences=1024, prefill_tokens=16384,
+    )  # fmt: skip
+    built = time.perf_counter()
+
+    def call(prompts: list[list[int]], limits: list[int], seed: int = 0) -> dict[str, Any]:
+        samples = len(limits) // len(prompts)
+        requests = [
+            Request(Prompt(i, "", tokens), samples, limits[i * samples : (i + 1) * samples], Sampling(), seed, 0)
+            for i, tokens in enumerate(prompts)
+        ]
+        engine.publish(seed)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        groups = list(engine.generate(requests))
+        seconds = time.perf_counter() - began
+        tokens = sum(len(t) for g in groups for t in g.trajectories)
+        stats = engine.stats
+        return {
+            "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "steps": stats.decode_steps,
+            "occupancy": stats.occupancy, "prefill_s": stats.prefill_s, "decode_s": stats.decode_s,
+            "graph_steps": stats.graph_steps, "lengths": [len(t) for g in groups for t in g.trajectories],
+            "logprob_gap": None, "groups": groups,
+        }  # fmt: skip
+
+    found: dict[str, Any] = {"path": engine.path}
+    asked = {"gsm8k": (args.prompts, [512] * len(args.prompts) * 16)} if args.gsm8k else workloads(args.shape)
+    first = next(iter(asked.values()))
+    call(first[0], [min(64, n) for n in first[1]])
+    found["start_up_s"] = time.perf_counter() - started
+    found["load_s"], found["build_s"] = loaded - started, built - loaded
+    found["steps_ms"] = step_times(engine, policy, args.step_batches)
+    for name, (prompts, limits) in asked.items() if not args.steps_only else ():
+        call(prompts, limits, seed=1)  # graphs of every size this workload passes through
+        runs = [call(prompts, limits, seed=2 + i) for i in range(args.repeats)]
+        best = min(runs, key=lambda r: r["seconds"])
+        best["all_seconds"] = [r["seconds"] for r in runs]
+        best["logprob_gap"] = logprob_gap(policy, best.pop("groups")[:8])
+        found[name] = best
+    found["peak_gib"] = (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / 2**30
+    found["ceilings"] = ceilings()
+    return found
+
+
+def step_times(engine: Any, policy: Any, batches: list[int], context: int = 325) -> dict[int, float]:
+    """Milliseconds of one decode step by batch size, groups of eight, at a given context."""
+    import torch
+
+    from trimtab.rollout.native.scheduler import PromptGroup, Sequence
+
+    decoder, rows, page = engine._decoder, engine._rows, engine.pool.page_tokens
+    found = {}
+    for size in batches:
+        if size > rows.count:
+            continue
+        groups = [PromptGroup(i, [1] * PROMPT_TOKENS, [400] * SAMPLES) for i in range(-(-size // SAMPLES))]
+        pages = -(-(context + 40) // page)
+        live = [Sequence(groups[i // SAMPLES], i % SAMPLES, i, row=i) for i in range(size)]
+        for i, s in enumerate(live):
+            common = PROMPT_TOKENS // page
+            begin = (i // SAMPLES) * (common + SAMPLES * pages)
+            own = begin + common + (i % SAMPLES) * pages
+            s.pages = [*range(begin, begin + common), *range(own, own + pages - common)]
+            s.stored = context
+        with torch.no_grad():
+            rows.start(live)
+            rows.set_pages(live)
+            rows.state.positions[: rows.count] = context
+            rows.state.limits.fill_(10**9)
+            decoder.run(live, 2)
+            rows.state.generated.fill_(0)
+            rows.state.positions[: rows.count] = context
+            begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin_event.record()
+            decoder.run(live, 20)
+            end_event.record()
+            end_event.synchronize()
+        found[size] = begin_event.elapsed_time(end_event) / 20
+        rows.state.done.fill_(1)
+    decoder._served = []
+    return found
+
+
+def logprob_gap(policy: Any, groups: list[Any]) -> float:
+    """Mean |engine - trainer| over the sampled tokens, the trainer's from its packed forward, in nats."""
+    import torch
+
+    from trimtab.model.packed import PackedPlan
+
+    gaps = []
+    with torch.no_grad():
+        for group in groups:
+            for t in group.trajectories:
+                whole = torch.cat((torch.tensor(group.prompt.tokens), t.tokens)).cuda()
+                plan = PackedPlan([len(whole)], "cuda")
+                hidden = policy.hidden(whole, plan.positions, plan)[len(group.prompt.tokens) - 1 : -1]
+                stats = policy.head.token_stats(hidden, t.tokens.cuda(), 1.0, 1024)
+                gaps.append((stats.logprobs.cpu() - t.logprobs).abs())
+    return float(torch.cat(gaps).mean())
+
+
+def ceilings() -> dict[str, float]:
+    """Measured: bf16 matrix product in FLOP/s, device copy in bytes (read plus written) a second."""
+    import torch
+
+    def best(work: Any, repeats: int = 5) -> float:
+        times = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return min(times)
+
+    torch.cuda.empty_cache()
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    flops = 2 * 8192**3 / best(lambda: a @ a)
+    x, y = (torch.empty(2**30, device="cuda", dtype=torch.uint8) for _ in range(2))
+    return {"flops_per_s": flops, "bytes_per_s": 2 * 2**30 / best(lambda: y.copy_(x))}
+
+
+# --- vLLM
+
+
+def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    from vllm import LLM, SamplingParams
+
+    started = time.perf_counter()
+    llm = LLM(
+        model=args.folder, dtype="bfloat16", max_model_len=2048, gpu_memory_utilization=0.6, max_num_seqs=1024,
+        max_num_batched_tokens=args.batched_tokens, enable_prefix_caching=True, skip_tokenizer_init=not args.gsm8k,
+        disable_log_stats=True, **({"async_scheduling": args.async_scheduling} if args.async_scheduling is not None else {}),
+    )  # fmt: skip
+    found: dict[str, Any] = {"start_up_s": time.perf_counter() - started, "settings": vars(args).copy()}
+    found["settings"].pop("prompts", None)
+
+    def call(prompts: list[list[int]], limits: list[int], together: bool, logprobs: int | None = 0) -> dict[str, Any]:
+        samples = len(limits) // len(prompts)
+        common = {"temperature": 1.0, "ignore_eos": not args.gsm8k, "logprobs": logprobs, "flat_logprobs": True,
+                  "detokenize": False}  # fmt: skip
+        if together:
+            requests = [{"prompt_token_ids": p} for p in prompts]
+            params = [SamplingParams(n=samples, max_tokens=limits[i * samples], **common) for i in range(len(prompts))]
+        else:
+            requests = [{"prompt_token_ids": p} for p in prompts for _ in range(samples)]
+            params = [SamplingParams(max_tokens=n, **common) for n in limits]
+        began = time.perf_counter()
+        done = llm.generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        lengths = [len(o.token_ids) for r in done for o in r.outputs]
+        return {"tokens": sum(lengths), "seconds": seconds, "tokens_per_s": sum(lengths) / seconds, "lengths": lengths}
+
+    asked = {"gsm8k": (args.prompts, [512] * len(args.prompts) * 16)} if args.gsm8k else workloads(args.shape)
+    first = next(iter(asked.values()))
+    call(first[0], [min(64, n) for n in first[1]], False)
+    for name, (prompts, limits) in asked.items():
+        runs = {"one request a sample": call(prompts, limits, False)}
+        samples = len(limits) // len(prompts)
+        if args.variants and all(len(set(limits[i : i + samples])) == 1 for i in range(0, len(limits), samples)):
+            runs["n in one request"] = call(prompts, limits, True)
+            runs["without log-probs"] = call(prompts, limits, False, None)
+        fair = {k: r for k, r in runs.items() if k != "without log-probs"}
+        best = min(fair, key=lambda k: fair[k]["seconds"])
+        found[name] = {**fair[best], "how": best, "variants": {k: r["tokens_per_s"] for k, r in runs.items()}}
+    return found
+
+
+# --- counting
+
+
+def roofline(shape: dict[str, Any], lengths: list[int], prompt: int, samples: int, ceilings: dict[str, float]) -> float:
+    """Seconds below which no engine can be, with every sequence started at once."""
+    h, layers, heads, kv = (
+        shape[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    )
+    size = shape.get("head_dim") or h // heads
+    layer = h * size * (2 * heads + 2 * kv) + 3 * h * shape["intermediate_size"]
+    matrices = layers * layer + h * shape["vocab_size"]
+    kv_bytes = 2 * layers * kv * size * 2
+    moved = operations = 0.0
+    groups = [lengths[i : i + samples] for i in range(0, len(lengths), samples)]
+    for step in range(1, max(lengths)):
+        live = sum(n > step for n in lengths)
+        prompts = sum(any(n > step for n in g) for g in groups)
+        seen = prompts * prompt + live * step
+        moved += 2 * matrices + kv_bytes * seen
+        operations += 2 * matrices * live + 4 * layers * heads * size * live * (prompt + step)
+    operations += 2 * layers * layer * prompt * len(groups)
+    return moved / ceilings["bytes_per_s"] + operations / ceilings["flops_per_s"]
+
+
+# --- the run
+
+
+def worker(engine: str, python: str, extra: list[str], log: Path) -> dict[str, Any]:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
+    command = [python, __file__, "--worker", engine, *extra]
+    with log.open("a") as out:
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=out, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode or not lines:
+        print(log.read_text()[-4000:], file=sys.stderr)
+        raise SystemExit(f"{engine} failed with exit code {done.returncode}")
+    return json.loads(lines[-1][len(MARK) :])
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = [
+        "| shape | workload | engine | tokens/s | against vLLM | of the roofline | start-up, s | log-prob gap, nats |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for shape, engines in results["shapes"].items():
+        names = [k for k, v in engines["trimtab"].items() if isinstance(v, dict) and "tokens_per_s" in v]
+        for name in names:
+            for engine in engines:
+                found = engines[engine].get(name)
+                if found is None:
+                    continue
+                peer = engines.get("vllm", {}).get(name)
+                ratio = f"{found['tokens_per_s'] / peer['tokens_per_s']:.2f}x" if peer else "-"
+                gap = found.get("logprob_gap")
+                share = f"{found['roofline_s'] / found['seconds']:.0%}" if "roofline_s" in found else "-"
+                lines.append(
+                    f"| {shape} | {name} | {engine} | {found['tokens_per_s']:,.0f} | {ratio} "
+                    f"| {share} | {engines[engine]['start_up_s']:.1f} "
+                    f"| {f'{gap:.4f}' if gap is not None else '-'} |"
+                )
+    lines += ["", "Decode step of the native engine, ms, at a context of 325 tokens:", ""]
+    for shape, engines in results["shapes"].items():
+        steps = engines["trimtab"]["steps_ms"]
+        lines.append(f"- {shape}: " + ", ".join(f"batch {b}: {ms:.2f}" for b, ms in steps.items()))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=["0.5b", "1.5b"], choices=SHAPES)
+    parser.add_argument("--engines", nargs="+", default=["trimtab", "vllm"])
+    parser.add_argument("--model", help="a Hugging Face folder with real weights, for --gsm8k")
+    parser.add_argument("--gsm8k", help="GSM8K as JSON lines with a question each")
+    parser.add_argument("--vllm-python", default=sys.executable)
+    parser.add_argument("--variants", action="store_true", help="also vLLM with n in one request and without log-probs")
+    parser.add_argument("--async-scheduling", type=lambda x: x == "true", default=None)
+    parser.add_argument("--batched-tokens", type=int, default=16384)
+    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--steps-only", action="store_true")
+    parser.add_argument("--step-batches", type=int, nargs="*", default=[8, 64, 256, 512, 1024])
+    parser.add_argument("--out", default=str(RESULTS))
+    parser.add_argument("--worker", choices=["trimtab", "vllm"], help=argparse.SUPPRESS)
+    parser.add_argument("--shape", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        args.prompts = gsm8k_prompts(Path(args.gsm8k), args.folder) if args.gsm8k else []
+        found = run_trimtab(args) if args.worker == "trimtab" else run_vllm(args)
+        print(MARK + json.dumps(found))
+        return
+    import torch
+    import transformers
+
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(), "machine": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "shapes": {},
+    }  # fmt: skip
+    scratch = Path(tempfile.mkdtemp(prefix="rollout-"))
+    log = out / "rollout.log"
+    passed = [
+        "--repeats",
+        str(args.repeats),
+        "--page-tokens",
+        str(args.page_tokens),
+        "--batched-tokens",
+        str(args.batched_tokens),
+    ]
+    passed += ["--variants"] * args.variants + ["--steps-only"] * args.steps_only
+    passed += ["--step-batches", *map(str, args.step_batches)]
+    if args.async_scheduling is not None:
+        passed += ["--async-scheduling", str(args.async_scheduling).lower()]
+    jobs = [(shape, scratch / shape, ["--shape", shape]) for shape in args.shapes]
+    if args.gsm8k:
+        jobs.append((Path(args.model).name, Path(args.model), ["--gsm8k", args.gsm8k]))
+    for name, folder, extra in jobs:
+        if name in SHAPES and not folder.exists():
+            make_model(name, folder)
+            torch.cuda.empty_cache()
+        engines: dict[str, Any] = {}
+        for engine in args.engines:
+            python = args.vllm_python if engine == "vllm" else sys.executable
+            engines[engine] = worker(engine, python, ["--folder", str(folder), *extra, *passed], log)
+            print(name, engine, summary(engines[engine]), flush=True)
+        add_rooflines(engines, json.loads((folder / "config.json").read_text()), name)
+        results["shapes"][name] = engines
+    stem = out / f"rollout-{results['date']}"
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    text = (
+        f"{results['machine']}, torch {results['torch']}, transformers {results['transformers']}, {results['date']}\n\n"
+    )
+    stem.with_suffix(".md").write_text(text + table(results) + "\n")
+    print(table(results))
+
+
+def add_rooflines(engines: dict[str, Any], config: dict[str, Any], shape: str) -> None:
+    measured = engines.get("trimtab", {}).get("ceilings")
+    for found in engines.values():
+        for name, run in found.items():
+            if isinstance(run, dict) and "lengths" in run:
+                lengths = run.pop("lengths")
+                samples = 16 if name == "gsm8k" else SAMPLES
+                if measured and name != "gsm8k":
+                    run["roofline_s"] = roofline(config, lengths, PROMPT_TOKENS, samples, measured)
+                run["tokens_mean"] = sum(lengths) / len(lengths)
+
+
+def summary(found: dict[str, Any]) -> str:
+    speeds = {k: round(v["tokens_per_s"]) for k, v in found.items() if isinstance(v, dict) and "tokens_per_s" in v}
+    return json.dumps({**speeds, "start_up_s": round(found["start_up_s"], 1), "steps_ms": found.get("steps_ms")})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Decoding without a graph, one token at a time through the model's own modules: the CPU, and the reference for everything else.
+
+Keys and values are gathered from their pages for a dense attention call, or read in place where every sequence has one page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from trimtab.config.learn import Sampling
+from trimtab.model.policy import Policy
+from trimtab.rollout.native.cache import DecodePlan, KVCache, LayerShape
+from trimtab.rollout.native.pages import PagePool
+from trimtab.rollout.native.rows import Rows
+from trimtab.rollout.native.sampler import sample
+from trimtab.rollout.native.scheduler import Sequence
+
+
+class CpuDecoder:
+    """Owns the cache."""
+
+    path = "the model's own modules, step by step"
+    most_steps = 1
+    replays = 0
+
+    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool) -> None:
+        self.policy = policy
+        self.pool = pool
+
+        def zeros(shape: Seq[int], dtype: torch.dtype) -> torch.Tensor:  # masked scores are computed, so must be finite
+            return torch.zeros(tuple(shape), dtype=dtype, device=policy.device)
+
+        self.cache = KVCache(shapes, pool.total, pool.page_tokens, policy.dtype, zeros)
+
+    def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
+        self._rows, self._sampling = rows, sampling
+
+    def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None:
+        logits_BV = self.policy.head.logits(hidden_BE, self._sampling.temperature or 1.0)
+        state = self._rows.state
+        tokens_B, logprobs_B = sample(logits_BV, self._sampling, state.keys[index_B], state.generated[index_B])
+        self._rows.append(index_B, tokens_B, logprobs_B)
+
+    def run(self, live: Seq[Sequence], steps: int) -> None:
+        assert steps == 1
+        rows, done = self._rows, self._rows.state.done.tolist()
+        live = [s for s in live if not done[s.row]]
+        if not live:
+            return
+        width = max(len(s.pages) for s in live)
+        first_page = self._in_a_row(live) if width == 1 else None
+        rows.set_pages(live)
+        index_B = rows.index(live)
+        pages_BP, positions_B = rows.pages[index_B, :width], rows.state.positions[index_B]
+        slots_B, longest = self.cache.slots(pages_BP, positions_B), max(s.stored for s in live) + 1
+        attention = DecodePlan(self.cache, pages_BP, positions_B, slots_B, longest, first_page)
+        self.draw(index_B, self.policy.hidden(rows.state.last_tokens[index_B], positions_B, attention))
+
+    def close(self) -> None:
+        self.cache.keys.clear()
+        self.cache.values.clear()
+
+    def _in_a_row(self, live: list[Sequence]) -> int | None:
+        """Put sequences of one page each in page order, and their pages side by side: attention then reads them where they are.
+
+        A page moves at most once for each sequence that ended below it. Returns the first page, or None where others lie between.
+        """
+        live.sort(key=lambda s: s.pages[0])
+        for sequence in reversed(live):
+            target = self.pool.lower(sequence.pages[0])
+            if target is None:
+                break
+            self.cache.copy_page(sequence.pages[0], target, sequence.stored)
+            sequence.pages = [target]
+            self._rows.forget_pages(sequence)
+        live.sort(key=lambda s: s.pages[0])
+        first, last = live[0].pages[0], live[-1].pages[0]
+        return first if last - first == len(live) - 1 else None

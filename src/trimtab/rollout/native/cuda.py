@@ -1,0 +1,312 @@
+"""Decoding on a CUDA device: whole steps as graphs, from the last token of every sequence to the next one and its log-prob.
+
+A step reads which rows it serves from a buffer on the device, so a graph serves any set of sequences up to its size. Entries
+beyond the sequences point at a row that is always done. Between rounds the host only writes that buffer: compaction moves
+nothing. Sequences that end in the middle of a round are done on the device at once: their rows are no longer advanced, read
+or written.
+
+Everything a graph touches is at fixed addresses: the arena (keys and values, intermediates, logits), the rows, the weights.
+The arena can be lent and taken back; graphs stay valid.
+
+Layers run fused where the architecture is known and the fused step agrees with the model's own forward; otherwise the model's
+own modules run inside the graph; where these wait for the host, without graphs. `path` says which, and why.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from trimtab.config.learn import Sampling
+from trimtab.model.attention import Rules
+from trimtab.model.packed import PackedPlan
+from trimtab.model.policy import TOLERANCE_NATS, Policy
+from trimtab.rollout.native.arena import Arena, piece_bytes
+from trimtab.rollout.native.cache import Empty, KVCache, LayerShape
+from trimtab.rollout.native.fused import FusedBody, Unfusable, Workspace
+from trimtab.rollout.native.kernels.attention import (
+    Batch,
+    DecodeShape,
+    Partials,
+    decode_attention,
+    samples_per_item,
+)  # fmt: skip
+from trimtab.rollout.native.kernels.sampling import Draw
+from trimtab.rollout.native.rows import Rows
+from trimtab.rollout.native.scheduler import Sequence
+
+STEPS_A_ROUND = 16
+WORTH_SHARING = 0.08
+"""Least part of the tokens read that shared-prefix decoding must save to pay for its extra launch."""
+
+
+def buckets(most: int) -> list[int]:
+    """Batch sizes that graphs are made for: fine where a step's time depends on the size, coarse where it hardly does."""
+    steps = [*range(1, 3), 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 1024, 64)]
+    sizes = [b for b in [*steps, *range(1024, max(most, 1024) + 1, 128)] if b < most]
+    return [*sizes, most]
+
+
+@dataclass
+class _Layout:
+    """What lives in the arena."""
+
+    cache: KVCache
+    space: Workspace | None
+    partials: Partials
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _ModulesPlan:
+    """The model's own modules, with attention over the pages."""
+
+    batch: Batch
+    cache: KVCache
+    partials: Partials
+
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
+    ) -> torch.Tensor:
+        shape = DecodeShape(q_THD.shape[1], k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2])
+        out = q_THD.new_empty((q_THD.shape[0], shape.heads, shape.value_size))
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out)
+        return out
+
+
+class CudaDecoder:
+    """Owns the device memory of the engine and the graphs over it."""
+
+    def __init__(
+        self, policy: Policy, shapes: dict[int, LayerShape], pages: int, page_tokens: int, max_sequences: int
+    ) -> None:
+        self.policy = policy
+        self.pages, self.page_tokens, self.batch = pages, page_tokens, max_sequences
+        self.buckets = buckets(max_sequences)
+        self.replays = self.eager_steps = 0
+        self._shapes = shapes
+        self._decode_shapes = [DecodeShape(s.heads, s.key[0], s.key[1], s.value[1]) for s in shapes.values()]
+        self._body, self.path = self._fuse()
+        self.arena = Arena(self._measure(), policy.device)
+        self._layout = self._lay_out(self.arena.tensor)
+        self.cache = self._layout.cache
+        self._draw = Draw(max_sequences, policy.head.weight_VE.shape[0], policy.device)
+        self._graphs: dict[tuple[int, bool, str], torch.cuda.CUDAGraph] = {}
+        self._stream = torch.cuda.Stream(policy.device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._index = torch.zeros(max_sequences, dtype=torch.int64, device=policy.device)
+        self._shared = torch.zeros_like(self._index)
+        self._items = torch.zeros((max(1, max_sequences // 2), 3), dtype=torch.int64, device=policy.device)
+        self._served: list[int] = []
+        self._sharing = False
+        self._rows: Rows | None = None
+        if self._body is not None and not self._agrees():
+            self._give_up_fusing("their log-probs are not those of the model's own forward")
+        self._capturable = self._body is not None
+
+    @property
+    def most_steps(self) -> int:
+        return STEPS_A_ROUND
+
+    def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
+        """A call with these rows and settings, whose sequences have at most `longest` tokens."""
+        if rows is not self._rows or (self._body is not None and self._body.set_positions(longest)):
+            self._graphs.clear()
+        if rows is not self._rows and self._body is None:
+            self._capturable = self._modules_run_without_the_host(rows, sampling)
+        self._rows, self._sampling = rows, sampling
+        self._served = []
+
+    def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None:
+        """The next token of each row from its last hidden state."""
+        assert self._rows is not None
+        for at in range(0, index_B.shape[0], self.batch):
+            index, hidden = index_B[at : at + self.batch], hidden_BE[at : at + self.batch]
+            self._sample(index, hidden, self._rows, self._sampling)
+
+    def run(self, live: Seq[Sequence], steps: int) -> None:
+        """`steps` tokens for each sequence, or up to its end where that comes earlier."""
+        assert self._rows is not None
+        size = next(b for b in self.buckets if b >= len(live)) if self._capturable else len(live)
+        rows = [s.row for s in live]
+        if rows != self._served:
+            shared, items = self._find_shared(live)
+            self._sharing = bool(items)
+            if self._capturable:
+                self._graph(size)
+            self._serve(rows, size, shared, items)
+        graph = self._graph(size) if self._capturable else None
+        for _ in range(steps):
+            if graph is not None:
+                graph.replay()
+            else:
+                self._step(size, self._sharing)
+        self.replays += steps if graph is not None else 0
+        self.eager_steps += steps if graph is None else 0
+
+    def close(self) -> None:
+        self._graphs.clear()
+        self.cache.keys.clear()
+        self.cache.values.clear()
+        del self._layout
+        self.arena.close()
+
+    def _fuse(self) -> tuple[FusedBody | None, str]:
+        try:
+            return FusedBody(self.policy, self._shapes), "fused layers in CUDA graphs"
+        except Unfusable as reason:
+            return None, f"the model's own modules in CUDA graphs: {reason}"
+
+    def _give_up_fusing(self, reason: str) -> None:
+        self._body, self.path = None, f"the model's own modules in CUDA graphs: fused layers do not agree, {reason}"
+
+    def _measure(self) -> int:
+        """Bytes of the arena, by laying it out without memory."""
+        total = 0
+
+        def count(shape: Seq[int], dtype: torch.dtype) -> torch.Tensor:
+            nonlocal total
+            total += piece_bytes(shape, dtype)
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        self._lay_out(count)
+        return total
+
+    def _lay_out(self, empty: Empty) -> _Layout:
+        cache = KVCache(self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty)
+        space = None if self._body is None else self._body.workspace(self.batch, empty)
+        partials = space.partials if space is not None else Partials(self.batch, self._decode_shapes, empty)
+        return _Layout(cache, space, partials, empty((self.batch, self.policy.head.weight_VE.shape[0]), torch.float32))
+
+    def _batch(self, index_B: torch.Tensor, rows: Rows, items: torch.Tensor | None) -> Batch:
+        shared_B = self._shared[: index_B.shape[0]]
+        state = rows.state
+        return Batch(index_B, rows.pages, state.positions, state.done, shared_B, items, self.page_tokens)
+
+    def _hidden(self, batch: Batch, rows: Rows) -> torch.Tensor:
+        if self._body is not None:
+            assert self._layout.space is not None
+            return self._body.decode(batch, rows.state.last_tokens, self.cache, self._layout.space)
+        plan = _ModulesPlan(batch, self.cache, self._layout.partials)
+        state = rows.state
+        return self.policy.hidden(state.last_tokens[batch.index_B], state.positions[batch.index_B], plan)
+
+    def _sample(self, index_B: torch.Tensor, hidden_BE: torch.Tensor, rows: Rows, sampling: Sampling) -> None:
+        head, out_BV = self.policy.head, self._layout.logits[: hidden_BE.shape[0]]
+        if hidden_BE.dtype == torch.float32:
+            torch.mm(hidden_BE, head.weight_VE.t(), out=out_BV)
+        else:
+            torch.mm(hidden_BE, head.weight_VE.t(), out_dtype=torch.float32, out=out_BV)
+        if head.bias_V is not None:
+            out_BV += head.bias_V
+        self._draw(out_BV, index_B, rows.state, sampling, head.scale, head.softcap)
+
+    def _step(self, size: int, sharing: bool) -> None:
+        assert self._rows is not None
+        items = self._items[: max(1, size // 2)] if sharing else None
+        batch = self._batch(self._index[:size], self._rows, items)
+        self._sample(batch.index_B, self._hidden(batch, self._rows), self._rows, self._sampling)
+
+    def _graph(self, size: int) -> torch.cuda.CUDAGraph:
+        """The graph of a step of this size; made, on rows that are done, where there is none yet."""
+        key = (size, self._sharing, self._sampling.model_dump_json())
+        if key not in self._graphs:
+            assert self._rows is not None
+            self._served = []
+            self._index.fill_(self._rows.idle_row)
+            self._items.zero_()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._step(size, self._sharing)
+                self._stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                collecting = gc.isenabled()
+                gc.disable()
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                self._step(size, self._sharing)
+                graph.capture_end()
+                if collecting:
+                    gc.enable()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._graphs[key] = graph
+        return self._graphs[key]
+
+    def _serve(self, rows: list[int], size: int, shared: list[int], items: list[tuple[int, int, int]]) -> None:
+        """Tell the device whom the next steps are for."""
+        assert self._rows is not None
+        idle = size - len(rows)
+        numbers = self._rows.to_device([rows + [self._rows.idle_row] * idle, shared + [0] * idle])
+        self._index[:size], self._shared[:size] = numbers
+        if items:
+            room = max(1, size // 2)
+            self._items[:room] = self._rows.to_device(items + [(0, 0, 0)] * (room - len(items)))
+        self._served = rows
+
+    def _find_shared(self, live: Seq[Sequence]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Neighbours that begin with the same pages: for each entry how many, and the tiles that read them once."""
+        shared, items, saved = [0] * len(live), [], 0
+        most = min(samples_per_item(s) for s in self._decode_shapes)
+        at = 0
+        for group, members in groupby(live, key=lambda s: s.group):
+            siblings = list(members)
+            pages = len(group.prompt) // self.page_tokens
+            beginning = siblings[0].pages[:pages]
+            while pages and siblings:
+                tile, siblings = siblings[:most], siblings[most:]
+                if len(tile) > 1 and all(s.pages[:pages] == beginning for s in tile):
+                    items.append((at, len(tile), pages))
+                    shared[at : at + len(tile)] = [pages] * len(tile)
+                    saved += (len(tile) - 1) * pages * self.page_tokens
+                at += len(tile)
+            at += len(siblings)
+        if saved < WORTH_SHARING * sum(s.stored for s in live):
+            return [0] * len(live), []
+        return shared, items
+
+    @torch.no_grad()
+    def _agrees(self) -> bool:
+        """Decode a few random sequences step by step and compare with one forward of the model."""
+        assert self._body is not None
+        length = min(6, self.page_tokens * self.pages)
+        count = max(1, min(3, self.pages // -(-length // self.page_tokens), self.batch))
+        self._body.set_positions(length)
+        device = self.policy.device
+        tokens = torch.randint(
+            0, self.policy.config.vocab_size, (count, length), generator=torch.Generator().manual_seed(1)
+        )
+        tokens = tokens.to(device)
+        width = -(-length // self.page_tokens)
+        rows = Rows(count, 1, width, 1, device)
+        rows.pages[:count] = torch.arange(count * width, device=device).view(count, width)
+        rows.state.done[:count] = 0
+        found = []
+        for position in range(length):
+            rows.state.last_tokens[:count], rows.state.positions[:count] = tokens[:, position], position
+            found.append(self._hidden(self._batch(torch.arange(count, device=device), rows, None), rows).clone())
+        plan = PackedPlan([length] * count, device)
+        expected = self.policy.hidden(tokens.flatten(), plan.positions, plan).view(count, length, -1)
+        head = self.policy.head
+        ours, theirs = (head.logits(x.flatten(0, 1)).log_softmax(-1) for x in (torch.stack(found, 1), expected))
+        gap = ((ours - theirs).abs() * theirs.exp()).sum(-1).max().item()
+        return gap <= TOLERANCE_NATS[self.policy.dtype]
+
+    def _modules_run_without_the_host(self, rows: Rows, sampling: Sampling) -> bool:
+        """Try a step that may not wait for the device; what waits cannot be in a graph."""
+        self._rows, self._sampling = rows, sampling
+        self._index.fill_(rows.idle_row)
+        self._step(1, False)
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._step(1, False)
+        except RuntimeError as error:
+            self.path = f"the model's own modules, step by step: they wait for the host ({str(error).splitlines()[0]})"
+            return False
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return True

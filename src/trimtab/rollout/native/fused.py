@@ -1,0 +1,294 @@
+"""The decoder layers of a model as eight launches each: products through cuBLAS, everything between them in own kernels.
+
+The weights are the trainer's. Projections that read the same input (query, key, value; gate, up) are moved into one storage,
+of which the model's own parameters become views: one product serves them all, and an optimizer step is seen at once.
+
+What a layer does is read off its modules: which norms stand where, which activation, which heads are normalised, how positions
+rotate. `FusedBody` raises `Unfusable` for what it doesn't know, and the engine compares its log-probs with those of the model's
+own forward before it is used, so a layer that only looks familiar is not served by it.
+
+Shapes: B batch entries, E hidden size, F feed-forward size, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.model.policy import Policy
+from trimtab.rollout.native.cache import Empty, KVCache, LayerShape
+from trimtab.rollout.native.kernels.attention import (
+    OFFSET,
+    ROUNDED,
+    WIDE,
+    Batch,
+    DecodeShape,
+    HeadNorm,
+    Partials,
+    Rotary,
+    decode_attention,
+)  # fmt: skip
+from trimtab.rollout.native.kernels.layers import GELU_TANH, SILU, Norm, embed, gated, residual_norm
+
+ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
+STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
+
+
+class Unfusable(Exception):
+    """Why a model's layers are not served by the fused path."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """x W^T + b."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x_BI: torch.Tensor, out_BO: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return torch.mm(x_BI, self.weight.t(), out=out_BO)
+        return torch.addmm(self.bias, x_BI, self.weight.t(), out=out_BO)
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """One decoder layer; norms that an architecture lacks are None."""
+
+    kind: str
+    shape: LayerShape
+    before_attention: Norm | None
+    qkv: Product
+    head_norm: HeadNorm | None
+    output: Product
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    gate_up: Product
+    activation: int
+    down: Product
+    after_mlp: Norm | None
+    factor: float
+
+    @property
+    def decode_shape(self) -> DecodeShape:
+        return DecodeShape(self.shape.heads, self.shape.key[0], self.shape.key[1], self.shape.value[1])
+
+
+class Workspace:
+    """Every intermediate of a decode step of up to `batch` entries, used by all layers in turn."""
+
+    def __init__(self, batch: int, layers: list[FusedLayer], hidden: int, dtype: torch.dtype, empty: Empty) -> None:
+        self.residual, self.x, self.y = (empty((batch, hidden), dtype) for _ in range(3))
+        self.qkv = empty((batch * max(l.qkv.weight.shape[0] for l in layers),), dtype)
+        self.attended = empty((batch * max(l.output.weight.shape[1] for l in layers),), dtype)
+        self.gate_up = empty((batch * max(l.gate_up.weight.shape[0] for l in layers),), dtype)
+        self.gated = empty((batch * max(l.down.weight.shape[1] for l in layers),), dtype)
+        self.partials = Partials(batch, [l.decode_shape for l in layers], empty)
+
+
+class FusedBody:
+    """Decode steps of a model whose layers are known."""
+
+    def __init__(self, policy: Policy, shapes: dict[int, LayerShape]) -> None:
+        self.policy = policy
+        body = policy.body
+        if len(body.layers) != len(shapes):
+            raise Unfusable("it has layers without attention")
+        kinds = getattr(policy.config, "layer_types", None) or ["full_attention"] * len(shapes)
+        self.layers = [_read_layer(layer, shapes[i], kinds[i]) for i, layer in enumerate(body.layers)]
+        self.final = _norm(body.norm)
+        self.table, self.factor = _embedding(body.embed_tokens, policy)
+        self.rotaries: dict[str, Rotary] = {}
+        _check_rotation(body)
+
+    def set_positions(self, positions: int) -> bool:
+        """Know the rotation of at least so many positions; True if the tables are new."""
+        if self.rotaries and next(iter(self.rotaries.values())).cos.shape[0] >= positions:
+            return False
+        positions = max(1024, 1 << (positions - 1).bit_length())
+        self.rotaries = {kind: _rotary(self.policy, kind, positions) for kind in {l.kind for l in self.layers}}
+        return True
+
+    def workspace(self, batch: int, empty: Empty) -> Workspace:
+        return Workspace(batch, self.layers, self.table.shape[1], self.policy.dtype, empty)
+
+    def decode(self, batch: Batch, tokens_R: torch.Tensor, cache: KVCache, space: Workspace) -> torch.Tensor:
+        """Last hidden state of the newest token of every entry, [B, E]; its keys and values are stored."""
+        b = batch.index_B.shape[0]
+        residual, x, y = space.residual[:b], space.x[:b], space.y[:b]
+        embed(self.table, batch.index_B, tokens_R, residual, self.factor)
+        residual_norm(residual, None, x, self.layers[0].before_attention)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(x if layer.before_attention else residual, _cut(space.qkv, b, layer.qkv.weight.shape[0]))
+            attended = _cut(space.attended, b, layer.output.weight.shape[1])
+            self._attend(batch, layer, qkv, attended, cache, index, space)
+            layer.output(attended, y)
+            residual_norm(residual, y, x, layer.before_mlp, layer.after_attention, layer.factor)
+            wide = _cut(space.gate_up, b, layer.gate_up.weight.shape[0])
+            layer.gate_up(x if layer.before_mlp else residual, wide)
+            narrow = _cut(space.gated, b, layer.down.weight.shape[1])
+            gated(wide, narrow, layer.activation)
+            layer.down(narrow, y)
+            last = index + 1 == len(self.layers)
+            following = self.final if last else self.layers[index + 1].before_attention
+            residual_norm(residual, y, x, following, layer.after_mlp, layer.factor)
+        return x
+
+    def _attend(
+        self, batch: Batch, layer: FusedLayer, qkv: torch.Tensor, out: torch.Tensor, cache: KVCache, index: int,
+        space: Workspace,
+    ) -> None:  # fmt: skip
+        shape = layer.decode_shape
+        b, q_size, k_size = qkv.shape[0], shape.heads * shape.size, shape.kv_heads * shape.size
+        q_BHD = qkv[:, :q_size].unflatten(1, (shape.heads, shape.size))
+        k_BKD = qkv[:, q_size : q_size + k_size].unflatten(1, (shape.kv_heads, shape.size))
+        v_BKD = qkv[:, q_size + k_size :].unflatten(1, (shape.kv_heads, shape.value_size))
+        decode_attention(
+            batch, shape, layer.shape.rules, space.partials, q_BHD, k_BKD, v_BKD, cache.keys[index], cache.values[index],
+            out.view(b, shape.heads, shape.value_size), self.rotaries[layer.kind], layer.head_norm,
+        )  # fmt: skip
+
+
+def _cut(space: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return space[: rows * columns].view(rows, columns)
+
+
+def _read_layer(layer: nn.Module, shape: LayerShape, kind: str) -> FusedLayer:
+    attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
+    norms = {
+        name: _norm(getattr(layer, name)) if hasattr(layer, name) else None
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+    }
+    sandwiched = norms["post_feedforward_layernorm"] is not None
+    after_attention = norms["post_attention_layernorm"] if sandwiched else None
+    before_mlp = norms["pre_feedforward_layernorm"] if sandwiched else norms["post_attention_layernorm"]
+    activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))).__name__)
+    if activation is None:
+        raise Unfusable(f"its feed-forward layers ({type(mlp).__name__}) have an activation without a kernel")
+    return FusedLayer(
+        kind,
+        shape,
+        norms["input_layernorm"],
+        _joined(attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"]),
+        _head_norm(attention, shape),
+        _joined(attention, ["o_proj"], ["dense"]),
+        after_attention,
+        before_mlp,
+        _joined(mlp, ["gate_up_proj"], ["gate_proj", "up_proj"]),
+        activation,
+        _joined(mlp, ["down_proj"]),
+        norms["post_feedforward_layernorm"],
+        float(getattr(layer, "residual_multiplier", 1.0)),
+    )
+
+
+def _child(module: nn.Module, name: str) -> nn.Module:
+    child = getattr(module, name, None)
+    if not isinstance(child, nn.Module):
+        raise Unfusable(f"{type(module).__name__} has no {name}")
+    return child
+
+
+def _joined(owner: nn.Module, *choices: list[str]) -> Product:
+    """The product of the first choice of linear layers that the owner has, their weights in one storage."""
+    for names in choices:
+        linears = [getattr(owner, name, None) for name in names]
+        if all(type(linear) is nn.Linear for linear in linears):
+            weight = join([linear.weight for linear in linears])  # type: ignore[union-attr]
+            biases = [linear.bias for linear in linears]  # type: ignore[union-attr]
+            if len({bias is None for bias in biases}) > 1:
+                raise Unfusable(f"only some of {', '.join(names)} have a bias")
+            return Product(weight, None if biases[0] is None else join(biases))
+    raise Unfusable(f"{type(owner).__name__} has no plain linear layers {' or '.join(', '.join(c) for c in choices)}")
+
+
+@torch.no_grad()
+def join(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """One tensor that holds all of them; each goes on as a view of its part. Nothing is copied if they lie so already."""
+    first = parameters[0].data
+    ends, together = first.data_ptr(), True
+    for parameter in parameters:
+        together &= parameter.data_ptr() == ends and parameter.is_contiguous()
+        together &= parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        ends += parameter.numel() * parameter.element_size()
+    rows = sum(p.shape[0] for p in parameters)
+    if together:
+        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, whole.split([p.shape[0] for p in parameters])):
+        parameter.data = part
+    return whole
+
+
+def _norm(module: nn.Module) -> Norm:
+    """An RMS norm as the module computes it: which way of applying the weight is seen by trying."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or eps is None or getattr(module, "bias", None) is not None:
+        raise Unfusable(f"{type(module).__name__} is not an RMS norm")
+    x = torch.linspace(-2.0, 3.0, 4 * weight.shape[0], device=weight.device).view(4, -1).to(weight.dtype)
+    with torch.no_grad():
+        found = module(x).float()
+    wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    tries = {
+        ROUNDED: wide.to(x.dtype) * weight.data,
+        WIDE: (wide * weight.data.float()).to(x.dtype),
+        OFFSET: (wide * (1.0 + weight.data.float())).to(x.dtype),
+    }
+    gaps = {kind: (found - guess.float()).abs().max().item() for kind, guess in tries.items()}
+    kind = min(gaps, key=lambda k: gaps[k])
+    if not gaps[kind] <= 0.02 * found.abs().max().item():
+        raise Unfusable(f"{type(module).__name__} is not an RMS norm that has a kernel")
+    return Norm(weight.data, float(eps), kind)
+
+
+def _head_norm(attention: nn.Module, shape: LayerShape) -> HeadNorm | None:
+    modules = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if modules[0] is None and modules[1] is None:
+        return None
+    if modules[0] is None or modules[1] is None:
+        raise Unfusable("only queries or only keys are normalised")
+    query, key = _norm(modules[0]), _norm(modules[1])
+    if query.weight.numel() != shape.key[1] or key.weight.numel() != shape.key[1]:
+        raise Unfusable("queries are normalised over all heads together")
+    if (query.eps, query.kind) != (key.eps, key.kind):
+        raise Unfusable("queries and keys are normalised differently")
+    return HeadNorm(query.weight, key.weight, query.eps, query.kind)
+
+
+def _embedding(module: nn.Module, policy: Policy) -> tuple[torch.Tensor, float]:
+    factor = float(getattr(policy.config, "embedding_multiplier", None) or 1.0)
+    scale = getattr(module, "embed_scale", None)
+    if scale is not None:
+        factor *= float(torch.as_tensor(scale).to(policy.dtype))
+    return module.weight.data, factor  # type: ignore[return-value]
+
+
+def _check_rotation(body: Any) -> None:
+    rotary = getattr(body, "rotary_emb", None)
+    if rotary is None:
+        raise Unfusable("it has no rotary embedding")
+    types = getattr(rotary, "rope_type", "default")
+    unknown = set(types.values() if isinstance(types, dict) else [types]) - STATIC_ROTATIONS
+    if unknown:
+        raise Unfusable(f"its rotary embedding is of type {', '.join(sorted(map(str, unknown)))}")
+
+
+@torch.no_grad()
+def _rotary(policy: Policy, kind: str, positions: int) -> Rotary:
+    """The model's own cos and sin for positions 0, 1, …"""
+    rotary = policy.body.rotary_emb
+    at = torch.arange(positions, device=policy.device)[None]
+    like = torch.empty(1, dtype=policy.dtype, device=policy.device)
+    takes_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+    cos, sin = rotary(like, at, kind) if takes_kind else rotary(like, at)
+    return Rotary(cos[0].contiguous(), sin[0].contiguous())

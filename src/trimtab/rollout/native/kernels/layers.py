@@ -1,0 +1,122 @@
+"""The small steps between a layer's matrix products, one launch each: residual sum with norms, activation, embedding.
+
+Every value is rounded to the model's type exactly where transformers' modules round it, so that what is sampled here and what
+the trainer computes differ by the order of sums alone.
+
+Shapes: B tokens, E hidden size, F feed-forward size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from trimtab.rollout.native.kernels.attention import weighted
+
+SILU, GELU_TANH = 0, 1
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm; `kind` says how its weight is applied (see kernels/attention.py)."""
+
+    weight: torch.Tensor
+    eps: float
+    kind: int
+
+
+@triton.jit
+def _rms(x, e, W, eps, E: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr):
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    return weighted(x, tl.load(W + e, mask=e < E, other=0.0), dtype, KIND)
+
+
+@triton.jit
+def _residual(
+    X, RES, OUT, POST, PRE, post_eps, pre_eps, factor, E: tl.constexpr, EP: tl.constexpr, ADD: tl.constexpr,
+    SCALE: tl.constexpr, POST_KIND: tl.constexpr, PRE_KIND: tl.constexpr,
+):  # fmt: skip
+    """residual += factor * post_norm(x); out = pre_norm(residual). Norms whose kind is 0 are absent."""
+    b = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    dtype: tl.constexpr = RES.dtype.element_ty
+    residual = tl.load(RES + b * E + e, mask=e < E, other=0.0).to(tl.float32)
+    if ADD:
+        x = tl.load(X + b * E + e, mask=e < E, other=0.0).to(tl.float32)
+        if POST_KIND > 0:
+            x = _rms(x, e, POST, post_eps, E, dtype, POST_KIND)
+        if SCALE:
+            x = (x * factor).to(dtype).to(tl.float32)
+        residual = (residual + x).to(dtype).to(tl.float32)
+        tl.store(RES + b * E + e, residual.to(dtype), mask=e < E)
+    if PRE_KIND > 0:
+        tl.store(OUT + b * E + e, _rms(residual, e, PRE, pre_eps, E, dtype, PRE_KIND).to(dtype), mask=e < E)
+
+
+@triton.jit
+def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr):
+    """act(gate) * up, where a row holds gate and then up."""
+    b = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * N + tl.arange(0, N)
+    dtype: tl.constexpr = X.dtype.element_ty
+    gate = tl.load(X + b * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(X + b * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    if ACT == 0:
+        gate = gate * tl.sigmoid(gate)
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = 0.5 * gate * (1.0 + (2.0 * tl.sigmoid(2.0 * inner) - 1.0))
+    gate = gate.to(dtype).to(tl.float32)
+    tl.store(OUT + b * F + f, (gate * up).to(dtype), mask=f < F)
+
+
+@triton.jit
+def _embed(TABLE, INDEX, TOKENS, RES, factor, E: tl.constexpr, EP: tl.constexpr, SCALE: tl.constexpr):
+    """Embedding of the newest token of each entry's row."""
+    b = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    token = tl.load(TOKENS + tl.load(INDEX + b)).to(tl.int64)
+    x = tl.load(TABLE + token * E + e, mask=e < E, other=0.0)
+    if SCALE:
+        x = (x.to(tl.float32) * factor).to(x.dtype)
+    tl.store(RES + b * E + e, x, mask=e < E)
+
+
+def _warps(size: int) -> int:
+    return 4 if size <= 2048 else 8
+
+
+def residual_norm(
+    residual_BE: torch.Tensor, x_BE: torch.Tensor | None, out_BE: torch.Tensor, pre: Norm | None,
+    post: Norm | None = None, factor: float = 1.0,
+) -> None:  # fmt: skip
+    """Add `x` (normalised by `post`, times `factor`) to the residual in place, and write the residual's norm to `out`."""
+    if x_BE is None and pre is None:
+        return
+    size = residual_BE.shape[1]
+    block = triton.next_power_of_2(size)
+    _residual[(residual_BE.shape[0],)](
+        residual_BE if x_BE is None else x_BE, residual_BE, out_BE, post.weight if post else residual_BE,
+        pre.weight if pre else residual_BE, post.eps if post else 0.0, pre.eps if pre else 0.0, factor,
+        E=size, EP=block, ADD=x_BE is not None, SCALE=factor != 1.0, POST_KIND=post.kind if post else 0,
+        PRE_KIND=pre.kind if pre else 0, num_warps=_warps(block),
+    )  # fmt: skip
+
+
+def gated(x_B2F: torch.Tensor, out_BF: torch.Tensor, activation: int) -> None:
+    size = out_BF.shape[1]
+    block = min(1024, triton.next_power_of_2(size))
+    _gated[(out_BF.shape[0], triton.cdiv(size, block))](x_B2F, out_BF, F=size, N=block, ACT=activation, num_warps=4)
+
+
+def embed(
+    table_VE: torch.Tensor, index_B: torch.Tensor, tokens_R: torch.Tensor, out_BE: torch.Tensor, factor: float
+) -> None:
+    size = out_BE.shape[1]
+    block = triton.next_power_of_2(size)
+    _embed[(out_BE.shape[0],)](
+        table_VE, index_B, tokens_R, out_BE, factor, E=size, EP=block, SCALE=factor != 1.0, num_warps=_warps(block)
+    )  # fmt: skip

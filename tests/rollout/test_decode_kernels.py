@@ -1,0 +1,178 @@
+"""The decode kernels against plain PyTorch: attention over pages in all its variants, and whole fused layers.
+
+Without a CUDA device they run in Triton's interpreter (tests/conftest.py sets it), with one they are compiled.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_model
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from trimtab.model.attention import Rules, causal_window, dense_attention  # noqa: E402
+from trimtab.model.packed import PackedPlan  # noqa: E402
+from trimtab.model.policy import Policy  # noqa: E402
+from trimtab.rollout.native.cache import KVCache, layer_shapes  # noqa: E402
+from trimtab.rollout.native.fused import FusedBody, Unfusable, join  # noqa: E402
+from trimtab.rollout.native.kernels import attention as kernels  # noqa: E402
+from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def empty(shape, dtype) -> torch.Tensor:
+    """Memory nobody wrote to, at its worst."""
+    return torch.full(tuple(shape), float("nan"), dtype=dtype, device=DEVICE)
+
+
+def paged(lengths: list[int], shape: DecodeShape, page: int, shared_pages: int = 0) -> tuple[torch.Tensor, ...]:
+    """Keys and values of sequences, [B][S, K, D], and the same in pages (the first `shared_pages` in common)."""
+    width = max(lengths) // page + 1
+    total = shared_pages + len(lengths) * width
+    keys = numbers(total, page, shape.kv_heads, shape.size, seed=1)
+    values = numbers(total, page, shape.kv_heads, shape.value_size, seed=2)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    tables = torch.zeros(len(lengths) + 1, width, dtype=torch.int64, device=DEVICE)
+    for i in range(len(lengths)):
+        own = order[shared_pages + i * width : shared_pages + (i + 1) * width]
+        tables[i] = torch.cat((order[:shared_pages], own))[:width]
+    return keys, values, tables
+
+
+def reference(q, k_new, v_new, keys, values, table, length: int, rules: Rules) -> torch.Tensor:
+    """Dense attention of one sequence's new token, in float64."""
+    k = torch.cat((keys[table].flatten(0, 1)[:length], k_new[None])).double()
+    v = torch.cat((values[table].flatten(0, 1)[:length], v_new[None])).double()
+    at = torch.arange(length + 1, device=DEVICE)
+    allowed = causal_window(at[-1:], at, rules.window)
+    rows = q.double()[None, :, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    return dense_attention(*rows, rules, allowed)[0, :, 0]
+
+
+CASES = {
+    "one head each": (DecodeShape(4, 4, 16, 16), Rules(0.25), 16, [5, 0, 33]),
+    "seven a group": (DecodeShape(14, 2, 64, 64), Rules(0.125), 16, [40, 130, 1]),
+    "one key head": (DecodeShape(5, 1, 32, 32), Rules(0.2), 4, [9, 17, 64]),
+    "size 80": (DecodeShape(4, 2, 80, 80), Rules(0.11), 16, [20, 31]),
+    "size 128": (DecodeShape(12, 2, 128, 128), Rules(0.09), 64, [70, 128, 64]),
+    "values narrower": (DecodeShape(4, 2, 24, 16), Rules(0.2), 8, [20, 8]),
+    "large pages": (DecodeShape(4, 2, 16, 16), Rules(0.25), 128, [127, 128, 200]),
+    "pages of one": (DecodeShape(4, 2, 16, 16), Rules(0.25), 1, [3, 40]),
+    "odd pages": (DecodeShape(4, 2, 16, 16), Rules(0.25), 11, [3, 40, 11]),
+    "window": (DecodeShape(4, 2, 16, 16), Rules(0.25, window=7), 4, [3, 40, 7, 6, 8, 100]),
+    "softcap": (DecodeShape(4, 2, 16, 16), Rules(0.25, softcap=1.5), 8, [3, 40]),
+    "sinks": (DecodeShape(4, 2, 16, 16), Rules(0.25, sinks_H=numbers(4, seed=9)), 8, [3, 0, 40]),
+    "all": (DecodeShape(6, 2, 16, 16), Rules(0.25, 21, 2.0, numbers(6, seed=9)), 8, [3, 40, 90]),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 4], ids="{} splits".format)
+@pytest.mark.parametrize("shared", [0, 2], ids="{} shared pages".format)
+@pytest.mark.parametrize("case", CASES)
+def test_paged_attention_equals_dense(case: str, shared: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, rules, page, lengths = CASES[case]
+    monkeypatch.setattr(kernels, "splits_for", lambda batch, kv_heads: splits)
+    lengths = [n + shared * page for n in lengths]
+    count = len(lengths)
+    keys, values, tables = paged(lengths, shape, page, shared)
+    q, k, v = (
+        numbers(count, heads, size, seed=s)
+        for heads, size, s in (
+            (shape.heads, shape.size, 4),
+            (shape.kv_heads, shape.size, 5),
+            (shape.kv_heads, shape.value_size, 6),
+        )
+    )
+    expected = [reference(q[i], k[i], v[i], keys, values, tables[i], n, rules) for i, n in enumerate(lengths)]
+    used = torch.zeros(keys.shape[:2], dtype=torch.bool, device=DEVICE)
+    for i, n in enumerate(lengths):
+        for t in range(n):
+            used[tables[i, t // page], t % page] = True
+    keys[~used], values[~used] = float("nan"), float("nan")  # what no sequence has written must not be read
+    rows = torch.randperm(count, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    index = torch.cat((rows, torch.tensor([count], device=DEVICE)))  # the last entry is idle
+    inverse = torch.argsort(rows)
+    state_tables = tables.clone()
+    state_tables[:count] = tables[inverse]
+    positions = torch.tensor([*lengths, 0], device=DEVICE)[torch.cat((inverse, torch.tensor([count], device=DEVICE)))]
+    done = torch.zeros(count + 1, dtype=torch.int32, device=DEVICE)
+    done[count] = 1
+    items = torch.zeros((3, 3), dtype=torch.int64, device=DEVICE)
+    shared_B = torch.zeros(count + 1, dtype=torch.int64, device=DEVICE)
+    if shared:
+        items[1] = torch.tensor([0, count, shared])
+        shared_B[:count] = shared
+    batch = Batch(index, state_tables, positions, done, shared_B, items if shared else None, page)
+    partials = Partials(16, [shape], empty)
+    out = empty((count + 1, shape.heads, shape.value_size), torch.float32)
+    q, k, v = (torch.cat((x, x[:1])) for x in (q, k, v))
+    decode_attention(batch, shape, rules, partials, q, k, v, keys, values, out)
+    for i, n in enumerate(lengths):
+        torch.testing.assert_close(out[i].double(), expected[i], atol=2e-5, rtol=2e-5)
+        assert torch.equal(keys[tables[i, n // page], n % page], k[i])
+        assert torch.equal(values[tables[i, n // page], n % page], v[i])
+    assert (out[count] == 0).all()
+
+
+FUSABLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"]
+
+
+def decode_all(policy: Policy, tokens: torch.Tensor, page: int = 4) -> torch.Tensor:
+    """Hidden states of whole sequences, one fused decode step a token."""
+    count, length = tokens.shape
+    shapes = layer_shapes(policy)
+    body = FusedBody(policy, shapes)
+    body.set_positions(length)
+    width = -(-length // page)
+    cache = KVCache(shapes, count * width, page, policy.dtype, empty)
+    space = body.workspace(count, empty)
+    tables = torch.arange(count * width, device=DEVICE).view(count, width)
+    index = torch.arange(count, device=DEVICE)
+    done, shared = torch.zeros(count, dtype=torch.int32, device=DEVICE), torch.zeros_like(index)
+    found = []
+    with torch.no_grad():
+        for t in range(length):
+            batch = Batch(index, tables, torch.full_like(index, t), done, shared, None, page)
+            found.append(body.decode(batch, tokens[:, t].contiguous(), cache, space).clone())
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("architecture", FUSABLE)
+def test_fused_layers_equal_the_models_own(architecture: str) -> None:
+    policy = Policy(tiny_model(architecture, num_hidden_layers=2, head_dim=16).to(DEVICE))
+    tokens = torch.randint(3, 80, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    plan = PackedPlan([9, 9], DEVICE)
+    with torch.no_grad():
+        expected = policy.hidden(tokens.flatten(), plan.positions, plan).view(2, 9, -1)
+    torch.testing.assert_close(decode_all(policy, tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"), [("olmo2", "over all heads together"), ("mixtral", "has no mlp|activation")]
+)
+def test_what_is_not_known_is_not_fused(architecture: str, reason: str) -> None:
+    policy = Policy(tiny_model(architecture).to(DEVICE))
+    with pytest.raises(Unfusable, match=reason):
+        FusedBody(policy, layer_shapes(policy))
+
+
+def test_joined_weights_stay_the_models_own(tmp_path) -> None:
+    """An optimizer's in-place step on the parameters is seen by the joined tensor; saving and loading still work."""
+    model = tiny_model("qwen2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    projections = [model.model.layers[0].self_attn.get_submodule(f"{n}_proj") for n in "qkv"]
+    whole = join([p.weight for p in projections])
+    assert join([p.weight for p in projections]).data_ptr() == whole.data_ptr()
+    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
+    with torch.no_grad():
+        projections[1].weight.add_(1.0)
+    torch.testing.assert_close(whole, torch.cat([p.weight for p in projections]), atol=0, rtol=0)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), atol=0, rtol=0)
