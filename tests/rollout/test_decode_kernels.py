@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from trimtab.model.attention import Rules, causal_window, dense_attention  # noqa: E402
 from trimtab.model.packed import PackedPlan  # noqa: E402
 from trimtab.model.policy import Policy  # noqa: E402
-from trimtab.rollout.native.cache import KVCache, layer_shapes  # noqa: E402
+from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment, layer_shapes  # noqa: E402
 from trimtab.rollout.native.fused import FusedBody, Unfusable, join  # noqa: E402
 from trimtab.rollout.native.kernels import attention as kernels  # noqa: E402
 from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention  # noqa: E402
@@ -141,6 +141,29 @@ def decode_all(policy: Policy, tokens: torch.Tensor, page: int = 4) -> torch.Ten
             batch = Batch(index, tables, torch.full_like(index, t), done, shared, None, page)
             found.append(body.decode(batch, tokens[:, t].contiguous(), cache, space).clone())
     return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("architecture", FUSABLE)
+def test_fused_prefill_equals_the_models_own(architecture: str) -> None:
+    """Two sequences in one row, the second in two pieces."""
+    policy = Policy(tiny_model(architecture, num_hidden_layers=2, head_dim=16).to(DEVICE))
+    shapes = layer_shapes(policy)
+    body = FusedBody(policy, shapes)
+    body.set_positions(16)
+    cache = KVCache(shapes, 8, 4, policy.dtype, empty)
+    tokens = torch.randint(3, 80, (16,), generator=torch.Generator().manual_seed(0)).tolist()
+    first = PrefillPlan(
+        cache, [PrefillSegment(tokens[:7], 0, [5, 2]), PrefillSegment(tokens[7:10], 0, [1, 0, 7])], DEVICE
+    )
+    second = PrefillPlan(cache, [PrefillSegment(tokens[10:], 3, [1, 0, 7])], DEVICE)
+    with torch.no_grad():
+        found = [
+            body.prefill(torch.tensor(part, device=DEVICE), plan.positions, plan)
+            for part, plan in ((tokens[:10], first), (tokens[10:], second))
+        ]
+        whole = PackedPlan([7, 9], DEVICE)
+        expected = policy.hidden(torch.tensor(tokens, device=DEVICE), whole.positions, whole)
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", FUSABLE)

@@ -13,7 +13,14 @@ from trimtab.rollout.native.scheduler import PromptGroup, Scheduler, Sequence
 GROUPS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=8)
 
 
-def drive(groups: list[tuple[int, int, int]], rows: int, pages: int, page_tokens: int, prefill_tokens: int):
+def drive(
+    groups: list[tuple[int, int, int]],
+    rows: int,
+    pages: int,
+    page_tokens: int,
+    prefill_tokens: int,
+    most_steps: int = 1,
+):
     """Run the scheduler as the engine does, with sequences that end at their limit. Returns (finished, parked, pool)."""
     pool = PagePool(pages, page_tokens)
     made: dict[tuple[int, int], int] = {}
@@ -38,15 +45,22 @@ def drive(groups: list[tuple[int, int, int]], rows: int, pages: int, page_tokens
         for sequence in [s for s in work.running if made[s.group.index, s.sample] >= s.limit]:
             finished[sequence.group.index, sequence.sample] += 1
             work.finish([sequence])
-        parked += len(work.make_room())
+        live = work.live()
+        if not live:
+            continue
+        steps = work.steps_ahead(live, most_steps)
+        gone = work.make_room(live, max(1, steps))
+        assert not (gone and steps), "parked although there were pages"
+        parked += len(gone)
         assert len(work.running) <= rows
         assert len({s.row for s in work.running}) == len(work.running)
         for sequence in list(work.running):
             key = (sequence.group.index, sequence.sample)
             assert sequence.stored == len(sequence.group.prompt) + made[key] - 1
-            assert sequence.stored < len(sequence.pages) * page_tokens, "no page for the next token"
-            sequence.stored += 1
-            made[key] += 1
+            grown = min(max(1, steps), sequence.limit - made[key])
+            assert sequence.stored + grown <= len(sequence.pages) * page_tokens, "no page for the next tokens"
+            sequence.stored += grown
+            made[key] += grown
             if made[key] >= sequence.limit:
                 finished[key] += 1
                 work.finish([sequence])
@@ -55,10 +69,12 @@ def drive(groups: list[tuple[int, int, int]], rows: int, pages: int, page_tokens
 
 
 @settings(max_examples=400, deadline=None)
-@given(GROUPS, st.integers(1, 6), st.integers(0, 12), st.integers(1, 5), st.integers(1, 8))
-def test_every_sample_finishes_once_and_no_page_is_lost(groups, rows, spare, page_tokens, prefill_tokens) -> None:
+@given(GROUPS, st.integers(1, 6), st.integers(0, 12), st.integers(1, 5), st.integers(1, 8), st.sampled_from([1, 4, 16]))
+def test_every_sample_finishes_once_and_no_page_is_lost(
+    groups, rows, spare, page_tokens, prefill_tokens, steps
+) -> None:
     smallest = max(-(-(prompt + limit) // page_tokens) for prompt, _, limit in groups) + 1
-    finished, _, pool = drive(groups, rows, smallest + spare, page_tokens, prefill_tokens)
+    finished, _, pool = drive(groups, rows, smallest + spare, page_tokens, prefill_tokens, steps)
     expected = {(i, s): 1 for i, (_, samples, _) in enumerate(groups) for s in range(samples)}
     assert finished == expected
     assert pool.held == 0

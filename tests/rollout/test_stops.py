@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.rollout.native.stops import LOOK_EVERY, StopStrings
+from trimtab.rollout.native.scheduler import PromptGroup, Sequence
+from trimtab.rollout.native.stops import StopStrings
+
+
+def sequence() -> Sequence:
+    return Sequence(PromptGroup(0, [1], [100]), 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -18,10 +23,21 @@ from trimtab.rollout.native.stops import LOOK_EVERY, StopStrings
     ],
 )
 def test_finds_the_token_that_completes_the_first_stop(tokenizer, text: str, stops: list[str], end: int | None) -> None:
-    assert StopStrings(stops, tokenizer).find(tokenizer(text).input_ids) == end
+    assert StopStrings(stops, tokenizer).find(sequence(), tokenizer(text).input_ids) == end
 
 
-def test_looks_only_where_there_is_something_to_find(tokenizer) -> None:
-    assert not any(StopStrings([], tokenizer).due() for _ in range(3 * LOOK_EVERY))
-    looking = StopStrings([";"], tokenizer)
-    assert sum(looking.due() for _ in range(3 * LOOK_EVERY)) == 3
+@pytest.mark.parametrize("every", [1, 3, 7, 50])
+def test_finds_the_same_token_however_often_it_looks(tokenizer, every: str) -> None:
+    """Each look reads only what is new and the little before it that a stop string could begin in."""
+    tokens = tokenizer("a" * 90 + "x" * 30 + "stop here" + "b" * 40).input_ids
+    stops, growing = StopStrings(["stop here"], tokenizer), sequence()
+    for count in range(every, len(tokens) + every, every):
+        end = stops.find(growing, tokens[:count])
+        if end is not None:
+            break
+    assert end == 129
+
+
+def test_there_may_be_nothing_to_look_for(tokenizer) -> None:
+    assert not StopStrings([], tokenizer)
+    assert StopStrings([";"], tokenizer)

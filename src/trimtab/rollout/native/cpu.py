@@ -11,7 +11,7 @@ import torch
 
 from trimtab.config.learn import Sampling
 from trimtab.model.policy import Policy
-from trimtab.rollout.native.cache import DecodePlan, KVCache, LayerShape
+from trimtab.rollout.native.cache import DecodePlan, KVCache, LayerShape, PrefillPlan
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.sampler import sample
@@ -23,6 +23,7 @@ class CpuDecoder:
 
     path = "the model's own modules, step by step"
     most_steps = 1
+    rounds_ahead = 0
     replays = 0
 
     def __init__(self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool) -> None:
@@ -36,6 +37,9 @@ class CpuDecoder:
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         self._rows, self._sampling = rows, sampling
+
+    def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+        return self.policy.hidden(tokens_T, positions_T, plan)
 
     def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None:
         logits_BV = self.policy.head.logits(hidden_BE, self._sampling.temperature or 1.0)

@@ -26,7 +26,7 @@ from trimtab.model.attention import Rules
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import TOLERANCE_NATS, Policy
 from trimtab.rollout.native.arena import Arena, piece_bytes
-from trimtab.rollout.native.cache import Empty, KVCache, LayerShape
+from trimtab.rollout.native.cache import Empty, KVCache, LayerShape, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.fused import FusedBody, Unfusable, Workspace
 from trimtab.rollout.native.kernels.attention import (
     Batch,
@@ -39,9 +39,8 @@ from trimtab.rollout.native.kernels.sampling import Draw
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
 
-STEPS_A_ROUND = 16
-WORTH_SHARING = 0.08
-"""Least part of the tokens read that shared-prefix decoding must save to pay for its extra launch."""
+WORTH_SHARING_BYTES = 40 * 2**20
+"""Reads of a layer that shared-prefix decoding must save to pay for its extra launch."""
 
 
 def buckets(most: int) -> list[int]:
@@ -91,6 +90,7 @@ class CudaDecoder:
         self.replays = self.eager_steps = 0
         self._shapes = shapes
         self._decode_shapes = [DecodeShape(s.heads, s.key[0], s.key[1], s.value[1]) for s in shapes.values()]
+        self._layer_bytes = max(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
         self._body, self.path = self._fuse()
         self.arena = Arena(self._measure(), policy.device)
         self._layout = self._lay_out(self.arena.tensor)
@@ -109,18 +109,24 @@ class CudaDecoder:
             self._give_up_fusing("their log-probs are not those of the model's own forward")
         self._capturable = self._body is not None
 
-    @property
-    def most_steps(self) -> int:
-        return STEPS_A_ROUND
+    most_steps = 16
+    rounds_ahead = 1
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         """A call with these rows and settings, whose sequences have at most `longest` tokens."""
         if rows is not self._rows or (self._body is not None and self._body.set_positions(longest)):
             self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         if rows is not self._rows and self._body is None:
             self._capturable = self._modules_run_without_the_host(rows, sampling)
         self._rows, self._sampling = rows, sampling
         self._served = []
+
+    def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+        """Last hidden states of a packed row whose keys and values go into their pages."""
+        if self._body is not None:
+            return self._body.prefill(tokens_T, positions_T, plan)
+        return self.policy.hidden(tokens_T, positions_T, plan)
 
     def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None:
         """The next token of each row from its last hidden state."""
@@ -264,7 +270,7 @@ class CudaDecoder:
                     saved += (len(tile) - 1) * pages * self.page_tokens
                 at += len(tile)
             at += len(siblings)
-        if saved < WORTH_SHARING * sum(s.stored for s in live):
+        if saved * self._layer_bytes < WORTH_SHARING_BYTES:
             return [0] * len(live), []
         return shared, items
 
@@ -284,15 +290,20 @@ class CudaDecoder:
         rows = Rows(count, 1, width, 1, device)
         rows.pages[:count] = torch.arange(count * width, device=device).view(count, width)
         rows.state.done[:count] = 0
+        segments = [
+            PrefillSegment(row.tolist(), 0, list(range(i * width, (i + 1) * width))) for i, row in enumerate(tokens)
+        ]
+        prefill = PrefillPlan(self.cache, segments, device)
+        filled = self._body.prefill(tokens.flatten(), prefill.positions, prefill)
         found = []
         for position in range(length):
             rows.state.last_tokens[:count], rows.state.positions[:count] = tokens[:, position], position
             found.append(self._hidden(self._batch(torch.arange(count, device=device), rows, None), rows).clone())
         plan = PackedPlan([length] * count, device)
-        expected = self.policy.hidden(tokens.flatten(), plan.positions, plan).view(count, length, -1)
-        head = self.policy.head
-        ours, theirs = (head.logits(x.flatten(0, 1)).log_softmax(-1) for x in (torch.stack(found, 1), expected))
-        gap = ((ours - theirs).abs() * theirs.exp()).sum(-1).max().item()
+        expected = self.policy.hidden(tokens.flatten(), plan.positions, plan)
+        decoded = torch.stack(found, 1).flatten(0, 1)
+        first, second, theirs = (self.policy.head.logits(x).log_softmax(-1) for x in (filled, decoded, expected))
+        gap = max(((ours - theirs).abs() * theirs.exp()).sum(-1).max().item() for ours in (first, second))
         return gap <= TOLERANCE_NATS[self.policy.dtype]
 
     def _modules_run_without_the_host(self, rows: Rows, sampling: Sampling) -> bool:

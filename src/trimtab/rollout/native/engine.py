@@ -1,8 +1,9 @@
 """The native engine: generates with the trainer's own modules and weights, through the same registered attention.
 
 A round: prefill what the scheduler admits, fork samples off finished prompts, launch a few decode steps for everything that
-runs, and, while the device works on them, hand over the groups that the round before completed. Then look who ended. Nothing
-here depends on how the batch happens to be composed, so neither do the tokens.
+runs, and, while the device works on them, look who ended in the round before and hand over the groups that are complete. The
+device always has its next round in hand: a sequence that reaches its limit is not in it, and one that met a stop token sits it
+out on the device. Nothing here depends on how the batch happens to be composed, so neither do the tokens.
 
 Shapes: B running sequences, V vocabulary, E hidden size.
 """
@@ -10,6 +11,7 @@ Shapes: B running sequences, V vocabulary, E hidden size.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +28,7 @@ from trimtab.rollout.native.cpu import CpuDecoder
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Outputs, Rows
 from trimtab.rollout.native.sampler import stream_key
-from trimtab.rollout.native.stops import StopStrings, decode_all
+from trimtab.rollout.native.stops import LOOK_EVERY, StopStrings, decode_all
 from trimtab.rollout.trajectory import Finish, Group, Trajectory
 
 
@@ -39,18 +41,41 @@ class Decoder(Protocol):
     replays: int
     """Steps so far that were replays of a graph."""
 
-    @property
-    def most_steps(self) -> int:
-        """Steps of a round: the host looks at the sequences after these."""
-        ...
+    most_steps: int
+    """Steps of a round: the host looks at the sequences after these."""
+    rounds_ahead: int
+    """Rounds that may be launched before the host has looked at the ones before."""
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None: ...
+
+    def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor: ...
 
     def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None: ...
 
     def run(self, live: Sequence[plan.Sequence], steps: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass
+class _Round:
+    """Launched work, and what was asked for when it is done."""
+
+    sequences: list[plan.Sequence]
+    facts: torch.Tensor
+    tokens: torch.Tensor | None
+    """Of those sequences, where stop strings have to be looked for."""
+    prefill: list[torch.cuda.Event]
+    done: torch.cuda.Event | None
+
+    @property
+    def idle(self) -> bool:
+        """True once the device has done it."""
+        return self.done is None or self.done.query()
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
 
 
 @dataclass
@@ -138,24 +163,27 @@ class NativeEngine:
         for index, request in enumerate(requests):
             work.add(plan.PromptGroup(index, request.prompt.tokens, request.limits))
         done: dict[int, list[Trajectory]] = {index: [] for index in range(len(requests))}
-        clock = _Clock(self.policy.device)
+        rounds: deque[_Round] = deque()
         ended: _Ended | None = None
+        began, callers = time.perf_counter(), 0.0
         try:
-            while work.unfinished or ended:
-                clock.begin()
-                self._prefill(work, rows, requests)
-                clock.prefilled()
-                asked, facts = self._decode(work, rows)
-                clock.launched()
+            while work.unfinished or rounds or ended:
+                launched = self._launch(work, rows, requests, stops, bool(rounds))
+                if launched is not None:
+                    rounds.append(launched)
                 for index, trajectory in self._trajectories(ended, requests):
                     done[index].append(trajectory)
                     if len(done[index]) == requests[index].samples:
-                        yield self._group(requests[index], done.pop(index), index)
-                clock.wait()
-                ended = self._harvest(work, rows, stops, asked, facts)
-                clock.end(self.stats)
+                        group = self._group(requests[index], done.pop(index), index)
+                        idle, left = not rounds or rounds[-1].idle, time.perf_counter()
+                        yield group
+                        callers += time.perf_counter() - left if idle else 0.0
+                ended = None
+                if rounds and (launched is None or len(rounds) > self._decoder.rounds_ahead):
+                    ended = self._harvest(work, rows, stops, rounds.popleft())
         finally:
             self._release(work)
+        self.stats.decode_s = time.perf_counter() - began - callers - self.stats.prefill_s
         self.stats.cached_prefix_tokens = work.cached_tokens
         self.stats.peak_pages = self.pool.peak_held
         self.stats.graph_steps = self._decoder.replays - replays
@@ -174,14 +202,51 @@ class NativeEngine:
         self._rows = Rows(*need, self.policy.device)
         return self._rows
 
-    def _prefill(self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request]) -> None:
-        """Fill what the scheduler chose, then start the samples of every prompt that is complete."""
+    def _launch(
+        self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request], stops: StopStrings, more: bool
+    ) -> _Round | None:
+        """Give the device a round of work; None where there is none before earlier rounds (`more`) have been looked at."""
+        marks = self._marks(2)
+        started = time.perf_counter()
+        begun = self._prefill(work, rows, requests)
+        if begun is None:
+            marks = []
+        elif marks:
+            marks[1].record()
+        else:
+            self.stats.prefill_s += time.perf_counter() - started
+        live = work.live()
+        if live:
+            steps = work.steps_ahead(live, self._decoder.most_steps)
+            if not steps and more:  # pages are short: who ended gives some back, and none has to be parked blindly
+                live = []
+            else:
+                self._decode(work, rows, live, max(1, steps))
+        asked = list({id(s): s for s in (*(begun or []), *live) if s.row >= 0}.values())
+        if not asked:
+            return None
+        index_B = rows.index(asked)
+        tokens = rows.ask_tokens(index_B) if stops else None
+        facts = rows.ask(index_B)
+        done = self._marks(1)
+        return _Round(asked, facts, tokens, marks, done[0] if done else None)
+
+    def _marks(self, count: int) -> list[torch.cuda.Event]:
+        """Events on the device, the first of them now."""
+        if self.policy.device.type != "cuda":
+            return []
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+        events[0].record()
+        return events
+
+    def _prefill(self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request]) -> list[plan.Sequence] | None:
+        """Fill what the scheduler chose, then start the samples of every prompt that is complete; None: nothing was done."""
         chosen = work.next_fill()
         if chosen:
             segments = [PrefillSegment(f.tokens[f.done : f.done + n], f.done, f.pages) for f, n in chosen]
             attention = PrefillPlan(self._decoder.cache, segments, self.policy.device)
             tokens = rows.to_device([t for s in segments for t in s.tokens])
-            hidden = self.policy.hidden(tokens, attention.positions, attention)
+            hidden = self._decoder.prefill(tokens, attention.positions, attention)
             self.stats.prefill_tokens += tokens.shape[0]
             ends = rows.to_device(torch.tensor(attention.lengths).cumsum(0) - 1)
             for (filling, count), last in zip(chosen, hidden[ends]):
@@ -192,7 +257,7 @@ class NativeEngine:
                         rows.restore(filling.owner)
         forks = work.fork()
         if not forks:
-            return
+            return [] if chosen else None
         copies = [fork.copy[:2] for fork in forks if fork.copy]
         if copies:
             self._decoder.cache.copy_pages(rows.to_device(copies).t())
@@ -206,41 +271,35 @@ class NativeEngine:
         prompt_B = rows.to_device([place[fork.sequence.group.index] for fork in forks])
         self._decoder.draw(index_B, torch.stack([group.hidden for group in groups])[prompt_B])
         self.stats.sequences += len(forks)
+        return [fork.sequence for fork in forks]
 
-    def _decode(self, work: plan.Scheduler, rows: Rows) -> tuple[list[plan.Sequence], torch.Tensor | None]:
-        """Launch the round's steps for everything that runs; returns whom the facts asked for will be about."""
-        live = [s for s in work.running if s.limit > 1]
-        if live:
-            steps = work.steps_ahead(self._decoder.most_steps)
-            self.stats.parked += len(work.make_room(steps))
-            live = sorted((s for s in live if s.row >= 0), key=lambda s: (s.group.index, s.sample))
-            rows.set_pages(live)
-            self._decoder.run(live, steps)
-            for sequence in live:
-                sequence.stored += steps
-            self.stats.decode_steps += steps
-            self.stats.occupied_slots += steps * len(live)
-        asked = list(work.running)
-        return asked, rows.ask(rows.index(asked)) if asked else None
+    def _decode(self, work: plan.Scheduler, rows: Rows, live: list[plan.Sequence], steps: int) -> None:
+        """Launch decode steps for everything that runs, as far as there is memory for it."""
+        parked = work.make_room(live, steps)
+        self.stats.parked += len(parked)
+        live[:] = [s for s in live if s.row >= 0]
+        rows.set_pages(live)
+        self._decoder.run(live, steps)
+        for sequence in live:
+            sequence.stored += steps
+        self.stats.decode_steps += steps
+        self.stats.occupied_slots += steps * len(live)
 
-    def _harvest(
-        self,
-        work: plan.Scheduler,
-        rows: Rows,
-        stops: StopStrings,
-        asked: list[plan.Sequence],
-        facts: torch.Tensor | None,
-    ) -> _Ended | None:
-        """Take finished sequences off their rows."""
-        if facts is None:
-            return None
-        rows.learn(asked, facts)
-        looked = asked if stops.due() else [s for s in asked if rows.finished(s)] if stops else []
-        for sequence, tokens in zip(looked, rows.tokens_of(looked) if looked else []):
-            cut = stops.find(tokens)
-            if cut is not None:
-                rows.truncate(sequence, cut)
-        ended = [s for s in asked if rows.finished(s)]
+    def _harvest(self, work: plan.Scheduler, rows: Rows, stops: StopStrings, round: _Round) -> _Ended | None:
+        """Take sequences that ended in a round off their rows."""
+        round.wait()
+        if round.prefill:
+            self.stats.prefill_s += round.prefill[0].elapsed_time(round.prefill[1]) / 1e3
+        kept = [i for i, s in enumerate(round.sequences) if s.row >= 0]  # the others ended in a round before
+        running = [round.sequences[i] for i in kept]
+        rows.learn(running, round.facts[:, kept])
+        if round.tokens is not None:
+            for sequence, tokens in zip(running, rows.cut(running, round.tokens[kept])):
+                due = rows.finished(sequence) or len(tokens) - sequence.looked >= LOOK_EVERY
+                end = stops.find(sequence, tokens) if due else None
+                if end is not None:
+                    rows.truncate(sequence, end)
+        ended = [s for s in running if rows.finished(s)]
         if not ended:
             return None
         finish: list[Finish] = ["stop" if rows.stopped(s) else "length" for s in ended]
@@ -306,45 +365,3 @@ class NativeEngine:
 
     def _pages_for(self, request: Request) -> int:
         return -(-(len(request.prompt.tokens) + max(request.limits)) // self.pool.page_tokens)
-
-
-class _Clock:
-    """Where a round's time goes: the host's share before it launches, prefill and decode on the device, the host's after.
-
-    What the caller does with finished groups while the device works is nobody's; only where it outlasts the device, the device
-    waits for the caller, and that is the caller's time.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
-
-    def _mark(self, event: int) -> None:
-        if self._events:
-            self._events[event].record()
-
-    def begin(self) -> None:
-        self._began = time.perf_counter()
-        self._mark(0)
-
-    def prefilled(self) -> None:
-        self._prefilled = time.perf_counter()
-        self._mark(1)
-
-    def launched(self) -> None:
-        self._launched = time.perf_counter()
-        self._mark(2)
-
-    def wait(self) -> None:
-        """Until the device has done the round's work."""
-        if self._events:
-            self._events[2].synchronize()
-        self._waited = time.perf_counter()
-
-    def end(self, stats: RolloutStats) -> None:
-        after = time.perf_counter() - self._waited
-        if self._events:
-            stats.prefill_s += self._events[0].elapsed_time(self._events[1]) / 1e3
-            stats.decode_s += self._events[1].elapsed_time(self._events[2]) / 1e3 + after
-        else:
-            stats.prefill_s += self._prefilled - self._began
-            stats.decode_s += self._launched - self._prefilled + after

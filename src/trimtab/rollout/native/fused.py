@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from trimtab.model.policy import Policy
-from trimtab.rollout.native.cache import Empty, KVCache, LayerShape
+from trimtab.rollout.native.cache import Empty, KVCache, LayerShape, PrefillPlan
 from trimtab.rollout.native.kernels.attention import (
     OFFSET,
     ROUNDED,
@@ -31,6 +32,7 @@ from trimtab.rollout.native.kernels.attention import (
     Partials,
     Rotary,
     decode_attention,
+    rotate,
 )  # fmt: skip
 from trimtab.rollout.native.kernels.layers import GELU_TANH, SILU, Norm, embed, gated, residual_norm
 
@@ -49,7 +51,7 @@ class Product:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __call__(self, x_BI: torch.Tensor, out_BO: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_BI: torch.Tensor, out_BO: torch.Tensor | None = None) -> torch.Tensor:
         if self.bias is None:
             return torch.mm(x_BI, self.weight.t(), out=out_BO)
         return torch.addmm(self.bias, x_BI, self.weight.t(), out=out_BO)
@@ -133,10 +135,34 @@ class FusedBody:
             narrow = _cut(space.gated, b, layer.down.weight.shape[1])
             gated(wide, narrow, layer.activation)
             layer.down(narrow, y)
-            last = index + 1 == len(self.layers)
-            following = self.final if last else self.layers[index + 1].before_attention
-            residual_norm(residual, y, x, following, layer.after_mlp, layer.factor)
+            residual_norm(residual, y, x, self._following(index), layer.after_mlp, layer.factor)
         return x
+
+    def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+        """Last hidden state of every token of a packed row, [T, E]; keys and values are stored."""
+        residual = F.embedding(tokens_T, self.table)
+        if self.factor != 1.0:
+            residual = residual * self.factor
+        x, y = torch.empty_like(residual), torch.empty_like(residual)
+        residual_norm(residual, None, x, self.layers[0].before_attention)
+        for index, layer in enumerate(self.layers):
+            shape = layer.decode_shape
+            qkv = layer.qkv(x if layer.before_attention else residual)
+            turned = rotate(qkv, positions_T, shape, self.rotaries[layer.kind], layer.head_norm)
+            q_THD, k_TKD = turned.split((shape.heads, shape.kv_heads), 1)
+            v_TKD = qkv[:, -shape.kv_heads * shape.value_size :].unflatten(1, (shape.kv_heads, shape.value_size))
+            attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.shape.rules)
+            layer.output(attended.flatten(1), y)
+            residual_norm(residual, y, x, layer.before_mlp, layer.after_attention, layer.factor)
+            wide = layer.gate_up(x if layer.before_mlp else residual)
+            narrow = wide.new_empty((wide.shape[0], layer.down.weight.shape[1]))
+            gated(wide, narrow, layer.activation)
+            layer.down(narrow, y)
+            residual_norm(residual, y, x, self._following(index), layer.after_mlp, layer.factor)
+        return x
+
+    def _following(self, index: int) -> Norm | None:
+        return self.final if index + 1 == len(self.layers) else self.layers[index + 1].before_attention
 
     def _attend(
         self, batch: Batch, layer: FusedLayer, qkv: torch.Tensor, out: torch.Tensor, cache: KVCache, index: int,

@@ -153,11 +153,13 @@ class Rows:
     def stopped(self, sequence: Sequence) -> bool:
         return int(self._done[sequence.row]) == STOPPED
 
-    def tokens_of(self, sequences: Seq[Sequence]) -> list[list[int]]:
-        """What each has drawn so far."""
-        counts = [int(self._generated[s.row]) for s in sequences]
-        table = self.state.tokens[self.index(sequences), : max(counts, default=0)].tolist()
-        return [tokens[:count] for tokens, count in zip(table, counts)]
+    def ask_tokens(self, index_B: torch.Tensor) -> torch.Tensor:
+        """What the rows will have drawn, as `ask`."""
+        return self.state.tokens[index_B].to("cpu", non_blocking=True)
+
+    def cut(self, sequences: Seq[Sequence], tokens: torch.Tensor) -> list[list[int]]:
+        """Rows of tokens as far as they are drawn."""
+        return [row[: self._generated[s.row]].tolist() for s, row in zip(sequences, tokens)]
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """End a sequence at a stop string."""
@@ -177,7 +179,8 @@ class Rows:
 
     def save(self, sequence: Sequence) -> None:
         """Keep what a sequence has made before it is parked."""
-        (sequence.tokens,) = self.tokens_of([sequence])
+        made = int(self._generated[sequence.row])
+        sequence.tokens = self.state.tokens[sequence.row, :made].tolist()
         sequence.logprobs = self.state.logprobs[sequence.row, : len(sequence.tokens)].tolist()
 
     def restore(self, sequence: Sequence) -> None:

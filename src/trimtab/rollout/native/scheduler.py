@@ -53,16 +53,18 @@ class Sequence:
     key: int = 0
     """Of its random numbers."""
     stored: int = 0
-    """Context tokens whose keys and values are in the pages."""
+    """Context tokens whose keys and values are in the pages once all launched steps are done, if it does not end before."""
+    looked: int = 0
+    """Tokens already searched for stop strings."""
+    most_stored: int = field(init=False)
+    """`stored` at its limit: keys and values of the last token are never needed."""
+
+    def __post_init__(self) -> None:
+        self.most_stored = len(self.group.prompt) + self.limit - 1
 
     @property
     def limit(self) -> int:
         return self.group.limits[self.sample]
-
-    @property
-    def most_stored(self) -> int:
-        """Keys and values of the last token are never needed."""
-        return len(self.group.prompt) + self.limit - 1
 
 
 @dataclass(eq=False)
@@ -159,18 +161,23 @@ class Scheduler:
             group.pages = []
         return forks
 
-    def steps_ahead(self, most: int) -> int:
-        """How many tokens every running sequence can grow by before pages run out; at least 1, which may mean parking."""
-        steps = most
-        while steps > 1 and sum(self._pages_wanted(s, steps) for s in self.running) > self.pool.available:
+    def live(self) -> list[Sequence]:
+        """Running sequences that are not at their limit once all launched steps are done; siblings side by side."""
+        live = [s for s in self.running if s.stored < s.most_stored]
+        live.sort(key=lambda s: (s.group.index, s.sample))
+        return live
+
+    def steps_ahead(self, live: list[Sequence], most: int) -> int:
+        """How many tokens these can grow by before pages run out; 0 where even one takes parking a sequence."""
+        steps = min(most, max(s.most_stored - s.stored for s in live))
+        while steps and sum(self._pages_wanted(s, steps) for s in self._short(live, steps)) > self.pool.available:
             steps //= 2
         return steps
 
-    def make_room(self, steps: int = 1) -> list[Sequence]:
-        """Give every running sequence the pages its next tokens need; returns the sequences that had to be parked."""
+    def make_room(self, live: list[Sequence], steps: int = 1) -> list[Sequence]:
+        """Give sequences the pages their next tokens need; returns those that had to be parked."""
         parked: list[Sequence] = []
-        short = [s for s in self.running if self._pages_wanted(s, steps)]
-        for sequence in sorted(short, key=lambda s: s.born):
+        for sequence in sorted(self._short(live, steps), key=lambda s: s.born):
             while sequence.row >= 0 and (wanted := self._pages_wanted(sequence, steps)):
                 pages = self.pool.take(wanted)
                 if pages is not None:
@@ -289,6 +296,11 @@ class Scheduler:
 
     def _may_grow(self, sequence: Sequence) -> bool:
         return len(sequence.pages) * self.pool.page_tokens < sequence.most_stored
+
+    def _short(self, live: list[Sequence], steps: int) -> list[Sequence]:
+        """Those whose pages may not hold their next `steps` tokens."""
+        page = self.pool.page_tokens
+        return [s for s in live if s.stored + steps > len(s.pages) * page]
 
     def _pages_wanted(self, sequence: Sequence, steps: int) -> int:
         """Pages it lacks for its next `steps` tokens."""

@@ -1,14 +1,20 @@
 """Stop strings, exact to the token and independent of when they are looked for.
 
 A completion ends with the first token after which its text contains a stop string. Looking every few steps finds the same token
-as looking at every step: what was generated beyond it is dropped.
+as looking at every step: what was generated beyond it is dropped. Each look reads only the text that is new, with as much of
+the old as a stop string could reach back into; where one is found there, the whole text decides.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from trimtab.rollout.native.scheduler import Sequence
+
 LOOK_EVERY = 8
+"""New tokens that make a look worth its while; a sequence that ended is always looked at."""
+TOKENS_A_CHARACTER = 4
+"""A character has at most four bytes, and a token at least one."""
 
 
 def decode_all(tokenizer: Any, completions: list[list[int]]) -> list[str]:
@@ -18,24 +24,21 @@ def decode_all(tokenizer: Any, completions: list[list[int]]) -> list[str]:
 
 
 class StopStrings:
-    """Finds stop strings in token lists."""
+    """Finds stop strings in token lists that grow."""
 
     def __init__(self, strings: list[str], tokenizer: Any) -> None:
         self._strings = strings
         self._tokenizer = tokenizer
-        self._steps = 0
+        self._reach = TOKENS_A_CHARACTER * (1 + max(map(len, strings), default=0))
 
     def __bool__(self) -> bool:
         return bool(self._strings)
 
-    def due(self) -> bool:
-        """True every few calls, where there are stop strings at all."""
-        self._steps += 1
-        return bool(self._strings) and self._steps % LOOK_EVERY == 0
-
-    def find(self, tokens: list[int]) -> int | None:
+    def find(self, sequence: Sequence, tokens: list[int]) -> int | None:
         """Number of tokens up to and including the one that completes the first stop string; None if there is none."""
-        if not self._strings or not self._contains(tokens):
+        start = max(0, sequence.looked - self._reach)
+        sequence.looked = len(tokens)
+        if not self._contains(tokens[start:]) or not self._contains(tokens):
             return None
         low, high = 1, len(tokens)
         while low < high:  # once a text contains a stop string, so does every longer one

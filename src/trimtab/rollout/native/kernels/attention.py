@@ -87,6 +87,22 @@ def _head_rows(
 
 
 @triton.jit
+def _rotate(
+    QKV, OUT, POS, COS, SIN, QN, KN, eps, row, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Queries and keys of one token of a packed row, normalised and rotated."""
+    t = tl.program_id(0).to(tl.int64)
+    n, d = tl.arange(0, HP), tl.arange(0, DP)
+    pos = n * 0 + tl.load(POS + t).to(tl.int32)
+    at = t * row + n * D
+    q = _head_rows(QKV, at, n < H, pos, COS, SIN, QN, eps, d, D, RD, NORM)
+    k = _head_rows(QKV, at, (n >= H) & (n < H + K), pos, COS, SIN, KN, eps, d, D, RD, NORM)
+    out = OUT + t * (H + K) * D + n[:, None] * D + d[None, :]
+    tl.store(out, tl.where((n < H)[:, None], q, k), mask=(n < H + K)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
 def _scores(s, scale, softcap, CAP: tl.constexpr):
     """Dot products as base-2 exponents."""
     s = s * scale
@@ -324,6 +340,39 @@ class Batch:
     page_tokens: int
 
 
+def rotate(
+    qkv_TX: torch.Tensor, positions_T: torch.Tensor, shape: DecodeShape, rotary: Rotary, norm: HeadNorm | None
+) -> torch.Tensor:
+    """[T, H + K, D] queries and keys of a packed row, ready for attention, from its projections."""
+    heads = shape.heads + shape.kv_heads
+    out = qkv_TX.new_empty((qkv_TX.shape[0], heads, shape.size))
+    query_norm, key_norm, eps = (norm.query, norm.key, norm.eps) if norm else (qkv_TX, qkv_TX, 0.0)
+    _rotate[(qkv_TX.shape[0],)](
+        qkv_TX, out, positions_T, rotary.cos, rotary.sin, query_norm, key_norm, eps, qkv_TX.stride(0), H=shape.heads,
+        K=shape.kv_heads, HP=triton.next_power_of_2(heads), D=shape.size, DP=triton.next_power_of_2(shape.size),
+        RD=rotary.cos.shape[-1], NORM=norm.kind if norm else 0, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is cut and run: tokens of a tile, warps of a program, tiles in flight."""
+
+    tile: int
+    warps: int
+    stages: int
+
+
+def decode_launch(size: int, itemsize: int) -> Launch:
+    """Measured on an H200; see docs/log.md."""
+    return Launch(64 if size * itemsize <= 128 else 32, 4, 3)
+
+
+def prefix_launch(size: int, itemsize: int) -> Launch:
+    return Launch(64 if size * itemsize <= 128 else 32, 4, 2)
+
+
 def decode_attention(
     batch: Batch, shape: DecodeShape, rules: Rules, partials: Partials,
     q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
@@ -333,12 +382,12 @@ def decode_attention(
     b = batch.index_B.shape[0]
     group = shape.heads // shape.kv_heads
     splits = splits_for(b, shape.kv_heads)
-    wide = triton.next_power_of_2(shape.size) >= 128 or keys.dtype == torch.float32
+    own, common_pages = (f(shape.size, keys.dtype.itemsize) for f in (decode_launch, prefix_launch))
     common = {
         "H": shape.heads, "G": group, "D": shape.size, "DP": max(16, triton.next_power_of_2(shape.size)), "DV": shape.value_size,
         "DVP": max(16, triton.next_power_of_2(shape.value_size)), "KD": shape.kv_heads * shape.size,
         "VD": shape.kv_heads * shape.value_size, "RD": rotary.cos.shape[-1] if rotary else 0, "NORM": norm.kind if norm else 0,
-        "PAGE": batch.page_tokens, "T": 32 if wide else 64, "CAP": rules.softcap is not None, "WINDOW": rules.window is not None,
+        "PAGE": batch.page_tokens, "CAP": rules.softcap is not None, "WINDOW": rules.window is not None,
     }  # fmt: skip
     cos, sin = (rotary.cos, rotary.sin) if rotary else (q_BHD, q_BHD)
     query_norm, key_norm, eps = (norm.query, norm.key, norm.eps) if norm else (q_BHD, q_BHD, 0.0)
@@ -348,7 +397,8 @@ def decode_attention(
     if batch.items is not None:
         _prefix[(batch.items.shape[0], shape.kv_heads)](
             q_BHD, q_BHD.stride(0), q_BHD.stride(1), keys, values, *at, batch.items, cos, sin, query_norm, *prefix, *limits,
-            M=max(SHARED_TILE, triton.next_power_of_2(group)), STAGES=2, num_warps=4, **common,
+            M=max(SHARED_TILE, triton.next_power_of_2(group)), T=common_pages.tile, STAGES=common_pages.stages,
+            num_warps=common_pages.warps, **common,
         )  # fmt: skip
     split = (partials.split_m, partials.split_l, partials.split_acc)
     sinks = rules.sinks_H if rules.sinks_H is not None else q_BHD
@@ -356,7 +406,8 @@ def decode_attention(
         q_BHD, k_BKD, v_BKD, q_BHD.stride(0), q_BHD.stride(1), k_BKD.stride(0), k_BKD.stride(1), v_BKD.stride(0),
         v_BKD.stride(1), keys, values, *at, batch.done_R, batch.shared_B, cos, sin, query_norm, key_norm, sinks, *prefix,
         *split, out_BHD, b, splits, *limits, GP=max(16, triton.next_power_of_2(group)), SPLIT=splits > 1,
-        SHARE=batch.items is not None, SINK=rules.sinks_H is not None, STAGES=3, num_warps=4, **common,
+        SHARE=batch.items is not None, SINK=rules.sinks_H is not None, T=own.tile, STAGES=own.stages,
+        num_warps=own.warps, **common,
     )  # fmt: skip
     if splits > 1:
         _merge[(b, shape.heads)](
