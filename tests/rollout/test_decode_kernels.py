@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -15,7 +16,7 @@ from trimtab.model.attention import Rules, causal_window, dense_attention  # noq
 from trimtab.model.packed import PackedPlan  # noqa: E402
 from trimtab.model.policy import Policy  # noqa: E402
 from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment, layer_shapes  # noqa: E402
-from trimtab.rollout.native.fused import FusedBody, Unfusable, join  # noqa: E402
+from trimtab.rollout.native.fused import Adapter, FusedBody, Product, Unfusable, join  # noqa: E402
 from trimtab.rollout.native.kernels import attention as kernels  # noqa: E402
 from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention  # noqa: E402
 
@@ -123,11 +124,12 @@ def test_paged_attention_equals_dense(case: str, shared: int, splits: int, monke
 FUSABLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"]
 
 
-def decode_all(policy: Policy, tokens: torch.Tensor, page: int = 4) -> torch.Tensor:
+def decode_all(policy: Policy, tokens: torch.Tensor, page: int = 4, merge: bool = False) -> torch.Tensor:
     """Hidden states of whole sequences, one fused decode step a token."""
     count, length = tokens.shape
     shapes = layer_shapes(policy)
     body = FusedBody(policy, shapes)
+    body.refresh(merge)
     body.set_positions(length)
     width = -(-length // page)
     cache = KVCache(shapes, count * width, page, policy.dtype, empty)
@@ -174,6 +176,43 @@ def test_fused_layers_equal_the_models_own(architecture: str) -> None:
     with torch.no_grad():
         expected = policy.hidden(tokens.flatten(), plan.positions, plan).view(2, 9, -1)
     torch.testing.assert_close(decode_all(policy, tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen2", "phi3"])
+def test_adapters_are_seen_as_they_are(architecture: str, merge: bool) -> None:
+    """PEFT's LoRA on every linear layer, merged into a copy or applied beside; a refresh takes over what has changed."""
+    adapted = get_peft_model(
+        tiny_model(architecture, num_hidden_layers=2), LoraConfig(r=4, lora_alpha=6, target_modules="all-linear")
+    ).to(DEVICE)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    policy = Policy(adapted)
+    tokens = torch.randint(3, 80, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    plan = PackedPlan([5, 5], DEVICE)
+    with torch.no_grad():
+        expected = policy.hidden(tokens.flatten(), plan.positions, plan).view(2, 5, -1)
+        with adapted.disable_adapter():
+            bare = policy.hidden(tokens.flatten(), plan.positions, plan).view(2, 5, -1)
+    torch.testing.assert_close(decode_all(policy, tokens, merge=merge), expected, atol=1e-4, rtol=1e-4)
+    assert (expected - bare).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_product_follows_its_adapters(merge: bool) -> None:
+    linear, a, b = torch.nn.Linear(6, 5), torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
+    product = Product(linear.weight.data, linear.bias.data, [Adapter(a, b, 0.5, 1, 4)])
+    x = torch.randn(7, 6)
+    with torch.no_grad():
+        for _ in range(2):
+            product.refresh(merge)
+            expected = linear(x)
+            expected[:, 1:4] += 0.5 * b(a(x))
+            torch.testing.assert_close(product(x), expected)
+            a.weight.mul_(3.0)
+            linear.weight.add_(1.0)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,9 @@ class CpuDecoder:
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         self._rows, self._sampling = rows, sampling
 
+    def refresh(self) -> None:
+        """The weights are the trainer's own."""
+
     def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
         return self.policy.hidden(tokens_T, positions_T, plan)
 

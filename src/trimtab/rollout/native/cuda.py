@@ -39,13 +39,14 @@ from trimtab.rollout.native.kernels.sampling import Draw
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
 
-WORTH_SHARING_BYTES = 40 * 2**20
-"""Reads of a layer that shared-prefix decoding must save to pay for its extra launch."""
+WORTH_SHARING_BYTES = 128 * 2**20
+"""Reads of a layer that shared-prefix decoding must save to pay for its extra launch. Below, the samples of a prompt, which lie
+side by side, find most of its pages in the L2 cache (docs/log.md)."""
 
 
 def buckets(most: int) -> list[int]:
     """Batch sizes that graphs are made for: fine where a step's time depends on the size, coarse where it hardly does."""
-    steps = [*range(1, 3), 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 1024, 64)]
+    steps = [*range(1, 3), 4, *range(8, 64, 8), *range(64, 1024, 32)]
     sizes = [b for b in [*steps, *range(1024, max(most, 1024) + 1, 128)] if b < most]
     return [*sizes, most]
 
@@ -105,9 +106,13 @@ class CudaDecoder:
         self._served: list[int] = []
         self._sharing = False
         self._rows: Rows | None = None
+        self._merge = False
+        self.refresh()
         if self._body is not None and not self._agrees():
-            self._give_up_fusing("their log-probs are not those of the model's own forward")
+            self._body = None
+            self.path = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
         self._capturable = self._body is not None
+        self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
 
     most_steps = 16
     rounds_ahead = 1
@@ -115,12 +120,19 @@ class CudaDecoder:
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         """A call with these rows and settings, whose sequences have at most `longest` tokens."""
         if rows is not self._rows or (self._body is not None and self._body.set_positions(longest)):
-            self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
+            self._forget_graphs()
         if rows is not self._rows and self._body is None:
             self._capturable = self._modules_run_without_the_host(rows, sampling)
         self._rows, self._sampling = rows, sampling
         self._served = []
+        if self._merge_undecided:
+            self._merge_undecided = False
+            self._decide_merging()
+
+    def refresh(self) -> None:
+        """The trainer's weights have changed: they are seen as they are, but adapters have to be read again."""
+        if self._body is not None:
+            self._body.refresh(self._merge)
 
     def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
         """Last hidden states of a packed row whose keys and values go into their pages."""
@@ -167,9 +179,6 @@ class CudaDecoder:
             return FusedBody(self.policy, self._shapes), "fused layers in CUDA graphs"
         except Unfusable as reason:
             return None, f"the model's own modules in CUDA graphs: {reason}"
-
-    def _give_up_fusing(self, reason: str) -> None:
-        self._body, self.path = None, f"the model's own modules in CUDA graphs: fused layers do not agree, {reason}"
 
     def _measure(self) -> int:
         """Bytes of the arena, by laying it out without memory."""
@@ -241,6 +250,36 @@ class CudaDecoder:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._graphs[key] = graph
         return self._graphs[key]
+
+    def _decide_merging(self) -> None:
+        """Adapters merged into a copy of the weights, or beside them: whichever takes less time, if there is room for a copy."""
+        assert self._body is not None
+        room = torch.cuda.mem_get_info(self.policy.device)[0] > 2 * self._body.adapted_bytes
+        times = {}
+        for merge in (False, True) if room else (False,):
+            self._body.refresh(merge)
+            times[merge] = sum(self._time_step(size) for size in {self.batch, min(64, self.batch)})
+            self._forget_graphs()
+        self._merge = min(times, key=lambda merge: times[merge])
+        self._body.refresh(self._merge)
+        how = "merged into a copy of the weights" if self._merge else "applied beside the weights"
+        self.path += f", adapters {how}"
+
+    def _time_step(self, size: int, repeats: int = 5) -> float:
+        """Milliseconds of a step of this size, but for attention: its rows are idle."""
+        graph = self._graph(next(b for b in self.buckets if b >= size))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        begin.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / repeats
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
 
     def _serve(self, rows: list[int], size: int, shared: list[int], items: list[tuple[int, int, int]]) -> None:
         """Tell the device whom the next steps are for."""

@@ -46,6 +46,8 @@ class Decoder(Protocol):
     rounds_ahead: int
     """Rounds that may be launched before the host has looked at the ones before."""
 
+    def refresh(self) -> None: ...
+
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None: ...
 
     def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor: ...
@@ -131,8 +133,9 @@ class NativeEngine:
         return self._decoder.path
 
     def publish(self, version: int) -> None:
-        """The weights are the trainer's own, so nothing moves; what was computed with the old ones is forgotten."""
+        """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""
         self.version = version
+        self._decoder.refresh()
         self.pool.forget_all()
 
     def lend(self) -> int:

@@ -13,6 +13,7 @@ Shapes: B batch entries, E hidden size, F feed-forward size, H query heads, K ke
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,16 +46,70 @@ class Unfusable(Exception):
 
 
 @dataclass(frozen=True)
-class Product:
-    """x W^T + b."""
+class Adapter:
+    """A low-rank addition to rows [start, end) of a product: scale * B A."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    a: nn.Linear
+    b: nn.Linear
+    scale: float
+    start: int
+    end: int
+
+
+class Product:
+    """x W^T + b, with what adapters add to it.
+
+    Adapters are either merged into a copy of the weights or applied beside them; both are brought up to date by `refresh`.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, adapters: list[Adapter]) -> None:
+        self.weight, self.bias, self.adapters = weight, bias, adapters
+        self._merged: torch.Tensor | None = None
+        self._downs: torch.Tensor | None = None
+        self._ups: list[torch.Tensor] = []
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1]
 
     def __call__(self, x_BI: torch.Tensor, out_BO: torch.Tensor | None = None) -> torch.Tensor:
+        weight = self.weight if self._merged is None else self._merged
         if self.bias is None:
-            return torch.mm(x_BI, self.weight.t(), out=out_BO)
-        return torch.addmm(self.bias, x_BI, self.weight.t(), out=out_BO)
+            out_BO = torch.mm(x_BI, weight.t(), out=out_BO)
+        else:
+            out_BO = torch.addmm(self.bias, x_BI, weight.t(), out=out_BO)
+        if self._downs is not None:
+            low = torch.mm(x_BI, self._downs.t()).split([a.a.out_features for a in self.adapters], 1)
+            for adapter, part, up in zip(self.adapters, low, self._ups):
+                out_BO[:, adapter.start : adapter.end].addmm_(part, up.t())
+        return out_BO
+
+    @torch.no_grad()
+    def refresh(self, merge: bool) -> None:
+        """Take over the adapters' current values."""
+        if not self.adapters:
+            return
+        if merge:
+            self._downs, self._ups = None, []
+            if self._merged is None:
+                self._merged = torch.empty_like(self.weight)
+            self._merged.copy_(self.weight)
+            for a in self.adapters:
+                change = a.b.weight.float() @ a.a.weight.float() * a.scale
+                self._merged[a.start : a.end] = (self.weight[a.start : a.end].float() + change).to(self.weight.dtype)
+        else:
+            self._merged = None
+            downs = torch.cat([a.a.weight for a in self.adapters]).to(self.weight.dtype)
+            ups = [(a.b.weight.float() * a.scale).to(self.weight.dtype) for a in self.adapters]
+            if self._downs is None:
+                self._downs, self._ups = downs, ups
+            else:
+                for old, new in zip((self._downs, *self._ups), (downs, *ups)):
+                    old.copy_(new)  # in place: graphs know the addresses
 
 
 @dataclass(frozen=True)
@@ -84,11 +139,12 @@ class Workspace:
     """Every intermediate of a decode step of up to `batch` entries, used by all layers in turn."""
 
     def __init__(self, batch: int, layers: list[FusedLayer], hidden: int, dtype: torch.dtype, empty: Empty) -> None:
-        self.residual, self.x, self.y = (empty((batch, hidden), dtype) for _ in range(3))
-        self.qkv = empty((batch * max(l.qkv.weight.shape[0] for l in layers),), dtype)
-        self.attended = empty((batch * max(l.output.weight.shape[1] for l in layers),), dtype)
-        self.gate_up = empty((batch * max(l.gate_up.weight.shape[0] for l in layers),), dtype)
-        self.gated = empty((batch * max(l.down.weight.shape[1] for l in layers),), dtype)
+        self.residual = empty((batch, hidden), torch.float32)
+        self.x, self.y = (empty((batch, hidden), dtype) for _ in range(2))
+        self.qkv = empty((batch * max(l.qkv.outputs for l in layers),), dtype)
+        self.attended = empty((batch * max(l.output.inputs for l in layers),), dtype)
+        self.gate_up = empty((batch * max(l.gate_up.outputs for l in layers),), dtype)
+        self.gated = empty((batch * max(l.down.inputs for l in layers),), dtype)
         self.partials = Partials(batch, [l.decode_shape for l in layers], empty)
 
 
@@ -106,6 +162,20 @@ class FusedBody:
         self.table, self.factor = _embedding(body.embed_tokens, policy)
         self.rotaries: dict[str, Rotary] = {}
         _check_rotation(body)
+
+    @property
+    def products(self) -> list[Product]:
+        return [p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+
+    @property
+    def adapted_bytes(self) -> int:
+        """Of the weights that adapters add to: what a merged copy takes."""
+        return sum(p.weight.nbytes for p in self.products if p.adapters)
+
+    def refresh(self, merge: bool) -> None:
+        """See the adapters' current values; the weights themselves are always current."""
+        for product in self.products:
+            product.refresh(merge)
 
     def set_positions(self, positions: int) -> bool:
         """Know the rotation of at least so many positions; True if the tables are new."""
@@ -125,38 +195,33 @@ class FusedBody:
         embed(self.table, batch.index_B, tokens_R, residual, self.factor)
         residual_norm(residual, None, x, self.layers[0].before_attention)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(x if layer.before_attention else residual, _cut(space.qkv, b, layer.qkv.weight.shape[0]))
-            attended = _cut(space.attended, b, layer.output.weight.shape[1])
+            qkv = layer.qkv(x, _cut(space.qkv, b, layer.qkv.outputs))
+            attended = _cut(space.attended, b, layer.output.inputs)
             self._attend(batch, layer, qkv, attended, cache, index, space)
             layer.output(attended, y)
             residual_norm(residual, y, x, layer.before_mlp, layer.after_attention, layer.factor)
-            wide = _cut(space.gate_up, b, layer.gate_up.weight.shape[0])
-            layer.gate_up(x if layer.before_mlp else residual, wide)
-            narrow = _cut(space.gated, b, layer.down.weight.shape[1])
-            gated(wide, narrow, layer.activation)
+            narrow = _cut(space.gated, b, layer.down.inputs)
+            gated(layer.gate_up(x, _cut(space.gate_up, b, layer.gate_up.outputs)), narrow, layer.activation)
             layer.down(narrow, y)
             residual_norm(residual, y, x, self._following(index), layer.after_mlp, layer.factor)
         return x
 
     def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
         """Last hidden state of every token of a packed row, [T, E]; keys and values are stored."""
-        residual = F.embedding(tokens_T, self.table)
-        if self.factor != 1.0:
-            residual = residual * self.factor
-        x, y = torch.empty_like(residual), torch.empty_like(residual)
+        x = F.embedding(tokens_T, self.table) * self.factor
+        residual, y = x.to(torch.float32, copy=True), torch.empty_like(x)
         residual_norm(residual, None, x, self.layers[0].before_attention)
         for index, layer in enumerate(self.layers):
             shape = layer.decode_shape
-            qkv = layer.qkv(x if layer.before_attention else residual)
+            qkv = layer.qkv(x)
             turned = rotate(qkv, positions_T, shape, self.rotaries[layer.kind], layer.head_norm)
             q_THD, k_TKD = turned.split((shape.heads, shape.kv_heads), 1)
             v_TKD = qkv[:, -shape.kv_heads * shape.value_size :].unflatten(1, (shape.kv_heads, shape.value_size))
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.shape.rules)
             layer.output(attended.flatten(1), y)
             residual_norm(residual, y, x, layer.before_mlp, layer.after_attention, layer.factor)
-            wide = layer.gate_up(x if layer.before_mlp else residual)
-            narrow = wide.new_empty((wide.shape[0], layer.down.weight.shape[1]))
-            gated(wide, narrow, layer.activation)
+            narrow = x.new_empty((x.shape[0], layer.down.inputs))
+            gated(layer.gate_up(x), narrow, layer.activation)
             layer.down(narrow, y)
             residual_norm(residual, y, x, self._following(index), layer.after_mlp, layer.factor)
         return x
@@ -227,18 +292,43 @@ def _child(module: nn.Module, name: str) -> nn.Module:
 def _joined(owner: nn.Module, *choices: list[str]) -> Product:
     """The product of the first choice of linear layers that the owner has, their weights in one storage."""
     for names in choices:
-        linears = [getattr(owner, name, None) for name in names]
-        if all(type(linear) is nn.Linear for linear in linears):
-            weight = join([linear.weight for linear in linears])  # type: ignore[union-attr]
-            biases = [linear.bias for linear in linears]  # type: ignore[union-attr]
-            if len({bias is None for bias in biases}) > 1:
-                raise Unfusable(f"only some of {', '.join(names)} have a bias")
-            return Product(weight, None if biases[0] is None else join(biases))
-    raise Unfusable(f"{type(owner).__name__} has no plain linear layers {' or '.join(', '.join(c) for c in choices)}")
+        modules = [getattr(owner, name, None) for name in names]
+        if any(module is None for module in modules):
+            continue
+        parts = [_linear(module) for module in modules]  # type: ignore[arg-type]
+        linears = [linear for linear, _ in parts]
+        biases = [linear.bias for linear in linears]
+        if len({bias is None for bias in biases}) > 1:
+            raise Unfusable(f"only some of {', '.join(names)} have a bias")
+        adapters, start = [], 0
+        for linear, added in parts:
+            end = start + linear.out_features
+            adapters += [Adapter(a, b, scale, start, end) for a, b, scale in added]
+            start = end
+        return Product(join([l.weight for l in linears]), None if biases[0] is None else join(biases), adapters)
+    raise Unfusable(f"{type(owner).__name__} has no linear layers {' or '.join(', '.join(c) for c in choices)}")
+
+
+def _linear(module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, nn.Linear, float]]]:
+    """A linear layer and what PEFT's LoRA adds to it: (A, B, scale) of each active adapter."""
+    if type(module) is nn.Linear:
+        return module, []
+    base: Any = getattr(module, "base_layer", None)
+    if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
+        raise Unfusable(f"{type(module).__name__} is not a linear layer that is known")
+    layer: Any = module
+    if layer.merged or any(layer.use_dora.get(name, False) for name in layer.active_adapters):
+        raise Unfusable("its adapters are merged already, or are not plain LoRA")
+    if layer.disable_adapters:
+        return base, []
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if any(layer.lora_B[name].bias is not None for name in active):
+        raise Unfusable("its adapters have a bias")
+    return base, [(layer.lora_A[name], layer.lora_B[name], float(layer.scaling[name])) for name in active]
 
 
 @torch.no_grad()
-def join(parameters: list[nn.Parameter]) -> torch.Tensor:
+def join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """One tensor that holds all of them; each goes on as a view of its part. Nothing is copied if they lie so already."""
     first = parameters[0].data
     ends, together = first.data_ptr(), True

@@ -1,7 +1,7 @@
 """The small steps between a layer's matrix products, one launch each: residual sum with norms, activation, embedding.
 
-Every value is rounded to the model's type exactly where transformers' modules round it, so that what is sampled here and what
-the trainer computes differ by the order of sums alone.
+Values are rounded to the model's type where transformers' modules round them, but for the residual, which is kept in float32:
+the trainer's rounding of it is then the only one between what is sampled and what is trained.
 
 Shapes: B tokens, E hidden size, F feed-forward size.
 """
@@ -42,18 +42,19 @@ def _residual(
     """residual += factor * post_norm(x); out = pre_norm(residual). Norms whose kind is 0 are absent."""
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EP)
-    dtype: tl.constexpr = RES.dtype.element_ty
-    residual = tl.load(RES + b * E + e, mask=e < E, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = OUT.dtype.element_ty
+    residual = tl.load(RES + b * E + e, mask=e < E, other=0.0)
     if ADD:
         x = tl.load(X + b * E + e, mask=e < E, other=0.0).to(tl.float32)
         if POST_KIND > 0:
             x = _rms(x, e, POST, post_eps, E, dtype, POST_KIND)
         if SCALE:
             x = (x * factor).to(dtype).to(tl.float32)
-        residual = (residual + x).to(dtype).to(tl.float32)
-        tl.store(RES + b * E + e, residual.to(dtype), mask=e < E)
+        residual += x
+        tl.store(RES + b * E + e, residual, mask=e < E)
     if PRE_KIND > 0:
-        tl.store(OUT + b * E + e, _rms(residual, e, PRE, pre_eps, E, dtype, PRE_KIND).to(dtype), mask=e < E)
+        residual = _rms(residual, e, PRE, pre_eps, E, dtype, PRE_KIND)
+    tl.store(OUT + b * E + e, residual.to(dtype), mask=e < E)
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def _embed(TABLE, INDEX, TOKENS, RES, factor, E: tl.constexpr, EP: tl.constexpr,
     x = tl.load(TABLE + token * E + e, mask=e < E, other=0.0)
     if SCALE:
         x = (x.to(tl.float32) * factor).to(x.dtype)
-    tl.store(RES + b * E + e, x, mask=e < E)
+    tl.store(RES + b * E + e, x.to(tl.float32), mask=e < E)
 
 
 def _warps(size: int) -> int:
@@ -93,9 +94,8 @@ def residual_norm(
     residual_BE: torch.Tensor, x_BE: torch.Tensor | None, out_BE: torch.Tensor, pre: Norm | None,
     post: Norm | None = None, factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """Add `x` (normalised by `post`, times `factor`) to the residual in place, and write the residual's norm to `out`."""
-    if x_BE is None and pre is None:
-        return
+    """Add `x` (normalised by `post`, times `factor`) to the residual in place, and write the residual to `out`, normalised by
+    `pre` where there is such a norm."""
     size = residual_BE.shape[1]
     block = triton.next_power_of_2(size)
     _residual[(residual_BE.shape[0],)](
