@@ -370,7 +370,7 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="also vLLM with n in one request and without log-probs")
     parser.add_argument("--async-scheduling", type=lambda x: x == "true", default=None)
     parser.add_argument("--batched-tokens", type=int, default=16384)
-    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--page-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps-only", action="store_true")
     parser.add_argument("--step-batches", type=int, nargs="*", default=[8, 64, 256, 512, 1024])

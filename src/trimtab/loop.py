@@ -42,6 +42,8 @@ def train(run: Session) -> dict[str, Any]:
         run.timeline.end_step(0)
     while state.step < learn.steps:
         groups, metrics = rollout(run)
+        with run.timeline.phase("publish"):
+            run.engine.lend()
         metrics |= update(run, groups)
         with run.timeline.phase("publish"):
             run.engine.publish(state.version)
@@ -74,11 +76,12 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
     kept: list[Group] = []
     seen: Counter[int] = Counter()
     refills = 0
-    seconds, tokens = 0.0, 0
+    prefill_s, decode_s, tokens = 0.0, 0.0, 0
     while True:
         prompts = run.stream.take(learn.prompts_per_step - len(kept))
         new = sample(run, prompts, seen)
-        seconds += run.engine.stats.prefill_s + run.engine.stats.decode_s
+        prefill_s += run.engine.stats.prefill_s
+        decode_s += run.engine.stats.decode_s
         tokens += run.engine.stats.generated_tokens
         groups += new
         check_failures(new, run.config.observe.max_failed_rewards)
@@ -87,7 +90,7 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
             break
         refills += 1
     run.state.completion_tokens += tokens
-    metrics = rollout_metrics(run.engine.stats, tokens, seconds)
+    metrics = rollout_metrics(run.engine.stats, tokens, prefill_s, decode_s)
     metrics |= {"rollout/refills": float(refills), "reward/latency_max_s": run.scorer.stats.latency_max_s}
     return groups, metrics
 

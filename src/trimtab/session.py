@@ -32,6 +32,7 @@ from trimtab.observe.timeline import Timeline
 from trimtab.plan.auto import Choice, Facts, free_memory, physical_cores, pick_device, resolve_run
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
+from trimtab.rollout.native.arena import why_not_lendable
 from trimtab.rollout.native.cache import layer_shapes
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.update.updater import Updater
@@ -145,7 +146,7 @@ def open_session(
     stack.callback(stream.close)
     sinks = Sinks(folder, config.observe, state.step if checkpoint else None)
     stack.callback(sinks.close)
-    console.card(_card(config, folder, policy, work, choices, state.step if checkpoint else None))
+    console.card(_card(config, folder, policy, work, engine, choices, state.step if checkpoint else None))
     for note in (work.train.note, work.eval.note):
         if note:
             console.note(note)
@@ -155,7 +156,8 @@ def open_session(
     stack.callback(timeline.close)
     return Session(
         config, folder, state, checkpoint is not None, work.tokenizer, policy, reference, engine, updater, ready.scorer,
-        stream, work.eval.prompts, console, timeline, sinks, MemoryMeter(ready.device),
+        stream, work.eval.prompts, console, timeline, sinks,
+        MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
     )  # fmt: skip
 
 
@@ -198,6 +200,7 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any) -> Engine:
         max_sequences=_known(rollout.max_sequences),
         prefill_tokens=_known(rollout.prefill_tokens),
         prefix_cache=rollout.prefix_cache,
+        lend_memory=bool(_known(rollout.lend_memory)),
     )
 
 
@@ -243,6 +246,7 @@ def _facts(policy: Policy, optimizer_bytes: int, longest: int, typical: int, seq
         longest_sequence=longest,
         typical_sequence=typical,
         sequences=sequences,
+        lendable=policy.device.type == "cuda" and not why_not_lendable(policy.device),
     )
 
 
@@ -257,7 +261,7 @@ def _refuse_missing_wandb(config: Config) -> None:
 
 
 def _card(
-    config: Config, folder: Path, policy: Policy, work: Work, choices: list[Choice], done: int | None
+    config: Config, folder: Path, policy: Policy, work: Work, engine: Engine, choices: list[Choice], done: int | None
 ) -> StartCard:
     learn = config.learn
     device, total = "CPU", None
@@ -279,6 +283,7 @@ def _card(
         eval_rows=len(work.eval.prompts) or None,
         device_total_gib=total,
         host_total_gib=psutil.virtual_memory().total / GIB,
+        engine=engine.path,
         choices=[(c.key, c.value, c.why) for c in choices],
         resumed_from=done,
     )

@@ -31,6 +31,7 @@ CASES: dict[str, list[Any]] = {
     "rollout.prefill_tokens": [1, 16, 10_000],
     "rollout.page_tokens": [1, 5, 64],
     "rollout.prefix_cache": [True, False],
+    "rollout.lend_memory": [True, False],
 }
 TOLERANCE = {"device": 1e-5, "token_budget": 1e-6}
 """transformers' norms compute in float32 even in a float64 model. Two devices round that differently; and the gradient of a

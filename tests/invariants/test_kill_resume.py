@@ -37,7 +37,15 @@ REWARD = """
 def reward(completions, **_):  # differs within groups from the first step on, for a model that writes noise
     return [sum(character.isdigit() for character in text) / 8 for text in completions]
 """
-NOT_LEARNING = ("time/", "memory/", "throughput/", "rollout/tokens_per_s", "reward/latency_max_s")
+NOT_LEARNING = (
+    "time/",
+    "memory/",
+    "throughput/",
+    "rollout/tokens_per_s",
+    "rollout/prefill_s",
+    "rollout/decode_s",
+    "reward/latency_max_s",
+)
 
 
 @pytest.fixture(scope="module")

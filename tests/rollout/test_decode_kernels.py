@@ -19,6 +19,8 @@ from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment, l
 from trimtab.rollout.native.fused import Adapter, FusedBody, Product, Unfusable, join  # noqa: E402
 from trimtab.rollout.native.kernels import attention as kernels  # noqa: E402
 from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention  # noqa: E402
+from trimtab.rollout.native.kernels.layers import SILU  # noqa: E402
+from trimtab.rollout.native.kernels.skinny import Cut, cut_for, skinny  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -119,6 +121,30 @@ def test_paged_attention_equals_dense(case: str, shared: int, splits: int, monke
         assert torch.equal(keys[tables[i, n // page], n % page], k[i])
         assert torch.equal(values[tables[i, n // page], n % page], v[i])
     assert (out[count] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 24), (3, 64, 256), (16, 33, 130), (20, 16, 512)])
+def test_products_of_few_rows_equal_torch(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (numbers(*s).to(dtype) for s in ((rows, inputs), (2 * outputs, inputs), (2 * outputs,)))
+    out = empty((8 * 64 * 80,), torch.float32)
+    exact = x.double() @ weight.double().t() + bias.double()
+    near = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    for parts in (1, 2, 4):
+        found = skinny(x, weight, bias, out, Cut(16, 32, parts, 4, 2))
+        torch.testing.assert_close(found.double().sum(0), exact, atol=2e-3, rtol=1e-4)
+        torch.testing.assert_close(
+            skinny(x, weight, None, out, Cut(16, 32, parts, 4, 2)).double().sum(0), exact - bias, **near
+        )
+    gate, up = exact[:, :outputs], exact[:, outputs:]
+    found = skinny(x, weight, bias, out, Cut(16, 32, 1, 4, 2), SILU)[0]
+    torch.testing.assert_close(found.double(), torch.nn.functional.silu(gate) * up, **near | {"atol": 4 * near["atol"]})
+
+
+def test_small_matrices_are_not_cut_where_nobody_adds_up() -> None:
+    assert cut_for(896, 4864, gated=False, whole=True).parts == 1
+    assert cut_for(896, 4864, gated=False, whole=False).parts == 8
+    assert cut_for(32, 32, gated=False, whole=False).parts == 1
 
 
 FUSABLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"]

@@ -42,6 +42,9 @@ class Rollout(Section):
     """Tokens in one KV page."""
     prefix_cache: bool = True
     """Keep the KV of common prompt beginnings for later prompts of the same policy version."""
+    lend_memory: bool | Auto = "auto"
+    """Give the memory of the KV cache to the update and take it back for the next rollout. auto: where they do not fit side by
+    side."""
 
 
 class Run(Section):

@@ -40,6 +40,8 @@ class StartCard:
     host_peak_gib: float | None = None
     """Predicted."""
     host_total_gib: float | None = None
+    engine: str | None = None
+    """How rollout runs, in words."""
     choices: Sequence[tuple[str, Any, str]] = ()
     """What was decided: (key, value, why)."""
     resumed_from: int | None = None
@@ -52,6 +54,7 @@ class StartCard:
         lines = [
             ("model", f"{self.model}, {self._parameters()}, {self.dtype}"),
             ("device", self.device),
+            *([("rollout", self.engine)] if self.engine else []),
             ("algorithm", self.algorithm),
             ("batch", batch),
             (

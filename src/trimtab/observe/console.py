@@ -84,7 +84,7 @@ class Console:
         steps = len(self.history.rewards)
         if steps:
             self._print(Text(f"\nWhere the time went ({steps} step{'s' * (steps > 1)}):"))
-            self._print(phase_table(self.history.phase_seconds, steps))
+            self._print(phase_table(self.history.phase_seconds, steps, self.history.rollout_parts))
         grid = Table.grid(padding=(0, 2))
         for label, value in summary_facts(summary):
             grid.add_row(Text(label, style="dim"), Text(value, overflow="fold"))

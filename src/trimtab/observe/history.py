@@ -24,6 +24,8 @@ class History:
     step_seconds: list[float] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Sums over all steps."""
+    rollout_parts: dict[str, float] = field(default_factory=dict)
+    """Prefill and decode inside rollout, summed over all steps."""
     last_eval: tuple[int, Mapping[str, Any]] | None = None
     """(step, scores)"""
 
@@ -36,6 +38,8 @@ class History:
         for name in SHOWN_PHASES:
             seconds = get(metrics, f"time/{name}") or 0.0
             self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+        for name, seconds in self.step_rollout_parts.items():
+            self.rollout_parts[name] = self.rollout_parts.get(name, 0.0) + seconds
 
     @property
     def elapsed_s(self) -> float:
@@ -51,3 +55,8 @@ class History:
     def step_phases(self) -> dict[str, float]:
         """Seconds of each phase in the last step."""
         return {name: get(self.metrics, f"time/{name}") or 0.0 for name in SHOWN_PHASES}
+
+    @property
+    def step_rollout_parts(self) -> dict[str, float]:
+        """Seconds of rollout's parts in the last step."""
+        return {name: get(self.metrics, f"rollout/{name}_s") or 0.0 for name in ("prefill", "decode")}

@@ -1,7 +1,7 @@
 """Peak memory, of the device by phase and of the host, in GiB under the stable `memory/` names.
 
-A device peak is what torch's allocator handed out at most while the phase ran. Where there is no CUDA device the device
-metrics are absent: an absent number is honest, a zero is not.
+A device peak is what torch's allocator handed out at most while the phase ran, and what the rollout engine holds beside it
+at its end. Where there is no CUDA device the device metrics are absent: an absent number is honest, a zero is not.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class MemoryMeter:
         device: torch.device | str,
         peak_gib: Callable[[torch.device | str], float | None] = device_peak_gib,
         reset: Callable[[torch.device | str], None] = reset_device_peak,
+        outside: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`outside`: bytes held now that torch's allocator does not know of."""
+        self._outside = outside
         self._device = device
         self._peak_gib = peak_gib
         self._reset = reset
@@ -91,6 +94,7 @@ class MemoryMeter:
         peak = self._peak_gib(self._device)
         if peak is None:
             return
+        peak += self._outside() / GIB
         self._highest = max(self._highest, peak)
         for name in self._open:
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))

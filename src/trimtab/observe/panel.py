@@ -15,6 +15,7 @@ from rich.text import Text
 from trimtab.observe.format import count, duration, get, gib, number, percent, scores, sparkline
 from trimtab.observe.history import History
 
+PART = "  "
 SPARK_WIDTH = 24
 BAR_WIDTH = 12
 
@@ -43,8 +44,13 @@ def _phase_shares(history: History) -> str:
     return f" ({' '.join(shown)})" if shown else ""
 
 
-def phase_table(phase_seconds: Mapping[str, float], steps: int = 1) -> Table:
-    """Seconds and share of each phase; with more than one step, the mean too. Phases that never ran are left out."""
+def phase_table(
+    phase_seconds: Mapping[str, float], steps: int = 1, rollout_parts: Mapping[str, float] | None = None
+) -> Table:
+    """Seconds and share of each phase; with more than one step, the mean too. Phases that never ran are left out.
+
+    `rollout_parts` are shown under rollout, of which they are parts.
+    """
     total = sum(phase_seconds.values())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column("phase")
@@ -53,18 +59,22 @@ def phase_table(phase_seconds: Mapping[str, float], steps: int = 1) -> Table:
         table.add_column("a step", justify="right")
     table.add_column("share", justify="right")
     table.add_column("", no_wrap=True)
-    for name, seconds in [*phase_seconds.items(), ("total", total)]:
+    rows = list(phase_seconds.items())
+    if rollout_parts:
+        at = list(phase_seconds).index("rollout") + 1
+        rows[at:at] = [(PART + name, seconds) for name, seconds in rollout_parts.items()]
+    for name, seconds in [*rows, ("total", total)]:
         if not seconds:
             continue
         share = seconds / total
         mean = [duration(seconds / steps)] if steps > 1 else []
-        bar = "" if name == "total" else "█" * round(BAR_WIDTH * share)
+        bar = "" if name == "total" or name.startswith(PART) else "█" * round(BAR_WIDTH * share)
         table.add_row(name, duration(seconds), *mean, percent(share), Text(bar, style="cyan"), style=_style(name))
     return table
 
 
 def _style(phase: str) -> str:
-    return "dim" if phase == "idle" else "bold" if phase == "total" else ""
+    return "dim" if phase == "idle" or phase.startswith(PART) else "bold" if phase == "total" else ""
 
 
 class LivePanel:
@@ -81,7 +91,7 @@ class LivePanel:
 
     def __rich__(self) -> RenderableType:
         body = Table.grid(padding=(0, 4))
-        body.add_row(self._numbers(), phase_table(self._history.step_phases))
+        body.add_row(self._numbers(), phase_table(self._history.step_phases, 1, self._history.step_rollout_parts))
         title = f"Trimtab · step {self._history.step}/{self._history.total_steps}"
         return Panel(
             Group(self._bar(), Text(), body), title=title, title_align="left", box=box.ROUNDED, border_style="cyan"

@@ -47,6 +47,8 @@ class Facts:
     """Longest prompt seen in the data plus longest completion."""
     sequences: int
     """Most sequences generated in one go, by a training step or an evaluation."""
+    lendable: bool = False
+    """Device memory can be given up and taken back at the same addresses."""
 
 
 def pick_device(run: Run) -> torch.device:
@@ -103,8 +105,10 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
     chunk = max(64, min(4096, (256 if cuda else 64) * MIB // (12 * facts.vocabulary)))
     in_flight = min(facts.sequences, 1024 if cuda else 256)
     page = fill(run.rollout, "run.rollout", "page_tokens", *_page_tokens(run, facts))
+    lend = fill(run.rollout, "run.rollout", "lend_memory", *_lend_memory(run, facts, page))
     rollout = Rollout(
-        kv_memory=fill(run.rollout, "run.rollout", "kv_memory", *_kv_memory(facts, page)),
+        kv_memory=fill(run.rollout, "run.rollout", "kv_memory", *_kv_memory(facts, page, lend)),
+        lend_memory=lend,
         page_tokens=page,
         max_sequences=fill(run.rollout, "run.rollout", "max_sequences", in_flight, "as many as decode gains from"),
         prefill_tokens=fill(
@@ -139,16 +143,32 @@ def _page_tokens(run: Run, facts: Facts) -> tuple[int, str]:
     roomy = run.rollout.kv_memory == "auto" and facts.longest_sequence == facts.typical_sequence
     if facts.device.type == "cpu" and roomy and 2 * whole_step <= facts.free_bytes // 2:
         return facts.typical_sequence, "one page a sequence: decoding reads it in place"
+    if facts.device.type == "cuda":
+        return 32, "one tile of the decode kernel spans at most two"
     return 16, "little waste at the end of a sequence"
 
 
-def _kv_memory(facts: Facts, page_tokens: int) -> tuple[int, str]:
-    """The whole step where two fifths of the free memory hold it; two of the longest sequences always."""
-    whole_step = facts.sequences * _kv_bytes(facts, page_tokens, facts.typical_sequence)
-    share = facts.free_bytes * 2 // 5
+def _lend_memory(run: Run, facts: Facts, page_tokens: int) -> tuple[bool, str]:
+    """Where the KV cache of a whole step would not leave the update its half of the memory."""
+    wanted = _whole_step_kv(facts, page_tokens) if run.rollout.kv_memory == "auto" else run.rollout.kv_memory
+    if facts.device.type != "cuda" or wanted <= facts.free_bytes * 2 // 5:
+        return False, "KV cache and update fit side by side"
+    if not facts.lendable:
+        return False, "this device's memory cannot be lent"
+    return True, "KV cache and update do not fit side by side"
+
+
+def _whole_step_kv(facts: Facts, page_tokens: int) -> int:
+    return int(facts.sequences * _kv_bytes(facts, page_tokens, facts.typical_sequence) * 1.05) + MIB
+
+
+def _kv_memory(facts: Facts, page_tokens: int, lend: bool) -> tuple[int, str]:
+    """The whole step where its share of the free memory holds it; two of the longest sequences always."""
+    share, words = (4, "four fifths of the free memory, lent") if lend else (2, "two fifths of the free memory")
+    room = facts.free_bytes * share // 5
     least = 2 * _kv_bytes(facts, page_tokens, facts.longest_sequence)
-    wanted = int(whole_step * 1.05) + MIB
-    chosen = (wanted, "the whole step at once") if wanted <= share else (share, "two fifths of the free memory")
+    wanted = _whole_step_kv(facts, page_tokens)
+    chosen = (wanted, "the whole step at once") if wanted <= room else (room, words)
     return chosen if chosen[0] >= least else (least, "two of the longest sequences")
 
 

@@ -65,6 +65,10 @@ class RolloutStats:
         return self.occupied_slots / max(1, self.decode_steps * self.slots)
 
     @property
+    def graph_share(self) -> float:
+        return self.graph_steps / max(1, self.decode_steps)
+
+    @property
     def kv_usage(self) -> float:
         return self.peak_pages / max(1, self.total_pages)
 
@@ -75,8 +79,22 @@ class Engine(Protocol):
     stats: RolloutStats
     """Of the latest `generate`."""
 
+    @property
+    def path(self) -> str:
+        """What runs, in words for the user."""
+        ...
+
+    @property
+    def outside_bytes(self) -> int:
+        """Device memory held now that torch's allocator does not know of."""
+        ...
+
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         """Yield every request's group once, in the order they finish."""
+        ...
+
+    def lend(self) -> None:
+        """Rollout is over for now: give up memory that the update can use, where the engine was made to."""
         ...
 
     def publish(self, version: int) -> None:

@@ -40,7 +40,7 @@ class Arena:
     def __init__(self, nbytes: int, device: torch.device, driver: CudaDriver | None = None) -> None:
         assert nbytes > 0
         self.nbytes = nbytes
-        self.not_lendable = "" if driver else _not_lendable(device)
+        self.not_lendable = "" if driver else why_not_lendable(device)
         """Why this memory cannot be lent; empty where it can."""
         self._used = 0
         self._pages: _Pages | None = None
@@ -171,7 +171,7 @@ def _bindings() -> Any:
     return driver
 
 
-def _not_lendable(device: torch.device) -> str:
+def why_not_lendable(device: torch.device) -> str:
     if device.type != "cuda":
         return f"memory of a {device.type} device is not lent"
     try:

@@ -117,6 +117,21 @@ class CudaDecoder:
     most_steps = 16
     rounds_ahead = 1
 
+    @property
+    def outside_bytes(self) -> int:
+        """Device memory that torch's allocator does not know of."""
+        return self.arena.nbytes if self.arena.lendable and self.arena.mapped else 0
+
+    @property
+    def not_lendable(self) -> str:
+        return self.arena.not_lendable
+
+    def lend(self) -> None:
+        self.arena.lend()
+
+    def reclaim(self) -> None:
+        self.arena.reclaim()
+
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         """A call with these rows and settings, whose sequences have at most `longest` tokens."""
         if rows is not self._rows or (self._body is not None and self._body.set_positions(longest)):

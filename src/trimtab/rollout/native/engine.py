@@ -10,6 +10,7 @@ Shapes: B running sequences, V vocabulary, E hidden size.
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,8 @@ from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.native import scheduler as plan
-from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment, layer_shapes
-from trimtab.rollout.native.cpu import CpuDecoder
+from trimtab.rollout.native.cache import KVCache, LayerShape, PrefillPlan, PrefillSegment, layer_shapes
+from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Outputs, Rows
 from trimtab.rollout.native.sampler import stream_key
@@ -41,6 +42,11 @@ class Decoder(Protocol):
     replays: int
     """Steps so far that were replays of a graph."""
 
+    @property
+    def outside_bytes(self) -> int:
+        """Device memory held that torch's allocator does not know of."""
+        ...
+
     most_steps: int
     """Steps of a round: the host looks at the sequences after these."""
     rounds_ahead: int
@@ -55,6 +61,10 @@ class Decoder(Protocol):
     def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None: ...
 
     def run(self, live: Sequence[plan.Sequence], steps: int) -> None: ...
+
+    def lend(self) -> None: ...
+
+    def reclaim(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -117,20 +127,33 @@ class NativeEngine:
         self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
         self.page_bytes = page_bytes
         self._rows: Rows | None = None
-        self._decoder: Decoder
-        self._arena = None
-        if policy.device.type == "cuda":
-            from trimtab.rollout.native.cuda import CudaDecoder
-
-            self._decoder = CudaDecoder(policy, shapes, self.pool.total, page_tokens, max_sequences)
-            self._arena = self._decoder.arena if lend_memory else None
-        else:
-            self._decoder = CpuDecoder(policy, shapes, self.pool)
+        self._lends, self._lent = lend_memory, False
+        self._decoder = self._make_decoder(shapes)
+        if lend_memory and (reason := getattr(self._decoder, "not_lendable", "")):
+            raise EngineError(f"run.rollout.lend_memory: memory cannot be lent here, {reason}; write auto or false")
 
     @property
     def path(self) -> str:
         """How decode steps run, in words for the user."""
         return self._decoder.path
+
+    @property
+    def outside_bytes(self) -> int:
+        """Device memory held now that torch's allocator does not know of."""
+        return self._decoder.outside_bytes
+
+    def _make_decoder(self, shapes: dict[int, LayerShape]) -> Decoder:
+        policy = self.policy
+        if policy.device.type != "cuda":
+            return EagerDecoder(policy, shapes, self.pool)
+        if policy.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+            decoder = EagerDecoder(policy, shapes, self.pool)
+            lacking = "float64 has no kernels" if policy.dtype == torch.float64 else "Triton is not installed"
+            decoder.path += f": {lacking}"
+            return decoder
+        from trimtab.rollout.native.cuda import CudaDecoder
+
+        return CudaDecoder(policy, shapes, self.pool.total, self.pool.page_tokens, self.max_sequences)
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""
@@ -138,12 +161,12 @@ class NativeEngine:
         self._decoder.refresh()
         self.pool.forget_all()
 
-    def lend(self) -> int:
-        """Give the memory of keys, values and intermediates to whoever asks next; the next `generate` takes it back."""
-        if self._arena is None:
-            return 0
-        self.pool.forget_all()
-        return self._arena.lend()
+    def lend(self) -> None:
+        """Give the memory of keys, values and intermediates to the update, if asked to at the start; `generate` takes it back."""
+        if self._lends and not self._lent:
+            self.pool.forget_all()
+            self._decoder.lend()
+            self._lent = True
 
     def close(self) -> None:
         self._decoder.close()
@@ -153,8 +176,9 @@ class NativeEngine:
         sampling = self._check(requests)
         self.stats = RolloutStats(slots=self.max_sequences, total_pages=self.pool.total)
         self.pool.peak_held = 0
-        if self._arena is not None:
-            self._arena.reclaim()
+        if self._lent:
+            self._decoder.reclaim()
+            self._lent = False
         stop_token_ids = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
         rows = self._rows_for(requests, len(stop_token_ids))
         rows.begin(stop_token_ids)

@@ -36,6 +36,7 @@ from trimtab.rollout.native.kernels.attention import (
     rotate,
 )  # fmt: skip
 from trimtab.rollout.native.kernels.layers import GELU_TANH, SILU, Norm, embed, gated, residual_norm
+from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, skinny
 
 ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
 STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
@@ -69,6 +70,11 @@ class Product:
         self._ups: list[torch.Tensor] = []
 
     @property
+    def beside(self) -> bool:
+        """Adapters are applied beside the weights."""
+        return self._downs is not None
+
+    @property
     def outputs(self) -> int:
         return self.weight.shape[0]
 
@@ -87,6 +93,14 @@ class Product:
             for adapter, part, up in zip(self.adapters, low, self._ups):
                 out_BO[:, adapter.start : adapter.end].addmm_(part, up.t())
         return out_BO
+
+    def few(
+        self, x_BI: torch.Tensor, out: torch.Tensor, activation: int | None = None, whole: bool = True
+    ) -> torch.Tensor:
+        """The product of a few rows without adapters beside it: [S, B, O] parts of a sum, one where it must be `whole`."""
+        assert self._downs is None
+        weight = self.weight if self._merged is None else self._merged
+        return skinny(x_BI, weight, self.bias, out, cut(self, whole, activation is not None), activation)
 
     @torch.no_grad()
     def refresh(self, merge: bool) -> None:
@@ -131,6 +145,10 @@ class FusedLayer:
     factor: float
 
     @property
+    def adapted(self) -> bool:
+        return any(p.beside for p in (self.qkv, self.output, self.gate_up, self.down))
+
+    @property
     def decode_shape(self) -> DecodeShape:
         return DecodeShape(self.shape.heads, self.shape.key[0], self.shape.key[1], self.shape.value[1])
 
@@ -145,6 +163,9 @@ class Workspace:
         self.attended = empty((batch * max(l.output.inputs for l in layers),), dtype)
         self.gate_up = empty((batch * max(l.gate_up.outputs for l in layers),), dtype)
         self.gated = empty((batch * max(l.down.inputs for l in layers),), dtype)
+        few = min(batch, MOST_ROWS)
+        parts = max(cut(p, False).parts * p.outputs for l in layers for p in (l.output, l.down))
+        self.parts = empty((few * parts,), torch.float32)
         self.partials = Partials(batch, [l.decode_shape for l in layers], empty)
 
 
@@ -195,15 +216,20 @@ class FusedBody:
         embed(self.table, batch.index_B, tokens_R, residual, self.factor)
         residual_norm(residual, None, x, self.layers[0].before_attention)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(x, _cut(space.qkv, b, layer.qkv.outputs))
-            attended = _cut(space.attended, b, layer.output.inputs)
-            self._attend(batch, layer, qkv, attended, cache, index, space)
-            layer.output(attended, y)
-            residual_norm(residual, y, x, layer.before_mlp, layer.after_attention, layer.factor)
+            few = b <= MOST_ROWS and not layer.adapted
+            qkv, attended = _cut(space.qkv, b, layer.qkv.outputs), _cut(space.attended, b, layer.output.inputs)
             narrow = _cut(space.gated, b, layer.down.inputs)
-            gated(layer.gate_up(x, _cut(space.gate_up, b, layer.gate_up.outputs)), narrow, layer.activation)
-            layer.down(narrow, y)
-            residual_norm(residual, y, x, self._following(index), layer.after_mlp, layer.factor)
+            layer.qkv.few(x, qkv) if few else layer.qkv(x, qkv)
+            self._attend(batch, layer, qkv, attended, cache, index, space)
+            found = layer.output.few(attended, space.parts, whole=False) if few else layer.output(attended, y)
+            residual_norm(residual, found, x, layer.before_mlp, layer.after_attention, layer.factor)
+            if few:
+                layer.gate_up.few(x, narrow, layer.activation)
+                found = layer.down.few(narrow, space.parts, whole=False)
+            else:
+                gated(layer.gate_up(x, _cut(space.gate_up, b, layer.gate_up.outputs)), narrow, layer.activation)
+                found = layer.down(narrow, y)
+            residual_norm(residual, found, x, self._following(index), layer.after_mlp, layer.factor)
         return x
 
     def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
@@ -242,6 +268,10 @@ class FusedBody:
             batch, shape, layer.shape.rules, space.partials, q_BHD, k_BKD, v_BKD, cache.keys[index], cache.values[index],
             out.view(b, shape.heads, shape.value_size), self.rotaries[layer.kind], layer.head_norm,
         )  # fmt: skip
+
+
+def cut(product: Product, whole: bool, gated: bool = False) -> Cut:
+    return cut_for(product.outputs // 2 if gated else product.outputs, product.inputs, gated, whole or gated)
 
 
 def _cut(space: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

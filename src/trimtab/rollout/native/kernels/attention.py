@@ -294,7 +294,7 @@ class DecodeShape:
 
 SHARED_TILE = 64
 """Query rows of a shared-prefix program."""
-PROGRAMS = 512
+PROGRAMS = 1024
 """Programs that keep the device busy: fewer sequences are split along their length."""
 MOST_SPLITS = 16
 

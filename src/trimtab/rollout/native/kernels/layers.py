@@ -34,18 +34,21 @@ def _rms(x, e, W, eps, E: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr)
     return weighted(x, tl.load(W + e, mask=e < E, other=0.0), dtype, KIND)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _residual(
-    X, RES, OUT, POST, PRE, post_eps, pre_eps, factor, E: tl.constexpr, EP: tl.constexpr, ADD: tl.constexpr,
+    X, RES, OUT, POST, PRE, rows, post_eps, pre_eps, factor, E: tl.constexpr, EP: tl.constexpr, PARTS: tl.constexpr,
     SCALE: tl.constexpr, POST_KIND: tl.constexpr, PRE_KIND: tl.constexpr,
 ):  # fmt: skip
-    """residual += factor * post_norm(x); out = pre_norm(residual). Norms whose kind is 0 are absent."""
+    """residual += factor * post_norm(sum of x); out = pre_norm(residual). Norms whose kind is 0 are absent."""
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EP)
     dtype: tl.constexpr = OUT.dtype.element_ty
     residual = tl.load(RES + b * E + e, mask=e < E, other=0.0)
-    if ADD:
+    if PARTS > 0:
         x = tl.load(X + b * E + e, mask=e < E, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            x += tl.load(X + (part * rows + b) * E + e, mask=e < E, other=0.0)
+        x = x.to(dtype).to(tl.float32)
         if POST_KIND > 0:
             x = _rms(x, e, POST, post_eps, E, dtype, POST_KIND)
         if SCALE:
@@ -58,6 +61,15 @@ def _residual(
 
 
 @triton.jit
+def activate(x, ACT: tl.constexpr):
+    """SiLU (0) or GELU by tanh (1) of a float32."""
+    if ACT == 0:
+        return x * tl.sigmoid(x)
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x * tl.sigmoid(2.0 * inner)
+
+
+@triton.jit
 def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr):
     """act(gate) * up, where a row holds gate and then up."""
     b = tl.program_id(0).to(tl.int64)
@@ -65,12 +77,7 @@ def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr):
     dtype: tl.constexpr = X.dtype.element_ty
     gate = tl.load(X + b * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(X + b * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-    if ACT == 0:
-        gate = gate * tl.sigmoid(gate)
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = 0.5 * gate * (1.0 + (2.0 * tl.sigmoid(2.0 * inner) - 1.0))
-    gate = gate.to(dtype).to(tl.float32)
+    gate = activate(gate, ACT).to(dtype).to(tl.float32)
     tl.store(OUT + b * F + f, (gate * up).to(dtype), mask=f < F)
 
 
@@ -91,17 +98,18 @@ def _warps(size: int) -> int:
 
 
 def residual_norm(
-    residual_BE: torch.Tensor, x_BE: torch.Tensor | None, out_BE: torch.Tensor, pre: Norm | None,
+    residual_BE: torch.Tensor, x_SBE: torch.Tensor | None, out_BE: torch.Tensor, pre: Norm | None,
     post: Norm | None = None, factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """Add `x` (normalised by `post`, times `factor`) to the residual in place, and write the residual to `out`, normalised by
-    `pre` where there is such a norm."""
+    """Add `x` ([B, E], or [S, B, E] parts of a sum; normalised by `post`, times `factor`) to the residual in place, and write
+    the residual to `out`, normalised by `pre` where there is such a norm."""
+    parts = 0 if x_SBE is None else x_SBE.shape[0] if x_SBE.ndim == 3 else 1
     size = residual_BE.shape[1]
     block = triton.next_power_of_2(size)
     _residual[(residual_BE.shape[0],)](
-        residual_BE if x_BE is None else x_BE, residual_BE, out_BE, post.weight if post else residual_BE,
-        pre.weight if pre else residual_BE, post.eps if post else 0.0, pre.eps if pre else 0.0, factor,
-        E=size, EP=block, ADD=x_BE is not None, SCALE=factor != 1.0, POST_KIND=post.kind if post else 0,
+        residual_BE if x_SBE is None else x_SBE, residual_BE, out_BE, post.weight if post else residual_BE,
+        pre.weight if pre else residual_BE, residual_BE.shape[0], post.eps if post else 0.0, pre.eps if pre else 0.0,
+        factor, E=size, EP=block, PARTS=parts, SCALE=factor != 1.0, POST_KIND=post.kind if post else 0,
         PRE_KIND=pre.kind if pre else 0, num_warps=_warps(block),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Decoding without a graph, one token at a time through the model's own modules: the CPU, and the reference for everything else.
+"""Decoding one token at a time through the model's own modules: for the CPU, and where the kernels cannot serve a model.
 
 Keys and values are gathered from their pages for a dense attention call, or read in place where every sequence has one page.
 """
@@ -18,22 +18,30 @@ from trimtab.rollout.native.sampler import sample
 from trimtab.rollout.native.scheduler import Sequence
 
 
-class CpuDecoder:
+class EagerDecoder:
     """Owns the cache."""
 
     path = "the model's own modules, step by step"
     most_steps = 1
     rounds_ahead = 0
     replays = 0
+    outside_bytes = 0
 
     def __init__(self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool) -> None:
         self.policy = policy
         self.pool = pool
+        self._shapes = shapes
+        self.reclaim()
 
+    def lend(self) -> None:
+        """Nothing here is at a fixed address: the cache is dropped and made again."""
+        self.close()
+
+    def reclaim(self) -> None:
         def zeros(shape: Seq[int], dtype: torch.dtype) -> torch.Tensor:  # masked scores are computed, so must be finite
-            return torch.zeros(tuple(shape), dtype=dtype, device=policy.device)
+            return torch.zeros(tuple(shape), dtype=dtype, device=self.policy.device)
 
-        self.cache = KVCache(shapes, pool.total, pool.page_tokens, policy.dtype, zeros)
+        self.cache = KVCache(self._shapes, self.pool.total, self.pool.page_tokens, self.policy.dtype, zeros)
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         self._rows, self._sampling = rows, sampling
