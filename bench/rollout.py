@@ -4,6 +4,7 @@
     python bench/rollout.py --shapes 0.5b 1.5b 7b --engines trimtab vllm
     python bench/rollout.py --model FOLDER --gsm8k train.jsonl # real weights on real prompts, with natural stops
     python bench/rollout.py --engines trimtab --steps-only     # decode step times by batch size
+    python bench/rollout.py --shapes 0.5b 1.5b 7b --together   # start all vLLM engines at once, measure one after the other
 
 Workload R: 128 prompts of 128 random tokens, 8 samples each, temperature 1, log-prob of every sampled token returned, no stop
 token. `fixed`: 512 new tokens each. `tail`: lengths lognormal(ln 256, 0.8), clipped to 16..1024 (numpy default_rng(0)). The 7b
@@ -33,7 +34,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PROMPTS, PROMPT_TOKENS, SAMPLES = 128, 128, 8
-MARK = "RESULT "
+MARK, READY = "RESULT ", "READY"
+VLLM_MEMORY = {"0.5b": 0.2, "1.5b": 0.4, "7b": 0.35}
+"""Share of the device for each vLLM engine: its weights and the keys and values of 1,024 sequences at their longest, and more."""
+CONFIG_ONLY = ("7b",)
+"""Shapes whose random weights are made in place by each engine instead of being written to disk and read again."""
 
 SHAPES: dict[str, dict[str, int | bool]] = {
     "0.5b": {"num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
@@ -86,16 +91,24 @@ def gsm8k_prompts(path: Path, folder: str, count: int = 64) -> list[list[int]]:
 
 def make_model(shape: str, folder: Path) -> None:
     """Random weights in bfloat16, as a Hugging Face folder."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config
 
-    config = Qwen2Config(max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, bos_token_id=2, **SHAPES[shape])
+    config = Qwen2Config(
+        max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, bos_token_id=2, architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16", **SHAPES[shape],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    if shape not in CONFIG_ONLY:
+        random_model(folder).save_pretrained(folder)
+
+
+def random_model(folder: Path | str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = Qwen2ForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
 
 
 # --- Trimtab
@@ -114,7 +127,10 @@ def run_trimtab(args: argparse.Namespace) -> dict[str, Any]:
     from trimtab.rollout.native.engine import NativeEngine
 
     started = time.perf_counter()
-    policy = Policy(load_model(Model(path=args.folder, dtype="bfloat16"), torch.device("cuda")))
+    if args.shape in CONFIG_ONLY:
+        policy = Policy(random_model(args.folder))
+    else:
+        policy = Policy(load_model(Model(path=args.folder, dtype="bfloat16"), torch.device("cuda")))
     loaded = time.perf_counter()
     stops = [policy.config.eos_token_id] if args.gsm8k else []
     free = torch.cuda.mem_get_info()[0]
@@ -255,9 +271,9 @@ def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
 
     started = time.perf_counter()
     llm = LLM(
-        model=args.folder, dtype="bfloat16", max_model_len=2048, gpu_memory_utilization=0.6, max_num_seqs=1024,
+        model=args.folder, dtype="bfloat16", max_model_len=2048, gpu_memory_utilization=VLLM_MEMORY.get(args.shape, 0.3), max_num_seqs=1024,
         max_num_batched_tokens=args.batched_tokens, enable_prefix_caching=True, skip_tokenizer_init=not args.gsm8k,
-        disable_log_stats=True, **({"async_scheduling": args.async_scheduling} if args.async_scheduling is not None else {}),
+        disable_log_stats=True, load_format="dummy" if args.shape in CONFIG_ONLY else "auto", **({"async_scheduling": args.async_scheduling} if args.async_scheduling is not None else {}),
     )  # fmt: skip
     found: dict[str, Any] = {"start_up_s": time.perf_counter() - started, "settings": vars(args).copy()}
     found["settings"].pop("prompts", None)
@@ -278,6 +294,8 @@ def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
         lengths = [len(o.token_ids) for r in done for o in r.outputs]
         return {"tokens": sum(lengths), "seconds": seconds, "tokens_per_s": sum(lengths) / seconds, "lengths": lengths}
 
+    print(READY, flush=True)
+    sys.stdin.readline()
     asked = {"gsm8k": (args.prompts, [512] * len(args.prompts) * 16)} if args.gsm8k else workloads(args.shape)
     first = next(iter(asked.values()))
     call(first[0], [min(64, n) for n in first[1]], False)
@@ -320,16 +338,43 @@ def roofline(shape: dict[str, Any], lengths: list[int], prompt: int, samples: in
 # --- the run
 
 
-def worker(engine: str, python: str, extra: list[str], log: Path) -> dict[str, Any]:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
-    command = [python, __file__, "--worker", engine, *extra]
-    with log.open("a") as out:
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=out, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not lines:
-        print(log.read_text()[-4000:], file=sys.stderr)
-        raise SystemExit(f"{engine} failed with exit code {done.returncode}")
-    return json.loads(lines[-1][len(MARK) :])
+class Worker:
+    """One engine in a process of its own; vLLM says when it has started and waits to be asked."""
+
+    def __init__(self, engine: str, python: str, extra: list[str], log: Path) -> None:
+        env = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [python, __file__, "--worker", engine, *extra]
+        self.engine, self.log = engine, log
+        self._ready = engine != "vllm"
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("a"), text=True
+        )
+
+    def wait_until_ready(self) -> None:
+        while not self._ready:
+            self._ready = self._line().strip() == READY
+
+    def measure(self) -> dict[str, Any]:
+        self.wait_until_ready()
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        while not (line := self._line()).startswith(MARK):
+            pass
+        self._process.wait()
+        return json.loads(line[len(MARK) :])
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            print(self.log.read_text()[-4000:], file=sys.stderr)
+            raise SystemExit(f"{self.engine} ended with exit code {self._process.wait()}")
+        return line
 
 
 def table(results: dict[str, Any]) -> str:
@@ -370,8 +415,9 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="also vLLM with n in one request and without log-probs")
     parser.add_argument("--async-scheduling", type=lambda x: x == "true", default=None)
     parser.add_argument("--batched-tokens", type=int, default=16384)
-    parser.add_argument("--page-tokens", type=int, default=32)
+    parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--together", action="store_true", help="start every vLLM engine at once to save time")
     parser.add_argument("--steps-only", action="store_true")
     parser.add_argument("--step-batches", type=int, nargs="*", default=[8, 64, 256, 512, 1024])
     parser.add_argument("--out", default=str(RESULTS))
@@ -407,19 +453,31 @@ def main() -> None:
     passed += ["--step-batches", *map(str, args.step_batches)]
     if args.async_scheduling is not None:
         passed += ["--async-scheduling", str(args.async_scheduling).lower()]
+    python = args.vllm_python
     jobs = [(shape, scratch / shape, ["--shape", shape]) for shape in args.shapes]
     if args.gsm8k:
         jobs.append((Path(args.model).name, Path(args.model), ["--gsm8k", args.gsm8k]))
     for name, folder, extra in jobs:
-        if name in SHAPES and not folder.exists():
+        if name in SHAPES:
             make_model(name, folder)
             torch.cuda.empty_cache()
-        engines: dict[str, Any] = {}
-        for engine in args.engines:
-            python = args.vllm_python if engine == "vllm" else sys.executable
-            engines[engine] = worker(engine, python, ["--folder", str(folder), *extra, *passed], log)
-            print(name, engine, summary(engines[engine]), flush=True)
-        add_rooflines(engines, json.loads((folder / "config.json").read_text()), name)
+    started: dict[str, Worker] = {}
+    if args.together and "vllm" in args.engines:
+        started = {
+            name: Worker("vllm", python, ["--folder", str(folder), *extra, *passed], log)
+            for name, folder, extra in jobs
+        }
+        for held in started.values():
+            held.wait_until_ready()
+    for name, folder, extra in jobs if "vllm" in args.engines else ():
+        peer = started.get(name) or Worker("vllm", python, ["--folder", str(folder), *extra, *passed], log)
+        results["shapes"][name] = {"vllm": peer.measure()}
+        print(name, "vllm", summary(results["shapes"][name]["vllm"]), flush=True)
+    for name, folder, extra in jobs if "trimtab" in args.engines else ():
+        own = Worker("trimtab", sys.executable, ["--folder", str(folder), *extra, *passed], log)
+        engines = {"trimtab": own.measure(), **results["shapes"].get(name, {})}
+        print(name, "trimtab", summary(engines["trimtab"]), flush=True)
+        add_rooflines(engines, json.loads((folder / "config.json").read_text()))
         results["shapes"][name] = engines
     stem = out / f"rollout-{results['date']}"
     stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
@@ -430,7 +488,7 @@ def main() -> None:
     print(table(results))
 
 
-def add_rooflines(engines: dict[str, Any], config: dict[str, Any], shape: str) -> None:
+def add_rooflines(engines: dict[str, Any], config: dict[str, Any]) -> None:
     measured = engines.get("trimtab", {}).get("ceilings")
     for found in engines.values():
         for name, run in found.items():
@@ -444,7 +502,14 @@ def add_rooflines(engines: dict[str, Any], config: dict[str, Any], shape: str) -
 
 def summary(found: dict[str, Any]) -> str:
     speeds = {k: round(v["tokens_per_s"]) for k, v in found.items() if isinstance(v, dict) and "tokens_per_s" in v}
-    return json.dumps({**speeds, "start_up_s": round(found["start_up_s"], 1), "steps_ms": found.get("steps_ms")})
+    return json.dumps(
+        {
+            **speeds,
+            "path": found.get("path"),
+            "start_up_s": round(found["start_up_s"], 1),
+            "steps_ms": found.get("steps_ms"),
+        }
+    )
 
 
 if __name__ == "__main__":

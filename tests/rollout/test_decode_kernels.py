@@ -23,6 +23,8 @@ from trimtab.rollout.native.kernels.layers import SILU  # noqa: E402
 from trimtab.rollout.native.kernels.skinny import Cut, cut_for, skinny  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+"""The interpreter has no bfloat16 products."""
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -123,7 +125,7 @@ def test_paged_attention_equals_dense(case: str, shared: int, splits: int, monke
     assert (out[count] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 24), (3, 64, 256), (16, 33, 130), (20, 16, 512)])
 def test_products_of_few_rows_equal_torch(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x, weight, bias = (numbers(*s).to(dtype) for s in ((rows, inputs), (2 * outputs, inputs), (2 * outputs,)))

@@ -144,7 +144,7 @@ def _page_tokens(run: Run, facts: Facts) -> tuple[int, str]:
     if facts.device.type == "cpu" and roomy and 2 * whole_step <= facts.free_bytes // 2:
         return facts.typical_sequence, "one page a sequence: decoding reads it in place"
     if facts.device.type == "cuda":
-        return 32, "one tile of the decode kernel spans at most two"
+        return 64, "one tile of the decode kernel"
     return 16, "little waste at the end of a sequence"
 
 

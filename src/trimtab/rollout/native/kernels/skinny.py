@@ -78,13 +78,17 @@ class Cut:
 
 
 def cut_for(outputs: int, inputs: int, gated: bool, whole: bool) -> Cut:
-    """Enough programs for every multiprocessor; `whole` where the consumer does not add parts up."""
-    block = 16 if gated or outputs * inputs <= 4 * 2**20 else 32
-    tiles = triton.cdiv(outputs, block)
+    """Enough programs for every multiprocessor; `whole` where the consumer does not add parts up. Measured (docs/log.md)."""
+    if gated:
+        return Cut(64, 64, 1, 4, 4)
+    if whole:
+        return Cut(16 if outputs * inputs <= 4 * 2**20 else 32, 128, 1, 4, 4)
+    inner, stages = (128, 3) if inputs >= 4096 else (64, 4)
+    tiles = triton.cdiv(outputs, 64)
     parts = 1
-    while not whole and parts < 8 and tiles * parts < 200 and inputs // (2 * parts) >= 256:
+    while parts < 8 and tiles * parts < 150 and inputs // (2 * parts * inner) >= 2:
         parts *= 2
-    return Cut(block, 128, parts, 4, 4)
+    return Cut(64, inner, parts, 4, stages)
 
 
 def skinny(
