@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PROMPTS, PROMPT_TOKENS, SAMPLES = 128, 128, 8
 MARK, READY = "RESULT ", "READY"
-VLLM_MEMORY = {"0.5b": 0.2, "1.5b": 0.4, "7b": 0.35}
-"""Share of the device for each vLLM engine: its weights and the keys and values of 1,024 sequences at their longest, and more."""
+VLLM_KV_BYTES = {"0.5b": 20 * 2**30, "1.5b": 40 * 2**30, "7b": 24 * 2**30}
+"""Room for the keys and values of every sequence of a workload at its longest, and more: vLLM never has to preempt."""
 CONFIG_ONLY = ("7b",)
 """Shapes whose random weights are made in place by each engine instead of being written to disk and read again."""
 
@@ -270,10 +270,12 @@ def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     started = time.perf_counter()
+    scheduling = {} if args.async_scheduling is None else {"async_scheduling": args.async_scheduling}
     llm = LLM(
-        model=args.folder, dtype="bfloat16", max_model_len=2048, gpu_memory_utilization=VLLM_MEMORY.get(args.shape, 0.3), max_num_seqs=1024,
-        max_num_batched_tokens=args.batched_tokens, enable_prefix_caching=True, skip_tokenizer_init=not args.gsm8k,
-        disable_log_stats=True, load_format="dummy" if args.shape in CONFIG_ONLY else "auto", **({"async_scheduling": args.async_scheduling} if args.async_scheduling is not None else {}),
+        model=args.folder, dtype="bfloat16", max_model_len=2048, gpu_memory_utilization=0.25, max_num_seqs=1024,
+        kv_cache_memory_bytes=VLLM_KV_BYTES.get(args.shape, 20 * 2**30), max_num_batched_tokens=args.batched_tokens,
+        enable_prefix_caching=True, skip_tokenizer_init=not args.gsm8k, disable_log_stats=True,
+        load_format="dummy" if args.shape in CONFIG_ONLY else "auto", **scheduling,
     )  # fmt: skip
     found: dict[str, Any] = {"start_up_s": time.perf_counter() - started, "settings": vars(args).copy()}
     found["settings"].pop("prompts", None)
@@ -457,7 +459,7 @@ def main() -> None:
     jobs = [(shape, scratch / shape, ["--shape", shape]) for shape in args.shapes]
     if args.gsm8k:
         jobs.append((Path(args.model).name, Path(args.model), ["--gsm8k", args.gsm8k]))
-    for name, folder, extra in jobs:
+    for name, folder, _ in jobs:
         if name in SHAPES:
             make_model(name, folder)
             torch.cuda.empty_cache()
@@ -502,14 +504,8 @@ def add_rooflines(engines: dict[str, Any], config: dict[str, Any]) -> None:
 
 def summary(found: dict[str, Any]) -> str:
     speeds = {k: round(v["tokens_per_s"]) for k, v in found.items() if isinstance(v, dict) and "tokens_per_s" in v}
-    return json.dumps(
-        {
-            **speeds,
-            "path": found.get("path"),
-            "start_up_s": round(found["start_up_s"], 1),
-            "steps_ms": found.get("steps_ms"),
-        }
-    )
+    facts = {name: found[name] for name in ("path", "start_up_s", "steps_ms") if name in found}
+    return json.dumps({**speeds, **facts})
 
 
 if __name__ == "__main__":
