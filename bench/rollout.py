@@ -189,6 +189,7 @@ def step_times(engine: Any, policy: Any, batches: list[int], context: int = 325)
     from trimtab.rollout.native.scheduler import PromptGroup, Sequence
 
     decoder, rows, page = engine._decoder, engine._rows, engine.pool.page_tokens
+    context = min(context, rows.width * page - 60)
     found = {}
     for size in batches:
         if size > rows.count:
