@@ -13,7 +13,7 @@ from trimtab.config.run import Rollout, Run
 from trimtab.errors import ConfigError
 from trimtab.plan.auto import Facts, pick_device, pick_reward_workers, resolve_run
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @st.composite
@@ -94,8 +94,26 @@ def test_what_is_chosen_holds_the_longest_sequence(run: Run, facts: Facts) -> No
 
 @given(facts())
 def test_automatic_cache_stays_within_its_share_unless_one_sequence_needs_more(facts: Facts) -> None:
-    kv = resolve_run(Run(), facts)[0].rollout.kv_memory
-    assert kv <= max(facts.free_bytes * 2 // 5, 2 * (facts.longest_sequence + 32) * facts.kv_bytes_per_token)
+    rollout = resolve_run(Run(), facts)[0].rollout
+    share = 4 if rollout.lend_memory else 2
+    least = 2 * (facts.longest_sequence + 2 * rollout.page_tokens) * facts.kv_bytes_per_token
+    assert rollout.kv_memory <= max(facts.free_bytes * share // 5, least)
+
+
+def test_memory_is_lent_only_where_it_is_needed_and_can_be() -> None:
+    """2 GiB of KV cache for the whole step, of 16, 4 and 2 GiB free."""
+    wants = {"device": torch.device("cuda"), "kv_bytes_per_token": 2**14, "sequences": 1024, "lendable": True}
+
+    def choose(**changes: Any) -> tuple[bool, int, str]:
+        known = small(**wants | changes)
+        rollout = resolve_run(Run(), known)[0].rollout
+        return rollout.lend_memory, rollout.kv_memory // MIB, why(known, "run.rollout.lend_memory")
+
+    assert choose(free_bytes=16 * GIB) == (False, 3226, "KV cache and update fit side by side")
+    assert choose(free_bytes=4 * GIB) == (True, 3226, "KV cache and update do not fit side by side")
+    assert choose(free_bytes=2 * GIB) == (True, 1638, "KV cache and update do not fit side by side")
+    assert choose(free_bytes=4 * GIB, lendable=False) == (False, 1638, "this device's memory cannot be lent")
+    assert choose(free_bytes=4 * GIB, device=torch.device("cpu"))[0] is False
 
 
 def small(**changes: Any) -> Facts:

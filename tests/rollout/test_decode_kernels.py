@@ -149,6 +149,12 @@ def test_small_matrices_are_not_cut_where_nobody_adds_up() -> None:
     assert cut_for(32, 32, gated=False, whole=False).parts == 1
 
 
+@pytest.fixture
+def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program costs the interpreter a second; two parts of a sequence show what sixteen would."""
+    monkeypatch.setattr(kernels, "MOST_SPLITS", 2)
+
+
 FUSABLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"]
 
 
@@ -196,6 +202,7 @@ def test_fused_prefill_equals_the_models_own(architecture: str) -> None:
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("_few_splits")
 @pytest.mark.parametrize("architecture", FUSABLE)
 def test_fused_layers_equal_the_models_own(architecture: str) -> None:
     policy = Policy(tiny_model(architecture, num_hidden_layers=2, head_dim=16).to(DEVICE))
@@ -206,6 +213,7 @@ def test_fused_layers_equal_the_models_own(architecture: str) -> None:
     torch.testing.assert_close(decode_all(policy, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("_few_splits")
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("architecture", ["qwen2", "phi3"])
 def test_adapters_are_seen_as_they_are(architecture: str, merge: bool) -> None:
