@@ -13,7 +13,8 @@ time from the requests to the last token on the host. Start-up is everything bef
 for: loading, compiling, capturing graphs, and the first small call.
 
 The roofline of a workload: bytes that must move (weights once a step, keys and values of every token in view once a step, a
-prompt's once for its samples) over the measured copy bandwidth, plus floating-point operations over the measured matrix rate.
+prompt's once for its samples) over the measured copy bandwidth, or operations over the measured matrix rate, whichever is longer,
+for the products and for attention of every step.
 
 Writes bench/results/rollout-DATE.json and .md.
 """
@@ -318,24 +319,26 @@ def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def roofline(shape: dict[str, Any], lengths: list[int], prompt: int, samples: int, ceilings: dict[str, float]) -> float:
-    """Seconds below which no engine can be, with every sequence started at once."""
-    h, layers, heads, kv = (
-        shape[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    )
-    size = shape.get("head_dim") or h // heads
+    """Seconds below which no engine can be, with every sequence started at once.
+
+    A step's products and its attention depend on each other, so their times add up; within each, reading and arithmetic overlap,
+    so the longer counts.
+    """
+    h, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
+    kv, size = shape["num_key_value_heads"], shape.get("head_dim") or h // heads
     layer = h * size * (2 * heads + 2 * kv) + 3 * h * shape["intermediate_size"]
     matrices = layers * layer + h * shape["vocab_size"]
     kv_bytes = 2 * layers * kv * size * 2
-    moved = operations = 0.0
+    bandwidth, rate = ceilings["bytes_per_s"], ceilings["flops_per_s"]
     groups = [lengths[i : i + samples] for i in range(0, len(lengths), samples)]
+    seconds = 2 * layers * layer * prompt * len(groups) / rate
     for step in range(1, max(lengths)):
         live = sum(n > step for n in lengths)
         prompts = sum(any(n > step for n in g) for g in groups)
-        seen = prompts * prompt + live * step
-        moved += 2 * matrices + kv_bytes * seen
-        operations += 2 * matrices * live + 4 * layers * heads * size * live * (prompt + step)
-    operations += 2 * layers * layer * prompt * len(groups)
-    return moved / ceilings["bytes_per_s"] + operations / ceilings["flops_per_s"]
+        seconds += max(2 * matrices / bandwidth, 2 * matrices * live / rate)
+        attention = 4 * layers * heads * size * live * (prompt + step)
+        seconds += max(kv_bytes * (prompts * prompt + live * step) / bandwidth, attention / rate)
+    return seconds
 
 
 # --- the run
