@@ -2,7 +2,7 @@
 
     python bench/rollout.py                                   # random 0.5b and 1.5b shapes, fixed and tail, both engines
     python bench/rollout.py --shapes 0.5b 1.5b 7b --engines trimtab vllm
-    python bench/rollout.py --model FOLDER --gsm8k train.jsonl # real weights on real prompts, with natural stops
+    python bench/rollout.py --shapes --model smollm2.gguf --gsm8k train.jsonl   # real weights and prompts, natural stops
     python bench/rollout.py --engines trimtab --steps-only     # decode step times by batch size
     python bench/rollout.py --shapes 0.5b 1.5b 7b --together   # start all vLLM engines at once, measure one after the other
 
@@ -101,6 +101,20 @@ def make_model(shape: str, folder: Path) -> None:
     config.save_pretrained(folder)
     if shape not in CONFIG_ONLY:
         random_model(folder).save_pretrained(folder)
+
+
+def as_folder(model: Path, scratch: Path) -> Path:
+    """A GGUF file as the Hugging Face folder that both engines read."""
+    if model.suffix != ".gguf":
+        return model
+    import torch
+
+    from trimtab.config.schema import Model
+    from trimtab.model.load import load_model, load_tokenizer, save_model
+
+    source = Model(path=str(model), dtype="bfloat16")
+    save_model(load_model(source, torch.device("cpu")), load_tokenizer(source), scratch / model.stem)
+    return scratch / model.stem
 
 
 def random_model(folder: Path | str) -> Any:
@@ -462,7 +476,8 @@ def main() -> None:
     python = args.vllm_python
     jobs = [(shape, scratch / shape, ["--shape", shape]) for shape in args.shapes]
     if args.gsm8k:
-        jobs.append((Path(args.model).name, Path(args.model), ["--gsm8k", args.gsm8k]))
+        folder = as_folder(Path(args.model), scratch)
+        jobs.append((Path(args.model).stem, folder, ["--gsm8k", args.gsm8k]))
     for name, folder, _ in jobs:
         if name in SHAPES:
             make_model(name, folder)

@@ -54,7 +54,7 @@ def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[st
             "samples_per_prompt": 8,
             "max_new_tokens": difficulty + 2,
             "lr": 6e-4,
-            "schedule": {"kind": "linear", "warmup_steps": 8, "final": 0.1},
+            "schedule": {"kind": "linear", "warmup_steps": min(8, max(0, steps - 1)), "final": 0.1},
         },
         "observe": {"dir": str(folder / "run"), "eval_every": 20, "checkpoint_every": 50},
     }
