@@ -90,6 +90,23 @@ def test_tokens_do_not_depend_on_the_schedule(architecture: str, changes: dict) 
     assert_same(generate(engine(policy), asked), generate(engine(policy, **changes), asked))
 
 
+@pytest.mark.parametrize("steps", [1, 3, 16])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_sequences": 4}, {"kv_bytes": 15 * 4 * 384, "prefix_cache": False}, {"page_tokens": 64}],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_rounds(changes: dict, ahead: int, steps: int) -> None:
+    """Many steps between looks, and launching before looking, as on a GPU: stop tokens, strings, limits and parking included."""
+    policy = Policy(tiny_model())
+    asked = prompts(6, shared=9)
+    sampling = Sampling(stop=["a", "7+"])
+    native = engine(policy, **changes)
+    native._decoder.rounds_ahead, native._decoder.most_steps = ahead, steps
+    assert_same(generate(engine(policy), asked, sampling=sampling), generate(native, asked, sampling=sampling))
+
+
 def test_a_tight_cache_really_parks() -> None:
     native = engine(Policy(tiny_model()), kv_bytes=15 * 4 * 384)
     generate(native, prompts(6, shared=9))
@@ -162,6 +179,10 @@ def test_stop_tokens_strings_and_limits_are_honoured() -> None:
         expected = text[: text.index(string) + len(string)] if string in text else text
         assert cut.text == expected
         assert cut.finish == ("stop" if string in text else "length")
+    first = free[2, 1].tokens[0].item()
+    for key, cut in generate(engine(policy, stop_token_ids=[first]), asked, new=40).items():
+        whole = free[key].tokens.tolist()
+        assert cut.tokens.tolist() == whole[: whole.index(first) + 1 if first in whole else 40]
     one = generate(engine(policy), asked, new=1)
     assert all(len(t) == 1 for t in one.values())
 
@@ -172,6 +193,16 @@ def test_requests_may_differ_in_length_and_samples() -> None:
     requests = [Request(p, i + 1, 3 * (i + 1), Sampling(), 0, 0) for i, p in enumerate(asked)]
     groups = {g.prompt.id: g for g in engine(policy, stop_token_ids=[]).generate(requests)}
     assert [[len(t) for t in groups[i].trajectories] for i in range(3)] == [[3], [6, 6], [9, 9, 9]]
+
+
+def test_samples_of_a_group_may_differ_in_length() -> None:
+    policy = Policy(tiny_model())
+    prompt = prompts(1)[0]
+    (group,) = engine(policy, stop_token_ids=[]).generate([Request(prompt, 3, [1, 9, 4], Sampling(), 0, 0)])
+    (whole,) = engine(policy, stop_token_ids=[]).generate([Request(prompt, 3, 9, Sampling(), 0, 0)])
+    assert [len(t) for t in group.trajectories] == [1, 9, 4]
+    for cut, full in zip(group.trajectories, whole.trajectories):
+        assert cut.tokens.tolist() == full.tokens[: len(cut)].tolist()
 
 
 def test_groups_come_out_as_soon_as_they_are_whole() -> None:

@@ -59,17 +59,21 @@ class EagerDecoder:
         self._rows.append(index_B, tokens_B, logprobs_B)
 
     def run(self, live: Seq[Sequence], steps: int) -> None:
-        assert steps == 1
-        rows, done = self._rows, self._rows.state.done.tolist()
-        live = [s for s in live if not done[s.row]]
-        if not live:
-            return
+        for step in range(steps):
+            done = self._rows.state.done.tolist()
+            running = [s for s in live if not done[s.row]]
+            if running:
+                self._step(running, step)
+
+    def _step(self, live: list[Sequence], step: int) -> None:
+        """One token each; `step` tokens of this round are stored already."""
+        rows = self._rows
         width = max(len(s.pages) for s in live)
-        first_page = self._in_a_row(live) if width == 1 else None
+        first_page = self._in_a_row(live, step) if width == 1 else None
         rows.set_pages(live)
         index_B = rows.index(live)
         pages_BP, positions_B = rows.pages[index_B, :width], rows.state.positions[index_B]
-        slots_B, longest = self.cache.slots(pages_BP, positions_B), max(s.stored for s in live) + 1
+        slots_B, longest = self.cache.slots(pages_BP, positions_B), max(s.stored for s in live) + step + 1
         attention = DecodePlan(self.cache, pages_BP, positions_B, slots_B, longest, first_page)
         self.draw(index_B, self.policy.hidden(rows.state.last_tokens[index_B], positions_B, attention))
 
@@ -77,7 +81,7 @@ class EagerDecoder:
         self.cache.keys.clear()
         self.cache.values.clear()
 
-    def _in_a_row(self, live: list[Sequence]) -> int | None:
+    def _in_a_row(self, live: list[Sequence], step: int) -> int | None:
         """Put sequences of one page each in page order, and their pages side by side: attention then reads them where they are.
 
         A page moves at most once for each sequence that ended below it. Returns the first page, or None where others lie between.
@@ -87,7 +91,7 @@ class EagerDecoder:
             target = self.pool.lower(sequence.pages[0])
             if target is None:
                 break
-            self.cache.copy_page(sequence.pages[0], target, sequence.stored)
+            self.cache.copy_page(sequence.pages[0], target, sequence.stored + step)
             sequence.pages = [target]
             self._rows.forget_pages(sequence)
         live.sort(key=lambda s: s.pages[0])
