@@ -225,6 +225,19 @@ def test_a_caller_that_stops_listening_leaves_no_page_behind() -> None:
     assert native.pool.held == 0
 
 
+def test_one_call_at_a_time() -> None:
+    native = engine(Policy(tiny_model()))
+    asked = [Request(p, 1, 4, Sampling(), 0, 0) for p in prompts(3)]
+    stream = native.generate(asked)
+    next(stream)
+    for meddle in (lambda: list(native.generate(asked)), lambda: native.publish(2)):
+        with pytest.raises(EngineError, match="an earlier generate is not finished; exhaust or close it first"):
+            meddle()
+    assert len(list(stream)) == 2
+    native.publish(2)
+    assert len(list(native.generate(asked))) == 3
+
+
 def test_what_cannot_be_served_is_refused_before_any_work() -> None:
     policy = Policy(tiny_model())
     prompt = prompts(1)[0]

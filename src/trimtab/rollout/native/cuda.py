@@ -254,17 +254,26 @@ class CudaDecoder:
             with torch.cuda.stream(self._stream):
                 self._step(size, self._sharing)
                 self._stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                collecting = gc.isenabled()
-                gc.disable()
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                self._step(size, self._sharing)
-                graph.capture_end()
-                if collecting:
-                    gc.enable()
+                graph = self._capture(size)
             torch.cuda.current_stream().wait_stream(self._stream)
             self._graphs[key] = graph
         return self._graphs[key]
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        """Record a step; what the garbage collector might free in the middle of it would spoil the recording."""
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                self._step(size, self._sharing)
+            finally:
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        return graph
 
     def _decide_merging(self) -> None:
         """Adapters merged into a copy of the weights, or beside them: whichever takes less time, if there is room for a copy."""

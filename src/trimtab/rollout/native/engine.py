@@ -127,7 +127,7 @@ class NativeEngine:
         self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
         self.page_bytes = page_bytes
         self._rows: Rows | None = None
-        self._lends, self._lent = lend_memory, False
+        self._lends, self._lent, self._generating = lend_memory, False, False
         self._decoder = self._make_decoder(shapes)
         if lend_memory and (reason := getattr(self._decoder, "not_lendable", "")):
             raise EngineError(f"run.rollout.lend_memory: memory cannot be lent here, {reason}; write auto or false")
@@ -157,6 +157,7 @@ class NativeEngine:
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""
+        self._refuse_while_generating("publish")
         self.version = version
         self._decoder.refresh()
         self.pool.forget_all()
@@ -164,6 +165,7 @@ class NativeEngine:
     def lend(self) -> None:
         """Give the memory of keys, values and intermediates to the update, if asked to at the start; `generate` takes it back."""
         if self._lends and not self._lent:
+            self._refuse_while_generating("lend")
             self.pool.forget_all()
             self._decoder.lend()
             self._lent = True
@@ -173,6 +175,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
+        self._refuse_while_generating("generate")
         sampling = self._check(requests)
         self.stats = RolloutStats(slots=self.max_sequences, total_pages=self.pool.total)
         self.pool.peak_held = 0
@@ -193,6 +196,7 @@ class NativeEngine:
         rounds: deque[_Round] = deque()
         ended: _Ended | None = None
         began, callers = time.perf_counter(), 0.0
+        self._generating = True
         try:
             while work.unfinished or rounds or ended:
                 launched = self._launch(work, rows, requests, stops, bool(rounds))
@@ -210,6 +214,7 @@ class NativeEngine:
                     ended = self._harvest(work, rows, stops, rounds.popleft())
         finally:
             self._release(work)
+            self._generating = False
         self.stats.decode_s = time.perf_counter() - began - callers - self.stats.prefill_s
         self.stats.cached_prefix_tokens = work.cached_tokens
         self.stats.peak_pages = self.pool.peak_held
@@ -367,6 +372,10 @@ class NativeEngine:
             self.pool.release(filling.pages)
         for group in work.ready:
             self.pool.release(group.pages)
+
+    def _refuse_while_generating(self, what: str) -> None:
+        if self._generating:
+            raise EngineError(f"{what} was called while an earlier generate is not finished; exhaust or close it first")
 
     def _check(self, requests: Sequence[Request]) -> Sampling:
         """Refuse what cannot be served before any work is done."""
