@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import ARCHITECTURES, VOCABULARY, tiny_model, tiny_tokenizer
 
 from trimtab.config.learn import Sampling
@@ -11,6 +13,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Request
+from trimtab.rollout.native.cache import layer_shapes
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.trajectory import Trajectory
 
@@ -88,6 +91,47 @@ def test_tokens_do_not_depend_on_the_schedule(architecture: str, changes: dict) 
     policy = Policy(tiny_model(architecture))
     asked = prompts(6, shared=9)
     assert_same(generate(engine(policy), asked), generate(engine(policy, **changes), asked))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=6),
+    st.integers(0, 6),
+    st.sampled_from([1, 3, 4, 7]),
+    st.sampled_from([1, 3, 5, 64]),
+    st.sampled_from([1, 6, 1024]),
+    st.sampled_from([(0, 1), (0, 4), (1, 1), (1, 3), (1, 16), (2, 5)]),
+    st.booleans(),
+)
+def test_any_schedule_gives_the_same_tokens(work, spare, page, rows, prefill, rounds, cached) -> None:
+    """Pools that hold hardly more than one sequence, few rows, any page size, looking late: parked wherever it may happen."""
+    policy = SMALL
+    g = torch.Generator().manual_seed(len(work))
+    asked = [
+        Request(
+            Prompt(i, "", torch.randint(3, VOCABULARY, (length,), generator=g).tolist()), samples, new, Sampling(), 0, 0
+        )
+        for i, (length, samples, new) in enumerate(work)
+    ]
+    pages = max(-(-(length + new) // page) for length, _, new in work) + 1 + spare
+    tight = engine(
+        policy, page_tokens=page, max_sequences=rows, prefill_tokens=prefill, prefix_cache=cached,
+        kv_bytes=pages * page * policy_bytes(policy),
+    )  # fmt: skip
+    tight._decoder.rounds_ahead, tight._decoder.most_steps = rounds
+
+    def tokens(native: NativeEngine) -> dict[int, list[list[int]]]:
+        return {g.index: [t.tokens.tolist() for t in g.trajectories] for g in native.generate(asked)}
+
+    assert tokens(tight) == tokens(engine(policy))
+    assert tight.pool.held == 0
+
+
+def policy_bytes(policy: Policy) -> int:
+    return sum(s.bytes_per_token(policy.dtype.itemsize) for s in layer_shapes(policy).values())
+
+
+SMALL = Policy(tiny_model("llama", num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 16])

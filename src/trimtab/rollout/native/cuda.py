@@ -103,7 +103,7 @@ class CudaDecoder:
         self._index = torch.zeros(max_sequences, dtype=torch.int64, device=policy.device)
         self._shared = torch.zeros_like(self._index)
         self._items = torch.zeros((max(1, max_sequences // 2), 3), dtype=torch.int64, device=policy.device)
-        self._served: list[int] = []
+        self._served: list[Sequence] = []
         self._sharing = False
         self._rows: Rows | None = None
         self._merge = False
@@ -166,13 +166,12 @@ class CudaDecoder:
         """`steps` tokens for each sequence, or up to its end where that comes earlier."""
         assert self._rows is not None
         size = next(b for b in self.buckets if b >= len(live)) if self._capturable else len(live)
-        rows = [s.row for s in live]
-        if rows != self._served:
+        if live != self._served:
             shared, items = self._find_shared(live)
             self._sharing = bool(items)
             if self._capturable:
                 self._graph(size)
-            self._serve(rows, size, shared, items)
+            self._serve(list(live), size, shared, items)
         graph = self._graph(size) if self._capturable else None
         for _ in range(steps):
             if graph is not None:
@@ -305,16 +304,17 @@ class CudaDecoder:
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
 
-    def _serve(self, rows: list[int], size: int, shared: list[int], items: list[tuple[int, int, int]]) -> None:
+    def _serve(self, live: list[Sequence], size: int, shared: list[int], items: list[tuple[int, int, int]]) -> None:
         """Tell the device whom the next steps are for."""
         assert self._rows is not None
-        idle = size - len(rows)
-        numbers = self._rows.to_device([rows + [self._rows.idle_row] * idle, shared + [0] * idle])
+        idle = size - len(live)
+        rows = [s.row for s in live] + [self._rows.idle_row] * idle
+        numbers = self._rows.to_device([rows, shared + [0] * idle])
         self._index[:size], self._shared[:size] = numbers
         if items:
             room = max(1, size // 2)
             self._items[:room] = self._rows.to_device(items + [(0, 0, 0)] * (room - len(items)))
-        self._served = rows
+        self._served = live
 
     def _find_shared(self, live: Seq[Sequence]) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Neighbours that begin with the same pages: for each entry how many, and the tiles that read them once."""

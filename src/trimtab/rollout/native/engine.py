@@ -250,7 +250,8 @@ class NativeEngine:
         live = work.live()
         if live:
             steps = work.steps_ahead(live, self._decoder.most_steps)
-            if not steps and more:  # pages are short: who ended gives some back, and none has to be parked blindly
+            # Pages are short: who ended gives some back, and nobody is parked whose tokens the host has not seen.
+            if not steps and (more or begun):
                 live = []
             else:
                 self._decode(work, rows, live, max(1, steps))
