@@ -252,7 +252,12 @@ def test_a_product_follows_its_adapters(merge: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "reason"), [("olmo2", "over all heads together"), ("mixtral", "has no mlp|activation")]
+    ("architecture", "reason"),
+    [
+        ("gpt2", "has no layers, norm, embed_tokens"),
+        ("olmo2", "over all heads together"),
+        ("mixtral", "has no mlp|activation"),
+    ],
 )
 def test_what_is_not_known_is_not_fused(architecture: str, reason: str) -> None:
     policy = Policy(tiny_model(architecture).to(DEVICE))

@@ -289,6 +289,13 @@ def test_what_cannot_be_served_is_refused_before_any_work() -> None:
         list(engine(policy).generate([Request(prompt, 1, 10_000, Sampling(), 0, 0)]))
     with pytest.raises(EngineError, match=r"raise run.rollout.kv_memory or lower learn.max_new_tokens"):
         list(engine(policy, kv_bytes=4 * 4 * 384).generate([Request(prompt, 1, 100, Sampling(), 0, 0)]))
+    for empty in (
+        Request(Prompt(0, "", []), 1, 4, Sampling(), 0, 0),
+        Request(prompt, 0, 4, Sampling(), 0, 0),
+        Request(prompt, 2, [4, 0], Sampling(), 0, 0),
+    ):
+        with pytest.raises(EngineError, match="at least one prompt token, one sample and one new token"):
+            list(engine(policy).generate([empty]))
     mixed = [Request(prompt, 1, 4, Sampling(), 0, 0), Request(prompt, 1, 4, GREEDY, 0, 0)]
     with pytest.raises(EngineError, match="share their sampling"):
         list(engine(policy).generate(mixed))

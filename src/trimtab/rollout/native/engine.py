@@ -385,6 +385,10 @@ class NativeEngine:
         if len({r.sampling.model_dump_json() for r in requests}) > 1:
             raise EngineError("the requests of one generate call must share their sampling settings")
         for request in requests:
+            if not request.prompt.tokens or request.samples < 1 or min(request.limits) < 1:
+                raise EngineError(
+                    f"prompt {request.prompt.id}: a request needs at least one prompt token, one sample and one new token"
+                )
             total = len(request.prompt.tokens) + max(request.limits)
             if total > self.policy.context_tokens:
                 raise EngineError(

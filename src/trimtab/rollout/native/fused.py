@@ -175,6 +175,9 @@ class FusedBody:
     def __init__(self, policy: Policy, shapes: dict[int, LayerShape]) -> None:
         self.policy = policy
         body = policy.body
+        missing = [name for name in ("layers", "norm", "embed_tokens") if not hasattr(body, name)]
+        if missing:
+            raise Unfusable(f"{type(body).__name__} has no {', '.join(missing)}")
         if len(body.layers) != len(shapes):
             raise Unfusable("it has layers without attention")
         kinds = getattr(policy.config, "layer_types", None) or ["full_attention"] * len(shapes)
