@@ -141,7 +141,7 @@ def test_adapters_are_sampled_from_and_followed(merge: bool, monkeypatch: pytest
 
 
 def test_what_a_model_cannot_do_fused_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine(Policy(tiny_model("olmo2").cuda())).path.endswith("queries are normalised over all heads together")
+    assert engine(Policy(tiny_model("olmo2").cuda())).path.endswith("that the fused layers were checked with")
 
     def wrong(self, tokens: torch.Tensor, positions: torch.Tensor, plan: object) -> torch.Tensor:
         return torch.zeros(len(tokens), 32, device="cuda")

@@ -63,7 +63,9 @@ class Updater:
         self.logprob_chunk = logprob_chunk
         self.optimizer = MasterAdamW(policy.model.named_parameters(), learn)
         if checkpoint_activations:
-            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            policy.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+            )
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], policy: Policy, field: str) -> None:

@@ -134,7 +134,8 @@ class CudaDecoder:
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         """A call with these rows and settings, whose sequences have at most `longest` tokens."""
-        if rows is not self._rows or (self._body is not None and self._body.set_positions(longest)):
+        grown = self._body is not None and self._body.set_positions(longest)
+        if rows is not self._rows or grown:
             self._forget_graphs()
         if rows is not self._rows and self._body is None:
             self._capturable = self._modules_run_without_the_host(rows, sampling)
@@ -269,6 +270,12 @@ class CudaDecoder:
                 self._step(size, self._sharing)
             finally:
                 graph.capture_end()
+        except BaseException:
+            if not self._graphs:
+                self._pool = (
+                    torch.cuda.graph_pool_handle()
+                )  # a pool ends with its last graph, also with one that failed
+            raise
         finally:
             if collecting:
                 gc.enable()
