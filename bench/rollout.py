@@ -25,12 +25,15 @@ import argparse
 import datetime
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from roofline import ceilings, roofline
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -100,7 +103,10 @@ def make_model(shape: str, folder: Path) -> None:
     )  # fmt: skip
     config.save_pretrained(folder)
     if shape not in CONFIG_ONLY:
+        import torch
+
         random_model(folder).save_pretrained(folder)
+        torch.cuda.empty_cache()
 
 
 def as_folder(model: Path, scratch: Path) -> Path:
@@ -172,7 +178,7 @@ def run_trimtab(args: argparse.Namespace) -> dict[str, Any]:
             "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "steps": stats.decode_steps,
             "occupancy": stats.occupancy, "prefill_s": stats.prefill_s, "decode_s": stats.decode_s,
             "graph_steps": stats.graph_steps, "lengths": [len(t) for g in groups for t in g.trajectories],
-            "logprob_gap": None, "groups": groups,
+            "groups": groups,
         }  # fmt: skip
 
     found: dict[str, Any] = {"path": engine.path}
@@ -187,25 +193,25 @@ def run_trimtab(args: argparse.Namespace) -> dict[str, Any]:
             break
         call(prompts, limits, seed=1)  # graphs of every size this workload passes through
         runs = [call(prompts, limits, seed=2 + i) for i in range(args.repeats)]
-        best = min(runs, key=lambda r: r["seconds"])
-        best["all_seconds"] = [r["seconds"] for r in runs]
-        best["logprob_gap"] = logprob_gap(policy, best.pop("groups")[:8])
-        found[name] = best
+        middle = statistics.median(r["seconds"] for r in runs)
+        gap = logprob_gap(policy, runs[-1].pop("groups")[:8])
+        found[name] = runs[-1] | {"seconds": middle, "tokens_per_s": runs[-1]["tokens"] / middle, "logprob_gap": gap}
+        found[name]["all_seconds"] = [r["seconds"] for r in runs]
     found["steps_ms"] = step_times(engine, policy, args.step_batches)
     found["peak_gib"] = (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / 2**30
     found["ceilings"] = ceilings()
     return found
 
 
-def step_times(engine: Any, policy: Any, batches: list[int], context: int = 325) -> dict[int, float]:
-    """Milliseconds of one decode step by batch size, groups of eight, at a given context."""
+def step_times(engine: Any, policy: Any, batches: list[int], context: int = 325) -> dict[str, float]:
+    """Milliseconds of one decode step by batch size, groups of eight, at `context` tokens or what the rows have room for."""
     import torch
 
     from trimtab.rollout.native.scheduler import PromptGroup, Sequence
 
     decoder, rows, page = engine._decoder, engine._rows, engine.pool.page_tokens
     context = min(context, rows.width * page - 60)
-    found = {}
+    found: dict[str, float] = {"context": context}
     for size in batches:
         if size > rows.count:
             continue
@@ -231,7 +237,7 @@ def step_times(engine: Any, policy: Any, batches: list[int], context: int = 325)
             decoder.run(live, 20)
             end_event.record()
             end_event.synchronize()
-        found[size] = begin_event.elapsed_time(end_event) / 20
+        found[str(size)] = begin_event.elapsed_time(end_event) / 20
         rows.state.done.fill_(1)
     decoder._served = []
     return found
@@ -255,28 +261,6 @@ def logprob_gap(policy: Any, groups: list[Any]) -> float:
     return float(torch.cat(gaps).mean())
 
 
-def ceilings() -> dict[str, float]:
-    """Measured: bf16 matrix product in FLOP/s, device copy in bytes (read plus written) a second."""
-    import torch
-
-    def best(work: Any, repeats: int = 5) -> float:
-        times = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        return min(times)
-
-    torch.cuda.empty_cache()
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    flops = 2 * 8192**3 / best(lambda: a @ a)
-    x, y = (torch.empty(2**30, device="cuda", dtype=torch.uint8) for _ in range(2))
-    return {"flops_per_s": flops, "bytes_per_s": 2 * 2**30 / best(lambda: y.copy_(x))}
-
-
 # --- vLLM
 
 
@@ -293,8 +277,8 @@ def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
         enable_prefix_caching=True, skip_tokenizer_init=not args.gsm8k, disable_log_stats=True,
         load_format="dummy" if args.shape in CONFIG_ONLY else "auto", **scheduling,
     )  # fmt: skip
-    found: dict[str, Any] = {"start_up_s": time.perf_counter() - started, "settings": vars(args).copy()}
-    found["settings"].pop("prompts", None)
+    found: dict[str, Any] = {"start_up_s": time.perf_counter() - started}
+    found["settings"] = {"batched_tokens": args.batched_tokens, "async_scheduling": args.async_scheduling}
 
     def call(prompts: list[list[int]], limits: list[int], together: bool, logprobs: int | None = 0) -> dict[str, Any]:
         samples = len(limits) // len(prompts)
@@ -327,32 +311,6 @@ def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
         best = min(fair, key=lambda k: fair[k]["seconds"])
         found[name] = {**fair[best], "how": best, "variants": {k: r["tokens_per_s"] for k, r in runs.items()}}
     return found
-
-
-# --- counting
-
-
-def roofline(shape: dict[str, Any], lengths: list[int], prompt: int, samples: int, ceilings: dict[str, float]) -> float:
-    """Seconds below which no engine can be, with every sequence started at once.
-
-    A step's products and its attention depend on each other, so their times add up; within each, reading and arithmetic overlap,
-    so the longer counts.
-    """
-    h, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
-    kv, size = shape["num_key_value_heads"], shape.get("head_dim") or h // heads
-    layer = h * size * (2 * heads + 2 * kv) + 3 * h * shape["intermediate_size"]
-    matrices = layers * layer + h * shape["vocab_size"]
-    kv_bytes = 2 * layers * kv * size * 2
-    bandwidth, rate = ceilings["bytes_per_s"], ceilings["flops_per_s"]
-    groups = [lengths[i : i + samples] for i in range(0, len(lengths), samples)]
-    seconds = 2 * layers * layer * prompt * len(groups) / rate
-    for step in range(1, max(lengths)):
-        live = sum(n > step for n in lengths)
-        prompts = sum(any(n > step for n in g) for g in groups)
-        seconds += max(2 * matrices / bandwidth, 2 * matrices * live / rate)
-        attention = 4 * layers * heads * size * live * (prompt + step)
-        seconds += max(kv_bytes * (prompts * prompt + live * step) / bandwidth, attention / rate)
-    return seconds
 
 
 # --- the run
@@ -418,14 +376,15 @@ def table(results: dict[str, Any]) -> str:
                     f"| {share} | {engines[engine]['start_up_s']:.1f} "
                     f"| {f'{gap:.4f}' if gap is not None else '-'} |"
                 )
-    lines += ["", "Decode step of the native engine, ms, at a context of 325 tokens:", ""]
+    lines += ["", "Decode step of the native engine, ms:", ""]
     for shape, engines in results["shapes"].items():
-        steps = engines["trimtab"]["steps_ms"]
-        lines.append(f"- {shape}: " + ", ".join(f"batch {b}: {ms:.2f}" for b, ms in steps.items()))
+        steps = dict(engines["trimtab"]["steps_ms"])
+        at = f"- {shape}, context {steps.pop('context'):.0f}: "
+        lines.append(at + ", ".join(f"batch {b}: {ms:.2f}" for b, ms in steps.items()))
     return "\n".join(lines)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=["0.5b", "1.5b"], choices=SHAPES)
     parser.add_argument("--engines", nargs="+", default=["trimtab", "vllm"])
@@ -436,7 +395,7 @@ def main() -> None:
     parser.add_argument("--async-scheduling", type=lambda x: x == "true", default=None)
     parser.add_argument("--batched-tokens", type=int, default=16384)
     parser.add_argument("--page-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--together", action="store_true", help="start every vLLM engine at once to save time")
     parser.add_argument("--steps-only", action="store_true")
     parser.add_argument("--step-batches", type=int, nargs="*", default=[8, 64, 256, 512, 1024])
@@ -444,7 +403,49 @@ def main() -> None:
     parser.add_argument("--worker", choices=["trimtab", "vllm"], help=argparse.SUPPRESS)
     parser.add_argument("--shape", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def passed_on(args: argparse.Namespace) -> list[str]:
+    """What a worker is told besides its model."""
+    passed = ["--repeats", str(args.repeats), "--page-tokens", str(args.page_tokens)]
+    passed += ["--batched-tokens", str(args.batched_tokens), "--step-batches", *map(str, args.step_batches)]
+    passed += ["--variants"] * args.variants + ["--steps-only"] * args.steps_only
+    if args.async_scheduling is not None:
+        passed += ["--async-scheduling", str(args.async_scheduling).lower()]
+    return passed
+
+
+def measure(args: argparse.Namespace, log: Path) -> dict[str, Any]:
+    """Every engine on every model: vLLM's first, one after the other, then Trimtab's."""
+    scratch = Path(tempfile.mkdtemp(prefix="rollout-"))
+    jobs = {shape: (scratch / shape, ["--shape", shape]) for shape in args.shapes}
+    for shape, (folder, _) in jobs.items():
+        make_model(shape, folder)
+    if args.gsm8k:
+        jobs[Path(args.model).stem] = (as_folder(Path(args.model), scratch), ["--gsm8k", args.gsm8k])
+
+    def start(engine: str, name: str) -> Worker:
+        folder, extra = jobs[name]
+        python = args.vllm_python if engine == "vllm" else sys.executable
+        return Worker(engine, python, ["--folder", str(folder), *extra, *passed_on(args)], log)
+
+    started = {name: start("vllm", name) for name in jobs} if args.together and "vllm" in args.engines else {}
+    for held in started.values():
+        held.wait_until_ready()
+    found: dict[str, Any] = {name: {} for name in jobs}
+    for engine in sorted(args.engines, reverse=True):
+        for name in jobs:
+            worker = started.pop(name, None) or start(engine, name)
+            found[name] = {engine: worker.measure(), **found[name]}
+            print(name, engine, summary(found[name][engine]), flush=True)
+    for name, (folder, _) in jobs.items():
+        add_rooflines(found[name], json.loads((folder / "config.json").read_text()))
+    return found
+
+
+def main() -> None:
+    args = arguments()
     if args.worker:
         args.prompts = gsm8k_prompts(Path(args.gsm8k), args.folder) if args.gsm8k else []
         found = run_trimtab(args) if args.worker == "trimtab" else run_vllm(args)
@@ -455,58 +456,19 @@ def main() -> None:
 
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {
+    results = {
         "date": datetime.date.today().isoformat(), "machine": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "shapes": {},
+        "transformers": transformers.__version__, "shapes": measure(args, out / "rollout.log"),
     }  # fmt: skip
-    scratch = Path(tempfile.mkdtemp(prefix="rollout-"))
-    log = out / "rollout.log"
-    passed = [
-        "--repeats",
-        str(args.repeats),
-        "--page-tokens",
-        str(args.page_tokens),
-        "--batched-tokens",
-        str(args.batched_tokens),
-    ]
-    passed += ["--variants"] * args.variants + ["--steps-only"] * args.steps_only
-    passed += ["--step-batches", *map(str, args.step_batches)]
-    if args.async_scheduling is not None:
-        passed += ["--async-scheduling", str(args.async_scheduling).lower()]
-    python = args.vllm_python
-    jobs = [(shape, scratch / shape, ["--shape", shape]) for shape in args.shapes]
-    if args.gsm8k:
-        folder = as_folder(Path(args.model), scratch)
-        jobs.append((Path(args.model).stem, folder, ["--gsm8k", args.gsm8k]))
-    for name, folder, _ in jobs:
-        if name in SHAPES:
-            make_model(name, folder)
-            torch.cuda.empty_cache()
-    started: dict[str, Worker] = {}
-    if args.together and "vllm" in args.engines:
-        started = {
-            name: Worker("vllm", python, ["--folder", str(folder), *extra, *passed], log)
-            for name, folder, extra in jobs
-        }
-        for held in started.values():
-            held.wait_until_ready()
-    for name, folder, extra in jobs if "vllm" in args.engines else ():
-        peer = started.get(name) or Worker("vllm", python, ["--folder", str(folder), *extra, *passed], log)
-        results["shapes"][name] = {"vllm": peer.measure()}
-        print(name, "vllm", summary(results["shapes"][name]["vllm"]), flush=True)
-    for name, folder, extra in jobs if "trimtab" in args.engines else ():
-        own = Worker("trimtab", sys.executable, ["--folder", str(folder), *extra, *passed], log)
-        engines = {"trimtab": own.measure(), **results["shapes"].get(name, {})}
-        print(name, "trimtab", summary(engines["trimtab"]), flush=True)
-        add_rooflines(engines, json.loads((folder / "config.json").read_text()))
-        results["shapes"][name] = engines
     stem = out / f"rollout-{results['date']}"
     stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    text = (
-        f"{results['machine']}, torch {results['torch']}, transformers {results['transformers']}, {results['date']}\n\n"
-    )
-    stem.with_suffix(".md").write_text(text + table(results) + "\n")
+    stem.with_suffix(".md").write_text(report(results))
     print(table(results))
+
+
+def report(results: dict[str, Any]) -> str:
+    where = f"{results['machine']}, torch {results['torch']}, transformers {results['transformers']}, {results['date']}"
+    return f"{where}\n\n{table(results)}\n"
 
 
 def add_rooflines(engines: dict[str, Any], config: dict[str, Any]) -> None:

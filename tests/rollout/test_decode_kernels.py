@@ -12,15 +12,18 @@ from tiny import tiny_model
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from trimtab.config.learn import Sampling  # noqa: E402
 from trimtab.model.attention import Rules, causal_window, dense_attention  # noqa: E402
 from trimtab.model.packed import PackedPlan  # noqa: E402
 from trimtab.model.policy import Policy  # noqa: E402
+from trimtab.rollout.native import cuda  # noqa: E402
 from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment, layer_shapes  # noqa: E402
 from trimtab.rollout.native.fused import KNOWN, Adapter, FusedBody, Product, Unfusable, join  # noqa: E402
 from trimtab.rollout.native.kernels import attention as kernels  # noqa: E402
 from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention  # noqa: E402
 from trimtab.rollout.native.kernels.layers import SILU  # noqa: E402
 from trimtab.rollout.native.kernels.skinny import Cut, cut_for, skinny  # noqa: E402
+from trimtab.rollout.native.rows import Rows  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -283,3 +286,26 @@ def test_joined_weights_stay_the_models_own(tmp_path) -> None:
 
 def test_the_list_of_known_architectures_is_what_is_compared_here() -> None:
     assert set(FUSABLE) == KNOWN
+
+
+def test_positions_are_known_for_new_rows_and_for_longer_calls() -> None:
+    """The decoder's own comparison makes tables of 1,024 positions; the first call, and one with larger rows, need more."""
+    policy = Policy(tiny_model("llama", num_hidden_layers=1, max_position_embeddings=16384))
+    decoder = cuda.CudaDecoder.__new__(cuda.CudaDecoder)
+    decoder._body, decoder._rows, decoder._merge_undecided = FusedBody(policy, layer_shapes(policy)), None, False
+    decoder._body.set_positions(6)
+    forgotten: list[int] = []
+    decoder._forget_graphs = lambda: forgotten.append(1)
+
+    def begin(rows: Rows, longest: int) -> int:
+        decoder.begin(rows, Sampling(), longest)
+        return decoder._body.rotaries["full_attention"].cos.shape[0]
+
+    first, larger = (Rows(1, 1, width, 1, torch.device("cpu")) for width in (4, 8))
+    assert begin(first, 3100) >= 3100
+    assert begin(larger, 4100) >= 4100
+    assert len(forgotten) == 2
+    assert begin(larger, 4100) >= 4100
+    assert len(forgotten) == 2  # nothing moved, so graphs stay
+    assert begin(larger, 8200) >= 8200
+    assert len(forgotten) == 3

@@ -1,6 +1,6 @@
 """Fills in every `auto` of `run` from the model, the work and the memory there is, and says why in one line each.
 
-Nothing chosen here changes what is learned. Choices err towards fitting: half of what is free is left alone.
+Nothing chosen here changes what is learned. Choices err towards fitting: the update is planned into half of what is free.
 """
 
 from __future__ import annotations

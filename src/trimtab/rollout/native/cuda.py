@@ -1,8 +1,8 @@
 """Decoding on a CUDA device: whole steps as graphs, from the last token of every sequence to the next one and its log-prob.
 
 A step reads which rows it serves from a buffer on the device, so a graph serves any set of sequences up to its size. Entries
-beyond the sequences point at a row that is always done. Between rounds the host only writes that buffer: compaction moves
-nothing. Sequences that end in the middle of a round are done on the device at once: their rows are no longer advanced, read
+beyond the sequences point at a row that is always done. Leaving out sequences that ended is writing that buffer anew: no state
+moves. Sequences that end in the middle of a round are done on the device at once: their rows are no longer advanced, read
 or written.
 
 Everything a graph touches is at fixed addresses: the arena (keys and values, intermediates, logits), the rows, the weights.
@@ -82,13 +82,16 @@ class _ModulesPlan:
 class CudaDecoder:
     """Owns the device memory of the engine and the graphs over it."""
 
+    most_steps = 16
+    rounds_ahead = 1
+
     def __init__(
         self, policy: Policy, shapes: dict[int, LayerShape], pages: int, page_tokens: int, max_sequences: int
     ) -> None:
         self.policy = policy
         self.pages, self.page_tokens, self.batch = pages, page_tokens, max_sequences
         self.buckets = buckets(max_sequences)
-        self.replays = self.eager_steps = 0
+        self.replays = 0
         self._shapes = shapes
         self._decode_shapes = [DecodeShape(s.heads, s.key[0], s.key[1], s.value[1]) for s in shapes.values()]
         self._layer_bytes = max(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
@@ -113,9 +116,6 @@ class CudaDecoder:
             self.path = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
         self._capturable = self._body is not None
         self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
-
-    most_steps = 16
-    rounds_ahead = 1
 
     @property
     def outside_bytes(self) -> int:
@@ -180,13 +180,12 @@ class CudaDecoder:
             else:
                 self._step(size, self._sharing)
         self.replays += steps if graph is not None else 0
-        self.eager_steps += steps if graph is None else 0
 
     def close(self) -> None:
         self._graphs.clear()
         self.cache.keys.clear()
         self.cache.values.clear()
-        del self._layout
+        vars(self).pop("_layout", None)
         self.arena.close()
 
     def _fuse(self) -> tuple[FusedBody | None, str]:
@@ -272,9 +271,7 @@ class CudaDecoder:
                 graph.capture_end()
         except BaseException:
             if not self._graphs:
-                self._pool = (
-                    torch.cuda.graph_pool_handle()
-                )  # a pool ends with its last graph, also with one that failed
+                self._forget_graphs()  # its pool has ended with the one that failed
             raise
         finally:
             if collecting:
@@ -385,6 +382,8 @@ class CudaDecoder:
         torch.cuda.set_sync_debug_mode("error")
         try:
             self._step(1, False)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self.path = f"the model's own modules, step by step: they wait for the host ({str(error).splitlines()[0]})"
             return False

@@ -1,4 +1,4 @@
-"""The native engine: generates with the trainer's own modules and weights, through the same registered attention.
+"""The native engine: generates with the trainer's own weights, on a CPU through its own modules too.
 
 A round: prefill what the scheduler admits, fork samples off finished prompts, launch a few decode steps for everything that
 runs, and, while the device works on them, look who ended in the round before and hand over the groups that are complete. The
@@ -291,7 +291,7 @@ class NativeEngine:
         forks = work.fork()
         if not forks:
             return [] if chosen else None
-        copies = [fork.copy[:2] for fork in forks if fork.copy]
+        copies = [fork.copy for fork in forks if fork.copy]
         if copies:
             self._decoder.cache.copy_pages(rows.to_device(copies).t())
         for fork in forks:
@@ -327,7 +327,7 @@ class NativeEngine:
         running = [round.sequences[i] for i in kept]
         rows.learn(running, round.facts[:, kept])
         if round.tokens is not None:
-            for sequence, tokens in zip(running, rows.cut(running, round.tokens[kept])):
+            for sequence, tokens in zip(running, rows.drawn(running, round.tokens[kept])):
                 due = rows.finished(sequence) or len(tokens) - sequence.looked >= LOOK_EVERY
                 end = stops.find(sequence, tokens) if due else None
                 if end is not None:

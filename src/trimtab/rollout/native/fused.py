@@ -1,11 +1,12 @@
-"""The decoder layers of a model as eight launches each: products through cuBLAS, everything between them in own kernels.
+"""The decoder layers of a model in a few launches each: products through cuBLAS (or, of few rows, an own kernel), and everything
+between them in own kernels.
 
 The weights are the trainer's. Projections that read the same input (query, key, value; gate, up) are moved into one storage,
 of which the model's own parameters become views: one product serves them all, and an optimizer step is seen at once.
 
 What a layer does is read off its modules: which norms stand where, which activation, which heads are normalised, how positions
-rotate. `FusedBody` raises `Unfusable` for what it doesn't know, and the engine compares its log-probs with those of the model's
-own forward before it is used, so a layer that only looks familiar is not served by it.
+rotate. `FusedBody` raises `Unfusable` for architectures that no test compares and for what it doesn't know of the others, and the
+engine compares its log-probs with those of the model's own forward before it is used.
 
 Shapes: B batch entries, E hidden size, F feed-forward size, H query heads, K key/value heads, D head size.
 """
@@ -40,8 +41,6 @@ from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, skinn
 
 ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
 STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
-
-
 KNOWN = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
 """tests/rollout/test_decode_kernels.py compares each of them. Others look alike and are not: a layer that does not rotate, or
 normalises under another name, would pass a comparison of a few tokens in bfloat16."""
@@ -232,8 +231,8 @@ class FusedBody:
         residual_norm(residual, None, x, self.layers[0].before_attention)
         for index, layer in enumerate(self.layers):
             few = b <= MOST_ROWS and not layer.adapted
-            qkv, attended = _cut(space.qkv, b, layer.qkv.outputs), _cut(space.attended, b, layer.output.inputs)
-            narrow = _cut(space.gated, b, layer.down.inputs)
+            qkv, attended = _table(space.qkv, b, layer.qkv.outputs), _table(space.attended, b, layer.output.inputs)
+            narrow = _table(space.gated, b, layer.down.inputs)
             layer.qkv.few(x, qkv) if few else layer.qkv(x, qkv)
             self._attend(batch, layer, qkv, attended, cache, index, space)
             found = layer.output.few(attended, space.parts, whole=False) if few else layer.output(attended, y)
@@ -242,7 +241,7 @@ class FusedBody:
                 layer.gate_up.few(x, narrow, layer.activation)
                 found = layer.down.few(narrow, space.parts, whole=False)
             else:
-                gated(layer.gate_up(x, _cut(space.gate_up, b, layer.gate_up.outputs)), narrow, layer.activation)
+                gated(layer.gate_up(x, _table(space.gate_up, b, layer.gate_up.outputs)), narrow, layer.activation)
                 found = layer.down(narrow, y)
             residual_norm(residual, found, x, self._following(index), layer.after_mlp, layer.factor)
         return x
@@ -289,7 +288,7 @@ def cut(product: Product, whole: bool, gated: bool = False) -> Cut:
     return cut_for(product.outputs // 2 if gated else product.outputs, product.inputs, gated, whole or gated)
 
 
-def _cut(space: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def _table(space: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return space[: rows * columns].view(rows, columns)
 
 

@@ -157,7 +157,7 @@ class Rows:
         """What the rows will have drawn, as `ask`."""
         return self.state.tokens[index_B].to("cpu", non_blocking=True)
 
-    def cut(self, sequences: Seq[Sequence], tokens: torch.Tensor) -> list[list[int]]:
+    def drawn(self, sequences: Seq[Sequence], tokens: torch.Tensor) -> list[list[int]]:
         """Rows of tokens as far as they are drawn."""
         return [row[: self._generated[s.row]].tolist() for s, row in zip(sequences, tokens)]
 

@@ -83,10 +83,10 @@ class Filling:
 
 @dataclass(frozen=True)
 class Fork:
-    """A new sequence; `copy` is (from page, to page, tokens) where the prompt ends inside a page."""
+    """A new sequence; `copy` is (from page, to page) where the prompt ends inside a page."""
 
     sequence: Sequence
-    copy: tuple[int, int, int] | None
+    copy: tuple[int, int] | None
 
 
 class Scheduler:
@@ -243,7 +243,7 @@ class Scheduler:
         self._births += 1
         group.forked += 1
         self.running.append(sequence)
-        copy = (group.pages[full], fresh[0], rest) if fresh else None
+        copy = (group.pages[full], fresh[0]) if fresh else None
         return Fork(sequence, copy)
 
     def _give_up_prompt(self, keep: PromptGroup | None = None) -> bool:

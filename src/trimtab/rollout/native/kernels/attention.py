@@ -28,8 +28,8 @@ from trimtab.model.attention import Rules
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
 
-PLAIN, ROUNDED, WIDE, OFFSET = 0, 1, 2, 3
-"""How a norm applies its weight: there is none; to the rounded value; in float32; in float32 and one larger than stored."""
+ROUNDED, WIDE, OFFSET = 1, 2, 3
+"""How a norm applies its weight (0: there is no norm): to the rounded value; in float32; in float32, one larger than stored."""
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,6 @@ class Draw:
         self._floor_B = scratch(batch, dtype=torch.int32)
         self._quota_B = scratch(batch, dtype=torch.int32)
 
-    @staticmethod
-    def bytes(batch: int, vocabulary: int) -> int:
-        """Of scratch that an instance holds."""
-        return batch * 4 * (4 * _chunking(vocabulary)[1] + 2)
-
     def __call__(
         self,
         logits_BV: Tensor,
