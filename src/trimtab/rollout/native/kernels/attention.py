@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from trimtab.model.attention import Rules
+from trimtab.rollout.native.kernels.chain import follow, launch_options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
@@ -154,9 +155,10 @@ def _prefix(
     Q, q_b, q_h, KC, VC, PAGES, width, INDEX, POS, ITEMS, COS, SIN, QN, PM, PL, PACC, scale, softcap, eps, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
-    M: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Queries of up to M / G samples of one prompt against the pages they share."""
+    follow(CHAIN)
     item, h = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(ITEMS + item * 3), tl.load(ITEMS + item * 3 + 1)
     tokens = tl.load(ITEMS + item * 3 + 2).to(tl.int32) * PAGE
@@ -193,9 +195,10 @@ def _decode(
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr,
     T: tl.constexpr, SPLIT: tl.constexpr, SHARE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    SINK: tl.constexpr, STAGES: tl.constexpr,
+    SINK: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Own pages of one sequence for one key/value head; the first split also takes in the new token and stores it."""
+    follow(CHAIN)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(INDEX + b)
     g = tl.arange(0, GP)
@@ -260,9 +263,10 @@ def _decode(
 @triton.jit(do_not_specialize=["batch", "splits"])
 def _merge(
     SM, SL, SACC, SINKS, INDEX, DONE, OUT, batch, splits, H: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    MOST: tl.constexpr, SINK: tl.constexpr,
+    MOST: tl.constexpr, SINK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The parts of one head of one sequence become its output."""
+    follow(CHAIN)
     b, head = tl.program_id(0), tl.program_id(1)
     dv = tl.arange(0, DVP)
     out = OUT + (b * H + head) * DV + dv
@@ -389,7 +393,7 @@ def decode_attention(
         "H": shape.heads, "G": group, "D": shape.size, "DP": max(16, triton.next_power_of_2(shape.size)), "DV": shape.value_size,
         "DVP": max(16, triton.next_power_of_2(shape.value_size)), "KD": shape.kv_heads * shape.size,
         "VD": shape.kv_heads * shape.value_size, "RD": rotary.cos.shape[-1] if rotary else 0, "NORM": norm.kind if norm else 0,
-        "PAGE": batch.page_tokens, "CAP": rules.softcap is not None, "WINDOW": rules.window is not None,
+        "PAGE": batch.page_tokens, "CAP": rules.softcap is not None, "WINDOW": rules.window is not None, **launch_options(),
     }  # fmt: skip
     cos, sin = (rotary.cos, rotary.sin) if rotary else (q_BHD, q_BHD)
     query_norm, key_norm, eps = (norm.query, norm.key, norm.eps) if norm else (q_BHD, q_BHD, 0.0)
@@ -414,5 +418,5 @@ def decode_attention(
     if splits > 1:
         _merge[(b, shape.heads)](
             *split, sinks, batch.index_B, batch.done_R, out_BHD, b, splits, H=shape.heads, DV=shape.value_size,
-            DVP=common["DVP"], MOST=MOST_SPLITS, SINK=rules.sinks_H is not None, num_warps=1,
+            DVP=common["DVP"], MOST=MOST_SPLITS, SINK=rules.sinks_H is not None, num_warps=1, **launch_options(),
         )  # fmt: skip

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from trimtab.rollout.native.kernels.attention import weighted
+from trimtab.rollout.native.kernels.chain import follow, launch_options
 
 SILU, GELU_TANH = 0, 1
 
@@ -37,9 +38,10 @@ def _rms(x, e, W, eps, E: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr)
 @triton.jit(do_not_specialize=["rows"])
 def _residual(
     X, RES, OUT, POST, PRE, rows, post_eps, pre_eps, factor, E: tl.constexpr, EP: tl.constexpr, PARTS: tl.constexpr,
-    SCALE: tl.constexpr, POST_KIND: tl.constexpr, PRE_KIND: tl.constexpr,
+    SCALE: tl.constexpr, POST_KIND: tl.constexpr, PRE_KIND: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """residual += factor * post_norm(sum of x); out = pre_norm(residual). Norms whose kind is 0 are absent."""
+    follow(CHAIN)
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EP)
     dtype: tl.constexpr = OUT.dtype.element_ty
@@ -70,8 +72,9 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr):
+def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, CHAIN: tl.constexpr):
     """act(gate) * up, where a row holds gate and then up."""
+    follow(CHAIN)
     b = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * N + tl.arange(0, N)
     dtype: tl.constexpr = X.dtype.element_ty
@@ -82,8 +85,11 @@ def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit
-def _embed(TABLE, INDEX, TOKENS, RES, factor, E: tl.constexpr, EP: tl.constexpr, SCALE: tl.constexpr):
+def _embed(
+    TABLE, INDEX, TOKENS, RES, factor, E: tl.constexpr, EP: tl.constexpr, SCALE: tl.constexpr, CHAIN: tl.constexpr
+):  # fmt: skip
     """Embedding of the newest token of each entry's row."""
+    follow(CHAIN)
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EP)
     token = tl.load(TOKENS + tl.load(INDEX + b)).to(tl.int64)
@@ -110,14 +116,16 @@ def residual_norm(
         residual_BE if x_SBE is None else x_SBE, residual_BE, out_BE, post.weight if post else residual_BE,
         pre.weight if pre else residual_BE, residual_BE.shape[0], post.eps if post else 0.0, pre.eps if pre else 0.0,
         factor, E=size, EP=block, PARTS=parts, SCALE=factor != 1.0, POST_KIND=post.kind if post else 0,
-        PRE_KIND=pre.kind if pre else 0, num_warps=_warps(block),
+        PRE_KIND=pre.kind if pre else 0, num_warps=_warps(block), **launch_options(),
     )  # fmt: skip
 
 
 def gated(x_B2F: torch.Tensor, out_BF: torch.Tensor, activation: int) -> None:
     size = out_BF.shape[1]
     block = min(1024, triton.next_power_of_2(size))
-    _gated[(out_BF.shape[0], triton.cdiv(size, block))](x_B2F, out_BF, F=size, N=block, ACT=activation, num_warps=4)
+    _gated[(out_BF.shape[0], triton.cdiv(size, block))](
+        x_B2F, out_BF, F=size, N=block, ACT=activation, num_warps=4, **launch_options()
+    )
 
 
 def embed(
@@ -126,5 +134,6 @@ def embed(
     size = out_BE.shape[1]
     block = triton.next_power_of_2(size)
     _embed[(out_BE.shape[0],)](
-        table_VE, index_B, tokens_R, out_BE, factor, E=size, EP=block, SCALE=factor != 1.0, num_warps=_warps(block)
+        table_VE, index_B, tokens_R, out_BE, factor, E=size, EP=block, SCALE=factor != 1.0, num_warps=_warps(block),
+        **launch_options(),
     )  # fmt: skip

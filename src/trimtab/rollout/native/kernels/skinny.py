@@ -15,16 +15,22 @@ import torch
 import triton
 import triton.language as tl
 
+from trimtab.rollout.native.kernels.chain import follow, launch_options, read_ahead
 from trimtab.rollout.native.kernels.layers import activate
 
 MOST_ROWS = 64
 """Above, a product is bound by arithmetic as much as by reading, and cuBLAS is faster (docs/log.md)."""
 
 
+READ_AHEAD = 32 * 1024
+"""Elements of the matrix that a program asks for before its input is there."""
+
+
 @triton.jit
 def _skinny(
     X, W, BIAS, OUT, rows, O: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """OUT[part] = X W^T over this part's inputs; the matrix tile is the left operand, whose side is never short."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -34,6 +40,13 @@ def _skinny(
     lo = part * per
     hi = tl.minimum(lo + per, I)
     EVEN_I: tl.constexpr = I % (BK * PARTS) == 0
+    if CHAIN:
+        line = tl.minimum(lo + tl.arange(0, AHEAD) * LINE, I - 1)
+        first = W + tl.minimum(n, O - 1).to(tl.int64)[:, None] * I + line[None, :]
+        read_ahead(first)
+        if GATED:
+            read_ahead(first + O * I)
+    follow(CHAIN)
     acc = tl.zeros([BN, BM], tl.float32)
     acc_up = tl.zeros([BN, BM], tl.float32)
     for start in tl.range(lo, hi, BK, num_stages=STAGES):
@@ -100,10 +113,13 @@ def skinny(
     gated = activation is not None
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     assert rows <= MOST_ROWS and x_BI.is_contiguous() and weight.is_contiguous() and not (gated and cut.parts > 1)
+    line = 128 // weight.element_size()
+    ahead = triton.next_power_of_2(max(1, min(inputs // cut.parts, READ_AHEAD // (cut.outputs * (1 + gated))) // line))
     found = out.view(-1)[: cut.parts * rows * outputs].view(cut.parts, rows, outputs)
     _skinny[(triton.cdiv(outputs, cut.outputs), cut.parts)](
         x_BI, weight, x_BI if bias is None else bias, found, rows, O=outputs, I=inputs,
         BM=max(16, triton.next_power_of_2(rows)), BN=cut.outputs, BK=cut.inputs, PARTS=cut.parts, GATED=gated,
         ACT=activation or 0, HAS_BIAS=bias is not None, STAGES=cut.stages, num_warps=cut.warps,
+        AHEAD=ahead, LINE=line, **launch_options(),
     )  # fmt: skip
     return found
