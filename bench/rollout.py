@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import statistics
@@ -186,6 +187,8 @@ def run_trimtab(args: argparse.Namespace) -> dict[str, Any]:
     first = next(iter(asked.values()))
     call(first[0], [min(64, n) for n in first[1]])
     found["start_up_s"] = time.perf_counter() - started
+    gc.collect()
+    gc.freeze()  # as a session does
     found["load_s"], found["build_s"] = loaded - started, built - loaded
     for name, (prompts, limits) in asked.items():
         if args.steps_only:

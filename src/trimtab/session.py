@@ -6,6 +6,7 @@ A training session has a run folder, an optimizer and a stream of prompts. An ev
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -154,6 +155,7 @@ def open_session(
         console.note(f"all {config.learn.steps} steps are done; the model is exported again")
     timeline = Timeline(folder, on_phase=console.working)
     stack.callback(timeline.close)
+    _spare_the_collector(stack)
     return Session(
         config, folder, state, checkpoint is not None, work.tokenizer, policy, reference, engine, updater, ready.scorer,
         stream, work.eval.prompts, console, timeline, sinks,
@@ -185,6 +187,7 @@ def open_evaluation(
     stack.callback(engine.close)
     if held_out.note:
         console.note(held_out.note)
+    _spare_the_collector(stack)
     return Evaluation(config, engine, scorer, held_out.prompts, console)
 
 
@@ -287,6 +290,16 @@ def _card(
         choices=[(c.key, c.value, c.why) for c in choices],
         resumed_from=done,
     )
+
+
+def _spare_the_collector(stack: ExitStack) -> None:
+    """Modules and models live as long as the run. Looking through them again and again for cycles stops the host for 0.2 s at a
+    time, while the device waits (docs/log.md)."""
+    if gc.get_freeze_count():
+        return  # the caller has done it, and decides when it ends
+    gc.collect()
+    gc.freeze()
+    stack.callback(gc.unfreeze)
 
 
 def _known(value: int | str) -> int:

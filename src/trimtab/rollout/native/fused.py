@@ -37,7 +37,7 @@ from trimtab.rollout.native.kernels.attention import (
     rotate,
 )  # fmt: skip
 from trimtab.rollout.native.kernels.layers import GELU_TANH, SILU, Norm, embed, gated, residual_norm
-from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, skinny
+from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, most_rows, serves, skinny
 
 ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
 STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
@@ -104,7 +104,12 @@ class Product:
         """The product of a few rows without adapters beside it: [S, B, O] parts of a sum, one where it must be `whole`."""
         assert self._downs is None
         weight = self.weight if self._merged is None else self._merged
-        return skinny(x_BI, weight, self.bias, out, cut(self, whole, activation is not None), activation)
+        cut = self.cut(x_BI.shape[0], activation is not None, whole)
+        return skinny(x_BI, weight, self.bias, out, cut, activation)
+
+    def cut(self, rows: int, gated: bool = False, whole: bool = False) -> Cut:
+        outputs = self.outputs // 2 if gated else self.outputs
+        return cut_for(rows, outputs, self.inputs, self.weight.element_size(), gated, whole)
 
     @torch.no_grad()
     def refresh(self, merge: bool) -> None:
@@ -152,8 +157,10 @@ class FusedLayer:
     factor: float
 
     @property
-    def adapted(self) -> bool:
-        return any(p.beside for p in (self.qkv, self.output, self.gate_up, self.down))
+    def few_rows(self) -> int:
+        """Up to how many rows its products have a kernel of their own: 0 with adapters beside them, or rows at odd addresses."""
+        products = (self.qkv, self.output, self.gate_up, self.down)
+        return most_rows(self.down.inputs) if all(not p.beside and serves(p.weight) for p in products) else 0
 
     @property
     def decode_shape(self) -> DecodeShape:
@@ -170,9 +177,9 @@ class Workspace:
         self.attended = empty((batch * max(l.output.inputs for l in layers),), dtype)
         self.gate_up = empty((batch * max(l.gate_up.outputs for l in layers),), dtype)
         self.gated = empty((batch * max(l.down.inputs for l in layers),), dtype)
-        few = min(batch, MOST_ROWS)
-        parts = max(cut(p, False).parts * p.outputs for l in layers for p in (l.output, l.down))
-        self.parts = empty((few * parts,), torch.float32)
+        few = range(1, min(batch, MOST_ROWS) + 1)
+        parts = max(rows * p.cut(rows).parts * p.outputs for l in layers for p in (l.output, l.down) for rows in few)
+        self.parts = empty((parts,), torch.float32)
         self.partials = Partials(batch, [l.decode_shape for l in layers], empty)
 
 
@@ -230,7 +237,7 @@ class FusedBody:
         embed(self.table, batch.index_B, tokens_R, residual, self.factor)
         residual_norm(residual, None, x, self.layers[0].before_attention)
         for index, layer in enumerate(self.layers):
-            few = b <= MOST_ROWS and not layer.adapted
+            few = b <= layer.few_rows
             qkv, attended = _table(space.qkv, b, layer.qkv.outputs), _table(space.attended, b, layer.output.inputs)
             narrow = _table(space.gated, b, layer.down.inputs)
             layer.qkv.few(x, qkv) if few else layer.qkv(x, qkv)
@@ -282,10 +289,6 @@ class FusedBody:
             batch, shape, layer.shape.rules, space.partials, q_BHD, k_BKD, v_BKD, cache.keys[index], cache.values[index],
             out.view(b, shape.heads, shape.value_size), self.rotaries[layer.kind], layer.head_norm,
         )  # fmt: skip
-
-
-def cut(product: Product, whole: bool, gated: bool = False) -> Cut:
-    return cut_for(product.outputs // 2 if gated else product.outputs, product.inputs, gated, whole or gated)
 
 
 def _table(space: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -113,13 +113,14 @@ def _scores(s, scale, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _slots(PAGES, row_at, t0, t, end, PAGE: tl.constexpr, T: tl.constexpr):
-    """Cache slots of the T tokens from t0 on."""
+def _page(PAGES, row_at, t0, end, PAGE: tl.constexpr, T: tl.constexpr):
+    """Pages of the T tokens from t0 on, one number where a page holds them all."""
     if PAGE % T == 0:
-        page = tl.load(PAGES + row_at + t0 // PAGE).to(tl.int64)
-        return page * PAGE + t0 % PAGE + (t - t0)
-    page = tl.load(PAGES + row_at + t // PAGE, mask=t < end, other=0).to(tl.int64)
-    return page * PAGE + t % PAGE
+        page = tl.load(PAGES + row_at + t0 // PAGE, mask=t0 < end, other=0).to(tl.int64)
+    else:
+        t = t0 + tl.arange(0, T)
+        page = tl.load(PAGES + row_at + t // PAGE, mask=t < end, other=0).to(tl.int64)
+    return page
 
 
 @triton.jit
@@ -129,9 +130,10 @@ def _attend(
     CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take tokens [lo, hi) of one sequence's pages into the running softmax of the queries."""
+    page = _page(PAGES, row_at, lo, hi, PAGE, T)
     for t0 in tl.range(lo, hi, T, num_stages=STAGES):
         t = t0 + tl.arange(0, T)
-        slot = _slots(PAGES, row_at, t0, t, hi, PAGE, T)
+        slot = page * PAGE + t % PAGE
         k = tl.load(KC + slot[None, :] * KD + h * D + d[:, None], mask=(t < hi)[None, :] & (d < D)[:, None], other=0.0)
         s = _scores(tl.dot(q, k, input_precision="ieee"), scale, softcap, CAP)
         s = tl.where((t < hi)[None, :], s, LOWEST)
@@ -147,6 +149,8 @@ def _attend(
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         l = l * fade + tl.sum(p, 1)
         m = m_new
+        # Looked up a tile ahead: a load whose address is a load of the same round would not be kept in flight.
+        page = _page(PAGES, row_at, t0 + T, hi, PAGE, T)
     return m, l, acc
 
 
@@ -198,30 +202,33 @@ def _decode(
     SINK: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Own pages of one sequence for one key/value head; the first split also takes in the new token and stores it."""
-    follow(CHAIN)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(INDEX + b)
+    done, pos = tl.load(DONE + row), tl.load(POS + row).to(tl.int32)
     g = tl.arange(0, GP)
-    dv = tl.arange(0, DVP)
+    d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     head = h * G + g
     out = OUT + (b * H + head)[:, None] * DV + dv[None, :]
     real = (g < G)[:, None] & (dv < DV)[None, :]
-    if tl.load(DONE + row) != 0:
-        if not SPLIT:
-            tl.store(out, tl.zeros([GP, DVP], OUT.dtype.element_ty), mask=real)
-        return
-    pos = tl.load(POS + row).to(tl.int32)
-    d = tl.arange(0, DP)
-    q = _head_rows(Q, b * q_b + head * q_h, g < G, g * 0 + pos, COS, SIN, QN, eps, d, D, RD, NORM)
-    m = tl.full([GP], LOWEST, tl.float32)
-    l = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DVP], tl.float32)
     base = pos * 0
     row_at = row.to(tl.int64) * width
     if SHARE:
         base = tl.load(SHARED + b).to(tl.int32) * PAGE
     if WINDOW:
         base = tl.maximum(base, (pos - window + 1) // T * T)
+    tiles = tl.maximum(0, (pos - base + T - 1) // T)
+    share = (tiles + splits - 1) // splits * T
+    lo = base + split * share
+    hi = tl.minimum(lo + share, pos)
+    follow(CHAIN)
+    if done != 0:
+        if not SPLIT:
+            tl.store(out, tl.zeros([GP, DVP], OUT.dtype.element_ty), mask=real)
+        return
+    q = _head_rows(Q, b * q_b + head * q_h, g < G, g * 0 + pos, COS, SIN, QN, eps, d, D, RD, NORM)
+    m = tl.full([GP], LOWEST, tl.float32)
+    l = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DVP], tl.float32)
     if split == 0:
         if SHARE:
             at = b * H + head
@@ -241,10 +248,6 @@ def _decode(
         acc = acc * fade[:, None] + p.to(v.dtype).to(tl.float32)[:, None] * v.to(tl.float32)
         l = l * fade + p
         m = m_new
-    tiles = tl.maximum(0, (pos - base + T - 1) // T)
-    share = (tiles + splits - 1) // splits * T
-    lo = base + split * share
-    hi = tl.minimum(lo + share, pos)
     m, l, acc = _attend(
         q, m, l, acc, KC, VC, PAGES, row_at, h, lo, hi, g * 0 + pos - window + 1, scale, softcap, d, dv,
         KD, VD, D, DV, PAGE, T, CAP, WINDOW, STAGES,
@@ -298,7 +301,7 @@ class DecodeShape:
 
 SHARED_TILE = 64
 """Query rows of a shared-prefix program."""
-PROGRAMS = 1024
+PROGRAMS = 384
 """Programs that keep the device busy: fewer sequences are split along their length."""
 MOST_SPLITS = 16
 
@@ -306,7 +309,7 @@ MOST_SPLITS = 16
 def splits_for(batch: int, kv_heads: int) -> int:
     """Parts that a sequence is cut into, a power of two."""
     splits = 1
-    while splits < MOST_SPLITS and batch * kv_heads * splits < PROGRAMS // 2:
+    while splits < MOST_SPLITS and batch * kv_heads * splits < PROGRAMS:
         splits *= 2
     return splits
 
@@ -368,15 +371,17 @@ class Launch:
     stages: int
 
 
-def decode_launch(size: int, itemsize: int) -> Launch:
-    """The best of 18 on an H200 in bfloat16 at head sizes 64 and 128 (docs/log.md)."""
-    return (
-        Launch(64, 2, 3) if size * itemsize <= 128 else Launch(64, 2, 2) if size * itemsize <= 256 else Launch(32, 4, 2)
-    )
+def decode_launch(row_bytes: int, programs: int, split: bool) -> Launch:
+    """The best on an H200 in bfloat16 at head sizes 64, 128 and 256 (docs/log.md). Smaller tiles where they let all programs run
+    at once and larger ones would leave a few of them for a second round."""
+    if row_bytes <= 128:
+        return Launch(64, 2, 2) if split else Launch(32, 1, 4)
+    all_at_once = 800 < programs <= 1400
+    return Launch(16 if row_bytes > 256 or all_at_once else 32, 2, 3)
 
 
-def prefix_launch(size: int, itemsize: int) -> Launch:
-    return Launch(64, 4, 2) if size * itemsize <= 128 else Launch(32, 4, 3)
+def prefix_launch(row_bytes: int) -> Launch:
+    return Launch(64, 4, 2) if row_bytes <= 128 else Launch(32, 4, 3)
 
 
 def decode_attention(
@@ -388,7 +393,8 @@ def decode_attention(
     b = batch.index_B.shape[0]
     group = shape.heads // shape.kv_heads
     splits = splits_for(b, shape.kv_heads)
-    own, common_pages = (f(shape.size, keys.dtype.itemsize) for f in (decode_launch, prefix_launch))
+    row_bytes = shape.size * keys.dtype.itemsize
+    own, common_pages = decode_launch(row_bytes, b * shape.kv_heads * splits, splits > 1), prefix_launch(row_bytes)
     common = {
         "H": shape.heads, "G": group, "D": shape.size, "DP": max(16, triton.next_power_of_2(shape.size)), "DV": shape.value_size,
         "DVP": max(16, triton.next_power_of_2(shape.value_size)), "KD": shape.kv_heads * shape.size,

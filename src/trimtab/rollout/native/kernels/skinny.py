@@ -10,68 +10,57 @@ Shapes: B rows, I inputs, O outputs, F feed-forward size, S parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trimtab.rollout.native.kernels.chain import follow, launch_options, read_ahead
 from trimtab.rollout.native.kernels.layers import activate
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 """Above, a product is bound by arithmetic as much as by reading, and cuBLAS is faster (docs/log.md)."""
-
-
-READ_AHEAD = 32 * 1024
+READ_AHEAD = 4096
 """Elements of the matrix that a program asks for before its input is there."""
 
 
 @triton.jit
 def _skinny(
-    X, W, BIAS, OUT, rows, O: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    X, W, AT, BIAS, OUT, rows, O: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, LINE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """OUT[part] = X W^T over this part's inputs; the matrix tile is the left operand, whose side is never short."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    part = tl.program_id(1)
-    m = tl.arange(0, BM)
+    """OUT[part] = X W^T over this part's inputs; the matrix tile is the left operand, whose side is never short.
+
+    X and W are descriptors, which fill with zeros what lies outside; AT is where W begins.
+    """
+    first, part = tl.program_id(0) * BN, tl.program_id(1)
     per: tl.constexpr = (I + BK * PARTS - 1) // (BK * PARTS) * BK
     lo = part * per
     hi = tl.minimum(lo + per, I)
-    EVEN_I: tl.constexpr = I % (BK * PARTS) == 0
+    n, m = first + tl.arange(0, BN), tl.arange(0, BM)
     if CHAIN:
         line = tl.minimum(lo + tl.arange(0, AHEAD) * LINE, I - 1)
-        first = W + tl.minimum(n, O - 1).to(tl.int64)[:, None] * I + line[None, :]
-        read_ahead(first)
+        soon = AT + tl.minimum(n, O - 1).to(tl.int64)[:, None] * I + line[None, :]
+        read_ahead(soon)
         if GATED:
-            read_ahead(first + O * I)
+            read_ahead(soon + O * I)
     follow(CHAIN)
     acc = tl.zeros([BN, BM], tl.float32)
     acc_up = tl.zeros([BN, BM], tl.float32)
-    for start in tl.range(lo, hi, BK, num_stages=STAGES):
-        k = start + tl.arange(0, BK)
-        # Where tiles fit exactly there is nothing to mask, and loads are as wide as they can be.
-        x_real = (m < rows)[None, :] if EVEN_I else (m < rows)[None, :] & (k < hi)[:, None]
-        x = tl.load(X + m[None, :] * I + k[:, None], mask=x_real, other=0.0)
-        tile = W + n.to(tl.int64)[:, None] * I + k[None, :]
-        if EVEN_I and O % BN == 0:
-            w = tl.load(tile)
-        else:
-            w = tl.load(tile, mask=(n < O)[:, None] & (k < hi)[None, :], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+    for k in tl.range(lo, hi, BK, num_stages=STAGES):
+        x = X.load([0, k]).T
+        acc = tl.dot(W.load([first, k]), x, acc, input_precision="ieee")
         if GATED:
-            if EVEN_I and O % BN == 0:
-                up = tl.load(tile + O * I)
-            else:
-                up = tl.load(tile + O * I, mask=(n < O)[:, None] & (k < hi)[None, :], other=0.0)
-            acc_up = tl.dot(up, x, acc_up, input_precision="ieee")
-    dtype: tl.constexpr = X.dtype.element_ty
+            acc_up = tl.dot(W.load([O + first, k]), x, acc_up, input_precision="ieee")
+    dtype: tl.constexpr = X.dtype
     if HAS_BIAS:
-        first = (n < O) & (part + n * 0 == 0)  # the sum has its bias once
-        acc += tl.load(BIAS + n, mask=first, other=0.0).to(tl.float32)[:, None]
+        once = (n < O) & (part + n * 0 == 0)  # the sum has its bias once
+        acc += tl.load(BIAS + n, mask=once, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            acc_up += tl.load(BIAS + O + n, mask=first, other=0.0).to(tl.float32)[:, None]
+            acc_up += tl.load(BIAS + O + n, mask=once, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate = activate(acc.to(dtype).to(tl.float32), ACT).to(dtype).to(tl.float32)
         acc = gate * acc_up.to(dtype).to(tl.float32)
@@ -90,18 +79,49 @@ class Cut:
     stages: int
 
 
-def cut_for(outputs: int, inputs: int, gated: bool, whole: bool) -> Cut:
-    """Enough programs for every multiprocessor; `whole` where the consumer does not add parts up. Measured (docs/log.md)."""
-    if gated:
-        return Cut(64, 64, 1, 4, 4)
-    if whole:
-        return Cut(16 if outputs * inputs <= 4 * 2**20 else 32, 128, 1, 4, 4)
-    inner, stages = (128, 3) if inputs >= 4096 else (64, 4)
-    tiles = triton.cdiv(outputs, 64)
-    parts = 1
-    while parts < 8 and tiles * parts < 150 and inputs // (2 * parts * inner) >= 2:
+@cache
+def _device() -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory of each; an H200's where there is no device."""
+    if not torch.cuda.is_available():
+        return 132, 227 * 1024
+    device = torch.cuda.get_device_properties()
+    return device.multi_processor_count, getattr(
+        device, "shared_memory_per_block_optin", device.shared_memory_per_block
+    )
+
+
+def most_rows(outputs: int) -> int:
+    """Up to how many rows gate and up projections of so many outputs are faster here than in cuBLAS (docs/log.md)."""
+    return MOST_ROWS if triton.cdiv(outputs, 64) <= _device()[0] else 64
+
+
+def cut_for(rows: int, outputs: int, inputs: int, itemsize: int, gated: bool, whole: bool) -> Cut:
+    """All programs on the device at once, and as much of the matrix in flight as there is shared memory for. `whole` where the
+    consumer does not add parts up. Measured (docs/log.md)."""
+    processors, shared = _device()
+    block, parts = _block(rows), 1
+    tile, inner = 64, (128 if inputs >= 1024 or gated or whole else 64) * 2 // itemsize
+    if whole and not gated and block <= 64 and outputs // tile * 6 < processors:
+        tile, inner = 16, 2 * inner
+    tiles = triton.cdiv(outputs, tile)
+    while parts < 8 and not whole and not gated and inputs // (2 * parts * inner) >= 2:
+        if tiles * parts * 2 > processors * (2 if block <= 64 else 1):
+            break
         parts *= 2
-    return Cut(64, inner, parts, 4, stages)
+    room = shared // min(3, triton.cdiv(tiles * parts, processors)) - 2048
+    column_bytes = (tile * (2 if gated else 1) + block) * itemsize
+    if room // (inner * column_bytes) < 3:
+        inner //= 2
+    return Cut(tile, inner, parts, 4, max(1, min(6, room // (inner * column_bytes))))
+
+
+def _block(rows: int) -> int:
+    return max(16, triton.next_power_of_2(rows))
+
+
+def serves(weight: torch.Tensor) -> bool:
+    """True where a matrix can be read by descriptors: rows that begin at multiples of 16 bytes."""
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] * weight.element_size() % 16 == 0
 
 
 def skinny(
@@ -112,14 +132,15 @@ def skinny(
     rows, inputs = x_BI.shape
     gated = activation is not None
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    assert rows <= MOST_ROWS and x_BI.is_contiguous() and weight.is_contiguous() and not (gated and cut.parts > 1)
+    assert rows <= MOST_ROWS and x_BI.is_contiguous() and not (gated and cut.parts > 1)
     line = 128 // weight.element_size()
-    ahead = triton.next_power_of_2(max(1, min(inputs // cut.parts, READ_AHEAD // (cut.outputs * (1 + gated))) // line))
+    ahead = min(inputs // cut.parts, READ_AHEAD // (cut.outputs * (1 + gated))) // line
+    block = _block(rows)
     found = out.view(-1)[: cut.parts * rows * outputs].view(cut.parts, rows, outputs)
     _skinny[(triton.cdiv(outputs, cut.outputs), cut.parts)](
-        x_BI, weight, x_BI if bias is None else bias, found, rows, O=outputs, I=inputs,
-        BM=max(16, triton.next_power_of_2(rows)), BN=cut.outputs, BK=cut.inputs, PARTS=cut.parts, GATED=gated,
-        ACT=activation or 0, HAS_BIAS=bias is not None, STAGES=cut.stages, num_warps=cut.warps,
-        AHEAD=ahead, LINE=line, **launch_options(),
+        TensorDescriptor.from_tensor(x_BI, [block, cut.inputs]), TensorDescriptor.from_tensor(weight, [cut.outputs, cut.inputs]),
+        weight, x_BI if bias is None else bias, found, rows, O=outputs, I=inputs, BM=block, BN=cut.outputs, BK=cut.inputs,
+        PARTS=cut.parts, GATED=gated, ACT=activation or 0, HAS_BIAS=bias is not None, STAGES=cut.stages, num_warps=cut.warps,
+        AHEAD=triton.next_power_of_2(max(1, ahead)), LINE=line, **launch_options(),
     )  # fmt: skip
     return found
