@@ -11,6 +11,7 @@ from tiny import tiny_model
 from trimtab.config.learn import Sampling
 from trimtab.model.policy import Policy
 from trimtab.rollout.native import cuda
+from trimtab.rollout.native.arena import ArenaMemoryError
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.trajectory import Trajectory
 
@@ -99,6 +100,54 @@ def test_lent_memory_is_free_and_graphs_go_on(policy: Policy, expected: dict) ->
     assert_same(expected, sample(native))
     assert native.outside_bytes == held
     assert all(native._decoder._graphs[key] is graph for key, graph in graphs.items())
+
+
+def test_memory_that_is_not_there_is_said_and_awaited(policy: Policy, expected: dict) -> None:
+    native = engine(policy, lend_memory=True, kv_bytes=2**30)
+    native.lend()
+    hoard = torch.empty(torch.cuda.mem_get_info()[0] - 2**29, dtype=torch.uint8, device="cuda")
+    with pytest.raises(ArenaMemoryError, match=r"the rollout arena needs 1\.\d+ GiB and the device has 0"):
+        sample(native)
+    del hoard
+    assert_same(expected, sample(native))
+
+
+def test_large_batches_sample_what_the_cpu_samples(policy: Policy) -> None:
+    """As many rows as no kernel of few rows serves, down to one."""
+    asked = prompts(40, seed=3)
+    reference = engine(Policy(tiny_model("qwen2", num_hidden_layers=2)), max_sequences=200)
+    native = engine(policy, max_sequences=200)
+    assert_same(generate(reference, asked, samples=5), generate(native, asked, samples=5))
+    assert max(size for size, _, _ in native._decoder._graphs) > 128
+
+
+def test_a_failed_capture_leaves_an_engine_that_works(policy: Policy, expected: dict) -> None:
+    native = engine(policy)
+    draw = native._decoder._sample
+
+    def wait_for_the_host(*arguments) -> None:
+        draw(*arguments)
+        if torch.cuda.is_current_stream_capturing():
+            native._decoder._sample = draw
+            native._decoder._index.sum().item()
+
+    native._decoder._sample = wait_for_the_host
+    with pytest.raises(RuntimeError):
+        sample(native)
+    assert_same(expected, sample(native))
+
+
+def test_parameters_put_elsewhere_are_sampled_from() -> None:
+    policy = Policy(tiny_model("qwen2", num_hidden_layers=2).cuda())
+    native = engine(policy)
+    before = sample(native)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.data = parameter.data * 1.5
+    native.publish(1)
+    after = sample(native)
+    assert any(before[key].tokens.tolist() != after[key].tokens.tolist() for key in before)
+    assert_same(sample(engine(policy)), after)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.05}, {"temperature": 0.6, "top_k": 20}])

@@ -310,14 +310,24 @@ def test_the_list_of_known_architectures_is_what_is_compared_here() -> None:
     assert set(FUSABLE) == KNOWN
 
 
+def decoder_of(policy: Policy, forgotten: list[int]) -> cuda.CudaDecoder:
+    """As much of a decoder as begins calls, without a device; it notes when it forgets its graphs."""
+    decoder = cuda.CudaDecoder.__new__(cuda.CudaDecoder)
+    decoder.policy, decoder._shapes = policy, layer_shapes(policy)
+    decoder._rows, decoder._merge, decoder._merge_undecided = None, False, False
+    decoder._body, decoder.path = decoder._fuse()
+    decoder._known_model = decoder._look_at_model()
+    decoder._forget_graphs = lambda: forgotten.append(1)
+    decoder._decide_merging = lambda: None
+    return decoder
+
+
 def test_positions_are_known_for_new_rows_and_for_longer_calls() -> None:
     """The decoder's own comparison makes tables of 1,024 positions; the first call, and one with larger rows, need more."""
-    policy = Policy(tiny_model("llama", num_hidden_layers=1, max_position_embeddings=16384))
-    decoder = cuda.CudaDecoder.__new__(cuda.CudaDecoder)
-    decoder._body, decoder._rows, decoder._merge_undecided = FusedBody(policy, layer_shapes(policy)), None, False
-    decoder._body.set_positions(6)
     forgotten: list[int] = []
-    decoder._forget_graphs = lambda: forgotten.append(1)
+    policy = Policy(tiny_model("llama", num_hidden_layers=1, max_position_embeddings=16384))
+    decoder = decoder_of(policy, forgotten)
+    decoder._body.set_positions(6)
 
     def begin(rows: Rows, longest: int) -> int:
         decoder.begin(rows, Sampling(), longest)
@@ -331,3 +341,40 @@ def test_positions_are_known_for_new_rows_and_for_longer_calls() -> None:
     assert len(forgotten) == 2  # nothing moved, so graphs stay
     assert begin(larger, 8200) >= 8200
     assert len(forgotten) == 3
+
+
+def test_parameters_put_elsewhere_are_followed() -> None:
+    forgotten: list[int] = []
+    policy = Policy(tiny_model("llama", num_hidden_layers=1))
+    decoder = decoder_of(policy, forgotten)
+    rows = Rows(1, 1, 4, 1, torch.device("cpu"))
+    decoder.begin(rows, Sampling(), 16)
+    before, body = len(forgotten), decoder._body
+    decoder.begin(rows, Sampling(), 16)
+    assert (len(forgotten), decoder._body) == (before, body)
+    for parameter in policy.model.parameters():
+        parameter.data = parameter.data + 1.0
+    decoder.begin(rows, Sampling(), 16)
+    assert len(forgotten) > before
+    attention = policy.body.layers[0].self_attn
+    torch.testing.assert_close(
+        decoder._body.layers[0].qkv.weight[: attention.q_proj.out_features], attention.q_proj.weight
+    )
+    assert decoder._body.layers[0].qkv.weight.data_ptr() == attention.q_proj.weight.data_ptr()
+
+
+def test_adapters_switched_by_hand_are_followed() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    settings = LoraConfig(r=2, target_modules=["q_proj"])
+    model = get_peft_model(model, settings)
+    model.add_adapter("other", settings)
+    policy = Policy(model)
+    decoder = decoder_of(policy, [])
+    rows = Rows(1, 1, 4, 1, torch.device("cpu"))
+    decoder.begin(rows, Sampling(), 16)
+    (adapter,) = decoder._body.layers[0].qkv.adapters
+    assert adapter.a is policy.body.layers[0].self_attn.q_proj.lora_A["default"]
+    model.set_adapter("other")
+    decoder.begin(rows, Sampling(), 16)
+    (adapter,) = decoder._body.layers[0].qkv.adapters
+    assert adapter.a is policy.body.layers[0].self_attn.q_proj.lora_A["other"]

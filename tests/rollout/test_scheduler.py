@@ -92,6 +92,19 @@ def test_a_tight_pool_parks_and_still_finishes() -> None:
     assert sum(finished.values()) == 12
 
 
+def test_prompts_that_end_with_a_page_leave_room_to_grow_too() -> None:
+    """Their samples take no page when they are forked, but one each for the next token."""
+    pool = PagePool(16, 4)
+    work = Scheduler(pool, rows=32, prefill_tokens=64)
+    for index in range(4):
+        work.add(PromptGroup(index, list(range(index, index + 8)), [4] * 8))
+    for filling, count in work.next_fill():
+        work.filled(filling, count)
+    work.fork()
+    assert 1 < len(work.running) <= pool.available
+    assert not work.make_room(work.live())
+
+
 def test_ten_thousand_random_operations_leak_nothing() -> None:
     """Many groups through one small pool: decode steps, parks and resumes add up to well over 10,000 operations."""
     groups = [(1 + i % 7, 1 + i % 4, 1 + (i * 7) % 23) for i in range(300)]

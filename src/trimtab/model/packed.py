@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
+from trimtab.model.transfer import to_device
 
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -51,16 +52,17 @@ class PackedPlan:
     @cached_property
     def positions(self) -> torch.Tensor:
         """Position of every token in its own sequence."""
-        return torch.cat([torch.arange(b, b + n) for b, n in zip(self._before, self.lengths)]).to(self.device)
+        at = torch.cat([torch.arange(b, b + n) for b, n in zip(self._before, self.lengths)])
+        return to_device(at, self.device)
 
     @cached_property
     def _offsets(self) -> torch.Tensor:
-        return torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32).to(self.device)
+        return to_device(torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32), self.device)
 
     @cached_property
     def _key_offsets(self) -> torch.Tensor:
         seen = [b + n for b, n in zip(self._before, self.lengths)]
-        return torch.tensor([0, *seen]).cumsum(0).to(torch.int32).to(self.device)
+        return to_device(torch.tensor([0, *accumulate(seen)], dtype=torch.int32), self.device)
 
     @cached_property
     def _keys_seen(self) -> torch.Tensor | None:
@@ -73,7 +75,7 @@ class PackedPlan:
             if prefix is not None:
                 parts.append(torch.arange(starts[prefix], starts[prefix + 1]))
             parts.append(torch.arange(starts[index], starts[index + 1]))
-        return torch.cat(parts).to(self.device)
+        return to_device(torch.cat(parts), self.device)
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules

@@ -48,8 +48,6 @@ class RolloutStats:
     prefill_tokens: int = 0
     cached_prefix_tokens: int = 0
     decode_steps: int = 0
-    occupied_slots: int = 0
-    """Sum over decode steps of sequences decoded; over decode_steps x slots it is the batch occupancy."""
     slots: int = 0
     peak_pages: int = 0
     total_pages: int = 0
@@ -62,7 +60,8 @@ class RolloutStats:
 
     @property
     def occupancy(self) -> float:
-        return self.occupied_slots / max(1, self.decode_steps * self.slots)
+        """Tokens that decode steps brought (a sequence's first comes with its prompt) over what all slots would have."""
+        return max(0, self.generated_tokens - self.sequences) / max(1, self.decode_steps * self.slots)
 
     @property
     def graph_share(self) -> float:

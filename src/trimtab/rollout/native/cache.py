@@ -14,6 +14,7 @@ import torch
 from trimtab.model.attention import Rules, causal_window, dense_attention
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
+from trimtab.model.transfer import to_device
 
 Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Makes a tensor of a shape and type, contents undefined."""
@@ -155,10 +156,10 @@ class PrefillPlan:
         self.segments = segments
         self.lengths = [len(s.tokens) for s in segments]
         slots = [cache_slots(s, cache.page_tokens) for s in segments]
-        self.positions = torch.cat([torch.arange(s.start, s.end) for s in segments]).to(device)
-        self.slots = torch.cat([seen[s.start :] for s, seen in zip(segments, slots)]).to(device)
+        self.positions = to_device(torch.cat([torch.arange(s.start, s.end) for s in segments]), device)
+        self.slots = to_device(torch.cat([seen[s.start :] for s, seen in zip(segments, slots)]), device)
         begins = all(s.start == 0 for s in segments)
-        self._seen = None if begins else torch.cat(slots).to(device)
+        self._seen = None if begins else to_device(torch.cat(slots), device)
         """Where everything that a segment sees is stored, segment after segment; None where that is the row itself."""
         self._packed = PackedPlan(self.lengths, device, before=[s.start for s in segments])
 

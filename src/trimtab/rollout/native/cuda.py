@@ -116,6 +116,7 @@ class CudaDecoder:
             self.path = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
         self._capturable = self._body is not None
         self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
+        self._known_model = self._look_at_model()
 
     @property
     def outside_bytes(self) -> int:
@@ -134,6 +135,7 @@ class CudaDecoder:
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         """A call with these rows and settings, whose sequences have at most `longest` tokens."""
+        self._follow_model()
         grown = self._body is not None and self._body.set_positions(longest)
         if rows is not self._rows or grown:
             self._forget_graphs()
@@ -193,6 +195,27 @@ class CudaDecoder:
             return FusedBody(self.policy, self._shapes), "fused layers in CUDA graphs"
         except Unfusable as reason:
             return None, f"the model's own modules in CUDA graphs: {reason}"
+
+    def _look_at_model(self) -> tuple[object, ...]:
+        """What graphs and joined weights rely on: where the parameters are, and which adapters count."""
+        model = self.policy.model
+        adapters = [m for m in model.modules() if hasattr(m, "lora_A")]
+        states = [(tuple(m.active_adapters), m.disable_adapters, m.merged) for m in adapters]
+        return (*(p.data_ptr() for p in model.parameters()), *states)
+
+    def _follow_model(self) -> None:
+        """Begin anew with a model whose parameters were put elsewhere (`to`, `load_state_dict(assign=True)`) or whose adapters
+        were switched: graphs would go on with what was there before."""
+        if self._look_at_model() == self._known_model:
+            return
+        if self._body is not None:
+            self._body, self.path = self._fuse()
+            self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
+            self._capturable = self._body is not None
+            self.refresh()
+        self._forget_graphs()
+        self._rows = None
+        self._known_model = self._look_at_model()
 
     def _measure(self) -> int:
         """Bytes of the arena, by laying it out without memory."""

@@ -77,7 +77,6 @@ class _Round:
     facts: torch.Tensor
     tokens: torch.Tensor | None
     """Of those sequences, where stop strings have to be looked for."""
-    prefill: list[torch.cuda.Event]
     done: torch.cuda.Event | None
 
     @property
@@ -127,6 +126,8 @@ class NativeEngine:
         self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
         self.page_bytes = page_bytes
         self._rows: Rows | None = None
+        self._prefills: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """When the device began and ended each prefill of this call."""
         self._lends, self._lent, self._generating = lend_memory, False, False
         self._decoder = self._make_decoder(shapes)
         if lend_memory and (reason := getattr(self._decoder, "not_lendable", "")):
@@ -179,6 +180,7 @@ class NativeEngine:
         sampling = self._check(requests)
         self.stats = RolloutStats(slots=self.max_sequences, total_pages=self.pool.total)
         self.pool.peak_held = 0
+        self._prefills.clear()
         if self._lent:
             self._decoder.reclaim()
             self._lent = False
@@ -215,6 +217,7 @@ class NativeEngine:
         finally:
             self._release(work)
             self._generating = False
+        self.stats.prefill_s += sum(a.elapsed_time(b) for a, b in self._prefills) / 1e3
         self.stats.decode_s = time.perf_counter() - began - callers - self.stats.prefill_s
         self.stats.cached_prefix_tokens = work.cached_tokens
         self.stats.peak_pages = self.pool.peak_held
@@ -238,15 +241,14 @@ class NativeEngine:
         self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request], stops: StopStrings, more: bool
     ) -> _Round | None:
         """Give the device a round of work; None where there is none before earlier rounds (`more`) have been looked at."""
-        marks = self._marks(2)
-        started = time.perf_counter()
+        before, started = self._mark(), time.perf_counter()
         begun = self._prefill(work, rows, requests)
-        if begun is None:
-            marks = []
-        elif marks:
-            marks[1].record()
-        else:
-            self.stats.prefill_s += time.perf_counter() - started
+        if begun is not None:
+            after = self._mark()
+            if before is None or after is None:
+                self.stats.prefill_s += time.perf_counter() - started
+            else:
+                self._prefills.append((before, after))
         live = work.live()
         if live:
             steps = work.steps_ahead(live, self._decoder.most_steps)
@@ -261,16 +263,15 @@ class NativeEngine:
         index_B = rows.index(asked)
         tokens = rows.ask_tokens(index_B) if stops else None
         facts = rows.ask(index_B)
-        done = self._marks(1)
-        return _Round(asked, facts, tokens, marks, done[0] if done else None)
+        return _Round(asked, facts, tokens, self._mark())
 
-    def _marks(self, count: int) -> list[torch.cuda.Event]:
-        """Events on the device, the first of them now."""
+    def _mark(self) -> torch.cuda.Event | None:
+        """When the device has done all that was launched so far."""
         if self.policy.device.type != "cuda":
-            return []
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
-        events[0].record()
-        return events
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _prefill(self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request]) -> list[plan.Sequence] | None:
         """Fill what the scheduler chose, then start the samples of every prompt that is complete; None: nothing was done."""
@@ -316,13 +317,10 @@ class NativeEngine:
         for sequence in live:
             sequence.stored += steps
         self.stats.decode_steps += steps
-        self.stats.occupied_slots += steps * len(live)
 
     def _harvest(self, work: plan.Scheduler, rows: Rows, stops: StopStrings, round: _Round) -> _Ended | None:
         """Take sequences that ended in a round off their rows."""
         round.wait()
-        if round.prefill:
-            self.stats.prefill_s += round.prefill[0].elapsed_time(round.prefill[1]) / 1e3
         kept = [i for i, s in enumerate(round.sequences) if s.row >= 0]  # the others ended in a round before
         running = [round.sequences[i] for i in kept]
         rows.learn(running, round.facts[:, kept])

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trimtab.model.transfer import to_device
 from trimtab.rollout.native.scheduler import Sequence
 
 RUNNING, STOPPED, AT_LIMIT = 0, 1, 2
@@ -86,10 +87,7 @@ class Rows:
 
     def to_device(self, numbers: npt.ArrayLike) -> torch.Tensor:
         """int64 on the device, without waiting for what runs there."""
-        host = torch.as_tensor(np.asarray(numbers, dtype=np.int64))
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.as_tensor(np.asarray(numbers, dtype=np.int64)), self.device)
 
     def index(self, sequences: Seq[Sequence]) -> torch.Tensor:
         return self.to_device([s.row for s in sequences])

@@ -229,6 +229,8 @@ class Scheduler:
     def _fork_one(self, group: PromptGroup, reserved: int) -> Fork | None:
         full, rest = divmod(len(group.prompt), self.pool.page_tokens)
         fresh: list[int] | None = []
+        if not rest and self.running and self.pool.available <= reserved:
+            return None  # it takes no page yet, but its first token will
         if rest:
             while True:
                 fresh = self.pool.take(1) if not self.running or self.pool.available > reserved else None
