@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
-from trimtab.errors import TrainingError
+from trimtab.errors import ConfigError, TrainingError
+from trimtab.export import export_run
 from trimtab.observe.sinks import read_metrics
 from trimtab.update.updater import Updater
 
@@ -22,10 +23,10 @@ def letters(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(character in "abcdefghij" for character in c)) for c in completions]
 
 
-def train(model_folder: Path, tmp_path: Path, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
+def train(model_folder: Path | dict[str, Any], tmp_path: Path, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
     learn = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8, "lr": 1e-3}
     summary = trimtab.train(
-        model=str(model_folder),
+        model=model_folder if isinstance(model_folder, dict) else str(model_folder),
         data=ROWS[:20],
         eval_data=ROWS[20:],
         reward=letters,
@@ -78,6 +79,41 @@ def test_the_weights_move_and_the_reward_is_learned(model_folder, tmp_path) -> N
     assert any(not torch.equal(before[k], after[k]) for k in before)
     rewards = [row["reward/mean"] for row in metrics[1:]]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+
+
+def adapted(model_folder: Path, **lora: Any) -> dict[str, Any]:
+    return {"path": str(model_folder), "lora": {"r": 4, **lora}}
+
+
+def test_adapters_learn_and_the_final_model_has_them_merged_in(model_folder, tmp_path) -> None:
+    learn = {"steps": 30, "lr": 1e-2, "prompts_per_step": 8, "kl": {"coef": 1e-3}}
+    folder, metrics = train(adapted(model_folder), tmp_path, learn=learn)
+    rewards = [row["reward/mean"] for row in metrics[1:]]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert metrics[1]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)  # the reference is the model without them
+    assert metrics[30]["policy/kl_ref"] > 1e-3
+    assert metrics[30]["rollout/logprob_gap"] < 1e-5
+    assert (folder / "final/adapter/adapter_model.safetensors").is_file()
+    before, after = (load_file(f / "model.safetensors") for f in (model_folder, folder / "final"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("proj" in name for name in changed)
+    exported = export_run(folder, tmp_path / "out", "last", "same")
+    assert exported.name == "step-30"
+    again = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(again[name], after[name]) for name in after)
+
+
+def test_adapters_resume_exactly_and_only_with_their_own_rank(model_folder, tmp_path) -> None:
+    observe = {"checkpoint_every": 2}
+    whole, _ = train(adapted(model_folder), tmp_path / "whole", learn={"steps": 4}, observe=observe)
+    half, _ = train(adapted(model_folder), tmp_path / "half", learn={"steps": 2}, observe=observe)
+    assert not (half / "checkpoints/step-2/model.safetensors").exists()  # the frozen weights are where they came from
+    with pytest.raises(ConfigError, match=r"model\.lora: step-2 was trained with adapters of \{r: 4, alpha: 8\}"):
+        train(adapted(model_folder, r=8), tmp_path / "half", learn={"steps": 4}, observe=observe, resume=True)
+    train(adapted(model_folder), tmp_path / "half", learn={"steps": 4}, observe=observe, resume=True)
+    one, two = (load_file(f / "final/model.safetensors") for f in (whole, half))
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_several_updates_a_batch_move_the_ratio(model_folder, tmp_path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from trimtab.errors import TrainingError
+from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.update.optimizer import MasterAdamW
 
@@ -69,7 +70,10 @@ def save_checkpoint(
     target, aside = folder / f"step-{state.step}", folder / f".writing-step-{state.step}"
     clear(folder)
     aside.mkdir(parents=True)
-    save_model(model, tokenizer, aside)
+    if has_adapters(model):
+        save_adapters(model, aside)
+    else:
+        save_model(model, tokenizer, aside)
     save_file({k: v.contiguous() for k, v in optimizer.state_tensors().items()}, aside / OPTIMIZER)
     (aside / STATE).write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
     flush_to_disk(aside)

@@ -12,6 +12,7 @@ from trimtab.config.load import load_config
 from trimtab.config.schema import Model
 from trimtab.errors import ConfigError, Problem
 from trimtab.folder import CONFIG
+from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, save_model
 
 
@@ -47,10 +48,15 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
     aside = to.absolute().with_name(f".writing-{to.absolute().name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.parent.mkdir(parents=True, exist_ok=True)
-    if dtype == "same":
+    model = load_config(run / CONFIG).model
+    if model.lora is not None:
+        settings = model if dtype == "same" else model.model_copy(update={"dtype": dtype})
+        adapted = load_adapters(load_model(settings, torch.device("cpu")), source)
+        save_model(adapted, load_tokenizer(settings), aside)
+    elif dtype == "same":
         shutil.copytree(source, aside, ignore=shutil.ignore_patterns(STATE, OPTIMIZER))
     else:
-        trusted = load_config(run / CONFIG).model.trust_remote_code
+        trusted = model.trust_remote_code
         settings = Model.model_validate({"path": str(source), "dtype": dtype, "trust_remote_code": trusted})
         save_model(load_model(settings, torch.device("cpu")), load_tokenizer(settings), aside)
     flush_to_disk(aside)

@@ -18,6 +18,7 @@ from trimtab.errors import TrainingError
 from trimtab.evaluation import measure
 from trimtab.folder import FINAL
 from trimtab.learn.kl import kl_controller
+from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics
 from trimtab.observe.samples import write_samples
@@ -175,6 +176,8 @@ def finish(run: Session) -> dict[str, Any]:
     state = run.state
     aside = run.folder / f".writing-{FINAL}"
     save_model(run.policy.model, run.tokenizer, aside)
+    if has_adapters(run.policy.model):
+        save_adapters(run.policy.model, aside / "adapter")
     flush_to_disk(aside)
     if (run.folder / FINAL).exists():
         remove_whole(run.folder / FINAL)

@@ -23,8 +23,9 @@ from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
 from trimtab.errors import ConfigError, Problem
 from trimtab.folder import begin, changes, claim, find_folder, refuse_existing
+from trimtab.model.adapters import add_adapters, load_adapters, refuse_other_adapters, refuse_unknown_targets
 from trimtab.model.load import load_config, load_model, load_tokenizer, resolve_dtype, stop_token_ids
-from trimtab.model.policy import Policy
+from trimtab.model.policy import Policy, WithoutAdapters
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
 from trimtab.observe.meters import MemoryMeter
@@ -53,7 +54,7 @@ class Session:
     resumed: bool
     tokenizer: Any
     policy: Policy
-    reference: Policy | None
+    reference: Policy | WithoutAdapters | None
     engine: Engine
     updater: Updater
     scorer: Scorer
@@ -95,6 +96,8 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     _refuse_missing_wandb(config)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
     work = read_work(config, inputs)
+    if config.model.lora is not None:
+        refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
     scorer = open_scorer(config, inputs, work.columns)
     stack.callback(scorer.close)
     return Checked(config, device, folder, work, scorer)
@@ -118,7 +121,7 @@ def open_session(
     typical = max(work.train.typical + config.learn.max_new_tokens, work.eval.longest + _eval_tokens(config))
     sequences = max(config.learn.sequences_per_step, len(work.eval.prompts) * config.eval.samples_per_prompt)
     # Gradients and two moments, and masters where the weights are not their own.
-    optimizer_bytes = policy.parameter_count() * (12 if policy.dtype.itemsize >= 4 else 16)
+    optimizer_bytes = sum(p.numel() * (12 if p.dtype.itemsize >= 4 else 16) for p in policy.parameters())
     run, choices = resolve_run(config.run, _facts(policy, optimizer_bytes, longest, typical, sequences))
     config = config.model_copy(update={"run": run})
     torch.set_num_threads(_known(run.threads))
@@ -208,20 +211,31 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any) -> Engine:
 
 
 def _compare(config: Config, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> None:
-    """Say what is no longer as the run was started; refuse a type that the checkpoint's optimizer cannot continue in."""
-    trusted = config.model.trust_remote_code
-    saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
-    wanted = resolve_dtype(config.model, device)
-    if saved is not None and saved != wanted:
-        before, now = (str(dtype).removeprefix("torch.") for dtype in (saved, wanted))
-        what = f"{folder} was trained in {before} and cannot go on in {now}"
-        raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
+    """Say what is no longer as the run was started; refuse what the checkpoint's optimizer cannot continue with."""
+    refuse_other_adapters(config.model.lora, checkpoint)
+    if config.model.lora is None:
+        trusted = config.model.trust_remote_code
+        saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
+        wanted = resolve_dtype(config.model, device)
+        if saved is not None and saved != wanted:
+            before, now = (str(dtype).removeprefix("torch.") for dtype in (saved, wanted))
+            what = f"{folder} was trained in {before} and cannot go on in {now}"
+            raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
     changed = changes(folder, config)
     if changed:
         console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
 
 
-def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, Policy | None]:
+def _load_policies(
+    config: Config, device: torch.device, checkpoint: Path | None
+) -> tuple[Policy, Policy | WithoutAdapters | None]:
+    if config.model.lora is not None:
+        model = load_model(config.model, device)
+        if checkpoint is None:
+            policy = Policy(add_adapters(model, config.model.lora, config.learn.seed))
+        else:
+            policy = Policy(load_adapters(model, checkpoint))
+        return policy, WithoutAdapters(policy) if config.learn.kl.coef > 0 else None
     source = config.model
     if checkpoint is not None:
         source = Model(path=str(checkpoint), dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
@@ -275,6 +289,7 @@ def _card(
         run_dir=folder,
         model=config.model.path,
         parameters=policy.parameter_count(),
+        trainable_parameters=sum(p.numel() for p in policy.parameters()),
         dtype=str(policy.dtype).removeprefix("torch."),
         device=device,
         algorithm=f"{learn.algorithm} ({learn.advantage} advantage, {learn.loss} loss, {learn.aggregate})",

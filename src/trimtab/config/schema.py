@@ -11,6 +11,17 @@ from trimtab.config.learn import Learn, Sampling
 from trimtab.config.run import Run
 
 
+class Lora(Section):
+    """Low-rank adapters: they are trained, the model's own weights are frozen."""
+
+    r: PositiveInt = 16
+    """Rank. More learns more; it hardly matters for memory, which goes into activations and frozen weights."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """What adapters add is multiplied by alpha / r. None: 2 r."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Linear layers that get an adapter, by the end of their names (q_proj). all-linear: all but the output head."""
+
+
 class Model(Section):
     """The policy to train."""
 
@@ -20,6 +31,8 @@ class Model(Section):
     """Hub name or folder of the tokenizer; None: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Type of the working weights. auto: bfloat16 on CUDA (with float32 master weights), float32 on CPU."""
+    lora: Lora | None = None
+    """Train adapters instead of the weights: {r: 16}. None: train the weights."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
 

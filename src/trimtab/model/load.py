@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from trimtab.config.schema import Model
 from trimtab.errors import ModelError
+from trimtab.model.adapters import has_adapters, merged_state
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
@@ -125,11 +126,13 @@ def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a Hugging Face folder that loads anywhere, without a trace of how it was trained."""
+    """Write a Hugging Face folder that loads anywhere, without a trace of how it was trained: adapters are merged in."""
     folder.mkdir(parents=True, exist_ok=True)
     state = None
+    if has_adapters(model):
+        state, model = merged_state(model), model.get_base_model()
     if dtype is not None:
-        state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+        state = {name: value.to(dtype) for name, value in (state or model.state_dict()).items()}
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
     config_file = folder / "config.json"

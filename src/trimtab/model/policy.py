@@ -122,6 +122,17 @@ class Policy:
             )
 
 
+class WithoutAdapters:
+    """The model as it was before its adapters: their reference policy, for nothing."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self.head = policy, policy.head
+
+    def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        with self._policy.model.disable_adapter():
+            return self._policy.hidden(tokens_T, positions_T, plan)
+
+
 def _disable_dropout(model: torch.nn.Module) -> None:
     """Sampling and training must see the same function, so there is no dropout in RL."""
     for module in model.modules():

@@ -16,7 +16,7 @@ from trimtab.learn.importance import importance_weights
 from trimtab.learn.kl import ESTIMATORS
 from trimtab.learn.losses import LOSSES
 from trimtab.model.head import TokenStats
-from trimtab.model.policy import Policy
+from trimtab.model.policy import Policy, WithoutAdapters
 from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
 from trimtab.update.optimizer import MasterAdamW
 from trimtab.update.packing import pack
@@ -68,7 +68,7 @@ class Updater:
             )
 
     @torch.no_grad()
-    def score(self, samples: Sequence[Sample], policy: Policy, field: str) -> None:
+    def score(self, samples: Sequence[Sample], policy: Policy | WithoutAdapters, field: str) -> None:
         """Write `policy`'s log-probs of the samples' tokens into one of their fields. No gradient, its own budget."""
         for batch in self._micro_batches(samples, self.score_token_budget):
             batch.scatter(self._token_stats(policy, batch).logprobs, field)
@@ -90,7 +90,7 @@ class Updater:
         for indices in pack([row_tokens(part) for part in parts], budget):
             yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device)
 
-    def _token_stats(self, policy: Policy, batch: MicroBatch) -> TokenStats:
+    def _token_stats(self, policy: Policy | WithoutAdapters, batch: MicroBatch) -> TokenStats:
         hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
         temperature = self.learn.sampling.temperature
         return policy.head.token_stats(

@@ -1,0 +1,115 @@
+"""Adapters: new ones change nothing, trained ones are saved, read back and merged exactly, others are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from trimtab.config.schema import Lora
+from trimtab.errors import ConfigError
+from trimtab.model.adapters import (
+    add_adapters,
+    load_adapters,
+    refuse_other_adapters,
+    refuse_unknown_targets,
+    save_adapters,
+)
+from trimtab.model.load import save_model
+from trimtab.model.packed import PackedPlan
+from trimtab.model.policy import Policy, WithoutAdapters
+
+TOKENS = torch.arange(3, 14)
+
+
+def hidden(policy: Policy | WithoutAdapters) -> torch.Tensor:
+    plan = PackedPlan([len(TOKENS)], "cpu")
+    with torch.no_grad():
+        return policy.hidden(TOKENS, plan.positions, plan)
+
+
+def trained(model) -> None:
+    """As if adapters had learned something."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name)))
+
+
+def test_new_adapters_add_nothing_and_freeze_the_rest() -> None:
+    plain = hidden(Policy(tiny_model("qwen2")))
+    policy = Policy(add_adapters(tiny_model("qwen2"), Lora(r=2), seed=0))
+    assert torch.equal(hidden(policy), plain)
+    names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
+    assert names and all("lora_" in name for name in names)
+    assert not any("lm_head" in name for name in names)
+
+
+def test_the_seed_decides_how_adapters_begin() -> None:
+    state = torch.random.get_rng_state()
+    models = [add_adapters(tiny_model("qwen2"), Lora(r=2), seed) for seed in (0, 0, 1)]
+    one, same, other = (next(p for name, p in m.named_parameters() if "lora_A" in name) for m in models)
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_reference_is_the_model_without_them() -> None:
+    plain = hidden(Policy(tiny_model("qwen2")))
+    policy = Policy(add_adapters(tiny_model("qwen2"), Lora(r=2), seed=0))
+    trained(policy.model)
+    assert not torch.allclose(hidden(policy), plain)
+    assert torch.equal(hidden(WithoutAdapters(policy)), plain)
+    assert not torch.allclose(hidden(policy), plain)
+
+
+def test_saved_and_read_back_they_are_the_same(tmp_path) -> None:
+    policy = Policy(add_adapters(tiny_model("qwen2"), Lora(r=3, alpha=7), seed=0))
+    trained(policy.model)
+    save_adapters(policy.model, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    back = Policy(load_adapters(tiny_model("qwen2"), tmp_path))
+    assert torch.equal(hidden(back), hidden(policy))
+    assert [n for n, p in back.model.named_parameters() if p.requires_grad] == [
+        n for n, p in policy.model.named_parameters() if p.requires_grad
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "phi3", "gemma2"])
+def test_an_exported_model_has_them_merged_in(architecture: str, tmp_path) -> None:
+    policy = Policy(add_adapters(tiny_model(architecture), Lora(r=2), seed=0))
+    trained(policy.model)
+    save_model(policy.model, tiny_tokenizer(), tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(exported) is type(policy.model.get_base_model())
+    torch.testing.assert_close(hidden(Policy(exported)), hidden(policy), atol=1e-5, rtol=1e-5)
+    assert hasattr(policy.model.get_base_model().model.layers[0].self_attn.o_proj, "lora_A")  # training can go on
+
+
+def test_targets_may_be_named_and_unknown_ones_are_refused() -> None:
+    model = add_adapters(tiny_model("qwen2"), Lora(r=2, targets=["q_proj", "v_proj"]), seed=0)
+    found = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+    assert found == {"q_proj", "v_proj"}
+    config = tiny_model("qwen2").config
+    for served in (None, Lora(), Lora(targets=["q_proj", "mlp.up_proj"])):
+        refuse_unknown_targets(served, config, False)
+    there = "There is: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj. Or write all-linear."
+    with pytest.raises(
+        ConfigError, match=f"model.lora.targets: Qwen2ForCausalLM has no linear layer a_proj, b. {there}"
+    ):
+        refuse_unknown_targets(Lora(targets=["q_proj", "a_proj", "b"]), config, False)
+    with pytest.raises(ConfigError, match="the list is empty"):
+        refuse_unknown_targets(Lora(targets=[]), config, False)
+
+
+def test_a_checkpoint_goes_on_with_its_own_adapters_only(tmp_path) -> None:
+    save_adapters(add_adapters(tiny_model("qwen2"), Lora(r=2), seed=0), tmp_path / "step-3")
+    refuse_other_adapters(Lora(r=2), tmp_path / "step-3")
+    refuse_other_adapters(Lora(r=2, alpha=4), tmp_path / "step-3")
+    for other in (None, Lora(r=4), Lora(r=2, alpha=5)):
+        with pytest.raises(ConfigError, match=r"step-3 was trained with adapters of \{r: 2, alpha: 4\}"):
+            refuse_other_adapters(other, tmp_path / "step-3")
+    (tmp_path / "step-4").mkdir()
+    refuse_other_adapters(None, tmp_path / "step-4")
+    with pytest.raises(ConfigError, match="step-4 was trained without adapters"):
+        refuse_other_adapters(Lora(), tmp_path / "step-4")
