@@ -169,6 +169,15 @@ def test_a_cut_fits_the_device(rows, outputs, inputs, itemsize, gated, whole, de
     assert cut.stages * cut.inputs * (cut.outputs * (1 + gated) + block) * itemsize <= device[1] * 1024
 
 
+@pytest.mark.parametrize(("capability", "rows"), [((8, 0), 0), ((9, 0), 128), ((10, 0), 128)])
+def test_devices_without_descriptors_use_cublas(capability, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(streaming, "_device", lambda: (132, 227 * 1024))
+    assert streaming.most_rows(4864) == rows
+    assert streaming.most_rows(8960) == min(rows, 64)
+
+
 def test_matrices_whose_rows_begin_anywhere_are_left_to_cublas() -> None:
     assert serves(torch.empty(4, 136, dtype=HALF)) and serves(torch.empty(4, 20))
     assert not serves(torch.empty(4, 130, dtype=HALF)) and not serves(torch.empty(4, 22)[:, :20])

@@ -91,7 +91,10 @@ def _device() -> tuple[int, int]:
 
 
 def most_rows(outputs: int) -> int:
-    """Up to how many rows gate and up projections of so many outputs are faster here than in cuBLAS (docs/log.md)."""
+    """Up to how many rows gate and up projections of so many outputs are faster here than in cuBLAS (docs/log.md): none before
+    Hopper, where descriptors are not the hardware's."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
+        return 0
     return MOST_ROWS if triton.cdiv(outputs, 64) <= _device()[0] else 64
 
 
