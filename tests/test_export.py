@@ -13,9 +13,11 @@ from trimtab import export
 from trimtab.checkpoint import RunState, save_checkpoint
 from trimtab.config.learn import Learn
 from trimtab.config.load import config_from_dict
+from trimtab.config.schema import Lora
 from trimtab.errors import ConfigError
 from trimtab.export import export_run, find_checkpoint
 from trimtab.folder import begin
+from trimtab.model.adapters import add_adapters
 from trimtab.update.optimizer import MasterAdamW
 
 CONFIG = config_from_dict({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "reward": [{"fn": "exact_match"}]})
@@ -56,6 +58,27 @@ def test_the_type_can_be_chosen(run: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_adapters_are_merged_into_the_type_they_were_trained_in(tmp_path: Path, tokenizer) -> None:
+    """bfloat16 on a CUDA device, although this one has none."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    settings = CONFIG.model_dump() | {
+        "model": {"path": str(tmp_path / "m"), "lora": {"r": 2}},
+        "run": {"device": "cuda"},
+    }
+    run = tmp_path / "run"
+    run.mkdir()
+    begin(run, config_from_dict(settings), [])
+    adapted = add_adapters(model, Lora(r=2), seed=0)
+    optimizer = MasterAdamW(adapted.named_parameters(), Learn())
+    save_checkpoint(run, RunState(step=1), adapted, tokenizer, optimizer, 2)
+    for dtype, expected in (("same", torch.bfloat16), ("float32", torch.float32)):
+        export_run(run, tmp_path / dtype, "last", dtype)
+        weights = load_file(tmp_path / dtype / "model.safetensors")
+        assert {w.dtype for w in weights.values()} == {expected}
 
 
 @pytest.mark.parametrize(

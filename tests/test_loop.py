@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,29 @@ def test_adapters_resume_exactly_and_only_with_their_own_rank(model_folder, tmp_
     whole, _ = train(adapted(model_folder), tmp_path / "whole", learn={"steps": 4}, observe=observe)
     half, _ = train(adapted(model_folder), tmp_path / "half", learn={"steps": 2}, observe=observe)
     assert not (half / "checkpoints/step-2/model.safetensors").exists()  # the frozen weights are where they came from
-    with pytest.raises(ConfigError, match=r"model\.lora: step-2 was trained with adapters of \{r: 4, alpha: 8\}"):
-        train(adapted(model_folder, r=8), tmp_path / "half", learn={"steps": 4}, observe=observe, resume=True)
+    others = [adapted(model_folder, r=8), adapted(model_folder, targets=["q_proj"]), {"path": str(model_folder)}]
+    for other in others:
+        with pytest.raises(
+            ConfigError, match=r"model\.lora: step-2 cannot go on with other adapters than it has: model\.lora"
+        ):
+            train(other, tmp_path / "half", learn={"steps": 4}, observe=observe, resume=True)
     train(adapted(model_folder), tmp_path / "half", learn={"steps": 4}, observe=observe, resume=True)
     one, two = (load_file(f / "final/model.safetensors") for f in (whole, half))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_what_lives_as_long_as_a_run_is_not_collected_again_and_again(model_folder, tmp_path) -> None:
+    frozen, update = [], Updater.step
+
+    def watched(self, *arguments):
+        frozen.append(gc.get_freeze_count())
+        return update(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Updater, "step", watched)
+        train(model_folder, tmp_path, learn={"steps": 1})
+    assert frozen[0] > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_several_updates_a_batch_move_the_ratio(model_folder, tmp_path) -> None:

@@ -13,7 +13,7 @@ from trimtab.config.schema import Model
 from trimtab.errors import ConfigError, Problem
 from trimtab.folder import CONFIG
 from trimtab.model.adapters import load_adapters
-from trimtab.model.load import DTYPES, load_model, load_tokenizer, save_model
+from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
 
 
 def find_checkpoint(run: Path, which: str) -> Path:
@@ -48,9 +48,11 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
     aside = to.absolute().with_name(f".writing-{to.absolute().name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.parent.mkdir(parents=True, exist_ok=True)
-    model = load_config(run / CONFIG).model
+    config = load_config(run / CONFIG)
+    model = config.model
     if model.lora is not None:
-        settings = model if dtype == "same" else model.model_copy(update={"dtype": dtype})
+        trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")
+        settings = model.model_copy(update={"dtype": trained_in if dtype == "same" else dtype})
         adapted = load_adapters(load_model(settings, torch.device("cpu")), source)
         save_model(adapted, load_tokenizer(settings), aside)
     elif dtype == "same":

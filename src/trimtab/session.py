@@ -23,7 +23,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
 from trimtab.errors import ConfigError, Problem
 from trimtab.folder import begin, changes, claim, find_folder, refuse_existing
-from trimtab.model.adapters import add_adapters, load_adapters, refuse_other_adapters, refuse_unknown_targets
+from trimtab.model.adapters import add_adapters, load_adapters, refuse_unknown_targets
 from trimtab.model.load import load_config, load_model, load_tokenizer, resolve_dtype, stop_token_ids
 from trimtab.model.policy import Policy, WithoutAdapters
 from trimtab.observe.card import StartCard
@@ -212,7 +212,11 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any) -> Engine:
 
 def _compare(config: Config, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> None:
     """Say what is no longer as the run was started; refuse what the checkpoint's optimizer cannot continue with."""
-    refuse_other_adapters(config.model.lora, checkpoint)
+    changed = changes(folder, config)
+    adapters = [change for change in changed if change.startswith("model.lora")]
+    if adapters:
+        what = f"{checkpoint.name} cannot go on with other adapters than it has: {', '.join(adapters)}"
+        raise ConfigError([Problem("model.lora", what, "Write model.lora as it was.")])
     if config.model.lora is None:
         trusted = config.model.trust_remote_code
         saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
@@ -221,7 +225,6 @@ def _compare(config: Config, device: torch.device, folder: Path, checkpoint: Pat
             before, now = (str(dtype).removeprefix("torch.") for dtype in (saved, wanted))
             what = f"{folder} was trained in {before} and cannot go on in {now}"
             raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
-    changed = changes(folder, config)
     if changed:
         console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
 

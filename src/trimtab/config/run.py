@@ -33,8 +33,7 @@ class Rollout(Section):
     """The generation phase."""
 
     max_sequences: PositiveInt | Auto = "auto"
-    """Most sequences decoded at once. auto: all of a step, at most 1,024 on a GPU and 256 on a
-    CPU."""
+    """Most sequences decoded at once. auto: all of a step, at most 1,024 on a GPU and 256 on a CPU."""
     kv_memory: Bytes | Auto = Field(default="auto", union_mode="left_to_right")
     """Bytes for the KV cache, such as 4GiB. auto: enough for the whole step where memory allows."""
     prefill_tokens: PositiveInt | Auto = "auto"

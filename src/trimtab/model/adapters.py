@@ -6,13 +6,13 @@ and what is trained are the same function. With adapters the reference policy is
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from trimtab.config.schema import Lora
 from trimtab.errors import ConfigError, Problem
@@ -22,13 +22,13 @@ def has_adapters(model: Any) -> bool:
     return isinstance(model, PeftModel)
 
 
-def refuse_unknown_targets(lora: Lora | None, config: Any, trust_remote_code: bool) -> None:
+def refuse_unknown_targets(lora: Lora, config: Any, trust_remote_code: bool) -> None:
     """Tell a wrong name in `targets` from the architecture alone, before any weight is read."""
-    if lora is None or lora.targets == "all-linear":
+    if lora.targets == "all-linear":
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
     unknown = [target for target in lora.targets if not any(f".{name}".endswith(f".{target}") for name in names)]
     if unknown or not lora.targets:
         what = f"{type(model).__name__} has no linear layer {', '.join(unknown)}" if unknown else "the list is empty"
@@ -39,7 +39,7 @@ def refuse_unknown_targets(lora: Lora | None, config: Any, trust_remote_code: bo
 def add_adapters(model: Any, lora: Lora, seed: int) -> PeftModel:
     """The model with new adapters, which add nothing yet; every other weight is frozen."""
     settings = LoraConfig(
-        r=lora.r, lora_alpha=_alpha(lora), target_modules=lora.targets, lora_dropout=0.0,
+        r=lora.r, lora_alpha=2 * lora.r if lora.alpha is None else lora.alpha, target_modules=lora.targets, lora_dropout=0.0,
         bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     devices = [model.device] if model.device.type == "cuda" else []
@@ -52,25 +52,6 @@ def save_adapters(model: PeftModel, folder: Path) -> None:
     """Only the adapters, as PEFT reads them."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # a card that names this machine's folders
-
-
-def refuse_other_adapters(lora: Lora | None, checkpoint: Path) -> None:
-    """Adapters that a config asks for must be those of the checkpoint that it goes on from."""
-    file = checkpoint / "adapter_config.json"
-    if not file.is_file():
-        if lora is not None:
-            what = f"{checkpoint.name} was trained without adapters"
-            raise ConfigError([Problem("model.lora", what, "Leave model.lora out to go on.")])
-        return
-    saved = json.loads(file.read_text())
-    kept = f"{{r: {saved['r']}, alpha: {saved['lora_alpha']:g}}}"
-    if lora is None or (lora.r, _alpha(lora)) != (saved["r"], saved["lora_alpha"]):
-        what = f"{checkpoint.name} was trained with adapters of {kept}"
-        raise ConfigError([Problem("model.lora", what, f"Write model.lora: {kept} to go on.")])
-
-
-def _alpha(lora: Lora) -> float:
-    return 2.0 * lora.r if lora.alpha is None else lora.alpha
 
 
 def load_adapters(model: Any, folder: Path) -> PeftModel:
@@ -88,6 +69,8 @@ def merged_state(model: PeftModel) -> dict[str, torch.Tensor]:
             weight = layer.base_layer.weight
             whole = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
             for adapter in layer.active_adapters:
-                whole += layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight * layer.scaling[adapter]
-            state[f"{name}.base_layer.weight"] = whole.to(weight.dtype)
+                whole += layer.get_delta_weight(adapter)
+            state[f"{name}.base_layer.weight"] = whole.to(
+                weight.dtype
+            ).cpu()  # at once: the device may have no room for all
     return {name.replace(".base_layer.", "."): value.cpu() for name, value in state.items()}
