@@ -299,3 +299,11 @@ def test_what_cannot_be_served_is_refused_before_any_work() -> None:
     mixed = [Request(prompt, 1, 4, Sampling(), 0, 0), Request(prompt, 1, 4, GREEDY, 0, 0)]
     with pytest.raises(EngineError, match="share their sampling"):
         list(engine(policy).generate(mixed))
+
+
+def test_occupancy_is_what_decode_steps_brought_of_what_they_could() -> None:
+    """Two slots, 3 and 9 tokens, the first of each drawn with the prompt: 2 + 8 of the 16 that eight steps have room for."""
+    native = engine(Policy(tiny_model("llama")), max_sequences=2, stop_token_ids=[])
+    list(native.generate([Request(prompts(1)[0], 2, [3, 9], Sampling(), seed=0, step=0)]))
+    assert (native.stats.decode_steps, native.stats.generated_tokens) == (8, 12)
+    assert native.stats.occupancy == 10 / 16
