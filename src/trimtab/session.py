@@ -26,6 +26,7 @@ from trimtab.folder import begin, changes, claim, find_folder, refuse_existing
 from trimtab.model.adapters import add_adapters, load_adapters, refuse_unknown_targets
 from trimtab.model.load import load_config, load_model, load_tokenizer, resolve_dtype, stop_token_ids
 from trimtab.model.policy import Policy, WithoutAdapters
+from trimtab.model.shapes import layer_shapes
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
 from trimtab.observe.meters import MemoryMeter
@@ -35,7 +36,6 @@ from trimtab.plan.auto import Choice, Facts, free_memory, physical_cores, pick_d
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.native.arena import why_not_lendable
-from trimtab.rollout.native.cache import layer_shapes
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.update.updater import Updater
 from trimtab.work import Inputs as Inputs

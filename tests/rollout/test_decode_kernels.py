@@ -17,14 +17,15 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from trimtab.config.learn import Sampling  # noqa: E402
 from trimtab.model.attention import Rules, causal_window, dense_attention  # noqa: E402
 from trimtab.model.packed import PackedPlan  # noqa: E402
+from trimtab.model.parts import KNOWN, SILU, Adapter, Linears, Unfusable, join  # noqa: E402
 from trimtab.model.policy import Policy  # noqa: E402
+from trimtab.model.shapes import layer_shapes  # noqa: E402
 from trimtab.rollout.native import cuda  # noqa: E402
-from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment, layer_shapes  # noqa: E402
-from trimtab.rollout.native.fused import KNOWN, Adapter, FusedBody, Product, Unfusable, join  # noqa: E402
+from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment  # noqa: E402
+from trimtab.rollout.native.fused import FusedBody, Product  # noqa: E402
 from trimtab.rollout.native.kernels import attention as kernels  # noqa: E402
 from trimtab.rollout.native.kernels import skinny as streaming  # noqa: E402
 from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention  # noqa: E402
-from trimtab.rollout.native.kernels.layers import SILU  # noqa: E402
 from trimtab.rollout.native.kernels.skinny import Cut, cut_for, serves, skinny  # noqa: E402
 from trimtab.rollout.native.rows import Rows  # noqa: E402
 
@@ -273,7 +274,7 @@ def test_adapters_are_seen_as_they_are(architecture: str, merge: bool) -> None:
 @pytest.mark.parametrize("merge", [False, True])
 def test_a_product_follows_its_adapters(merge: bool) -> None:
     linear, a, b = torch.nn.Linear(6, 5), torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
-    product = Product(linear.weight.data, linear.bias.data, [Adapter(a, b, 0.5, 1, 4), Adapter(a, b, 0.25, 1, 4)])
+    product = Product(Linears([linear.weight], [linear.bias], [Adapter(a, b, 0.5, 1, 4), Adapter(a, b, 0.25, 1, 4)]))
     x = torch.randn(7, 6)
     with torch.no_grad():
         for _ in range(2):

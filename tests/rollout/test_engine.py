@@ -12,8 +12,8 @@ from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
 from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
+from trimtab.model.shapes import layer_shapes
 from trimtab.rollout.engine import Request
-from trimtab.rollout.native.cache import layer_shapes
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.trajectory import Trajectory
 

@@ -24,10 +24,12 @@ import torch
 from trimtab.config.learn import Sampling
 from trimtab.model.attention import Rules
 from trimtab.model.packed import PackedPlan
+from trimtab.model.parts import Unfusable
 from trimtab.model.policy import TOLERANCE_NATS, Policy
+from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.arena import Arena, piece_bytes
-from trimtab.rollout.native.cache import Empty, KVCache, LayerShape, PrefillPlan, PrefillSegment
-from trimtab.rollout.native.fused import FusedBody, Unfusable, Workspace
+from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan, PrefillSegment
+from trimtab.rollout.native.fused import FusedBody, Workspace
 from trimtab.rollout.native.kernels.attention import (
     Batch,
     DecodeShape,

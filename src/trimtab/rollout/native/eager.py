@@ -11,7 +11,8 @@ import torch
 
 from trimtab.config.learn import Sampling
 from trimtab.model.policy import Policy
-from trimtab.rollout.native.cache import DecodePlan, KVCache, LayerShape, PrefillPlan
+from trimtab.model.shapes import LayerShape
+from trimtab.rollout.native.cache import DecodePlan, KVCache, PrefillPlan
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.sampler import sample

@@ -22,9 +22,10 @@ import torch
 from trimtab.config.learn import Sampling
 from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
+from trimtab.model.shapes import LayerShape, layer_shapes
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.native import scheduler as plan
-from trimtab.rollout.native.cache import KVCache, LayerShape, PrefillPlan, PrefillSegment, layer_shapes
+from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Outputs, Rows

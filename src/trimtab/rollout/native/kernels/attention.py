@@ -24,31 +24,11 @@ import triton
 import triton.language as tl
 
 from trimtab.model.attention import Rules
+from trimtab.model.parts import HeadNorm, Rotary
 from trimtab.rollout.native.kernels.chain import follow, launch_options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
-
-ROUNDED, WIDE, OFFSET = 1, 2, 3
-"""How a norm applies its weight (0: there is no norm): to the rounded value; in float32; in float32, one larger than stored."""
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """cos and sin of every position, [positions, rotated dimensions], as the model itself computes them."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-@dataclass(frozen=True)
-class HeadNorm:
-    """RMS norm of each query and key head before rotation."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    eps: float
-    kind: int
 
 
 @triton.jit

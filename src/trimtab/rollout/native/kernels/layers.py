@@ -8,25 +8,13 @@ Shapes: B tokens, E hidden size, F feed-forward size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from trimtab.model.parts import Norm
 from trimtab.rollout.native.kernels.attention import weighted
 from trimtab.rollout.native.kernels.chain import follow, launch_options
-
-SILU, GELU_TANH = 0, 1
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMS norm; `kind` says how its weight is applied (see kernels/attention.py)."""
-
-    weight: torch.Tensor
-    eps: float
-    kind: int
 
 
 @triton.jit

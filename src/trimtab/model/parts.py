@@ -1,0 +1,294 @@
+"""The parts of a model's decoder layers, read off its modules: which norms stand where, which activation, which heads are
+normalised, how positions rotate. Fused paths, of the engine and of the trainer, are built from them.
+
+Projections that read the same input (query, key, value; gate, up) are moved into one storage, of which the model's own
+parameters become views: one product serves them all, and an optimizer step is seen at once.
+
+`read_parts` raises `Unfusable` for architectures that no test compares, and for what it doesn't know of the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.model.policy import Policy
+from trimtab.model.shapes import LayerShape
+
+SILU, GELU_TANH = 0, 1
+ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
+STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
+KNOWN = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
+"""tests/rollout/test_decode_kernels.py compares each of them. Others look alike and are not: a layer that does not rotate, or
+normalises under another name, would pass a comparison of a few tokens in bfloat16."""
+ROUNDED, WIDE, OFFSET = 1, 2, 3
+"""How a norm applies its weight (0: there is no norm): to the rounded value; in float32; in float32, one larger than stored."""
+
+
+class Unfusable(Exception):
+    """Why a model's layers are not served by a fused path."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm; `kind` says how its weight is applied."""
+
+    weight: torch.Tensor
+    eps: float
+    kind: int
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMS norm of each query and key head before rotation."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+    kind: int
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """cos and sin of every position, [positions, rotated dimensions], as the model itself computes them."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A low-rank addition to rows [start, end) of a product: scale * B A."""
+
+    a: nn.Linear
+    b: nn.Linear
+    scale: float
+    start: int
+    end: int
+
+
+class Linears:
+    """Linear layers that read one input, their weights in one storage, and the adapters beside them."""
+
+    def __init__(
+        self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None, adapters: list[Adapter]
+    ) -> None:
+        self.weights, self.biases, self.adapters = weights, biases, adapters
+        self.weight = join(weights)
+        self.bias = None if biases is None else join(biases)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """One decoder layer; norms that an architecture lacks are None."""
+
+    kind: str
+    shape: LayerShape
+    before_attention: Norm | None
+    qkv: Linears
+    head_norm: HeadNorm | None
+    output: Linears
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    gate_up: Linears
+    activation: int
+    down: Linears
+    after_mlp: Norm | None
+    factor: float
+    """Of what a layer adds to the residual."""
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """From the embedding to the last norm."""
+
+    embedding: torch.Tensor
+    factor: float
+    """Of embeddings."""
+    layers: list[LayerParts]
+    final: Norm
+
+
+def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
+    body = policy.body
+    if policy.config.model_type not in KNOWN:
+        raise Unfusable(
+            f"{policy.config.model_type} is not among the architectures that the fused layers were checked with"
+        )
+    missing = [name for name in ("layers", "norm", "embed_tokens") if not hasattr(body, name)]
+    if missing:
+        raise Unfusable(f"{type(body).__name__} has no {', '.join(missing)}")
+    if len(body.layers) != len(shapes):
+        raise Unfusable("it has layers without attention")
+    kinds = getattr(policy.config, "layer_types", None) or ["full_attention"] * len(shapes)
+    factor = _embedding_factor(body.embed_tokens, policy)
+    _check_rotation(body)
+    layers = [_read_layer(layer, shapes[i], kinds[i]) for i, layer in enumerate(body.layers)]
+    return ModelParts(body.embed_tokens.weight, factor, layers, _norm(body.norm))
+
+
+def _read_layer(layer: nn.Module, shape: LayerShape, kind: str) -> LayerParts:
+    attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
+    norms = {
+        name: _norm(getattr(layer, name)) if hasattr(layer, name) else None
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+    }
+    sandwiched = norms["post_feedforward_layernorm"] is not None
+    after_attention = norms["post_attention_layernorm"] if sandwiched else None
+    before_mlp = norms["pre_feedforward_layernorm"] if sandwiched else norms["post_attention_layernorm"]
+    activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))).__name__)
+    if activation is None:
+        raise Unfusable(f"its feed-forward layers ({type(mlp).__name__}) have an activation without a kernel")
+    return LayerParts(
+        kind,
+        shape,
+        norms["input_layernorm"],
+        _joined(attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"]),
+        _head_norm(attention, shape),
+        _joined(attention, ["o_proj"], ["dense"]),
+        after_attention,
+        before_mlp,
+        _joined(mlp, ["gate_up_proj"], ["gate_proj", "up_proj"]),
+        activation,
+        _joined(mlp, ["down_proj"]),
+        norms["post_feedforward_layernorm"],
+        float(getattr(layer, "residual_multiplier", 1.0)),
+    )
+
+
+def _child(module: nn.Module, name: str) -> nn.Module:
+    child = getattr(module, name, None)
+    if not isinstance(child, nn.Module):
+        raise Unfusable(f"{type(module).__name__} has no {name}")
+    return child
+
+
+def _joined(owner: nn.Module, *choices: list[str]) -> Linears:
+    """The product of the first choice of linear layers that the owner has, their weights in one storage."""
+    for names in choices:
+        modules = [getattr(owner, name, None) for name in names]
+        if any(module is None for module in modules):
+            continue
+        parts = [_linear(module) for module in modules]  # type: ignore[arg-type]
+        linears = [linear for linear, _ in parts]
+        biases = [linear.bias for linear in linears]
+        if len({bias is None for bias in biases}) > 1:
+            raise Unfusable(f"only some of {', '.join(names)} have a bias")
+        adapters, start = [], 0
+        for linear, added in parts:
+            end = start + linear.out_features
+            adapters += [Adapter(a, b, scale, start, end) for a, b, scale in added]
+            start = end
+        return Linears([l.weight for l in linears], None if biases[0] is None else biases, adapters)
+    raise Unfusable(f"{type(owner).__name__} has no linear layers {' or '.join(', '.join(c) for c in choices)}")
+
+
+def _linear(module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, nn.Linear, float]]]:
+    """A linear layer and what PEFT's LoRA adds to it: (A, B, scale) of each active adapter."""
+    if type(module) is nn.Linear:
+        return module, []
+    base: Any = getattr(module, "base_layer", None)
+    if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
+        raise Unfusable(f"{type(module).__name__} is not a linear layer that is known")
+    layer: Any = module
+    if layer.merged or any(layer.use_dora.get(name, False) for name in layer.active_adapters):
+        raise Unfusable("its adapters are merged already, or are not plain LoRA")
+    if layer.disable_adapters:
+        return base, []
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if any(layer.lora_B[name].bias is not None for name in active):
+        raise Unfusable("its adapters have a bias")
+    return base, [(layer.lora_A[name], layer.lora_B[name], float(layer.scaling[name])) for name in active]
+
+
+@torch.no_grad()
+def join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor that holds all of them; each goes on as a view of its part. Nothing is copied if they lie so already."""
+    first = parameters[0].data
+    ends, together = first.data_ptr(), True
+    for parameter in parameters:
+        together &= parameter.data_ptr() == ends and parameter.is_contiguous()
+        together &= parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        ends += parameter.numel() * parameter.element_size()
+    rows = sum(p.shape[0] for p in parameters)
+    if together:
+        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, whole.split([p.shape[0] for p in parameters])):
+        parameter.data = part
+    return whole
+
+
+def _norm(module: nn.Module) -> Norm:
+    """An RMS norm as the module computes it: which way of applying the weight is seen by trying."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or eps is None or getattr(module, "bias", None) is not None:
+        raise Unfusable(f"{type(module).__name__} is not an RMS norm")
+    x = torch.linspace(-2.0, 3.0, 4 * weight.shape[0], device=weight.device).view(4, -1).to(weight.dtype)
+    with torch.no_grad():
+        found = module(x).float()
+    wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    tries = {
+        ROUNDED: wide.to(x.dtype) * weight.data,
+        WIDE: (wide * weight.data.float()).to(x.dtype),
+        OFFSET: (wide * (1.0 + weight.data.float())).to(x.dtype),
+    }
+    gaps = {kind: (found - guess.float()).abs().max().item() for kind, guess in tries.items()}
+    kind = min(gaps, key=lambda k: gaps[k])
+    if not gaps[kind] <= 0.02 * found.abs().max().item():
+        raise Unfusable(f"{type(module).__name__} is not an RMS norm that has a kernel")
+    return Norm(weight, float(eps), kind)
+
+
+def _head_norm(attention: nn.Module, shape: LayerShape) -> HeadNorm | None:
+    modules = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if modules[0] is None and modules[1] is None:
+        return None
+    if modules[0] is None or modules[1] is None:
+        raise Unfusable("only queries or only keys are normalised")
+    query, key = _norm(modules[0]), _norm(modules[1])
+    if query.weight.numel() != shape.key[1] or key.weight.numel() != shape.key[1]:
+        raise Unfusable("queries are normalised over all heads together")
+    if (query.eps, query.kind) != (key.eps, key.kind):
+        raise Unfusable("queries and keys are normalised differently")
+    return HeadNorm(query.weight, key.weight, query.eps, query.kind)
+
+
+def _embedding_factor(module: nn.Module, policy: Policy) -> float:
+    if not isinstance(module, nn.Embedding):
+        raise Unfusable(f"its embedding is a {type(module).__name__}, not a plain table")
+    factor = float(getattr(policy.config, "embedding_multiplier", None) or 1.0)
+    scale = getattr(module, "embed_scale", None)
+    return factor if scale is None else factor * float(torch.as_tensor(scale).to(policy.dtype))
+
+
+def _check_rotation(body: Any) -> None:
+    rotary = getattr(body, "rotary_emb", None)
+    if rotary is None:
+        raise Unfusable("it has no rotary embedding")
+    types = getattr(rotary, "rope_type", "default")
+    unknown = set(types.values() if isinstance(types, dict) else [types]) - STATIC_ROTATIONS
+    if unknown:
+        raise Unfusable(f"its rotary embedding is of type {', '.join(sorted(map(str, unknown)))}")
+
+
+@torch.no_grad()
+def rotary_table(policy: Policy, kind: str, positions: int) -> Rotary:
+    """The model's own cos and sin for positions 0, 1, …"""
+    rotary = policy.body.rotary_emb
+    at = torch.arange(positions, device=policy.device)[None]
+    like = torch.empty(1, dtype=policy.dtype, device=policy.device)
+    takes_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+    cos, sin = rotary(like, at, kind) if takes_kind else rotary(like, at)
+    return Rotary(cos[0].contiguous(), sin[0].contiguous())
