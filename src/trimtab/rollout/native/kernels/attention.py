@@ -24,21 +24,12 @@ import triton
 import triton.language as tl
 
 from trimtab.model.attention import Rules
+from trimtab.model.kernels.shared import weighted
 from trimtab.model.parts import HeadNorm, Rotary
 from trimtab.rollout.native.kernels.chain import follow, launch_options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
-
-
-@triton.jit
-def weighted(x, weight, dtype: tl.constexpr, KIND: tl.constexpr):
-    """A normalised float32 value times its weight, rounded where the model rounds."""
-    if KIND == 1:
-        return (x.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
-    if KIND == 3:
-        return (x * (1.0 + weight.to(tl.float32))).to(dtype).to(tl.float32)
-    return (x * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from trimtab.model.kernels.shared import activate, weighted
 from trimtab.model.parts import Norm
-from trimtab.rollout.native.kernels.attention import weighted
 from trimtab.rollout.native.kernels.chain import follow, launch_options
 
 
@@ -48,15 +48,6 @@ def _residual(
     if PRE_KIND > 0:
         residual = _rms(residual, e, PRE, pre_eps, E, dtype, PRE_KIND)
     tl.store(OUT + b * E + e, residual.to(dtype), mask=e < E)
-
-
-@triton.jit
-def activate(x, ACT: tl.constexpr):
-    """SiLU (0) or GELU by tanh (1) of a float32."""
-    if ACT == 0:
-        return x * tl.sigmoid(x)
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x * tl.sigmoid(2.0 * inner)
 
 
 @triton.jit

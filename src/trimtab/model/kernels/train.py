@@ -1,0 +1,296 @@
+"""The small steps between the matrix products of a decoder layer, forward and backward, one launch each.
+
+The residual and its gradient are float32; everything else has the model's type and is rounded where transformers' modules round.
+Gradients of norm weights are summed by a fixed number of programs, each over every so-manieth token in order, and the sums of the
+programs are added up in order: the same input gives the same bits.
+
+Shapes: T tokens, E hidden size, F feed-forward size, H query heads, K key/value heads, D head size, P programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from trimtab.model.kernels.shared import activate, weighted
+from trimtab.model.parts import HeadNorm, Norm, Rotary
+
+PROGRAMS = 528
+"""Of kernels that sum over tokens: four for each multiprocessor of an H200."""
+
+
+@triton.jit
+def _factors(w, KIND: tl.constexpr):
+    """What a norm multiplies the normalised value by."""
+    w = w.to(tl.float32)
+    return 1.0 + w if KIND == 3 else w
+
+
+@triton.jit
+def _add_norm(
+    RES, X, OUT_RES, OUT, POST, PRE, SCALES, POST_SCALES, post_eps, pre_eps, factor, E: tl.constexpr, EP: tl.constexpr,
+    HAS_RES: tl.constexpr, FACTOR: tl.constexpr, POST_KIND: tl.constexpr, PRE_KIND: tl.constexpr,
+):  # fmt: skip
+    """residual + factor * post_norm(x), and its pre_norm."""
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    dtype: tl.constexpr = OUT.dtype.element_ty
+    x = tl.load(X + t * E + e, mask=e < E, other=0.0).to(tl.float32)
+    if POST_KIND > 0:
+        scale = tl.rsqrt(tl.sum(x * x, 0) / E + post_eps)
+        tl.store(POST_SCALES + t, scale)
+        x = weighted(x * scale, tl.load(POST + e, mask=e < E, other=0.0), dtype, POST_KIND)
+    if FACTOR:
+        x = (x * factor).to(dtype).to(tl.float32)
+    if HAS_RES:
+        x += tl.load(RES + t * E + e, mask=e < E, other=0.0)
+    tl.store(OUT_RES + t * E + e, x, mask=e < E)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / E + pre_eps)
+    tl.store(SCALES + t, scale)
+    y = weighted(x * scale, tl.load(PRE + e, mask=e < E, other=0.0), dtype, PRE_KIND)
+    tl.store(OUT + t * E + e, y.to(dtype), mask=e < E)
+
+
+@triton.jit
+def _add_norm_back(
+    DY, DRES, OUT_RES, X, POST, PRE, SCALES, POST_SCALES, OUT_DRES, DX, DPRE, DPOST, tokens, factor, E: tl.constexpr,
+    EP: tl.constexpr, HAS_RES: tl.constexpr, HAS_DRES: tl.constexpr, POST_KIND: tl.constexpr, PRE_KIND: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the residual, of x and of both weights; `P` programs share the tokens."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    e = tl.arange(0, EP)
+    pre = _factors(tl.load(PRE + e, mask=e < E, other=0.0), PRE_KIND)
+    post = pre
+    if POST_KIND > 0:
+        post = _factors(tl.load(POST + e, mask=e < E, other=0.0), POST_KIND)
+    sum_pre, sum_post = tl.zeros([EP], tl.float32), tl.zeros([EP], tl.float32)
+    for t in range(program, tokens, programs):
+        at = (tl.zeros((), tl.int64) + t) * E + e
+        residual, scale = tl.load(OUT_RES + at, mask=e < E, other=0.0), tl.load(SCALES + t)
+        dy = tl.load(DY + at, mask=e < E, other=0.0).to(tl.float32)
+        sum_pre += dy * residual * scale
+        g, unit = dy * pre, residual * scale
+        d = scale * (g - unit * (tl.sum(g * unit, 0) / E))
+        if HAS_DRES:
+            d += tl.load(DRES + at, mask=e < E, other=0.0)
+        if HAS_RES:
+            tl.store(OUT_DRES + at, d, mask=e < E)
+        d = d * factor
+        if POST_KIND > 0:
+            scale = tl.load(POST_SCALES + t)
+            unit = tl.load(X + at, mask=e < E, other=0.0).to(tl.float32) * scale
+            sum_post += d * unit
+            g = d * post
+            d = scale * (g - unit * (tl.sum(g * unit, 0) / E))
+        tl.store(DX + at, d.to(DX.dtype.element_ty), mask=e < E)
+    tl.store(DPRE + program * E + e, sum_pre, mask=e < E)
+    if POST_KIND > 0:
+        tl.store(DPOST + program * E + e, sum_post, mask=e < E)
+
+
+@triton.jit
+def _slope(x, ACT: tl.constexpr):
+    """Derivative of the activation."""
+    if ACT == 0:
+        s = tl.sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    inner = 2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    s = tl.sigmoid(inner)
+    return s + x * s * (1.0 - s) * 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
+
+
+@triton.jit
+def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr):
+    """act(gate) * up, where a row holds gate and then up."""
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * N + tl.arange(0, N)
+    dtype: tl.constexpr = X.dtype.element_ty
+    gate = tl.load(X + t * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(X + t * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    gate = activate(gate, ACT).to(dtype).to(tl.float32)
+    tl.store(OUT + t * F + f, (gate * up).to(dtype), mask=f < F)
+
+
+@triton.jit
+def _gated_back(X, DY, DX, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr):
+    """Gradients of gate and up, and the product of both again."""
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * N + tl.arange(0, N)
+    dtype: tl.constexpr = X.dtype.element_ty
+    gate = tl.load(X + t * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(X + t * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    dy = tl.load(DY + t * F + f, mask=f < F, other=0.0).to(tl.float32)
+    active = activate(gate, ACT).to(dtype).to(tl.float32)
+    tl.store(OUT + t * F + f, (active * up).to(dtype), mask=f < F)
+    tl.store(DX + t * 2 * F + f, (dy * up * _slope(gate, ACT)).to(dtype), mask=f < F)
+    tl.store(DX + t * 2 * F + F + f, (dy * active).to(dtype), mask=f < F)
+
+
+@triton.jit
+def _turn(
+    X, OUT, POS, COS, SIN, QN, KN, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Queries and keys of one token normalised and rotated, its values as they are."""
+    t = tl.program_id(0).to(tl.int64)
+    n, d = tl.arange(0, HP)[:, None], tl.arange(0, DP)[None, :]
+    dtype: tl.constexpr = X.dtype.element_ty
+    at = t * (H + 2 * K) * D + n * D
+    real, turned = (n < H + 2 * K) & (d < D), n < H + K
+    half: tl.constexpr = RD // 2
+    pair = tl.where(d < half, d + half, tl.where(d < RD, d - half, d))
+    raw = tl.load(X + at + d, mask=real, other=0.0)
+    x = raw.to(tl.float32)
+    y = tl.load(X + at + pair, mask=real, other=0.0).to(tl.float32)
+    if NORM > 0:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = weighted(x * scale, _head_weight(QN, KN, n, d, H, D), dtype, NORM)
+        y = weighted(y * scale, _head_weight(QN, KN, n, pair, H, D), dtype, NORM)
+    pos = tl.load(POS + t)
+    cos = tl.load(COS + pos * RD + d, mask=d < RD, other=1.0).to(tl.float32)
+    sin = tl.load(SIN + pos * RD + d, mask=d < RD, other=0.0).to(tl.float32)
+    x = (x * cos).to(dtype).to(tl.float32) + (tl.where(d < half, -y, y) * sin).to(dtype).to(tl.float32)
+    tl.store(OUT + at + d, tl.where(turned, x.to(dtype), raw), mask=real)
+
+
+@triton.jit
+def _head_weight(QN, KN, n, d, H: tl.constexpr, D: tl.constexpr):
+    query = tl.load(QN + d, mask=d < D, other=0.0)
+    return tl.where(n < H, query, tl.load(KN + d, mask=d < D, other=0.0))
+
+
+@triton.jit
+def _turn_back(
+    X, DY, DX, POS, COS, SIN, QN, KN, DQN, DKN, tokens, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Gradient of what `_turn` read; `P` programs share the tokens."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    n, d = tl.arange(0, HP)[:, None], tl.arange(0, DP)[None, :]
+    real, turned = (n < H + 2 * K) & (d < D), n < H + K
+    half: tl.constexpr = RD // 2
+    pair = tl.where(d < half, d + half, tl.where(d < RD, d - half, d))
+    sum_q, sum_k = tl.zeros([DP], tl.float32), tl.zeros([DP], tl.float32)
+    for t in range(program, tokens, programs):
+        at = (tl.zeros((), tl.int64) + t) * (H + 2 * K) * D + n * D
+        raw = tl.load(DY + at + d, mask=real, other=0.0)
+        pos = tl.load(POS + t)
+        cos = tl.load(COS + pos * RD + d, mask=d < RD, other=1.0).to(tl.float32)
+        # Of a pair the other one took this one in with its own sine, the second with a plus.
+        sin = tl.load(SIN + pos * RD + pair, mask=d < RD, other=0.0).to(tl.float32)
+        other = tl.load(DY + at + pair, mask=real, other=0.0).to(tl.float32) * sin
+        g = raw.to(tl.float32) * cos + tl.where(d < half, other, -other)
+        if NORM > 0:
+            x = tl.load(X + at + d, mask=real, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+            unit = x * scale
+            sums = tl.where(turned & real, g * unit, 0.0)
+            sum_q += tl.sum(tl.where(n < H, sums, 0.0), 0)
+            sum_k += tl.sum(tl.where(n < H, 0.0, sums), 0)
+            g = g * _factors(_head_weight(QN, KN, n, d, H, D), NORM)
+            g = scale * (g - unit * (tl.sum(g * unit, 1) / D)[:, None])
+        tl.store(DX + at + d, tl.where(turned, g.to(raw.dtype), raw), mask=real)
+    if NORM > 0:
+        d1 = tl.arange(0, DP)
+        tl.store(DQN + program * D + d1, sum_q, mask=d1 < D)
+        tl.store(DKN + program * D + d1, sum_k, mask=d1 < D)
+
+
+def _warps(size: int) -> int:
+    return 4 if size <= 2048 else 8
+
+
+def add_norm(
+    residual_TE: torch.Tensor | None, x_TE: torch.Tensor, pre: Norm, post: Norm | None, factor: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The new residual, its norm, and the scales that the backward pass needs (of `pre` and of `post`)."""
+    tokens, size = x_TE.shape
+    out_residual = torch.empty((tokens, size), dtype=torch.float32, device=x_TE.device)
+    out, block = torch.empty_like(x_TE), triton.next_power_of_2(size)
+    scales = torch.empty((2, tokens), dtype=torch.float32, device=x_TE.device)
+    _add_norm[(tokens,)](
+        x_TE if residual_TE is None else residual_TE, x_TE, out_residual, out, post.weight if post else x_TE, pre.weight,
+        scales[0], scales[1], post.eps if post else 0.0, pre.eps, factor, E=size, EP=block, HAS_RES=residual_TE is not None,
+        FACTOR=factor != 1.0, POST_KIND=post.kind if post else 0, PRE_KIND=pre.kind, num_warps=_warps(block),
+    )  # fmt: skip
+    return out_residual, out, scales[0], scales[1]
+
+
+def add_norm_back(
+    dy_TE: torch.Tensor, dresidual_TE: torch.Tensor | None, out_residual_TE: torch.Tensor, x_TE: torch.Tensor,
+    scales_T: torch.Tensor, post_scales_T: torch.Tensor, pre: Norm, post: Norm | None, factor: float, has_residual: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Gradients of the residual, of x, of the weight of `pre` and of that of `post`."""
+    tokens, size = dy_TE.shape
+    programs, block = min(tokens, PROGRAMS), triton.next_power_of_2(size)
+    dx = torch.empty_like(x_TE)
+    dresidual = torch.empty_like(out_residual_TE) if has_residual else None
+    sums = torch.empty((2 if post else 1, programs, size), dtype=torch.float32, device=dy_TE.device)
+    _add_norm_back[(programs,)](
+        dy_TE, dy_TE if dresidual_TE is None else dresidual_TE, out_residual_TE, x_TE, post.weight if post else x_TE,
+        pre.weight, scales_T, post_scales_T, dx if dresidual is None else dresidual, dx, sums[0], sums[-1], tokens, factor,
+        E=size, EP=block, HAS_RES=has_residual, HAS_DRES=dresidual_TE is not None, POST_KIND=post.kind if post else 0,
+        PRE_KIND=pre.kind, num_warps=_warps(block),
+    )  # fmt: skip
+    dpre, *dpost = sums.sum(1)
+    return dresidual, dx, dpre, dpost[0] if dpost else None
+
+
+def gated(x_T2F: torch.Tensor, activation: int) -> torch.Tensor:
+    """act(gate) * up."""
+    out = x_T2F.new_empty((x_T2F.shape[0], x_T2F.shape[1] // 2))
+    size = out.shape[1]
+    block = min(1024, triton.next_power_of_2(size))
+    _gated[(out.shape[0], triton.cdiv(size, block))](x_T2F, out, F=size, N=block, ACT=activation, num_warps=4)
+    return out
+
+
+def gated_back(x_T2F: torch.Tensor, dy_TF: torch.Tensor, activation: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of gate and up, and act(gate) * up."""
+    dx, out, size = torch.empty_like(x_T2F), torch.empty_like(dy_TF), dy_TF.shape[1]
+    block = min(1024, triton.next_power_of_2(size))
+    _gated_back[(out.shape[0], triton.cdiv(size, block))](
+        x_T2F, dy_TF, dx, out, F=size, N=block, ACT=activation, num_warps=4
+    )
+    return dx, out
+
+
+def turn(
+    qkv_TX: torch.Tensor, positions_T: torch.Tensor, heads: int, kv_heads: int, rotary: Rotary, norm: HeadNorm | None
+) -> torch.Tensor:
+    """[T, H + 2K, D] queries and keys ready for attention, and values, from the projections of a packed row."""
+    tokens, size = qkv_TX.shape[0], qkv_TX.shape[1] // (heads + 2 * kv_heads)
+    out = qkv_TX.new_empty((tokens, heads + 2 * kv_heads, size))
+    _turn[(tokens,)](
+        qkv_TX, out, positions_T, rotary.cos, rotary.sin, norm.query if norm else qkv_TX, norm.key if norm else qkv_TX,
+        norm.eps if norm else 0.0, **_turning(heads, kv_heads, size, rotary, norm),
+    )  # fmt: skip
+    return out
+
+
+def turn_back(
+    dy_TND: torch.Tensor, qkv_TX: torch.Tensor | None, positions_T: torch.Tensor, heads: int, kv_heads: int,
+    rotary: Rotary, norm: HeadNorm | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Gradients of the projections and, where heads are normalised, of the norms' weights."""
+    tokens, size = dy_TND.shape[0], dy_TND.shape[2]
+    programs = min(tokens, PROGRAMS)
+    dx = dy_TND.new_empty((tokens, dy_TND.shape[1] * size))
+    sums = torch.empty((2, programs if norm else 0, size), dtype=torch.float32, device=dy_TND.device)
+    _turn_back[(programs,)](
+        dy_TND if qkv_TX is None else qkv_TX, dy_TND, dx, positions_T, rotary.cos, rotary.sin, norm.query if norm else dy_TND,
+        norm.key if norm else dy_TND, sums[0], sums[1], tokens, norm.eps if norm else 0.0,
+        **_turning(heads, kv_heads, size, rotary, norm),
+    )  # fmt: skip
+    if norm is None:
+        return dx, None, None
+    dquery, dkey = sums.sum(1)
+    return dx, dquery, dkey
+
+
+def _turning(heads: int, kv_heads: int, size: int, rotary: Rotary, norm: HeadNorm | None) -> dict[str, int]:
+    return {
+        "H": heads, "K": kv_heads, "HP": triton.next_power_of_2(heads + 2 * kv_heads), "D": size,
+        "DP": triton.next_power_of_2(size), "RD": rotary.cos.shape[-1], "NORM": norm.kind if norm else 0, "num_warps": 4,
+    }  # fmt: skip

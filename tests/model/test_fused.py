@@ -1,0 +1,112 @@
+"""The fused training forward and its gradient against the model's own modules in float64, for every architecture it serves.
+
+Without a CUDA device the kernels run in Triton's interpreter, with one they are compiled.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from trimtab.model.fused import FusedForward  # noqa: E402
+from trimtab.model.packed import PackedPlan  # noqa: E402
+from trimtab.model.parts import KNOWN, Unfusable  # noqa: E402
+from trimtab.model.policy import Policy  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LENGTHS = [5, 3, 4]
+
+
+def row(policy: Policy) -> tuple[torch.Tensor, PackedPlan]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, policy.config.vocab_size, (sum(LENGTHS),), generator=generator)
+    return tokens.to(DEVICE), PackedPlan(LENGTHS, DEVICE, prefixes=[None, 0, None])
+
+
+def gradients(policy: Policy, forward) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Hidden states, and the gradient of a sum over them with weights of both signs."""
+    tokens, plan = row(policy)
+    hidden = forward(tokens, plan)
+    weights = torch.linspace(-1.0, 1.0, hidden.numel(), device=DEVICE, dtype=hidden.dtype).view_as(hidden)
+    (hidden * weights).sum().backward()
+    found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    policy.model.zero_grad()
+    return hidden.detach(), found
+
+
+def both(model) -> tuple[Policy, Policy]:
+    """The model in float32 and, with the same weights, in float64."""
+    exact = Policy(copy.deepcopy(model).double().to(DEVICE), check=False)
+    return Policy(model.float().to(DEVICE), check=False), exact
+
+
+def compare(policy: Policy, exact: Policy) -> None:
+    fused = FusedForward(policy)
+    hidden, grads = gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, max(LENGTHS) * 2, plan))
+    expected, exact_grads = gradients(exact, lambda tokens, plan: exact.hidden(tokens, plan.positions, plan))
+    torch.testing.assert_close(hidden.double(), expected, atol=2e-5, rtol=2e-5)
+    assert grads.keys() == exact_grads.keys()
+    for name, grad in grads.items():
+        size = exact_grads[name].abs().max().item()
+        torch.testing.assert_close(grad.double(), exact_grads[name], atol=2e-5 * max(size, 1e-3), rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("architecture", sorted(KNOWN))
+def test_gradient_equals_the_models_own(architecture: str) -> None:
+    compare(*both(tiny_model(architecture, num_hidden_layers=2)))
+
+
+def test_checkpointing_changes_nothing() -> None:
+    policy, _ = both(tiny_model("qwen2", num_hidden_layers=2))
+    fused = FusedForward(policy)
+
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan))
+
+    (plain, plain_grads) = run()
+    policy.model.gradient_checkpointing_enable()
+    hidden, grads = run()
+    assert torch.equal(hidden, plain)
+    assert grads.keys() == plain_grads.keys()
+    assert all(torch.equal(grads[name], plain_grads[name]) for name in grads)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_adapters_have_the_gradient_and_frozen_weights_none(architecture: str) -> None:
+    model = tiny_model(architecture, num_hidden_layers=2)
+    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", init_lora_weights=False))
+    policy, exact = both(model)
+    compare(policy, exact)
+    assert all("lora" in name for name, p in policy.model.named_parameters() if p.requires_grad)
+
+
+def test_frozen_parts_have_no_gradient() -> None:
+    model = tiny_model("qwen3", num_hidden_layers=2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "v_proj" in name or "q_norm" in name or "layernorm" in name
+    compare(*both(model))
+
+
+def test_a_row_sums_to_the_gradient_of_its_parts() -> None:
+    """More tokens than programs: every one of them is counted once."""
+    from trimtab.model.kernels import train
+
+    policy, _ = both(tiny_model("gemma3_text", num_hidden_layers=1))
+    fused = FusedForward(policy)
+    whole = gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "PROGRAMS", 5)
+        parts = gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan))
+    assert torch.equal(whole[0], parts[0])
+    torch.testing.assert_close(whole[1], parts[1], atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_not_served_is_said() -> None:
+    with pytest.raises(Unfusable, match="not among the architectures"):
+        FusedForward(Policy(tiny_model("olmo2", num_hidden_layers=1).to(DEVICE), check=False))
