@@ -238,15 +238,18 @@ def _load_policies(
             policy = Policy(add_adapters(model, config.model.lora, config.learn.seed))
         else:
             policy = Policy(load_adapters(model, checkpoint))
+        policy.fuse()
         return policy, WithoutAdapters(policy) if config.learn.kl.coef > 0 else None
     source = config.model
     if checkpoint is not None:
         source = Model(path=str(checkpoint), dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
     policy = Policy(load_model(source, device))
+    policy.fuse()
     reference = None
     if config.learn.kl.coef > 0:
         frozen = load_model(config.model, device).requires_grad_(False)
         reference = Policy(frozen, check=False)
+        reference.fuse()
     return policy, reference
 
 
@@ -305,6 +308,7 @@ def _card(
         device_total_gib=total,
         host_total_gib=psutil.virtual_memory().total / GIB,
         engine=engine.path,
+        update=policy.path,
         choices=[(c.key, c.value, c.why) for c in choices],
         resumed_from=done,
     )

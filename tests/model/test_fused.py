@@ -14,10 +14,10 @@ from tiny import tiny_model
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from trimtab.model.fused import FusedForward  # noqa: E402
-from trimtab.model.packed import PackedPlan  # noqa: E402
-from trimtab.model.parts import KNOWN, Unfusable  # noqa: E402
-from trimtab.model.policy import Policy  # noqa: E402
+from trimtab.model.fused import FusedForward
+from trimtab.model.packed import PackedPlan
+from trimtab.model.parts import KNOWN, Unfusable
+from trimtab.model.policy import Policy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = [5, 3, 4]

@@ -1,8 +1,8 @@
 """A packed forward pass for training with as few launches and as little kept as the gradient allows.
 
-A layer is four matrix products, attention, and between them single kernels (kernels/train.py). Kept for the backward pass are: the
-residual at both norms, in float32; the inputs of the query-key-value, output and gate-up products; what attention keeps; and
-gate and up, from which their product is made again. Products that read one input are one product (parts.py), and one product is
+A layer is four matrix products, attention, and between them single kernels (kernels/train.py). Kept for the backward pass are the
+residual at both norms, in float32; the inputs of the query-key-value, output and gate-up products; what attention keeps; gate
+and up, from which their product is made again. Products that read one input are one product (parts.py), and one product is
 their gradient. Adapters are applied beside the products and have their own gradients; frozen weights have none.
 
 The residual is float32 here as in the engine, so what is sampled and what is trained differ by less than in the model's own
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.model.attention import AttentionPlan
 from trimtab.model.kernels import train as kernels
-from trimtab.model.parts import HeadNorm, LayerParts, Linears, Norm, Rotary, Unfusable, read_parts, rotary_table
+from trimtab.model.parts import HeadNorm, Linears, Norm, Rotary, Unfusable, look_at, read_parts, rotary_table
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 
@@ -34,16 +34,25 @@ class FusedForward:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.parts = read_parts(policy, layer_shapes(policy))
+        self._shapes = layer_shapes(policy)
         self._rotaries: dict[str, Rotary] = {}
+        self._read()
         for layer in self.parts.layers:
             if layer.before_attention is None or layer.before_mlp is None:
                 raise Unfusable("its layers do not begin with norms")
             if layer.shape.key != layer.shape.value:
                 raise Unfusable("its keys and values are of different sizes")
 
-    def __call__(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, longest: int, plan: AttentionPlan) -> torch.Tensor:
+    def _read(self) -> None:
+        self.parts = read_parts(self.policy, self._shapes)
+        self._known_model = look_at(self.policy.model)
+
+    def __call__(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, longest: int, plan: AttentionPlan
+    ) -> torch.Tensor:
         """[T, E]; no sequence of the row has more than `longest` tokens."""
+        if look_at(self.policy.model) != self._known_model:  # parameters were put elsewhere, or adapters switched
+            self._read()
         self._know_positions(longest)
         x_TE = F.embedding(tokens_T, self.parts.embedding)
         if self.parts.factor != 1.0:
@@ -55,7 +64,14 @@ class FusedForward:
         for index in range(len(self.parts.layers)):
             if remember:
                 residual_TE, x_TE = checkpoint(
-                    self._layer, index, residual_TE, x_TE, positions_T, plan, use_reentrant=False, preserve_rng_state=False
+                    self._layer,
+                    index,
+                    residual_TE,
+                    x_TE,
+                    positions_T,
+                    plan,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
             else:
                 residual_TE, x_TE = self._layer(index, residual_TE, x_TE, positions_T, plan)
@@ -68,7 +84,8 @@ class FusedForward:
         heads, (kv_heads, _) = layer.shape.heads, layer.shape.key
         qkv_TX = _product(x_TE, layer.qkv)
         qkv_TND = _turn(qkv_TX, positions_T, heads, kv_heads, self._rotaries[layer.kind], layer.head_norm)
-        attended = plan.attend(index, *qkv_TND.split((heads, kv_heads, kv_heads), 1), layer.shape.rules)
+        q_THD, k_TKD, v_TKD = qkv_TND.split((heads, kv_heads, kv_heads), 1)
+        attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.shape.rules)
         out_TE = _product(attended.flatten(1), layer.output)
         assert layer.before_mlp is not None
         residual_TE, x_TE = _add_norm(residual_TE, out_TE, layer.before_mlp, layer.after_attention, layer.factor)

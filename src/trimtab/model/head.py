@@ -1,7 +1,8 @@
 """Log-probs and entropy straight from hidden states, a chunk of tokens at a time, forward and backward.
 
 Logits of a whole batch never exist: a chunk's logits are made, reduced to two numbers a token, and thrown away; the backward
-pass makes them again. Sums run in float32 (or wider, if the model is). There is no other path.
+pass makes them again. Sums run in float32 (or wider, if the model is). On CUDA in half precision kernels do it (kernels/head.py),
+and not even a chunk's logits are stored; in the backward pass only a chunk's gradient is.
 
 With z the logits at the sampling temperature, lse = log sum exp z, p = exp(z - lse), y the target:
   log-prob  l = z_y - lse                 dl/dz = 1[y] - p
@@ -11,6 +12,7 @@ With z the logits at the sampling temperature, lse = log sum exp z, p = exp(z - 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,15 @@ class TokenStats(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+
+
+class Transform(NamedTuple):
+    """What becomes of the product of hidden states and weights on its way to a logit at the sampling temperature."""
+
+    bias_V: torch.Tensor | None
+    scale: float
+    softcap: float | None
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,9 @@ class Head:
             z = torch.tanh(z / self.softcap) * self.softcap
         return z if temperature == 1.0 else z / temperature
 
+    def transform(self, temperature: float) -> Transform:
+        return Transform(self.bias_V, self.scale, self.softcap, temperature)
+
     def token_stats(
         self, hidden_TE: torch.Tensor, targets_T: torch.Tensor, temperature: float, chunk: int
     ) -> TokenStats:
@@ -69,14 +83,13 @@ class _ChunkedStats(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        lse = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
-        logprobs, entropy = torch.empty_like(lse), torch.empty_like(lse)
-        for part in _chunks(hidden.shape[0], chunk):
-            z = head.logits(hidden[part], temperature)
-            lse[part] = torch.logsumexp(z, -1)
-            logprobs[part] = z.gather(1, targets[part, None])[:, 0] - lse[part]
-            entropy[part] = lse[part] - (torch.exp(z - lse[part, None]) * z).sum(-1)
+        if _has_kernels(hidden, weight):
+            from trimtab.model.kernels.head import reduce_logits
+
+            lse, chosen, mean = reduce_logits(hidden, weight, targets, head.transform(temperature))
+            logprobs, entropy = chosen - lse, lse - mean
+        else:
+            lse, logprobs, entropy = _reduce_chunks(hidden, targets, head, temperature, chunk)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.head, ctx.temperature, ctx.chunk = head, temperature, chunk
         ctx.set_materialize_grads(False)
@@ -84,30 +97,16 @@ class _ChunkedStats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        head, wide = ctx.head, lse.dtype
-        grad_logprob, grad_entropy = (torch.zeros_like(lse) if g is None else g for g in grads)
-        through_entropy = grads[1] is not None
+        hidden, weight, bias, _, lse, _ = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        narrow = hidden.dtype
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        logits_grad = _tiled_grad if _has_kernels(hidden, weight) else _chunk_grad
         for part in _chunks(hidden.shape[0], ctx.chunk):
-            z = head.logits(hidden[part], ctx.temperature)
-            p = torch.exp(z - lse[part, None])
-            slope = -grad_logprob[part, None]
-            if through_entropy:
-                slope = slope - grad_entropy[part, None] * (z - (lse - entropy)[part, None])
-            grad_z = p.mul_(slope)
-            grad_z.scatter_add_(1, targets[part, None], grad_logprob[part, None])
-            grad_z /= ctx.temperature
-            if head.softcap is not None:
-                grad_z *= 1 - (z * ctx.temperature / head.softcap) ** 2
-            grad_z *= head.scale
-            grad_z = grad_z.to(narrow)
+            grad_z = logits_grad(ctx, part, *grads)
             grad_hidden[part] = grad_z @ weight
             if grad_weight is not None:
-                grad_weight += grad_z.t() @ hidden[part]
+                _add_product(grad_weight, grad_z.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0)
         return (
@@ -119,6 +118,70 @@ class _ChunkedStats(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _has_kernels(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """True where tiles are read by descriptors: half precision on CUDA, rows that begin at multiples of 16 bytes."""
+    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype
+    aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0
+    return half and aligned and find_spec("triton") is not None
+
+
+def _reduce_chunks(
+    hidden: torch.Tensor, targets: torch.Tensor, head: Head, temperature: float, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-sum-exp, log-prob and entropy of each token."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    lse, logprobs, entropy = torch.empty((3, hidden.shape[0]), dtype=wide, device=hidden.device)
+    for part in _chunks(hidden.shape[0], chunk):
+        z = head.logits(hidden[part], temperature)
+        lse[part] = torch.logsumexp(z, -1)
+        logprobs[part] = z.gather(1, targets[part, None])[:, 0] - lse[part]
+        entropy[part] = lse[part] - (torch.exp(z - lse[part, None]) * z).sum(-1)
+    return lse, logprobs, entropy
+
+
+def _chunk_grad(
+    ctx: Any, part: slice, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradient of a chunk's product of hidden states and weights."""
+    hidden, targets, lse, entropy = (ctx.saved_tensors[i][part] for i in (0, 3, 4, 5))
+    head, temperature = ctx.head, ctx.temperature
+    down = torch.zeros_like(lse) if grad_logprob is None else grad_logprob[part]
+    z = head.logits(hidden, temperature)
+    slope = -down[:, None]
+    if grad_entropy is not None:
+        slope = slope - grad_entropy[part, None] * (z - (lse - entropy)[:, None])
+    grad_z = torch.exp(z - lse[:, None]).mul_(slope)
+    grad_z.scatter_add_(1, targets[:, None], down[:, None])
+    grad_z /= temperature
+    if head.softcap is not None:
+        grad_z *= 1 - (z * temperature / head.softcap) ** 2
+    grad_z *= head.scale
+    return grad_z.to(hidden.dtype)
+
+
+def _tiled_grad(
+    ctx: Any, part: slice, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
+) -> torch.Tensor:
+    """The same, tile by tile."""
+    from trimtab.model.kernels.head import logits_grad
+
+    weight = ctx.saved_tensors[1]
+    hidden, targets, lse, entropy = (ctx.saved_tensors[i][part] for i in (0, 3, 4, 5))
+    down = torch.zeros_like(lse) if grad_logprob is None else grad_logprob[part].contiguous()
+    slope = None if grad_entropy is None else grad_entropy[part].contiguous()
+    out = hidden.new_empty((hidden.shape[0], weight.shape[0]))
+    logits_grad(hidden, weight, targets, ctx.head.transform(ctx.temperature), lse, entropy, down, slope, out)
+    return out
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a b; on CUDA without rounding the product before it is added."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _chunks(total: int, size: int) -> list[slice]:

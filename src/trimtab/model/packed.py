@@ -49,6 +49,11 @@ class PackedPlan:
         ]
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that any segment ends."""
+        return max(before + length for before, length in zip(self._before, self.lengths))
+
     @cached_property
     def positions(self) -> torch.Tensor:
         """Position of every token in its own sequence."""
@@ -107,24 +112,40 @@ class PackedPlan:
         return self._masks[key]
 
     def _flash(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules) -> torch.Tensor:
-        group = q_THD.shape[1] // k_TKD.shape[1]
-        extra: dict[str, Any] = {}
-        if group > 1 and _VARLEN_HAS_GQA:
-            extra["enable_gqa"] = True
-        elif group > 1:
-            k_TKD, v_TKD = k_TKD.repeat_interleave(group, 1), v_TKD.repeat_interleave(group, 1)
         left = -1 if rules.window is None else rules.window - 1
-        out = varlen_attn(
-            q_THD.contiguous(),
-            k_TKD.contiguous(),
-            v_TKD.contiguous(),
-            self._offsets,
-            self._key_offsets,
-            max(self.lengths),
-            max(b + n for b, n in zip(self._before, self.lengths)),
-            scale=rules.scale,
-            window_size=(left, 0),
-            **extra,
-        )
+        where = (self._offsets, self._key_offsets, max(self.lengths), self.longest)
+        if q_THD.shape[1] == k_TKD.shape[1] or _VARLEN_HAS_GQA:
+            grouped: Any = {"enable_gqa": True} if _VARLEN_HAS_GQA else {}
+            out = varlen_attn(q_THD, k_TKD, v_TKD, *where, scale=rules.scale, window_size=(left, 0), **grouped)
+        else:
+            out = _GroupedFlash.apply(q_THD, k_TKD, v_TKD, *where, rules.scale, left)
         assert isinstance(out, torch.Tensor)
         return out
+
+
+class _GroupedFlash(torch.autograd.Function):
+    """`varlen_attn` with fewer key/value heads, which the kernels of torch 2.11 can do and its function does not offer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, key_offsets: torch.Tensor,
+        longest: int, longest_key: int, scale: float, left: int,
+    ) -> torch.Tensor:  # fmt: skip
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, offsets, key_offsets, longest, longest_key, 0.0, left < 0, False, scale=scale, window_size_left=left,
+            window_size_right=0,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse, offsets, key_offsets, state, unused)
+        ctx.settings = (longest, longest_key, scale, left)
+        result: torch.Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, offsets, key_offsets, state, unused = ctx.saved_tensors
+        longest, longest_key, scale, left = ctx.settings
+        found = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), q, k, v, out, lse, offsets, key_offsets, longest, longest_key, 0.0, left < 0, state, unused,
+            scale=scale, window_size_left=left, window_size_right=0,
+        )  # fmt: skip
+        return *found, *[None] * 6

@@ -114,6 +114,13 @@ class ModelParts:
     final: Norm
 
 
+def look_at(model: nn.Module) -> tuple[object, ...]:
+    """What parts rely on beyond the values of parameters: where these are, and which adapters count."""
+    adapters: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
+    states = [(tuple(m.active_adapters), m.disable_adapters, m.merged) for m in adapters]
+    return (*(p.data_ptr() for p in model.parameters()), *states)
+
+
 def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
     body = policy.body
     if policy.config.model_type not in KNOWN:

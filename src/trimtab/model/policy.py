@@ -7,7 +7,8 @@ name before anything is trained.
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,9 @@ from trimtab.errors import ModelError
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.head import Head
 from trimtab.model.packed import PackedPlan
+
+if TYPE_CHECKING:
+    from trimtab.model.fused import FusedForward
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTHS = [7, 12]
@@ -32,6 +36,9 @@ class Policy:
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self.head = self._head()
+        self.path = "the model's own modules"
+        """How packed rows run, and why not faster, in words for the user."""
+        self._fused: FusedForward | None = None
         if check:
             self._check_packing()
         model.train()
@@ -62,6 +69,8 @@ class Policy:
 
     def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Last hidden state of every token of one packed row, [T, E]."""
+        if self._fused is not None and isinstance(plan, PackedPlan):
+            return self._fused(tokens_T, positions_T, plan.longest, plan)
         out = self.body(
             input_ids=tokens_T[None],
             position_ids=positions_T[None],
@@ -71,6 +80,42 @@ class Policy:
         )
         hidden: torch.Tensor = out.last_hidden_state.squeeze(0)
         return hidden
+
+    def fuse(self) -> None:
+        """From now on run packed rows through kernels made for training, where they serve this model on this device and agree
+        with its own modules."""
+        if self.device.type != "cuda" or self.dtype not in (torch.bfloat16, torch.float16):
+            return
+        if find_spec("triton") is None:
+            self.path += ": Triton is not installed"
+            return
+        from trimtab.model.fused import FusedForward
+        from trimtab.model.parts import Unfusable
+
+        own = self._probe()
+        try:
+            self._fused = FusedForward(self)
+        except Unfusable as reason:
+            self.path += f": {reason}"
+            return
+        gap = _distance(self._probe(), own)
+        if gap <= TOLERANCE_NATS[self.dtype]:
+            self.path = "fused layers"
+        else:
+            self._fused = None
+            self.path += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
+
+    @torch.no_grad()
+    def _probe(self) -> torch.Tensor:
+        """Log-probs of two short sequences in one row."""
+        plan = PackedPlan(PROBE_LENGTHS, self.device)
+        hidden = self.hidden(torch.cat(self._probe_rows()), plan.positions, plan)
+        return self.head.logits(hidden).log_softmax(-1)
+
+    def _probe_rows(self) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randint(0, self.config.vocab_size, (n,), generator=generator) for n in PROBE_LENGTHS]
+        return [row.to(self.device) for row in rows]
 
     def _head(self) -> Head:
         linear = self.model.get_output_embeddings()
@@ -98,22 +143,16 @@ class Policy:
     @torch.no_grad()
     def _check_packing(self) -> None:
         """Two short sequences packed must give the log-probs that each gives alone in transformers' eager attention."""
-        generator = torch.Generator().manual_seed(0)
-        rows = [torch.randint(0, self.config.vocab_size, (n,), generator=generator) for n in PROBE_LENGTHS]
-        rows = [row.to(self.device) for row in rows]
         self.model.eval()
-        plan = PackedPlan(PROBE_LENGTHS, self.device)
         try:
-            packed = self.head.logits(self.hidden(torch.cat(rows), plan.positions, plan)).log_softmax(-1)
+            packed = self._probe()
         except (AssertionError, TypeError, RuntimeError) as error:
             raise ModelError(f"{self.name} cannot run through Trimtab's attention: {error}") from error
         self.model.set_attn_implementation("eager")
-        alone = [self.model(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+        alone = [self.model(input_ids=row[None], use_cache=False).logits[0] for row in self._probe_rows()]
         self.model.set_attn_implementation(ATTENTION_NAME)
         expected = torch.cat(alone).to(packed.dtype).log_softmax(-1)
-        gap = (packed - expected).abs()
-        # Log-probs of improbable tokens are the noisiest and matter least, so the gap is weighted by probability.
-        worst = (gap * expected.exp()).sum(-1).max().item()
+        worst = _distance(packed, expected)
         if not worst <= TOLERANCE_NATS[self.dtype]:
             raise ModelError(
                 f"{self.name} gives other log-probs when sequences are packed (off by {worst:.3g} nats, allowed "
@@ -131,6 +170,11 @@ class WithoutAdapters:
     def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         with self._policy.model.disable_adapter():
             return self._policy.hidden(tokens_T, positions_T, plan)
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """In nats, of the worst token. Log-probs of the improbable are the noisiest and matter least: weighted by probability."""
+    return float(((found - expected).abs() * expected.exp()).sum(-1).max())
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:

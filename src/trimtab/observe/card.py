@@ -42,6 +42,8 @@ class StartCard:
     host_total_gib: float | None = None
     engine: str | None = None
     """How rollout runs, in words."""
+    update: str | None = None
+    """How forward and backward passes run, in words."""
     choices: Sequence[tuple[str, Any, str]] = ()
     """What was decided: (key, value, why)."""
     resumed_from: int | None = None
@@ -55,6 +57,7 @@ class StartCard:
             ("model", f"{self.model}, {self._parameters()}, {self.dtype}"),
             ("device", self.device),
             *([("rollout", self.engine)] if self.engine else []),
+            *([("update", self.update)] if self.update else []),
             ("algorithm", self.algorithm),
             ("batch", batch),
             (

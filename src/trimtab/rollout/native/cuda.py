@@ -24,7 +24,7 @@ import torch
 from trimtab.config.learn import Sampling
 from trimtab.model.attention import Rules
 from trimtab.model.packed import PackedPlan
-from trimtab.model.parts import Unfusable
+from trimtab.model.parts import Unfusable, look_at
 from trimtab.model.policy import TOLERANCE_NATS, Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.arena import Arena, piece_bytes
@@ -118,7 +118,7 @@ class CudaDecoder:
             self.path = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
         self._capturable = self._body is not None
         self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
-        self._known_model = self._look_at_model()
+        self._known_model = look_at(self.policy.model)
 
     @property
     def outside_bytes(self) -> int:
@@ -198,17 +198,10 @@ class CudaDecoder:
         except Unfusable as reason:
             return None, f"the model's own modules in CUDA graphs: {reason}"
 
-    def _look_at_model(self) -> tuple[object, ...]:
-        """What graphs and joined weights rely on: where the parameters are, and which adapters count."""
-        model = self.policy.model
-        adapters = [m for m in model.modules() if hasattr(m, "lora_A")]
-        states = [(tuple(m.active_adapters), m.disable_adapters, m.merged) for m in adapters]
-        return (*(p.data_ptr() for p in model.parameters()), *states)
-
     def _follow_model(self) -> None:
         """Begin anew with a model whose parameters were put elsewhere (`to`, `load_state_dict(assign=True)`) or whose adapters
         were switched: graphs would go on with what was there before."""
-        if self._look_at_model() == self._known_model:
+        if look_at(self.policy.model) == self._known_model:
             return
         if self._body is not None:
             self._body, self.path = self._fuse()
@@ -217,7 +210,7 @@ class CudaDecoder:
             self.refresh()
         self._forget_graphs()
         self._rows = None
-        self._known_model = self._look_at_model()
+        self._known_model = look_at(self.policy.model)
 
     def _measure(self) -> int:
         """Bytes of the arena, by laying it out without memory."""
