@@ -4,8 +4,8 @@
     python bench/update.py --shapes 0.5b --tokens 65536 --checkpoint
     python bench/update.py --shapes --head                   # only the log-prob head, 16k tokens by 152k words
 
-Workload U: sequences of 150 to 660 random tokens (random.Random(0)) laid end to end up to --tokens, every token but the first of a
-sequence a target, bf16, no optimizer. MFU is (6 x parameters x tokens + attention) over the matrix rate measured in the same run;
+Workload U: sequences of 150 to 660 random tokens (random.Random(0)) laid end to end up to --tokens, all but the first of each
+a target, bf16, no optimizer. MFU is (6 x parameters x tokens + attention) over the matrix rate measured in the same run;
 a tied head counts once. `head`: log-prob and entropy of 16,384 tokens against the bare product of the same operands, forward, and
 with the backward pass against three such products; extra memory is the peak above inputs and outputs.
 
