@@ -5,6 +5,7 @@ Without a CUDA device the kernels run in Triton's interpreter, with one they are
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -110,3 +111,31 @@ def test_a_row_sums_to_the_gradient_of_its_parts() -> None:
 def test_what_is_not_served_is_said() -> None:
     with pytest.raises(Unfusable, match="not among the architectures"):
         FusedForward(Policy(tiny_model("olmo2", num_hidden_layers=1).to(DEVICE), check=False))
+
+
+def test_adapters_switched_off_and_on_are_followed() -> None:
+    model = get_peft_model(
+        tiny_model("llama", num_hidden_layers=1), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
+    policy, exact = both(model)
+    fused = FusedForward(policy)
+    tokens, plan = row(policy)
+    with torch.no_grad():
+        for _ in range(2):
+            for state in (True, False):
+                with contextlib.nullcontext() if state else policy.model.disable_adapter():
+                    found = fused(tokens, plan.positions, 16, plan)
+                with contextlib.nullcontext() if state else exact.model.disable_adapter():
+                    expected = exact.hidden(tokens, plan.positions, plan)
+                torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_parameters_put_elsewhere_are_followed() -> None:
+    policy, _ = both(tiny_model("qwen2", num_hidden_layers=1))
+    fused = FusedForward(policy)
+    for parameter in policy.model.parameters():
+        parameter.data = parameter.data * 1.5
+    tokens, plan = row(policy)
+    with torch.no_grad():
+        found, expected = fused(tokens, plan.positions, 16, plan), policy.hidden(tokens, plan.positions, plan)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)

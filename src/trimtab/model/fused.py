@@ -22,7 +22,17 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.model.attention import AttentionPlan
 from trimtab.model.kernels import train as kernels
-from trimtab.model.parts import HeadNorm, Linears, Norm, Rotary, Unfusable, look_at, read_parts, rotary_table
+from trimtab.model.parts import (
+    HeadNorm,
+    Linears,
+    ModelParts,
+    Norm,
+    Rotary,
+    Unfusable,
+    look_at,
+    read_parts,
+    rotary_table,
+)
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 
@@ -36,6 +46,7 @@ class FusedForward:
         self.policy = policy
         self._shapes = layer_shapes(policy)
         self._rotaries: dict[str, Rotary] = {}
+        self._known: dict[tuple[object, ...], ModelParts] = {}
         self._read()
         for layer in self.parts.layers:
             if layer.before_attention is None or layer.before_mlp is None:
@@ -44,15 +55,21 @@ class FusedForward:
                 raise Unfusable("its keys and values are of different sizes")
 
     def _read(self) -> None:
-        self.parts = read_parts(self.policy, self._shapes)
-        self._known_model = look_at(self.policy.model)
+        """The parts as the model has them now: parameters may have been put elsewhere, adapters switched off and on."""
+        seen = look_at(self.policy.model)
+        if seen not in self._known:
+            if len(self._known) >= 4:
+                self._known.clear()
+            parts = read_parts(self.policy, self._shapes)
+            seen = look_at(self.policy.model)  # joining may have moved parameters
+            self._known[seen] = parts
+        self.parts = self._known[seen]
 
     def __call__(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, longest: int, plan: AttentionPlan
     ) -> torch.Tensor:
         """[T, E]; no sequence of the row has more than `longest` tokens."""
-        if look_at(self.policy.model) != self._known_model:  # parameters were put elsewhere, or adapters switched
-            self._read()
+        self._read()
         self._know_positions(longest)
         x_TE = F.embedding(tokens_T, self.parts.embedding)
         if self.parts.factor != 1.0:
