@@ -16,7 +16,7 @@ from tiny import tiny_model
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from trimtab.model.fused import FusedForward
-from trimtab.model.packed import PackedPlan
+from trimtab.model.packed import PackedPlan, _Copies
 from trimtab.model.parts import KNOWN, Unfusable
 from trimtab.model.policy import Policy
 
@@ -139,3 +139,16 @@ def test_parameters_put_elsewhere_are_followed() -> None:
     with torch.no_grad():
         found, expected = fused(tokens, plan.positions, 16, plan), policy.hidden(tokens, plan.positions, plan)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_copies_of_a_row_add_up() -> None:
+    x = torch.randn(sum(LENGTHS), 2, 3, device=DEVICE)
+    plan = PackedPlan(LENGTHS, DEVICE, prefixes=[None, 0, 0])
+    weights = torch.randn(5 + 8 + 9, 2, 3, device=DEVICE)
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    copies = _Copies.apply(found, plan._keys_seen, *plan._copies)
+    plain = expected.index_select(0, plan._keys_seen)
+    assert torch.equal(copies, plain)
+    (copies * weights).sum().backward()
+    (plain * weights).sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad)

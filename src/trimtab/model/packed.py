@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -86,7 +87,7 @@ class PackedPlan:
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
         if self._keys_seen is not None:
-            k_TKD, v_TKD = k_TKD.index_select(0, self._keys_seen), v_TKD.index_select(0, self._keys_seen)
+            k_TKD, v_TKD = self._lay_out(k_TKD, self._keys_seen), self._lay_out(v_TKD, self._keys_seen)
         if q_THD.is_cuda and rules.plain and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._flash(q_THD, k_TKD, v_TKD, rules)
         if len(self.runs) == 1:
@@ -95,6 +96,19 @@ class PackedPlan:
         seen = [(before + length) * count for before, length, count in self.runs]
         parts = zip(q_THD.split(own), k_TKD.split(seen), v_TKD.split(seen))
         return torch.cat([self._rows(run, q, k, v, rules) for run, (q, k, v) in enumerate(parts)])
+
+    def _lay_out(self, x_TKD: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        if x_TKD.is_cuda and find_spec("triton") is not None:
+            out: torch.Tensor = _Copies.apply(x_TKD, seen, *self._copies)
+            return out
+        return x_TKD.index_select(0, seen)
+
+    @cached_property
+    def _copies(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the copies of each row position lie: an order of all that is seen, and where in it each position's begin."""
+        assert self._keys_seen is not None
+        position, order = torch.sort(self._keys_seen, stable=True)
+        return order, torch.searchsorted(position, torch.arange(sum(self.lengths) + 1, device=self.device))
 
     def _rows(self, run: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
         """Neighbouring segments of equal length as the rows of one dense call."""
@@ -121,6 +135,23 @@ class PackedPlan:
             out = _GroupedFlash.apply(q_THD, k_TKD, v_TKD, *where, rules.scale, left)
         assert isinstance(out, torch.Tensor)
         return out
+
+
+class _Copies(torch.autograd.Function):
+    """Rows of x, some of them several times. Their gradients add up in float32: PyTorch's own would, atomically, in x's type."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, seen: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order, starts)
+        return x.index_select(0, seen)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from trimtab.model.kernels.train import sum_copies
+
+        return sum_copies(grads[0].contiguous(), *ctx.saved_tensors), None, None, None
 
 
 class _GroupedFlash(torch.autograd.Function):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.model.packed import PackedPlan
+from trimtab.model.transfer import to_device
 
 
 @dataclass
@@ -93,15 +94,15 @@ class MicroBatch:
         return cls(
             samples=ordered,
             plan=PackedPlan(lengths, device, prefixes),
-            tokens_T=torch.cat(rows).to(device),
-            predictors_R=torch.cat(predictors).to(device),
-            targets_R=torch.cat([s.tokens for s in ordered]).to(device),
-            sequence_R=torch.repeat_interleave(torch.arange(len(ordered)), counts).to(device),
+            tokens_T=to_device(torch.cat(rows), device),
+            predictors_R=to_device(torch.cat(predictors), device),
+            targets_R=to_device(torch.cat([s.tokens for s in ordered]), device),
+            sequence_R=to_device(torch.repeat_interleave(torch.arange(len(ordered)), counts), device),
         )
 
     def gather(self, field: str) -> torch.Tensor:
         """A per-token field of the samples as one tensor on the device."""
-        return torch.cat([getattr(s, field) for s in self.samples]).to(self.tokens_T.device)
+        return to_device(torch.cat([getattr(s, field) for s in self.samples]), self.tokens_T.device)
 
     def scatter(self, values_R: torch.Tensor, field: str) -> None:
         """Write per-token values back to the samples, on the CPU."""

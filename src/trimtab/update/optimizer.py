@@ -71,9 +71,9 @@ class MasterAdamW:
     @torch.no_grad()
     def _write_back(self) -> None:
         """Round masters into the working weights in place: the engine reads the same storage."""
-        for p, master in zip(self.params, self.masters):
-            if p is not master:
-                p.copy_(master)
+        apart = [(p, master) for p, master in zip(self.params, self.masters) if p is not master]
+        if apart:
+            torch._foreach_copy_([p for p, _ in apart], [master for _, master in apart])
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Everything beyond the working weights that a resumed run needs."""

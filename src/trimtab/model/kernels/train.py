@@ -197,6 +197,26 @@ def _turn_back(
         tl.store(DKN + program * D + d1, sum_k, mask=d1 < D)
 
 
+@triton.jit
+def _sum_copies(DY, ORDER, STARTS, OUT, W: tl.constexpr, WP: tl.constexpr):
+    """The gradients of all copies of a row, in order."""
+    t = tl.program_id(0).to(tl.int64)
+    w = tl.arange(0, WP)
+    total = tl.zeros([WP], tl.float32)
+    for i in range(tl.load(STARTS + t), tl.load(STARTS + t + 1)):
+        row = tl.load(ORDER + i)
+        total += tl.load(DY + row * W + w, mask=w < W, other=0.0).to(tl.float32)
+    tl.store(OUT + t * W + w, total.to(OUT.dtype.element_ty), mask=w < W)
+
+
+def sum_copies(dy_SX: torch.Tensor, order_S: torch.Tensor, starts_T: torch.Tensor) -> torch.Tensor:
+    """[T, ...]: row t is the sum, in float32, of the rows order[starts[t]] to order[starts[t + 1] - 1]."""
+    tokens, width = starts_T.shape[0] - 1, dy_SX[0].numel()
+    out = dy_SX.new_empty((tokens, *dy_SX.shape[1:]))
+    _sum_copies[(tokens,)](dy_SX, order_S, starts_T, out, W=width, WP=triton.next_power_of_2(width), num_warps=4)
+    return out
+
+
 def _warps(size: int) -> int:
     return 4 if size <= 2048 else 8
 
