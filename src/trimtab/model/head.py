@@ -121,8 +121,13 @@ class _ChunkedStats(torch.autograd.Function):
 
 
 def _has_kernels(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True where tiles are read by descriptors: half precision on CUDA, rows that begin at multiples of 16 bytes."""
-    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype
+    """True where tiles are read by descriptors: half precision, on Hopper or later, rows that begin at multiples of 16 bytes."""
+    half = (
+        hidden.is_cuda
+        and torch.cuda.get_device_capability(hidden.device)[0] >= 9
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and weight.dtype == hidden.dtype
+    )
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0
     return half and aligned and find_spec("triton") is not None
 
