@@ -1,0 +1,125 @@
+"""The update on a CUDA device in bfloat16: as near to float64 as the model's own modules, and nearer where it keeps more bits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+
+from trimtab.model.attention import Rules, dense_attention
+from trimtab.model.head import Head
+from trimtab.model.packed import PackedPlan
+from trimtab.model.policy import Policy
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+LENGTHS = [37, 64, 5, 90]
+PREFIXES = [None, 0, 0, None]
+
+
+def gradients(policy: Policy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs of a row with a shared prompt, and the gradient of their weighted sum."""
+    tokens = torch.randint(
+        0, policy.config.vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3)
+    ).cuda()
+    plan = PackedPlan(LENGTHS, "cuda", prefixes=PREFIXES)
+    hidden = policy.hidden(tokens, plan.positions, plan)
+    stats = policy.head.token_stats(hidden[:-1].contiguous(), tokens[1:], 0.9, 64)
+    weights = torch.linspace(-1, 1, len(tokens) - 1, device="cuda", dtype=stats.logprobs.dtype)
+    (stats.logprobs * weights + 0.01 * stats.entropy).sum().backward()
+    found = {name: p.grad.double() for name, p in policy.model.named_parameters() if p.grad is not None}
+    policy.model.zero_grad()
+    return stats.logprobs.detach().double(), found
+
+
+def distance(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """Of two gradients, relative to the size of the second."""
+    assert found.keys() == exact.keys()
+    off = sum(((found[name] - exact[name]) ** 2).sum() for name in exact)
+    return float((off / sum((g**2).sum() for g in exact.values())).sqrt())
+
+
+def compare(model) -> None:
+    model = model.to(torch.bfloat16)
+    exact_logprobs, exact = gradients(Policy(copy.deepcopy(model).double().cuda(), check=False))
+    own_logprobs, own = gradients(Policy(copy.deepcopy(model).cuda(), check=False))
+    policy = Policy(model.cuda())
+    policy.fuse()
+    assert policy.path == "fused layers"
+    logprobs, found = gradients(policy)
+    assert (logprobs - exact_logprobs).abs().mean() <= 1.2 * (own_logprobs - exact_logprobs).abs().mean()
+    assert distance(found, exact) <= 1.2 * distance(own, exact) + 1e-3
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"]
+)
+def test_fused_gradients_are_as_near_to_float64_as_the_modules(architecture: str) -> None:
+    compare(tiny_model(architecture, num_hidden_layers=3))
+
+
+def test_adapters_too() -> None:
+    settings = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    compare(get_peft_model(tiny_model("qwen2", num_hidden_layers=3), settings))
+
+
+def test_other_architectures_run_as_their_own_modules_and_say_so() -> None:
+    policy = Policy(tiny_model("olmo2").to(torch.bfloat16).cuda())
+    policy.fuse()
+    assert policy.path.startswith("the model's own modules: olmo2 is not among")
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (7, 1)])
+def test_grouped_flash_attention_equals_dense(heads: int, kv_heads: int, window: int | None) -> None:
+    g = torch.Generator(device="cuda").manual_seed(0)
+    whole = torch.randn(sum(LENGTHS), heads + 2 * kv_heads, 64, generator=g, device="cuda").bfloat16().requires_grad_()
+    plan, rules = PackedPlan(LENGTHS, "cuda", prefixes=PREFIXES), Rules(0.125, window)
+    out = plan.attend(0, *whole.split((heads, kv_heads, kv_heads), 1), rules)
+    weights = torch.randn(out.shape, generator=g, device="cuda")
+    (out * weights).sum().backward()
+    exact = whole.detach().double().requires_grad_()
+    q, k, v = exact.split((heads, kv_heads, kv_heads), 1)
+    parts, starts = [], [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    for i, prefix in enumerate(PREFIXES):
+        own = slice(starts[i], starts[i + 1])
+        before = slice(0, 0) if prefix is None else slice(starts[prefix], starts[prefix + 1])
+        rows = torch.cat([torch.arange(before.start, before.stop), torch.arange(own.start, own.stop)]).cuda()
+        at = torch.arange(len(rows), device="cuda")
+        mine = at[len(rows) - LENGTHS[i] :]
+        far = mine[:, None] - at[None, :]
+        allowed = (far >= 0) & (far < (window or 10**9))
+        part = dense_attention(
+            q[own].transpose(0, 1)[None], k[rows].transpose(0, 1)[None], v[rows].transpose(0, 1)[None], rules, allowed
+        )
+        parts.append(part[0].transpose(0, 1))
+    expected = torch.cat(parts)
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+    off = (whole.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert off < 1e-2
+
+
+@pytest.mark.parametrize("vocabulary", [151936, 50257, 1000])
+def test_the_head_in_half_precision_never_stores_logits(vocabulary: int) -> None:
+    g = torch.Generator(device="cuda").manual_seed(0)
+    hidden = torch.randn(1000, 256, generator=g, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(vocabulary, 256, generator=g, device="cuda") / 8).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocabulary, (1000,), generator=g, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    stats = Head(weight).token_stats(hidden, targets, 1.0, 128)
+    assert torch.cuda.max_memory_allocated() - before < 1000 * vocabulary
+    stats.logprobs.sum().backward()
+    exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    logp = (exact_hidden @ exact_weight.t()).log_softmax(-1)
+    chosen = logp.gather(1, targets[:, None])[:, 0]
+    chosen.sum().backward()
+    torch.testing.assert_close(stats.logprobs.double(), chosen, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(stats.entropy.double(), -(logp.exp() * logp).sum(-1), atol=1e-4, rtol=1e-4)
+    for found, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
+        assert (found.double() - exact).norm() / exact.norm() < 5e-3
