@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.model.attention import AttentionPlan
 from trimtab.model.kernels import train as kernels
+from trimtab.model.kernels.shared import gated
 from trimtab.model.parts import (
     HeadNorm,
     Linears,
@@ -51,8 +52,6 @@ class FusedForward:
         for layer in self.parts.layers:
             if layer.before_attention is None or layer.before_mlp is None:
                 raise Unfusable("its layers do not begin with norms")
-            if layer.shape.key != layer.shape.value:
-                raise Unfusable("its keys and values are of different sizes")
 
     def _read(self) -> None:
         """The parts as the model has them now: parameters may have been put elsewhere, adapters switched off and on."""
@@ -234,7 +233,9 @@ class _GatedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, gate_up: torch.Tensor, activation: int, linears: Linears, *_parameters: torch.Tensor
     ) -> torch.Tensor:
-        out, lows = _apply(kernels.gated(gate_up, activation), linears)
+        product = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+        gated(gate_up, product, activation)
+        out, lows = _apply(product, linears)
         ctx.save_for_backward(gate_up, *lows)
         ctx.activation, ctx.linears = activation, linears
         return out

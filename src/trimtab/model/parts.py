@@ -132,6 +132,8 @@ def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
         raise Unfusable(f"{type(body).__name__} has no {', '.join(missing)}")
     if len(body.layers) != len(shapes):
         raise Unfusable("it has layers without attention")
+    if any(shape.key != shape.value for shape in shapes.values()):
+        raise Unfusable("its keys and values are of different sizes")
     kinds = getattr(policy.config, "layer_types", None) or ["full_attention"] * len(shapes)
     factor = _embedding_factor(body.embed_tokens, policy)
     _check_rotation(body)

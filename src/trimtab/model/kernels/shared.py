@@ -1,9 +1,15 @@
-"""What kernels of the engine and of the trainer have in common: how a norm applies its weight, and activations."""
+"""What kernels of the engine and of the trainer have in common: how a norm applies its weight, and activations.
+
+Shapes: B tokens, F feed-forward size.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from trimtab.model.kernels.chain import follow, launch_options
 
 
 @triton.jit
@@ -23,3 +29,24 @@ def activate(x, ACT: tl.constexpr):
         return x * tl.sigmoid(x)
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return x * tl.sigmoid(2.0 * inner)
+
+
+@triton.jit
+def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, CHAIN: tl.constexpr):
+    """act(gate) * up, where a row holds gate and then up."""
+    follow(CHAIN)
+    b = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * N + tl.arange(0, N)
+    dtype: tl.constexpr = X.dtype.element_ty
+    gate = tl.load(X + b * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(X + b * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    gate = activate(gate, ACT).to(dtype).to(tl.float32)
+    tl.store(OUT + b * F + f, (gate * up).to(dtype), mask=f < F)
+
+
+def gated(x_B2F: torch.Tensor, out_BF: torch.Tensor, activation: int) -> None:
+    size = out_BF.shape[1]
+    block = min(1024, triton.next_power_of_2(size))
+    _gated[(out_BF.shape[0], triton.cdiv(size, block))](
+        x_B2F, out_BF, F=size, N=block, ACT=activation, num_warps=4, **launch_options()
+    )

@@ -101,18 +101,6 @@ def _slope(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr):
-    """act(gate) * up, where a row holds gate and then up."""
-    t = tl.program_id(0).to(tl.int64)
-    f = tl.program_id(1) * N + tl.arange(0, N)
-    dtype: tl.constexpr = X.dtype.element_ty
-    gate = tl.load(X + t * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
-    up = tl.load(X + t * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-    gate = activate(gate, ACT).to(dtype).to(tl.float32)
-    tl.store(OUT + t * F + f, (gate * up).to(dtype), mask=f < F)
-
-
-@triton.jit
 def _gated_back(X, DY, DX, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr):
     """Gradients of gate and up, and the product of both again."""
     t = tl.program_id(0).to(tl.int64)
@@ -255,15 +243,6 @@ def add_norm_back(
     )  # fmt: skip
     dpre, *dpost = sums.sum(1)
     return dresidual, dx, dpre, dpost[0] if dpost else None
-
-
-def gated(x_T2F: torch.Tensor, activation: int) -> torch.Tensor:
-    """act(gate) * up."""
-    out = x_T2F.new_empty((x_T2F.shape[0], x_T2F.shape[1] // 2))
-    size = out.shape[1]
-    block = min(1024, triton.next_power_of_2(size))
-    _gated[(out.shape[0], triton.cdiv(size, block))](x_T2F, out, F=size, N=block, ACT=activation, num_warps=4)
-    return out
 
 
 def gated_back(x_T2F: torch.Tensor, dy_TF: torch.Tensor, activation: int) -> tuple[torch.Tensor, torch.Tensor]:

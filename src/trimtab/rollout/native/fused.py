@@ -12,12 +12,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from trimtab.model.kernels.shared import gated
+from trimtab.model.kernels.train import turn
 from trimtab.model.parts import LayerParts, Linears, Norm, Rotary, read_parts, rotary_table
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
-from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention, rotate
-from trimtab.rollout.native.kernels.layers import embed, gated, residual_norm
+from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention
+from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, most_rows, serves, skinny
 
 
@@ -199,9 +201,9 @@ class FusedBody:
         for index, layer in enumerate(self.layers):
             shape = layer.decode_shape
             qkv = layer.qkv(x)
-            turned = rotate(qkv, positions_T, shape, self.rotaries[layer.parts.kind], layer.parts.head_norm)
-            q_THD, k_TKD = turned.split((shape.heads, shape.kv_heads), 1)
-            v_TKD = qkv[:, -shape.kv_heads * shape.value_size :].unflatten(1, (shape.kv_heads, shape.value_size))
+            rotary, norm = self.rotaries[layer.parts.kind], layer.parts.head_norm
+            turned = turn(qkv, positions_T, shape.heads, shape.kv_heads, rotary, norm)
+            q_THD, k_TKD, v_TKD = turned.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
             layer.output(attended.flatten(1), y)
             residual_norm(residual, y, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)

@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 
 from trimtab.model.attention import Rules
+from trimtab.model.kernels.chain import follow, launch_options
 from trimtab.model.kernels.shared import weighted
 from trimtab.model.parts import HeadNorm, Rotary
-from trimtab.rollout.native.kernels.chain import follow, launch_options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
@@ -56,22 +56,6 @@ def _head_rows(
         sin = tl.load(SIN + pos_R[:, None] * RD + d[None, :], mask=turned, other=0.0).to(tl.float32)
         x = (x * cos).to(dtype).to(tl.float32) + (y * sin).to(dtype).to(tl.float32)
     return x.to(dtype)
-
-
-@triton.jit
-def _rotate(
-    QKV, OUT, POS, COS, SIN, QN, KN, eps, row, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """Queries and keys of one token of a packed row, normalised and rotated."""
-    t = tl.program_id(0).to(tl.int64)
-    n, d = tl.arange(0, HP), tl.arange(0, DP)
-    pos = n * 0 + tl.load(POS + t).to(tl.int32)
-    at = t * row + n * D
-    q = _head_rows(QKV, at, n < H, pos, COS, SIN, QN, eps, d, D, RD, NORM)
-    k = _head_rows(QKV, at, (n >= H) & (n < H + K), pos, COS, SIN, KN, eps, d, D, RD, NORM)
-    out = OUT + t * (H + K) * D + n[:, None] * D + d[None, :]
-    tl.store(out, tl.where((n < H)[:, None], q, k), mask=(n < H + K)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -316,21 +300,6 @@ class Batch:
     items: torch.Tensor | None
     """[N, 3] first entry, entries, pages; None where nothing is shared."""
     page_tokens: int
-
-
-def rotate(
-    qkv_TX: torch.Tensor, positions_T: torch.Tensor, shape: DecodeShape, rotary: Rotary, norm: HeadNorm | None
-) -> torch.Tensor:
-    """[T, H + K, D] queries and keys of a packed row, ready for attention, from its projections."""
-    heads = shape.heads + shape.kv_heads
-    out = qkv_TX.new_empty((qkv_TX.shape[0], heads, shape.size))
-    query_norm, key_norm, eps = (norm.query, norm.key, norm.eps) if norm else (qkv_TX, qkv_TX, 0.0)
-    _rotate[(qkv_TX.shape[0],)](
-        qkv_TX, out, positions_T, rotary.cos, rotary.sin, query_norm, key_norm, eps, qkv_TX.stride(0), H=shape.heads,
-        K=shape.kv_heads, HP=triton.next_power_of_2(heads), D=shape.size, DP=triton.next_power_of_2(shape.size),
-        RD=rotary.cos.shape[-1], NORM=norm.kind if norm else 0, num_warps=4,
-    )  # fmt: skip
-    return out
 
 
 @dataclass(frozen=True)

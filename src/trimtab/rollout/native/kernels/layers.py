@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from trimtab.model.kernels.shared import activate, weighted
+from trimtab.model.kernels.chain import follow, launch_options
+from trimtab.model.kernels.shared import weighted
 from trimtab.model.parts import Norm
-from trimtab.rollout.native.kernels.chain import follow, launch_options
 
 
 @triton.jit
@@ -51,19 +51,6 @@ def _residual(
 
 
 @triton.jit
-def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, CHAIN: tl.constexpr):
-    """act(gate) * up, where a row holds gate and then up."""
-    follow(CHAIN)
-    b = tl.program_id(0).to(tl.int64)
-    f = tl.program_id(1) * N + tl.arange(0, N)
-    dtype: tl.constexpr = X.dtype.element_ty
-    gate = tl.load(X + b * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
-    up = tl.load(X + b * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-    gate = activate(gate, ACT).to(dtype).to(tl.float32)
-    tl.store(OUT + b * F + f, (gate * up).to(dtype), mask=f < F)
-
-
-@triton.jit
 def _embed(
     TABLE, INDEX, TOKENS, RES, factor, E: tl.constexpr, EP: tl.constexpr, SCALE: tl.constexpr, CHAIN: tl.constexpr
 ):  # fmt: skip
@@ -97,14 +84,6 @@ def residual_norm(
         factor, E=size, EP=block, PARTS=parts, SCALE=factor != 1.0, POST_KIND=post.kind if post else 0,
         PRE_KIND=pre.kind if pre else 0, num_warps=_warps(block), **launch_options(),
     )  # fmt: skip
-
-
-def gated(x_B2F: torch.Tensor, out_BF: torch.Tensor, activation: int) -> None:
-    size = out_BF.shape[1]
-    block = min(1024, triton.next_power_of_2(size))
-    _gated[(out_BF.shape[0], triton.cdiv(size, block))](
-        x_B2F, out_BF, F=size, N=block, ACT=activation, num_warps=4, **launch_options()
-    )
 
 
 def embed(

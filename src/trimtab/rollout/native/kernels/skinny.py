@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from trimtab.model.kernels.chain import follow, launch_options, read_ahead
 from trimtab.model.kernels.shared import activate
-from trimtab.rollout.native.kernels.chain import follow, launch_options, read_ahead
 
 MOST_ROWS = 128
 """Above, a product is bound by arithmetic as much as by reading, and cuBLAS is faster (docs/log.md)."""
