@@ -102,7 +102,7 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
         budget, budget_why = _budget_for(facts, bool(run.checkpoint_activations))
     if run.token_budget != "auto":
         checkpointed = run.token_budget * activation_bytes_per_token(facts, False) > facts.free_bytes // 2
-    chunk = max(64, min(4096, (256 if cuda else 64) * MIB // (12 * facts.vocabulary)))
+    chunk = _logprob_chunk(facts)
     in_flight = min(facts.sequences, 1024 if cuda else 256)
     page = fill(run.rollout, "run.rollout", "page_tokens", *_page_tokens(run, facts))
     lend = fill(run.rollout, "run.rollout", "lend_memory", *_lend_memory(run, facts, page))
@@ -135,6 +135,14 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
     )
     _refuse_small_kv(filled.rollout, facts)
     return filled, choices
+
+
+def _logprob_chunk(facts: Facts) -> int:
+    """Tokens whose logits, or their gradient, exist at a time. On a GPU enough rows for a product at full speed, in whole tiles."""
+    if facts.device.type != "cuda":
+        return max(64, min(4096, 64 * MIB // (12 * facts.vocabulary)))
+    room = min(1024 * MIB, facts.free_bytes // 32)
+    return max(128, min(8192, room // (4 * facts.vocabulary) // 128 * 128))
 
 
 def _page_tokens(run: Run, facts: Facts) -> tuple[int, str]:
