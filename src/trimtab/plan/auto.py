@@ -138,7 +138,7 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
 
 
 def _logprob_chunk(facts: Facts) -> int:
-    """Tokens whose logits, or their gradient, exist at a time. On a GPU enough rows for a product at full speed, in whole tiles."""
+    """Tokens whose logits, or their gradient, exist at a time: on a GPU whole tiles, enough for a product at full speed."""
     if facts.device.type != "cuda":
         return max(64, min(4096, 64 * MIB // (12 * facts.vocabulary)))
     room = min(1024 * MIB, facts.free_bytes // 32)
