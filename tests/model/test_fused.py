@@ -27,6 +27,7 @@ LENGTHS = [5, 3, 4]
 def row(policy: Policy) -> tuple[torch.Tensor, PackedPlan]:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, policy.config.vocab_size, (sum(LENGTHS),), generator=generator)
+    tokens[2] = policy.config.pad_token_id or 0  # its embedding does not learn in transformers' modules
     return tokens.to(DEVICE), PackedPlan(LENGTHS, DEVICE, prefixes=[None, 0, None])
 
 

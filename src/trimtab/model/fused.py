@@ -70,7 +70,7 @@ class FusedForward:
         """[T, E]; no sequence of the row has more than `longest` tokens."""
         self._read()
         self._know_positions(longest)
-        x_TE = F.embedding(tokens_T, self.parts.embedding)
+        x_TE = F.embedding(tokens_T, self.parts.embedding, self.parts.padding)
         if self.parts.factor != 1.0:
             x_TE = x_TE * self.parts.factor
         first = self.parts.layers[0].before_attention

@@ -108,6 +108,8 @@ class ModelParts:
     """From the embedding to the last norm."""
 
     embedding: torch.Tensor
+    padding: int | None
+    """The token whose embedding does not learn from being read."""
     factor: float
     """Of embeddings."""
     layers: list[LayerParts]
@@ -138,7 +140,7 @@ def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
     factor = _embedding_factor(body.embed_tokens, policy)
     _check_rotation(body)
     layers = [_read_layer(layer, shapes[i], kinds[i]) for i, layer in enumerate(body.layers)]
-    return ModelParts(body.embed_tokens.weight, factor, layers, _norm(body.norm))
+    return ModelParts(body.embed_tokens.weight, body.embed_tokens.padding_idx, factor, layers, _norm(body.norm))
 
 
 def _read_layer(layer: nn.Module, shape: LayerShape, kind: str) -> LayerParts:
@@ -277,6 +279,8 @@ def _head_norm(attention: nn.Module, shape: LayerShape) -> HeadNorm | None:
 def _embedding_factor(module: nn.Module, policy: Policy) -> float:
     if not isinstance(module, nn.Embedding):
         raise Unfusable(f"its embedding is a {type(module).__name__}, not a plain table")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise Unfusable("its embedding is not a plain table")
     factor = float(getattr(policy.config, "embedding_multiplier", None) or 1.0)
     scale = getattr(module, "embed_scale", None)
     return factor if scale is None else factor * float(torch.as_tensor(scale).to(policy.dtype))
