@@ -9,7 +9,9 @@ Workload G: SmolLM2-135M-Instruct on GSM8K train questions, 32 prompts x 16 samp
 learning rate 1e-6, no KL, one update a step. `1.5b`: a Qwen2 of 1.5B random parameters, 16 prompts of 128 random tokens x 16
 samples, 1,024 new tokens each. Each side runs in a fresh process. A step's seconds are wall time from the end of one step to
 the end of the next; the first --skip and the last are left out. Tokens are completion tokens up to and including the stop
-token. Peak memory is what the device had in use (NVML), and torch's own peak. TRL's settings are the fastest of --sweep.
+token. Peak memory is what the device had in use (NVML), which counts what allocators keep in reserve, and what was allocated:
+torch's peak, for Trimtab with the rollout arena, which torch does not know of. TRL's settings are the fastest of --sweep.
+Trimtab runs with every `run` key on auto; --run adds rows with some of them pinned.
 
 Writes bench/results/grpo_step-DATE.json and .md.
 """
@@ -131,8 +133,6 @@ class Gauge(threading.Thread):
 
 
 def run_trimtab(spec: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
     import trimtab
 
     work, out = spec["work"], Path(spec["out"])
@@ -160,7 +160,13 @@ def run_trimtab(spec: dict[str, Any]) -> dict[str, Any]:
         "rewards": [row["reward/mean"] for row in rows],
         "logprob_gap": [row.get("rollout/logprob_gap") for row in rows],
         "phases": {name.removeprefix("time/"): [row.get(name, 0.0) for row in rows] for name in phases},
-        "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": {
+            name.removeprefix("memory/").removesuffix("_peak_gib"): max(row.get(name, 0.0) for row in rows)
+            for row in rows[-1:]
+            for name in row
+            if name.endswith("_peak_gib")
+        },
+        "peak_allocated_gib": max(row[name] for row in rows for name in row if name.endswith("_peak_gib")),
     }
 
 
@@ -322,6 +328,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trl-steps", type=int, default=5)
     parser.add_argument("--skip", type=int, default=2)
     parser.add_argument("--sweep", action="store_true", help="TRL's settings one by one")
+    parser.add_argument(
+        "--run", nargs="+", type=json.loads, default=[], help='Trimtab again with these, {"token_budget": 16384}'
+    )
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--limit", type=int, default=600, help="seconds that one side may take")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -329,10 +338,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tries_of(side: str, name: str, sweep: bool) -> dict[str, dict[str, Any]]:
+def tries_of(side: str, name: str, sweep: bool, pinned: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What to run of a side: a name in the table -> its settings."""
     if side == "trimtab":
-        return {side: {}}
+        return {side: {}} | {f"trimtab, {json.dumps(settings)}": settings for settings in pinned}
     if not sweep:
         return {side: TRL_BEST[name]}
     return {f"trl, {what}": TRL_BEST[name] | change for what, change in TRL_SWEEP.items()}
@@ -356,7 +365,7 @@ def compare(args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
             runs = found["workloads"].setdefault(name, {})
             for side in args.sides:
-                for what, settings in tries_of(side, name, args.sweep).items():
+                for what, settings in tries_of(side, name, args.sweep, args.run).items():
                     try:
                         runs[what] = call(side, WORKLOADS[name], folder, rows, settings, args)
                         print(describe(f"{name} {what}", runs[what]), flush=True)

@@ -43,8 +43,8 @@ class Rollout(Section):
     prefix_cache: bool = True
     """Keep the KV of common prompt beginnings for later prompts of the same policy version."""
     lend_memory: bool | Auto = "auto"
-    """Give the memory of the KV cache to the update and take it back for the next rollout. auto: where they do not fit side by
-    side."""
+    """Give the memory of the KV cache to the update and take it back for the next rollout. auto: where the device
+    can do that."""
 
 
 class Run(Section):

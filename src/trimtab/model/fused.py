@@ -99,9 +99,8 @@ class FusedForward:
         layer = self.parts.layers[index]
         heads, (kv_heads, _) = layer.shape.heads, layer.shape.key
         qkv_TX = _product(x_TE, layer.qkv)
-        qkv_TND = _turn(qkv_TX, positions_T, heads, kv_heads, self._rotaries[layer.kind], layer.head_norm)
-        q_THD, k_TKD, v_TKD = qkv_TND.split((heads, kv_heads, kv_heads), 1)
-        attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.shape.rules)
+        qkv = _turn(qkv_TX, positions_T, heads, kv_heads, self._rotaries[layer.kind], layer.head_norm)
+        attended = plan.attend(index, *qkv, layer.shape.rules)
         out_TE = _product(attended.flatten(1), layer.output)
         assert layer.before_mlp is not None
         residual_TE, x_TE = _add_norm(residual_TE, out_TE, layer.before_mlp, layer.after_attention, layer.factor)
@@ -163,10 +162,10 @@ class _AddNorm(torch.autograd.Function):
 
 def _turn(
     qkv_TX: torch.Tensor, positions_T: torch.Tensor, heads: int, kv_heads: int, rotary: Rotary, norm: HeadNorm | None
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query, key = (None, None) if norm is None else (norm.query, norm.key)
-    out: torch.Tensor = _Turn.apply(qkv_TX, query, key, positions_T, heads, kv_heads, rotary, norm)
-    return out
+    q_THD, k_TKD, v_TKD = _Turn.apply(qkv_TX, query, key, positions_T, heads, kv_heads, rotary, norm)
+    return q_THD, k_TKD, v_TKD
 
 
 class _Turn(torch.autograd.Function):
@@ -176,16 +175,17 @@ class _Turn(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: torch.Tensor, _query: torch.Tensor | None, _key: torch.Tensor | None, positions: torch.Tensor,
         heads: int, kv_heads: int, rotary: Rotary, norm: HeadNorm | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.save_for_backward(qkv if norm is not None else None, positions)
-        ctx.settings = (heads, kv_heads, rotary, norm)
-        return kernels.turn(qkv, positions, heads, kv_heads, rotary, norm)
+        ctx.settings = (rotary, norm)
+        return kernels.turn(qkv, positions, heads, kv_heads, rotary, norm).split((heads, kv_heads, kv_heads), 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Grads:
         qkv, positions = ctx.saved_tensors
-        heads, kv_heads, rotary, norm = ctx.settings
-        dqkv, dquery, dkey = kernels.turn_back(grads[0].contiguous(), qkv, positions, heads, kv_heads, rotary, norm)
+        rotary, norm = ctx.settings
+        dq, dk, dv = (grad.contiguous() for grad in grads)
+        dqkv, dquery, dkey = kernels.turn_back(dq, dk, dv, qkv, positions, rotary, norm)
         if norm is not None:
             dquery = dquery.to(norm.query.dtype) if ctx.needs_input_grad[1] and dquery is not None else None
             dkey = dkey.to(norm.key.dtype) if ctx.needs_input_grad[2] and dkey is not None else None

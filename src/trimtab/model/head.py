@@ -90,14 +90,14 @@ class _ChunkedStats(torch.autograd.Function):
             logprobs, entropy = chosen - lse, lse - mean
         else:
             lse, logprobs, entropy = _reduce_chunks(hidden, targets, head, temperature, chunk)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, logprobs)
         ctx.head, ctx.temperature, ctx.chunk = head, temperature, chunk
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, _, lse, _ = ctx.saved_tensors
+        hidden, weight, bias, _, lse, _, _ = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[2] else None
@@ -121,15 +121,14 @@ class _ChunkedStats(torch.autograd.Function):
 
 
 def _has_kernels(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True where tiles are read by descriptors: half precision, on Hopper or later, rows that begin at multiples of 16 bytes."""
-    half = (
-        hidden.is_cuda
-        and torch.cuda.get_device_capability(hidden.device)[0] >= 9
-        and hidden.dtype in (torch.bfloat16, torch.float16)
-        and weight.dtype == hidden.dtype
-    )
-    aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0
-    return half and aligned and find_spec("triton") is not None
+    """True for half precision in rows that begin at multiples of 16 bytes, on a device that the kernels were made for."""
+    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype
+    dense = hidden.is_contiguous() and weight.is_contiguous()
+    if not (half and dense and weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0 and find_spec("triton")):
+        return False
+    from trimtab.model.kernels.head import serves
+
+    return serves(hidden.device)
 
 
 def _reduce_chunks(
@@ -169,16 +168,19 @@ def _chunk_grad(
 def _tiled_grad(
     ctx: Any, part: slice, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
 ) -> torch.Tensor:
-    """The same, tile by tile."""
+    """The same, tile by tile; at the targets it follows from what the forward pass found there."""
     from trimtab.model.kernels.head import logits_grad
 
-    weight = ctx.saved_tensors[1]
-    hidden, targets, lse, entropy = (ctx.saved_tensors[i][part] for i in (0, 3, 4, 5))
+    weight, transform = ctx.saved_tensors[1], ctx.head.transform(ctx.temperature)
+    hidden, targets, lse, entropy, logprobs = (ctx.saved_tensors[i][part] for i in (0, 3, 4, 5, 6))
     down = torch.zeros_like(lse) if grad_logprob is None else grad_logprob[part].contiguous()
     slope = None if grad_entropy is None else grad_entropy[part].contiguous()
-    out = hidden.new_empty((hidden.shape[0], weight.shape[0]))
-    logits_grad(hidden, weight, targets, ctx.head.transform(ctx.temperature), lse, entropy, down, slope, out)
-    return out
+    out = logits_grad(hidden, weight, transform, lse, entropy, down, slope)
+    at_target = -down if slope is None else -down - slope * (logprobs + entropy)
+    at_target = torch.addcmul(down, at_target, logprobs.exp()) * (transform.scale / transform.temperature)
+    if transform.softcap is not None:
+        at_target *= 1 - ((logprobs + lse) * (transform.temperature / transform.softcap)) ** 2
+    return out.scatter_(1, targets[:, None], at_target[:, None].to(out.dtype))
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

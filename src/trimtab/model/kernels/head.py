@@ -1,7 +1,8 @@
 """Logits that are never stored: a tile of the head's product is reduced, or turned into its gradient, while it is in registers.
 
-Tiles of one stretch of the vocabulary run side by side over all tokens, so that the head's weights are read once and the hidden
-states stay in the L2 cache.
+As many programs as multiprocessors take the tiles in turns, those of one stretch of the vocabulary after each other: the head's
+weights are read once and the hidden states stay in the L2 cache. The gradient leaves by a descriptor too, from shared memory;
+written from registers it would spill them.
 
 Shapes: T tokens, E hidden size, V vocabulary, C stretches of the vocabulary.
 """
@@ -24,6 +25,17 @@ def _tanh(x):
 
 
 @triton.jit
+def _transformed(z, scale, softcap, temperature, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr):
+    if SCALED:
+        z = z * scale
+    if SOFTCAP:
+        z = _tanh(z / softcap) * softcap
+    if TEMPERED:
+        z = z / temperature
+    return z
+
+
+@triton.jit
 def _tile(
     H, W, BIAS, first, n0, V, scale, softcap, temperature, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -36,66 +48,87 @@ def _tile(
     if HAS_BIAS:
         n = n0 + tl.arange(0, BN)
         acc += tl.load(BIAS + n, mask=n < V, other=0.0).to(tl.float32)[None, :]
-    if SCALED:
-        acc = acc * scale
-    if SOFTCAP:
-        acc = _tanh(acc / softcap) * softcap
-    if TEMPERED:
-        acc = acc / temperature
-    return acc
+    return _transformed(acc, scale, softcap, temperature, SCALED, SOFTCAP, TEMPERED)
+
+
+@triton.jit
+def _exp(z, shift):
+    """exp(z - shift) by one multiply-add and one exp2."""
+    log2e: tl.constexpr = 1.4426950408889634
+    return tl.exp2(z * log2e - (shift * log2e)[:, None])
 
 
 @triton.jit
 def _reduce(
-    H, W, BIAS, TARGETS, PEAK, SUM, MEAN, CHOSEN, tokens, V, stretches, scale, softcap, temperature, E: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
+    H, W, BIAS, OUT, tokens, V, rows, stretches, scale, softcap, temperature, E: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
-    """Of each token in a stretch: the largest logit, the sums of exp(z - largest) and of that times z, and the target's logit."""
-    first, c = tl.program_id(0) * BM, tl.program_id(1)
-    z = _tile(
-        H, W, BIAS, first, c * BN, V, scale, softcap, temperature, E, BM, BN, BK, STAGES, HAS_BIAS, SCALED, SOFTCAP, TEMPERED
-    )  # fmt: skip
-    t, n = first + tl.arange(0, BM), c * BN + tl.arange(0, BN)
-    here = (n < V)[None, :]
-    peak = tl.max(tl.where(here, z, -float("inf")), 1)
-    p = tl.where(here, tl.exp(z - peak[:, None]), 0.0)
-    at = t.to(tl.int64) * stretches + c
-    tl.store(PEAK + at, peak, mask=t < tokens)
-    tl.store(SUM + at, tl.sum(p, 1), mask=t < tokens)
-    tl.store(MEAN + at, tl.sum(p * z, 1), mask=t < tokens)
-    hit = tl.load(TARGETS + t, mask=t < tokens, other=-1).to(tl.int32)[:, None] == n[None, :]
-    found = tl.max(hit.to(tl.int32), 1) > 0
-    tl.store(CHOSEN + t, tl.sum(tl.where(hit, z, 0.0), 1), mask=(t < tokens) & found)
+    """Of each token in a stretch: the largest logit, and the sums of exp(z - largest) and of that times z. OUT is [3, C, T]."""
+    stride = (tl.zeros((), tl.int64) + stretches) * tokens
+    for i in tl.range(tl.program_id(0), rows * stretches, tl.num_programs(0)):
+        first, c = (i % rows) * BM, i // rows
+        z = _tile(
+            H, W, BIAS, first, c * BN, V, scale, softcap, temperature, E, BM, BN, BK, STAGES, HAS_BIAS, SCALED, SOFTCAP,
+            TEMPERED,
+        )  # fmt: skip
+        if (
+            c * BN + BN > V
+        ):  # what lies beyond the vocabulary counts for nothing; not -inf, which times 0 is not a number
+            z = tl.where((c * BN + tl.arange(0, BN) < V)[None, :], z, -1e30)
+        peak = tl.max(z, 1)
+        p = _exp(z, peak)
+        t = first + tl.arange(0, BM)
+        out = OUT + (tl.zeros((), tl.int64) + c) * tokens + t
+        tl.store(out, peak, mask=t < tokens)
+        tl.store(out + stride, tl.sum(p, 1), mask=t < tokens)
+        tl.store(out + 2 * stride, tl.sum(p * z, 1), mask=t < tokens)
+
+
+@triton.jit
+def _chosen(
+    H, W, BIAS, TARGETS, OUT, scale, softcap, temperature, E: tl.constexpr, EP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr,
+):  # fmt: skip
+    """The logit of one token's target."""
+    t, e = tl.program_id(0).to(tl.int64), tl.arange(0, EP)
+    target = tl.load(TARGETS + t).to(tl.int64)
+    h = tl.load(H + t * E + e, mask=e < E, other=0.0).to(tl.float32)
+    w = tl.load(W + target * E + e, mask=e < E, other=0.0).to(tl.float32)
+    z = tl.sum(h * w, 0)
+    if HAS_BIAS:
+        z += tl.load(BIAS + target).to(tl.float32)
+    tl.store(OUT + t, _transformed(z, scale, softcap, temperature, SCALED, SOFTCAP, TEMPERED))
 
 
 @triton.jit
 def _slope(
-    H, W, BIAS, TARGETS, LSE, ENTROPY, DL, DH, OUT, tokens, V, scale, softcap, temperature, E: tl.constexpr,
+    H, W, BIAS, LSE, ENTROPY, DL, DH, OUT, tokens, V, rows, stretches, scale, softcap, temperature, E: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BY_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the head's product, from those of log-prob and entropy (see head.py)."""
-    first, c = tl.program_id(0) * BM, tl.program_id(1)
-    z = _tile(
-        H, W, BIAS, first, c * BN, V, scale, softcap, temperature, E, BM, BN, BK, STAGES, HAS_BIAS, SCALED, SOFTCAP, TEMPERED
-    )  # fmt: skip
-    t, n = first + tl.arange(0, BM), c * BN + tl.arange(0, BN)
-    lse = tl.load(LSE + t, mask=t < tokens, other=0.0)[:, None]
-    dl = tl.load(DL + t, mask=t < tokens, other=0.0)[:, None]
-    slope = -dl
-    if BY_ENTROPY:
-        dh = tl.load(DH + t, mask=t < tokens, other=0.0)[:, None]
-        entropy = tl.load(ENTROPY + t, mask=t < tokens, other=0.0)[:, None]
-        slope = slope - dh * (z - lse + entropy)
-    hit = tl.load(TARGETS + t, mask=t < tokens, other=-1).to(tl.int32)[:, None] == n[None, :]
-    dz = tl.exp(z - lse) * slope + tl.where(hit, dl, 0.0)
-    if SOFTCAP:
-        capped = z * temperature / softcap
-        dz = dz * (1.0 - capped * capped)
-    dz = dz * (scale / temperature)
-    out = OUT + t.to(tl.int64)[:, None] * V + n[None, :]
-    tl.store(out, dz.to(OUT.dtype.element_ty), mask=(t < tokens)[:, None] & (n < V)[None, :])
+    """The gradient of the head's product, from those of log-prob and entropy (see head.py), wrong at the targets."""
+    factor = scale / temperature
+    for i in tl.range(tl.program_id(0), rows * stretches, tl.num_programs(0), flatten=True):
+        first, c = (i % rows) * BM, i // rows
+        z = _tile(
+            H, W, BIAS, first, c * BN, V, scale, softcap, temperature, E, BM, BN, BK, STAGES, HAS_BIAS, SCALED, SOFTCAP,
+            TEMPERED,
+        )  # fmt: skip
+        t = first + tl.arange(0, BM)
+        lse = tl.load(LSE + t, mask=t < tokens, other=0.0)
+        slope = -factor * tl.load(DL + t, mask=t < tokens, other=0.0)
+        dz = _exp(z, lse)
+        if BY_ENTROPY:
+            dh = factor * tl.load(DH + t, mask=t < tokens, other=0.0)
+            entropy = tl.load(ENTROPY + t, mask=t < tokens, other=0.0)
+            dz = dz * (slope[:, None] - dh[:, None] * (z - (lse - entropy)[:, None]))
+        else:
+            dz = dz * slope[:, None]
+        if SOFTCAP:
+            capped = z * (temperature / softcap)
+            dz = dz * (1.0 - capped * capped)
+        OUT.store([first, c * BN], dz.to(OUT.dtype))
 
 
 @dataclass(frozen=True)
@@ -108,42 +141,65 @@ class Tiles:
     warps: int
     stages: int
 
+    def grid(self, tokens: int, vocabulary: int, device: torch.device) -> tuple[int, int, int]:
+        """Programs, tiles along the tokens, and stretches of the vocabulary."""
+        rows, stretches = triton.cdiv(tokens, self.tokens), triton.cdiv(vocabulary, self.vocabulary)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+        return min(processors, rows * stretches), rows, stretches
+
 
 def tiles_for(itemsize: int) -> Tiles:
     return Tiles(128, 256, 64, 8, 3) if itemsize == 2 else Tiles(64, 64, 32, 4, 2)
+
+
+def serves(device: torch.device) -> bool:
+    """True where descriptors are hardware and three tiles in flight fit beside one on its way out: Hopper, and Blackwell's
+    large chips."""
+    shared: int = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+    return torch.cuda.get_device_capability(device)[0] >= 9 and shared >= 227 * 1024
 
 
 def reduce_logits(
     hidden_TE: torch.Tensor, weight_VE: torch.Tensor, targets_T: torch.Tensor, transform: Transform
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-sum-exp of each token's logits, the logit of its target, and the mean of its logits under their own softmax."""
-    tokens, vocabulary = hidden_TE.shape[0], weight_VE.shape[0]
+    (tokens, size), vocabulary = hidden_TE.shape, weight_VE.shape[0]
     cut = tiles_for(hidden_TE.element_size())
-    stretches = triton.cdiv(vocabulary, cut.vocabulary)
-    peak, total, mean = torch.empty((3, tokens, stretches), dtype=torch.float32, device=hidden_TE.device)
-    chosen = torch.empty(tokens, dtype=torch.float32, device=hidden_TE.device)
-    _reduce[(triton.cdiv(tokens, cut.tokens), stretches)](
-        *_sources(hidden_TE, weight_VE, transform, cut), targets_T, peak, total, mean, chosen, tokens, vocabulary, stretches,
-        *_numbers(transform), **_settings(hidden_TE, transform, cut),
+    programs, rows, stretches = cut.grid(tokens, vocabulary, hidden_TE.device)
+    sums = torch.empty((3, stretches, tokens), dtype=torch.float32, device=hidden_TE.device)
+    _reduce[(programs,)](
+        *_sources(hidden_TE, weight_VE, transform, cut), sums, tokens, vocabulary, rows, stretches, *_numbers(transform),
+        **_settings(hidden_TE, transform, cut),
     )  # fmt: skip
-    top = peak.amax(1, keepdim=True)
-    share = torch.exp(peak - top)
-    mass = (total * share).sum(1)
-    return top[:, 0] + torch.log(mass), chosen, (mean * share).sum(1) / mass
+    chosen = torch.empty(tokens, dtype=torch.float32, device=hidden_TE.device)
+    _chosen[(tokens,)](
+        hidden_TE, weight_VE, weight_VE if transform.bias_V is None else transform.bias_V, targets_T, chosen,
+        *_numbers(transform), E=size, EP=triton.next_power_of_2(size), **_steps(transform),
+    )  # fmt: skip
+    peak, total, mean = sums
+    top = peak.amax(0)
+    share = torch.exp(peak.sub_(top))
+    mass = total.mul_(share).sum(0)
+    return top + torch.log(mass), chosen, mean.mul_(share).sum(0) / mass
 
 
 def logits_grad(
-    hidden_TE: torch.Tensor, weight_VE: torch.Tensor, targets_T: torch.Tensor, transform: Transform, lse_T: torch.Tensor,
-    entropy_T: torch.Tensor, dlogprob_T: torch.Tensor, dentropy_T: torch.Tensor | None, out_TV: torch.Tensor,
-) -> None:  # fmt: skip
-    """Fills `out` with the gradient of the product of hidden states and weights."""
+    hidden_TE: torch.Tensor, weight_VE: torch.Tensor, transform: Transform, lse_T: torch.Tensor, entropy_T: torch.Tensor,
+    dlogprob_T: torch.Tensor, dentropy_T: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """[T, V], the gradient of the product of hidden states and weights, as if no token were the target."""
     tokens, vocabulary = hidden_TE.shape[0], weight_VE.shape[0]
     cut = tiles_for(hidden_TE.element_size())
-    _slope[(triton.cdiv(tokens, cut.tokens), triton.cdiv(vocabulary, cut.vocabulary))](
-        *_sources(hidden_TE, weight_VE, transform, cut), targets_T, lse_T, entropy_T, dlogprob_T,
-        dlogprob_T if dentropy_T is None else dentropy_T, out_TV, tokens, vocabulary, *_numbers(transform),
-        **_settings(hidden_TE, transform, cut), BY_ENTROPY=dentropy_T is not None,
+    programs, rows, stretches = cut.grid(tokens, vocabulary, hidden_TE.device)
+    # A descriptor's rows begin at multiples of 16 bytes.
+    out = hidden_TE.new_empty((tokens, triton.cdiv(vocabulary, 8) * 8))[:, :vocabulary]
+    _slope[(programs,)](
+        *_sources(hidden_TE, weight_VE, transform, cut), lse_T, entropy_T, dlogprob_T,
+        dlogprob_T if dentropy_T is None else dentropy_T, TensorDescriptor.from_tensor(out, [cut.tokens, cut.vocabulary]),
+        tokens, vocabulary, rows, stretches, *_numbers(transform), **_settings(hidden_TE, transform, cut),
+        BY_ENTROPY=dentropy_T is not None,
     )  # fmt: skip
+    return out
 
 
 def _sources(hidden: torch.Tensor, weight: torch.Tensor, transform: Transform, cut: Tiles) -> tuple[object, ...]:
@@ -161,6 +217,12 @@ def _numbers(transform: Transform) -> tuple[float, float, float]:
 def _settings(hidden: torch.Tensor, transform: Transform, cut: Tiles) -> dict[str, int]:
     return {
         "E": hidden.shape[1], "BM": cut.tokens, "BN": cut.vocabulary, "BK": cut.inner, "STAGES": cut.stages,
+        "num_warps": cut.warps, **_steps(transform),
+    }  # fmt: skip
+
+
+def _steps(transform: Transform) -> dict[str, bool]:
+    return {
         "HAS_BIAS": transform.bias_V is not None, "SCALED": transform.scale != 1.0, "SOFTCAP": transform.softcap is not None,
-        "TEMPERED": transform.temperature != 1.0, "num_warps": cut.warps,
+        "TEMPERED": transform.temperature != 1.0,
     }  # fmt: skip

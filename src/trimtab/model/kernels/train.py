@@ -16,8 +16,8 @@ import triton.language as tl
 from trimtab.model.kernels.shared import activate, weighted
 from trimtab.model.parts import HeadNorm, Norm, Rotary
 
-PROGRAMS = 528
-"""Of kernels that sum over tokens: four for each multiprocessor of an H200."""
+PROGRAMS = 2112
+"""Of kernels that sum over tokens: sixteen for each multiprocessor of an H200."""
 
 
 @triton.jit
@@ -149,8 +149,19 @@ def _head_weight(QN, KN, n, d, H: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _of_three(Q, K_, V, t, n, d, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr):
+    """Token t's queries, keys and values, one head below the other, from three tensors."""
+    t = tl.zeros((), tl.int64) + t
+    inside = d < D
+    query = tl.load(Q + (t * H + n) * D + d, mask=inside & (n < H), other=0.0)
+    key = tl.load(K_ + (t * K + n - H) * D + d, mask=inside & (n >= H) & (n < H + K), other=0.0)
+    value = tl.load(V + (t * K + n - H - K) * D + d, mask=inside & (n >= H + K) & (n < H + 2 * K), other=0.0)
+    return query + key + value
+
+
+@triton.jit
 def _turn_back(
-    X, DY, DX, POS, COS, SIN, QN, KN, DQN, DKN, tokens, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr,
+    X, DQ, DK, DV, DX, POS, COS, SIN, QN, KN, DQN, DKN, tokens, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of what `_turn` read; `P` programs share the tokens."""
@@ -162,12 +173,12 @@ def _turn_back(
     sum_q, sum_k = tl.zeros([DP], tl.float32), tl.zeros([DP], tl.float32)
     for t in range(program, tokens, programs):
         at = (tl.zeros((), tl.int64) + t) * (H + 2 * K) * D + n * D
-        raw = tl.load(DY + at + d, mask=real, other=0.0)
+        raw = _of_three(DQ, DK, DV, t, n, d, H, K, D)
         pos = tl.load(POS + t)
         cos = tl.load(COS + pos * RD + d, mask=d < RD, other=1.0).to(tl.float32)
         # Of a pair the other one took this one in with its own sine, the second with a plus.
         sin = tl.load(SIN + pos * RD + pair, mask=d < RD, other=0.0).to(tl.float32)
-        other = tl.load(DY + at + pair, mask=real, other=0.0).to(tl.float32) * sin
+        other = _of_three(DQ, DK, DV, t, n, pair, H, K, D).to(tl.float32) * sin
         g = raw.to(tl.float32) * cos + tl.where(d < half, other, -other)
         if NORM > 0:
             x = tl.load(X + at + d, mask=real, other=0.0).to(tl.float32)
@@ -269,17 +280,17 @@ def turn(
 
 
 def turn_back(
-    dy_TND: torch.Tensor, qkv_TX: torch.Tensor | None, positions_T: torch.Tensor, heads: int, kv_heads: int,
-    rotary: Rotary, norm: HeadNorm | None,
+    dq_THD: torch.Tensor, dk_TKD: torch.Tensor, dv_TKD: torch.Tensor, qkv_TX: torch.Tensor | None,
+    positions_T: torch.Tensor, rotary: Rotary, norm: HeadNorm | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Gradients of the projections and, where heads are normalised, of the norms' weights."""
-    tokens, size = dy_TND.shape[0], dy_TND.shape[2]
-    programs = min(tokens, PROGRAMS)
-    dx = dy_TND.new_empty((tokens, dy_TND.shape[1] * size))
-    sums = torch.empty((2, programs if norm else 0, size), dtype=torch.float32, device=dy_TND.device)
+    tokens, heads, size = dq_THD.shape
+    kv_heads, programs = dk_TKD.shape[1], min(tokens, PROGRAMS)
+    dx = dq_THD.new_empty((tokens, (heads + 2 * kv_heads) * size))
+    sums = torch.empty((2, programs if norm else 0, size), dtype=torch.float32, device=dx.device)
     _turn_back[(programs,)](
-        dy_TND if qkv_TX is None else qkv_TX, dy_TND, dx, positions_T, rotary.cos, rotary.sin, norm.query if norm else dy_TND,
-        norm.key if norm else dy_TND, sums[0], sums[1], tokens, norm.eps if norm else 0.0,
+        dx if qkv_TX is None else qkv_TX, dq_THD, dk_TKD, dv_TKD, dx, positions_T, rotary.cos, rotary.sin,
+        norm.query if norm else dx, norm.key if norm else dx, sums[0], sums[1], tokens, norm.eps if norm else 0.0,
         **_turning(heads, kv_heads, size, rotary, norm),
     )  # fmt: skip
     if norm is None:
