@@ -128,13 +128,15 @@ def open_session(
     engine = make_engine(config, policy, work.tokenizer)
     stack.callback(engine.close)
     engine.publish(state.version)
+    recomputed = run.checkpoint_activations
+    assert recomputed != "auto"
     updater = Updater(
         policy,
         config.learn,
         token_budget=_known(run.token_budget),
         score_token_budget=_known(run.score_token_budget),
         logprob_chunk=_known(run.logprob_chunk),
-        checkpoint_activations=bool(run.checkpoint_activations),
+        checkpoint_activations=recomputed,
     )
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
@@ -269,6 +271,7 @@ def _facts(policy: Policy, optimizer_bytes: int, longest: int, typical: int, seq
         longest_sequence=longest,
         typical_sequence=typical,
         sequences=sequences,
+        fused=policy.fused,
         lendable=policy.device.type == "cuda" and not why_not_lendable(policy.device),
     )
 

@@ -24,7 +24,7 @@ CASES: dict[str, list[Any]] = {
     "token_budget": [45, 64, 100_000],
     "score_token_budget": [45, 100_000],
     "logprob_chunk": [1, 7, 4096],
-    "checkpoint_activations": [True, False],
+    "checkpoint_activations": [True, "some", False],
     "reward_workers": [1, 3],
     "rollout.max_sequences": [1, 3, 1000],
     "rollout.kv_memory": ["40KiB", "64MiB"],

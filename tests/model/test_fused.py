@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from tiny import tiny_model
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from trimtab.model.fused import FusedForward
+from trimtab.model.gradients import Gradients
 from trimtab.model.packed import PackedPlan, _Copies
 from trimtab.model.parts import KNOWN, Unfusable
-from trimtab.model.policy import Policy
+from trimtab.model.policy import Keep, Policy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = [5, 3, 4]
@@ -64,19 +66,62 @@ def test_gradient_equals_the_models_own(architecture: str) -> None:
     compare(*both(tiny_model(architecture, num_hidden_layers=2)))
 
 
-def test_checkpointing_changes_nothing() -> None:
-    policy, _ = both(tiny_model("qwen2", num_hidden_layers=2))
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma2", "adapters"])
+def test_what_is_kept_changes_memory_and_nothing_else(architecture: str) -> None:
+    model = tiny_model("llama" if architecture == "adapters" else architecture, num_hidden_layers=2)
+    if architecture == "adapters":
+        model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    policy, _ = both(model)
+    fused = FusedForward(policy)
+    found, sizes = {}, {}
+    for keep in Keep:
+        policy.keep, kept = keep, {}
+        found[keep] = gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan))
+        tokens, plan = row(policy)
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(_remember, kept), lambda x: x):
+            fused(tokens, plan.positions, 16, plan)
+        sizes[keep] = sum(kept.values())
+    for keep in (Keep.SOME, Keep.INPUT):
+        assert torch.equal(found[keep][0], found[Keep.ALL][0])
+        assert found[keep][1].keys() == found[Keep.ALL][1].keys()
+        assert all(torch.equal(grad, found[Keep.ALL][1][name]) for name, grad in found[keep][1].items())
+    assert sizes[Keep.ALL] > 1.2 * sizes[Keep.SOME] > 2 * sizes[Keep.INPUT], sizes
+
+
+def _remember(kept: dict[int, int], x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(x, torch.nn.Parameter):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return x
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3_text", "adapters"])
+def test_products_add_to_the_sums_of_a_step(architecture: str) -> None:
+    """Twice the same pass: each sum is twice what autograd gives, and autograd gives nothing more."""
+    model = tiny_model("llama" if architecture == "adapters" else architecture, num_hidden_layers=2)
+    if architecture == "adapters":
+        model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    policy, _ = both(model)
     fused = FusedForward(policy)
 
-    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan))
+    def forward(tokens, plan):
+        hidden = fused(tokens, plan.positions, 16, plan)
+        stats = policy.head.token_stats(hidden, tokens, 0.9, 5, policy.gradients)
+        return stats.logprobs + 0.1 * stats.entropy
 
-    (plain, plain_grads) = run()
-    policy.model.gradient_checkpointing_enable()
-    hidden, grads = run()
-    assert torch.equal(hidden, plain)
-    assert grads.keys() == plain_grads.keys()
-    assert all(torch.equal(grads[name], plain_grads[name]) for name in grads)
+    _, expected = gradients(policy, forward)
+    trained = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
+    owners = [torch.empty_like(p, requires_grad=True) for _, p in trained]
+    policy.gradients = Gradients([p for _, p in trained], owners)
+    for _ in range(2):
+        _, held = gradients(policy, forward)
+        # The embedding's and the first norm's come from autograd, as a hook of the optimizer would see them.
+        for name, parameter in trained:
+            if name in held:
+                parameter.grad = held[name]
+                policy.gradients.add(parameter)
+    assert set(held) <= {n for n, _ in trained if "embed" in n or "layers.0.input_layernorm" in n}
+    for (name, _), owner in zip(trained, owners):
+        torch.testing.assert_close(owner.grad, 2 * expected[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "phi3"])

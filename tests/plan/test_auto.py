@@ -48,7 +48,7 @@ def pins() -> st.SearchStrategy[Run]:
         token_budget=optional(sizes),
         score_token_budget=optional(sizes),
         logprob_chunk=optional(st.integers(1, 10**5)),
-        checkpoint_activations=optional(st.booleans()),
+        checkpoint_activations=optional(st.sampled_from([True, False, "some"])),
         reward_workers=optional(st.integers(1, 64)),
         rollout=st.builds(
             Rollout,
@@ -151,6 +151,9 @@ def test_reasons_are_the_true_ones() -> None:
 def test_activations_are_recomputed_where_keeping_them_would_not_fit() -> None:
     assert resolve_run(Run(), small())[0].checkpoint_activations is False
     assert resolve_run(Run(), small(layers=400, hidden=4096, intermediate=16384))[0].checkpoint_activations is True
+    middling = {"layers": 16, "hidden": 2048, "intermediate": 8192}
+    assert resolve_run(Run(), small(**middling))[0].checkpoint_activations is True
+    assert resolve_run(Run(), small(**middling, fused=True))[0].checkpoint_activations == "some"
 
 
 def test_a_pinned_cache_that_holds_no_sequence_is_refused() -> None:

@@ -62,8 +62,9 @@ class Run(Section):
     """The same cap for passes without a gradient (reference and old log-probs). auto: from memory, larger than token_budget."""
     logprob_chunk: PositiveInt | Auto = "auto"
     """Tokens whose logits exist at one time."""
-    checkpoint_activations: bool | Auto = "auto"
-    """Recompute activations in the backward pass instead of keeping them."""
+    checkpoint_activations: bool | Literal["some"] | Auto = "auto"
+    """Recompute activations in the backward pass instead of keeping them. some: only what is cheap for its size, where the update
+    runs through fused layers; elsewhere the same as true."""
     reward_workers: PositiveInt | Auto = "auto"
     """Processes that run reward functions."""
     rollout: Rollout = Rollout()

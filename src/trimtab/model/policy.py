@@ -7,6 +7,7 @@ name before anything is trained.
 
 from __future__ import annotations
 
+from enum import Enum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 
 from trimtab.errors import ModelError
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
+from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.packed import PackedPlan
 
@@ -23,6 +25,14 @@ if TYPE_CHECKING:
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTHS = [7, 12]
 TOLERANCE_NATS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
+
+
+class Keep(Enum):
+    """What the layers of a training pass keep for their backward pass (fused.py)."""
+
+    ALL = "all"
+    SOME = "some"
+    INPUT = "input"
 
 
 class Policy:
@@ -39,6 +49,9 @@ class Policy:
         self.path = "the model's own modules"
         """How packed rows run, and why not faster, in words for the user."""
         self._fused: FusedForward | None = None
+        self.keep = Keep.ALL
+        self.gradients: Gradients | None = None
+        """Where gradients of half-precision parameters add up; set by who trains them."""
         if check:
             self._check_packing()
         model.train()
@@ -54,6 +67,11 @@ class Policy:
     @property
     def dtype(self) -> torch.dtype:
         return self.head.weight_VE.dtype
+
+    @property
+    def fused(self) -> bool:
+        """Packed rows run through fused layers."""
+        return self._fused is not None
 
     @property
     def context_tokens(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -47,6 +47,8 @@ class Facts:
     """Longest prompt seen in the data plus longest completion."""
     sequences: int
     """Most sequences generated in one go, by a training step or an evaluation."""
+    fused: bool = False
+    """The update runs through fused layers."""
     lendable: bool = False
     """Device memory can be given up and taken back at the same addresses."""
 
@@ -79,10 +81,15 @@ def physical_cores() -> int:
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
-def activation_bytes_per_token(facts: Facts, checkpointed: bool) -> int:
-    """What one token keeps alive until its backward pass: the inputs of each layer's products, or only the layer's own."""
-    kept = facts.hidden if checkpointed else 14 * facts.hidden + 5 * facts.intermediate
-    once = 14 * facts.hidden + 5 * facts.intermediate if checkpointed else 0
+Checkpointed = bool | Literal["some"]
+
+
+def activation_bytes_per_token(facts: Facts, checkpointed: Checkpointed) -> int:
+    """What one token keeps alive until its backward pass: the inputs of each layer's products, what attention and residuals
+    need, or only the layer's own input; and what one layer makes again."""
+    everything = 14 * facts.hidden + 5 * facts.intermediate
+    kept = {False: everything, "some": 12 * facts.hidden, True: 2 * facts.hidden}[checkpointed]
+    once = everything if checkpointed else 0
     return facts.itemsize * (kept * facts.layers + once + 4 * facts.hidden)
 
 
@@ -99,9 +106,9 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
 
     budget, checkpointed, budget_why = _token_budget(facts)
     if run.checkpoint_activations != "auto":
-        budget, budget_why = _budget_for(facts, bool(run.checkpoint_activations))
+        budget, budget_why = _budget_for(facts, run.checkpoint_activations)
     if run.token_budget != "auto":
-        checkpointed = run.token_budget * activation_bytes_per_token(facts, False) > facts.free_bytes // 2
+        checkpointed = _checkpointed(facts, run.token_budget)
     chunk = _logprob_chunk(facts)
     in_flight = min(facts.sequences, 1024 if cuda else 256)
     page = fill(run.rollout, "run.rollout", "page_tokens", *_page_tokens(run, facts))
@@ -128,7 +135,7 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
             "run",
             "checkpoint_activations",
             checkpointed,
-            "activations would not fit" if checkpointed else "activations fit",
+            {False: "all activations fit", "some": "these fit", True: "activations would not fit"}[checkpointed],
         ),
         reward_workers=fill(run, "run", "reward_workers", pick_reward_workers(run), "one a core, at most eight"),
         rollout=rollout,
@@ -193,14 +200,20 @@ def _refuse_small_kv(rollout: Rollout, facts: Facts) -> None:
         raise ConfigError([Problem("run.rollout.kv_memory", what, fix)])
 
 
-def _token_budget(facts: Facts) -> tuple[int, bool, str]:
+def _token_budget(facts: Facts) -> tuple[int, Checkpointed, str]:
     """The largest useful micro-batch; activations are recomputed only where keeping them would make it small."""
-    plain, why = _budget_for(facts, False)
-    need = max(facts.longest_sequence, 2048) * activation_bytes_per_token(facts, False)
-    if need <= facts.free_bytes // 2:
-        return plain, False, why
-    recomputed, why = _budget_for(facts, True)
-    return recomputed, True, why
+    checkpointed = _checkpointed(facts, max(facts.longest_sequence, 2048))
+    budget, why = _budget_for(facts, checkpointed)
+    return budget, checkpointed, why
+
+
+def _checkpointed(facts: Facts, tokens: int) -> Checkpointed:
+    """The least recomputation with which so many tokens fit."""
+    tries: tuple[Checkpointed, ...] = (False, "some") if facts.fused else (False,)
+    for choice in tries:
+        if tokens * activation_bytes_per_token(facts, choice) <= facts.free_bytes // 2:
+            return choice
+    return True
 
 
 def _useful_tokens(facts: Facts) -> int:
@@ -216,7 +229,7 @@ def _useful_tokens(facts: Facts) -> int:
     return min(65536, max(16384, 1 << launched.bit_length()))
 
 
-def _budget_for(facts: Facts, checkpointed: bool) -> tuple[int, str]:
+def _budget_for(facts: Facts, checkpointed: Checkpointed) -> tuple[int, str]:
     useful = _useful_tokens(facts)
     fitting = facts.free_bytes // 2 // activation_bytes_per_token(facts, checkpointed)
     if facts.longest_sequence > min(useful, fitting):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.config.learn import Learn
+from trimtab.model.gradients import Gradients
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,10 @@ class MasterAdamW:
             eps=settings.eps,
             fused=True,
         )
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(_accumulate_into(master))
-            for p, master in zip(self.params, self.masters)
-            if p is not master
-        ]
+        apart = [(p, master) for p, master in zip(self.params, self.masters) if p is not master]
+        self.gradients = Gradients([p for p, _ in apart], [master for _, master in apart])
+        """Where products may add a gradient themselves; what autograd makes is taken over by hooks."""
+        self._hooks = [p.register_post_accumulate_grad_hook(self.gradients.add) for p, _ in apart]
 
     def step(self, lr: float) -> StepOutcome:
         """Apply the accumulated gradient at the given rate, then clear it."""
@@ -65,8 +65,9 @@ class MasterAdamW:
         return StepOutcome(float(norm), applied)
 
     def zero_grad(self) -> None:
-        for tensor in (*self.masters, *self.params):
-            tensor.grad = None
+        for parameter in self.params:
+            parameter.grad = None
+        self.gradients.clear()
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -97,19 +98,6 @@ class MasterAdamW:
             if kept:
                 self._adamw.state[master] = {key: value.to(master.device, copy=True) for key, value in kept.items()}
         self._write_back()
-
-
-def _accumulate_into(master: torch.Tensor):  # type: ignore[no-untyped-def]
-    @torch.no_grad()
-    def add(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad += parameter.grad
-        parameter.grad = None
-
-    return add
 
 
 def learning_rate(learn: Learn, step: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,7 @@ from trimtab.learn.importance import importance_weights
 from trimtab.learn.kl import ESTIMATORS
 from trimtab.learn.losses import LOSSES
 from trimtab.model.head import TokenStats
-from trimtab.model.policy import Policy, WithoutAdapters
+from trimtab.model.policy import Keep, Policy, WithoutAdapters
 from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
 from trimtab.update.optimizer import MasterAdamW
 from trimtab.update.packing import pack
@@ -54,7 +55,7 @@ class Updater:
         token_budget: int,
         score_token_budget: int,
         logprob_chunk: int,
-        checkpoint_activations: bool,
+        checkpoint_activations: bool | Literal["some"],
     ) -> None:
         self.policy = policy
         self.learn = learn
@@ -62,6 +63,8 @@ class Updater:
         self.score_token_budget = score_token_budget
         self.logprob_chunk = logprob_chunk
         self.optimizer = MasterAdamW(policy.model.named_parameters(), learn)
+        policy.gradients = self.optimizer.gradients
+        policy.keep = {False: Keep.ALL, "some": Keep.SOME, True: Keep.INPUT}[checkpoint_activations]
         if checkpoint_activations:
             policy.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
@@ -94,7 +97,11 @@ class Updater:
         hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
         temperature = self.learn.sampling.temperature
         return policy.head.token_stats(
-            hidden_TE.index_select(0, batch.predictors_R), batch.targets_R, temperature, self.logprob_chunk
+            hidden_TE.index_select(0, batch.predictors_R),
+            batch.targets_R,
+            temperature,
+            self.logprob_chunk,
+            self.policy.gradients,
         )
 
     def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:

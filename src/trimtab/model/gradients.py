@@ -1,0 +1,70 @@
+"""Float32 gradients of half-precision parameters, which products add to directly.
+
+Nothing is rounded to half precision between a product and the sum of a step's micro-batches, and a parameter's gradient exists
+once. Parameters that share a storage (parts.py joins those that read one input) have gradients that share one in the same
+order, so one product fills them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Gradients:
+    """Sums of gradients by parameter; they exist from the first one of a step until `clear`.
+
+    `owners` are the tensors whose `.grad` shows a parameter's sum, its float32 master.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> None:
+        self._pairs = list(zip(parameters, owners))
+        self._places: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The sum for a parameter, or for several that are one tensor; None for what is not among the parameters."""
+        storage = tensor.untyped_storage()
+        at = storage.data_ptr()
+        if at not in self._sums:
+            members = self._members().get(at)
+            if members is None:
+                return None
+            count = storage.nbytes() // tensor.element_size()
+            self._sums[at] = torch.zeros(count, dtype=torch.float32, device=tensor.device)
+            for parameter, owner in members:
+                owner.grad = self._view(parameter)
+        return self._view(tensor)
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Take over a gradient that autograd made."""
+        total = self.of(parameter)
+        assert total is not None and parameter.grad is not None
+        total += parameter.grad
+        parameter.grad = None
+
+    def clear(self) -> None:
+        for _, owner in self._pairs:
+            owner.grad = None
+        self._sums, self._places = {}, None
+
+    def _members(self) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Parameters by their storage of now: they may have been moved since the last step."""
+        if self._places is None:
+            self._places = {}
+            for parameter, owner in self._pairs:
+                self._places.setdefault(parameter.untyped_storage().data_ptr(), []).append((parameter, owner))
+        return self._places
+
+    def _view(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = self._sums[tensor.untyped_storage().data_ptr()]
+        return total.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a b; on CUDA without rounding the product before it is added."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
