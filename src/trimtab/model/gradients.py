@@ -20,8 +20,12 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> None:
         self._pairs = list(zip(parameters, owners))
+        self._ids = {id(parameter) for parameter in parameters}
         self._places: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
         self._sums: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._ids
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The sum for a parameter, or for several that are one tensor; None for what is not among the parameters."""
@@ -39,10 +43,11 @@ class Gradients:
 
     def add(self, parameter: torch.Tensor) -> None:
         """Take over a gradient that autograd made."""
-        total = self.of(parameter)
-        assert total is not None and parameter.grad is not None
-        total += parameter.grad
-        parameter.grad = None
+        if parameter.grad is not None:
+            total = self.of(parameter)
+            assert total is not None
+            total += parameter.grad
+            parameter.grad = None
 
     def clear(self) -> None:
         for _, owner in self._pairs:

@@ -22,8 +22,14 @@ from trimtab.model.policy import Keep
 
 
 def run_layer(residual_TE: torch.Tensor, x_TE: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual and its norm after a layer, from those before it."""
-    residual_TE, x_TE = _Layer.apply(residual_TE, x_TE, call, *call.tensors)
+    """The residual and its norm after a layer, from those before it.
+
+    Autograd is told of the parameters that it is to give a gradient to, and of all if it would see no reason for one otherwise.
+    """
+    tensors = call.tensors
+    if call.gradients is not None and residual_TE.requires_grad:
+        tensors = [t for t in tensors if t not in call.gradients]
+    residual_TE, x_TE = _Layer.apply(residual_TE, x_TE, call, *tensors)
     return residual_TE, x_TE
 
 
@@ -205,38 +211,34 @@ _TENSORS = [f.name for f in fields(_Kept) if f.name not in ("graph", "q", "k", "
 class _Found:
     """Gradients of parameters: added to the sums of the step, or held for autograd where there are none."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], gradients: Gradients | None) -> None:
-        self._order = [id(t) for t in tensors]
-        self._wanted = {key for key, need in zip(self._order, wanted) if need}
+    def __init__(self, gradients: Gradients | None) -> None:
         self._gradients = gradients
-        self._held: dict[int, torch.Tensor] = {}
-
-    def in_order(self) -> list[torch.Tensor | None]:
-        return [self._held.get(key) for key in self._order]
+        self.held: dict[int, torch.Tensor] = {}
+        """By the id of the parameter."""
 
     def add(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        if id(tensor) not in self._wanted:
+        if not tensor.requires_grad:
             return
         total = None if self._gradients is None else self._gradients.of(tensor)
         if total is None:
-            self._held[id(tensor)] = grad.to(tensor.dtype)
+            self.held[id(tensor)] = grad.to(tensor.dtype)
         else:
             total += grad
 
     def linears(
         self, linears: Linears, dout: torch.Tensor, x: torch.Tensor, lows: Sequence[torch.Tensor], dlows: Sequence[torch.Tensor]
     ) -> None:  # fmt: skip
-        if any(id(weight) in self._wanted for weight in linears.weights):
+        if any(weight.requires_grad for weight in linears.weights):
             self._product(linears, dout, x)
-        if linears.biases is not None and any(id(bias) in self._wanted for bias in linears.biases):
+        if linears.biases is not None and any(bias.requires_grad for bias in linears.biases):
             rows = [bias.shape[0] for bias in linears.biases]
             for bias, part in zip(linears.biases, dout.sum(0, dtype=torch.float32).split(rows)):
                 self.add(bias, part)
         for adapter, low, dlow in zip(linears.adapters, lows, dlows):
             part = dout[:, adapter.start : adapter.end]
-            if id(adapter.a.weight) in self._wanted:
+            if adapter.a.weight.requires_grad:
                 self.add(adapter.a.weight, dlow.t() @ x)
-            if id(adapter.b.weight) in self._wanted:
+            if adapter.b.weight.requires_grad:
                 self.add(adapter.b.weight, (part.t() @ low).mul_(adapter.scale))
 
     def _product(self, linears: Linears, dout: torch.Tensor, x: torch.Tensor) -> None:
@@ -245,8 +247,8 @@ class _Found:
             add_product(total, dout.t(), x)
             return
         for weight, grad in zip(linears.weights, (dout.t() @ x).split([w.shape[0] for w in linears.weights])):
-            if id(weight) in self._wanted:
-                self._held[id(weight)] = grad
+            if weight.requires_grad:
+                self.held[id(weight)] = grad
 
 
 class _Layer(torch.autograd.Function):
@@ -254,14 +256,15 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, residual: torch.Tensor, x: torch.Tensor, call: LayerCall, *_tensors: torch.Tensor
+        ctx: Any, residual: torch.Tensor, x: torch.Tensor, call: LayerCall, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needed = any(ctx.needs_input_grad)
         kept = _Kept(graph=needed and call.keep is not Keep.INPUT)
         out = call.forward(residual, x, kept)
         if needed:
-            tensors, ctx.counts = kept.pack(call.keep)
-            ctx.save_for_backward(*tensors)
+            held, ctx.counts = kept.pack(call.keep)
+            ctx.save_for_backward(*held)
+            ctx.order = [id(t) for t in tensors]
             ctx.attention = (kept.q, kept.k, kept.v, kept.attended) if kept.graph else None
             ctx.call = call
             ctx.set_materialize_grads(False)
@@ -280,9 +283,9 @@ class _Layer(torch.autograd.Function):
             kept.q, kept.k, kept.v, kept.attended = ctx.attention
             ctx.attention = None
         call.repeat(kept)
-        found = _Found(call.tensors, ctx.needs_input_grad[3:], call.gradients)
+        found = _Found(call.gradients)
         dresidual, dx = call.backward(dend, dx.contiguous(), kept, found)
-        return dresidual, dx, None, *found.in_order()
+        return dresidual, dx, None, *(found.held.get(key) for key in ctx.order)
 
 
 def _apply(x_TI: torch.Tensor, linears: Linears) -> tuple[torch.Tensor, list[torch.Tensor]]:

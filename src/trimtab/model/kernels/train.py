@@ -63,7 +63,7 @@ def _norm(RES, OUT, PRE, eps, E: tl.constexpr, EP: tl.constexpr, KIND: tl.conste
     tl.store(OUT + t * E + e, y.to(dtype), mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add_norm_back(
     DY, DRES, OUT_RES, X, POST, PRE, SCALES, POST_SCALES, OUT_DRES, DX, DPRE, DPOST, tokens, factor, E: tl.constexpr,
     EP: tl.constexpr, HAS_RES: tl.constexpr, HAS_DRES: tl.constexpr, POST_KIND: tl.constexpr, PRE_KIND: tl.constexpr,
@@ -170,7 +170,7 @@ def _of_three(Q, K_, V, t, n, d, H: tl.constexpr, K: tl.constexpr, D: tl.constex
     return query + key + value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _turn_back(
     X, DQ, DK, DV, DX, POS, COS, SIN, QN, KN, DQN, DKN, tokens, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
