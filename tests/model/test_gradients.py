@@ -9,47 +9,46 @@ from trimtab.model.gradients import Gradients, add_product
 from trimtab.model.parts import join
 
 
-def pair(*shapes: tuple[int, ...]) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
-    parameters = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
-    return parameters, [p.detach().float() for p in parameters]
+def make(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
 
 
 def test_parameters_in_one_storage_have_their_sums_in_one() -> None:
-    parameters, owners = pair((3, 4), (2, 4))
+    parameters = make((3, 4), (2, 4))
     whole = join(parameters)
-    gradients = Gradients(parameters, owners)
+    gradients = Gradients(parameters)
     total = gradients.of(whole)
     assert total is not None and total.shape == (5, 4) and total.dtype == torch.float32
     total += torch.arange(20.0).view(5, 4)
-    assert torch.equal(owners[0].grad, torch.arange(12.0).view(3, 4))
-    assert torch.equal(owners[1].grad, torch.arange(12.0, 20.0).view(2, 4))
+    assert torch.equal(gradients.get(parameters[0]), torch.arange(12.0).view(3, 4))
+    assert torch.equal(gradients.get(parameters[1]), torch.arange(12.0, 20.0).view(2, 4))
 
 
 def test_nothing_exists_before_the_first_gradient_and_after_clear() -> None:
-    parameters, owners = pair((2, 2), (2, 2))
-    gradients = Gradients(parameters, owners)
+    parameters = make((2, 2), (2, 2))
+    gradients = Gradients(parameters)
     assert gradients.of(torch.zeros(2)) is None
-    assert [owner.grad for owner in owners] == [None, None]
+    assert gradients.get(parameters[0]) is None and gradients.get(parameters[1]) is None
     parameters[0].grad = torch.ones(2, 2).bfloat16()
     gradients.add(parameters[0])
-    assert parameters[0].grad is None and torch.equal(owners[0].grad, torch.ones(2, 2))
-    assert owners[1].grad is None
+    assert parameters[0].grad is None and torch.equal(gradients.get(parameters[0]), torch.ones(2, 2))
+    assert gradients.get(parameters[1]) is None
     gradients.clear()
-    assert owners[0].grad is None
+    assert gradients.get(parameters[0]) is None
     total = gradients.of(parameters[0])
     assert total is not None and not total.any()
 
 
 def test_parameters_that_were_moved_between_steps_are_found() -> None:
-    parameters, owners = pair((2, 3))
-    gradients = Gradients(parameters, owners)
+    parameters = make((2, 3))
+    gradients = Gradients(parameters)
     gradients.of(parameters[0])
     gradients.clear()
     parameters[0].data = parameters[0].data.clone()
     total = gradients.of(parameters[0])
     assert total is not None
     total += 1.0
-    assert torch.equal(owners[0].grad, torch.ones(2, 3))
+    assert torch.equal(gradients.get(parameters[0]), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

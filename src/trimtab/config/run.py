@@ -47,6 +47,18 @@ class Rollout(Section):
     can do that."""
 
 
+class Offload(Section):
+    """What waits in host memory while the device does not need it."""
+
+    optimizer: bool | Auto = "auto"
+    """Masters and moments, streamed through the device in each optimizer step. auto: where they would leave too little room."""
+    reference: bool | Auto = "auto"
+    """The reference policy's weights, on the device only while it scores. auto: where memory is short."""
+    activations: bool | Auto = "auto"
+    """What layers keep for the backward pass; needs checkpoint_activations: true. auto: where the longest sequence would not fit
+    otherwise."""
+
+
 class Run(Section):
     """How to run it."""
 
@@ -67,4 +79,5 @@ class Run(Section):
     runs through fused layers; elsewhere the same as true."""
     reward_workers: PositiveInt | Auto = "auto"
     """Processes that run reward functions."""
+    offload: Offload = Offload()
     rollout: Rollout = Rollout()

@@ -69,7 +69,7 @@ class FusedForward:
         for index, layer in enumerate(self.parts.layers):
             call = LayerCall(
                 index, layer, self._before(index), self._before(index + 1), self._rotaries[layer.kind], positions_T, plan,
-                self.policy.keep, self.policy.gradients,
+                self.policy.keep, self.policy.shelf, self.policy.gradients,
             )  # fmt: skip
             residual_TE, x_TE = run_layer(residual_TE, x_TE, call)
         return x_TE

@@ -13,15 +13,12 @@ import torch
 
 
 class Gradients:
-    """Sums of gradients by parameter; they exist from the first one of a step until `clear`.
+    """Sums of gradients by parameter; they exist from the first one of a step until `clear`."""
 
-    `owners` are the tensors whose `.grad` shows a parameter's sum, its float32 master.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> None:
-        self._pairs = list(zip(parameters, owners))
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
         self._ids = {id(parameter) for parameter in parameters}
-        self._places: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+        self._places: set[int] | None = None
         self._sums: dict[int, torch.Tensor] = {}
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
@@ -32,14 +29,15 @@ class Gradients:
         storage = tensor.untyped_storage()
         at = storage.data_ptr()
         if at not in self._sums:
-            members = self._members().get(at)
-            if members is None:
+            if at not in self._known_places():
                 return None
             count = storage.nbytes() // tensor.element_size()
             self._sums[at] = torch.zeros(count, dtype=torch.float32, device=tensor.device)
-            for parameter, owner in members:
-                owner.grad = self._view(parameter)
         return self._view(tensor)
+
+    def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The sum if there is one."""
+        return self._view(parameter) if parameter.untyped_storage().data_ptr() in self._sums else None
 
     def add(self, parameter: torch.Tensor) -> None:
         """Take over a gradient that autograd made."""
@@ -50,16 +48,12 @@ class Gradients:
             parameter.grad = None
 
     def clear(self) -> None:
-        for _, owner in self._pairs:
-            owner.grad = None
         self._sums, self._places = {}, None
 
-    def _members(self) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Parameters by their storage of now: they may have been moved since the last step."""
+    def _known_places(self) -> set[int]:
+        """The parameters' storages of now: they may have been moved since the last step."""
         if self._places is None:
-            self._places = {}
-            for parameter, owner in self._pairs:
-                self._places.setdefault(parameter.untyped_storage().data_ptr(), []).append((parameter, owner))
+            self._places = {parameter.untyped_storage().data_ptr() for parameter in self._parameters}
         return self._places
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from trimtab.model.kernels import train as kernels
 from trimtab.model.kernels.shared import gated
 from trimtab.model.parts import LayerParts, Linears, Norm, Rotary
 from trimtab.model.policy import Keep
+from trimtab.model.shelf import Shelf
 
 
 def run_layer(residual_TE: torch.Tensor, x_TE: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,6 +47,7 @@ class LayerCall:
     positions: torch.Tensor
     plan: AttentionPlan
     keep: Keep
+    shelf: Shelf | None
     gradients: Gradients | None
 
     @property
@@ -262,8 +264,10 @@ class _Layer(torch.autograd.Function):
         kept = _Kept(graph=needed and call.keep is not Keep.INPUT)
         out = call.forward(residual, x, kept)
         if needed:
+            away = call.keep is Keep.INPUT and call.shelf is not None
+            ctx.ticket = call.shelf.put(residual) if away and call.shelf is not None else None
             held, ctx.counts = kept.pack(call.keep)
-            ctx.save_for_backward(*held)
+            ctx.save_for_backward(*([] if away else held))
             ctx.order = [id(t) for t in tensors]
             ctx.attention = (kept.q, kept.k, kept.v, kept.attended) if kept.graph else None
             ctx.call = call
@@ -276,7 +280,10 @@ class _Layer(torch.autograd.Function):
         assert dx is not None
         call: LayerCall = ctx.call
         kept = _Kept(graph=True)
-        if call.keep is Keep.INPUT:
+        if ctx.ticket is not None:
+            assert call.shelf is not None
+            kept.residual = call.shelf.take(ctx.ticket)
+        elif call.keep is Keep.INPUT:
             (kept.residual,) = ctx.saved_tensors
         else:
             kept.unpack(ctx.saved_tensors, ctx.counts)

@@ -6,13 +6,13 @@ Nothing chosen here changes what is learned. Choices err towards fitting: the up
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import psutil
 import torch
 
-from trimtab.config.run import Rollout, Run
+from trimtab.config.run import Offload, Rollout, Run
 from trimtab.errors import ConfigError, Problem
 
 MIB, GIB = 2**20, 2**30
@@ -33,7 +33,7 @@ class Facts:
 
     device: torch.device
     free_bytes: int
-    """Memory left on the device once the model and its optimizer are in place."""
+    """Memory left on the device once models, gradients and optimizer are in place; less than nothing if they do not fit."""
     cores: int
     hidden: int
     intermediate: int
@@ -47,6 +47,12 @@ class Facts:
     """Longest prompt seen in the data plus longest completion."""
     sequences: int
     """Most sequences generated in one go, by a training step or an evaluation."""
+    optimizer_bytes: int = 0
+    """Masters and moments, which may wait in host memory instead."""
+    reference_bytes: int = 0
+    """Weights of a reference policy, which may as well."""
+    host_bytes: int = 0
+    """Host memory that is free."""
     fused: bool = False
     """The update runs through fused layers."""
     lendable: bool = False
@@ -81,6 +87,31 @@ def physical_cores() -> int:
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
+def _offload_optimizer(facts: Facts) -> tuple[bool, str]:
+    """Where its state would leave less than a quarter of its own size to everything else."""
+    if facts.device.type != "cuda":
+        return False, "one memory for all"
+    if facts.free_bytes >= facts.optimizer_bytes // 4:
+        return False, "it fits on the device"
+    if facts.host_bytes < facts.optimizer_bytes * 11 // 10:
+        return False, "the host has no room for it either"
+    return True, "on the device it would leave too little room"
+
+
+def _offload_reference(facts: Facts) -> tuple[bool, str]:
+    if facts.device.type != "cuda" or not facts.reference_bytes:
+        return False, "one memory for all" if facts.reference_bytes else "there is none"
+    tight = facts.free_bytes < 2 * facts.reference_bytes
+    return tight, "memory is short, and it is needed once a step" if tight else "it fits on the device"
+
+
+def _offload_activations(run: Run, facts: Facts) -> tuple[bool, str]:
+    if facts.device.type != "cuda" or run.checkpoint_activations in (False, "some"):
+        return False, "one memory for all" if facts.device.type != "cuda" else "not all are recomputed"
+    tight = facts.longest_sequence * activation_bytes_per_token(facts, True) > facts.free_bytes // 2
+    return tight, "the longest sequence would not fit otherwise" if tight else "they fit on the device"
+
+
 Checkpointed = bool | Literal["some"]
 
 
@@ -98,16 +129,24 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
     choices: list[Choice] = []
     cuda = facts.device.type == "cuda"
 
-    def fill(section: Run | Rollout, prefix: str, key: str, value: Any, why: str) -> Any:
+    def fill(section: Run | Rollout | Offload, prefix: str, key: str, value: Any, why: str) -> Any:
         if getattr(section, key) != "auto":
             return getattr(section, key)
         choices.append(Choice(f"{prefix}.{key}", value, why))
         return value
 
+    away = {"optimizer": fill(run.offload, "run.offload", "optimizer", *_offload_optimizer(facts))}
+    facts = replace(facts, free_bytes=facts.free_bytes + facts.optimizer_bytes * away["optimizer"])
+    away["reference"] = fill(run.offload, "run.offload", "reference", *_offload_reference(facts))
+    facts = replace(facts, free_bytes=max(GIB // 4, facts.free_bytes + facts.reference_bytes * away["reference"]))
+    away["activations"] = fill(run.offload, "run.offload", "activations", *_offload_activations(run, facts))
     budget, checkpointed, budget_why = _token_budget(facts)
-    if run.checkpoint_activations != "auto":
+    if away["activations"]:
+        checkpointed = True
+        budget, budget_why = _budget_for(facts, True, away=True)
+    elif run.checkpoint_activations != "auto":
         budget, budget_why = _budget_for(facts, run.checkpoint_activations)
-    if run.token_budget != "auto":
+    if run.token_budget != "auto" and not away["activations"]:
         checkpointed = _checkpointed(facts, run.token_budget)
     chunk = _logprob_chunk(facts)
     in_flight = min(facts.sequences, 1024 if cuda else 256)
@@ -139,6 +178,7 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
         ),
         reward_workers=fill(run, "run", "reward_workers", pick_reward_workers(run), "one a core, at most eight"),
         rollout=rollout,
+        offload=Offload(**away),
     )
     _refuse_small_kv(filled.rollout, facts)
     return filled, choices
@@ -229,9 +269,10 @@ def _useful_tokens(facts: Facts) -> int:
     return min(65536, max(16384, 1 << launched.bit_length()))
 
 
-def _budget_for(facts: Facts, checkpointed: Checkpointed) -> tuple[int, str]:
+def _budget_for(facts: Facts, checkpointed: Checkpointed, away: bool = False) -> tuple[int, str]:
     useful = _useful_tokens(facts)
-    fitting = facts.free_bytes // 2 // activation_bytes_per_token(facts, checkpointed)
+    one_layer = replace(facts, layers=2) if away else facts
+    fitting = facts.free_bytes // 2 // activation_bytes_per_token(one_layer, checkpointed)
     if facts.longest_sequence > min(useful, fitting):
         return facts.longest_sequence, "the longest sequence has to fit"
     return (useful, "larger micro-batches gain nothing") if useful <= fitting else (fitting, "half of the free memory")

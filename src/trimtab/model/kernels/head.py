@@ -90,13 +90,13 @@ def _merge(SUMS, LSE, MEAN, tokens, stretches, BC: tl.constexpr, BT: tl.constexp
     """From what `_reduce` found in every stretch: log-sum-exp, and the mean logit under the softmax."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     stride = (tl.zeros((), tl.int64) + stretches) * tokens
-    peak = tl.full([BT], -float("inf"), tl.float32)
+    peak = tl.full([BT], -1e30, tl.float32)
     total, mean = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
     for first in range(0, stretches, BC):
         c = first + tl.arange(0, BC)
         at = SUMS + c[:, None].to(tl.int64) * tokens + t[None, :]
         here = (c < stretches)[:, None] & (t < tokens)[None, :]
-        peaks = tl.load(at, mask=here, other=-float("inf"))
+        peaks = tl.load(at, mask=here, other=-1e30)
         top = tl.maximum(peak, tl.max(peaks, 0))
         before, share = tl.exp(peak - top), tl.exp(peaks - top[None, :])
         total = total * before + tl.sum(tl.load(at + stride, mask=here, other=0.0) * share, 0)
