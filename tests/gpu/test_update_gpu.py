@@ -211,3 +211,23 @@ def test_a_reference_that_waits_in_host_memory_runs_fused() -> None:
             with away.present():
                 assert torch.equal(away.hidden(tokens, plan.positions, plan), expected)
     assert policy.path == "fused layers"
+
+
+def test_the_host_never_waits_between_the_first_micro_batch_and_the_norm() -> None:
+    policy = Policy(tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16).cuda())
+    policy.fuse()
+    _, updater = step_of(policy)
+    tokens = [torch.randint(0, 64, (n,)) for n in (9, 30)]
+    samples = [Sample([3, 5], t, torch.randn(len(t)), torch.ones(len(t)) / 39, torch.randn(len(t))) for t in tokens]
+    apply = updater.optimizer.step
+
+    def step(lr: float):
+        torch.cuda.set_sync_debug_mode("default")
+        return apply(lr)
+
+    updater.optimizer.step = step
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert updater.step(samples, 1e-3, 0.0).microbatches == 2
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -191,11 +191,15 @@ def test_adapters_switched_off_and_on_are_followed() -> None:
                 torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_parameters_put_elsewhere_are_followed() -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_parameters_put_elsewhere_are_followed(assign: bool) -> None:
     policy, _ = both(tiny_model("qwen2", num_hidden_layers=1))
     fused = FusedForward(policy)
-    for parameter in policy.model.parameters():
-        parameter.data = parameter.data * 1.5
+    if assign:
+        policy.body.load_state_dict({k: v * 1.5 for k, v in policy.body.state_dict().items()}, assign=True)
+    else:
+        for parameter in policy.model.parameters():
+            parameter.data = parameter.data * 1.5
     tokens, plan = row(policy)
     with torch.no_grad():
         found, expected = fused(tokens, plan.positions, 16, plan), policy.hidden(tokens, plan.positions, plan)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from trimtab.model.attention import AttentionPlan
 from trimtab.model.kernels import train as kernels
 from trimtab.model.layer import LayerCall, run_layer
-from trimtab.model.parts import ModelParts, Norm, Rotary, Unfusable, look_at, read_parts, rotary_table
+from trimtab.model.parts import ModelParts, Norm, Rotary, Unfusable, Watch, read_parts, rotary_table
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 
@@ -38,6 +38,7 @@ class FusedForward:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._shapes = layer_shapes(policy)
+        self._watch = Watch(policy.model)
         self._rotaries: dict[str, Rotary] = {}
         self._known: dict[tuple[object, ...], ModelParts] = {}
         self._read()
@@ -47,12 +48,12 @@ class FusedForward:
 
     def _read(self) -> None:
         """The parts as the model has them now: parameters may have been put elsewhere, adapters switched off and on."""
-        seen = look_at(self.policy.model)
+        seen = self._watch.look()
         if seen not in self._known:
             if len(self._known) >= 4:
                 self._known.clear()
             parts = read_parts(self.policy, self._shapes)
-            seen = look_at(self.policy.model)  # joining may have moved parameters
+            seen = self._watch.look()  # joining may have moved parameters
             self._known[seen] = parts
         self.parts = self._known[seen]
 
