@@ -102,6 +102,7 @@ def _merge(SUMS, LSE, MEAN, tokens, stretches, BC: tl.constexpr, BT: tl.constexp
         total = total * before + tl.sum(tl.load(at + stride, mask=here, other=0.0) * share, 0)
         mean = mean * before + tl.sum(tl.load(at + 2 * stride, mask=here, other=0.0) * share, 0)
         peak = top
+    total = tl.where(t < tokens, total, 1.0)
     tl.store(LSE + t, peak + tl.log(total), mask=t < tokens)
     tl.store(MEAN + t, mean / total, mask=t < tokens)
 
