@@ -19,6 +19,8 @@ import json
 import math
 import random
 import re
+import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -107,7 +109,7 @@ def read_answers(folder: Path, out: Path, rows: list[dict[str, Any]], task: str,
         "passes": passes,
         "steps": steps,
         "loss_first": losses[0],
-        "loss_last": sum(losses[-10:]) / 10,
+        "loss_last": statistics.mean(losses[-10:]),
         "seconds": time.monotonic() - started,
     }
 
@@ -186,17 +188,19 @@ def learn(task: str, args: argparse.Namespace) -> dict[str, Any]:
     folder = as_folder(Path(args.model), scratch)
     found: dict[str, Any] = {"task": task, "date": datetime.date.today().isoformat(), "held_out": len(held_out)}
     found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    found["command"] = (
-        f"python bench/real_learning.py {task} --model {Path(args.model).name} --steps {args.steps or ''}".strip()
-    )
+    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    found["command"] = " ".join(["python bench/real_learning.py", *words])
+    held = {"train": rows[:1], "eval": held_out, **settings["data"]}
     if args.supervised and task == "gsm8k":
+        tokens = {"max_new_tokens": settings["learn"]["max_new_tokens"]}
+        found["base"] = trimtab.evaluate(model=str(folder), data=held, reward=NUMBER, learn=tokens)["eval/pass@1"]
         found["supervised"] = read_answers(folder, scratch / "supervised", rows, task, args.supervised)
         print(found["supervised"], flush=True)
         folder = scratch / "supervised"
     started = time.monotonic()
     summary = trimtab.train(
         model=str(folder),
-        data={"train": rows, "eval": held_out, **settings["data"]},
+        data=held | {"train": rows},
         reward=NUMBER,
         learn=settings["learn"] | ({"steps": args.steps} if args.steps else {}) | ({"lr": args.lr} if args.lr else {}),
         observe={"dir": str(args.out / f"{task}-run"), "eval_every": settings["eval_every"], "checkpoint_every": 0},
