@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from trimtab.model.fused import FusedForward
 from trimtab.model.gradients import Gradients
-from trimtab.model.packed import PackedPlan, _Copies
+from trimtab.model.packed import PackedPlan, _Copies, _copies_of
 from trimtab.model.parts import KNOWN, Unfusable
 from trimtab.model.policy import Keep, Policy
 from trimtab.model.shelf import Shelf
@@ -99,6 +99,10 @@ def test_layer_inputs_that_wait_in_host_memory_change_nothing() -> None:
         for _ in range(2):
             found.append(gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan)))
     assert policy.shelf is not None and len(policy.shelf._free) == 3
+    with torch.no_grad():
+        tokens, plan = row(policy)
+        assert torch.equal(fused(tokens, plan.positions, 16, plan), found[0][0])
+    assert not policy.shelf._tickets
     for hidden, grads in found[1:]:
         assert torch.equal(hidden, found[0][0])
         assert all(torch.equal(grad, found[0][1][name]) for name, grad in grads.items())
@@ -204,6 +208,18 @@ def test_parameters_put_elsewhere_are_followed(assign: bool) -> None:
     with torch.no_grad():
         found, expected = fused(tokens, plan.positions, 16, plan), policy.hidden(tokens, plan.positions, plan)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_rows_that_are_taken_several_times_add_up_in_float32() -> None:
+    """Sixteen small gradients beside a large one, which bfloat16 would lose one by one."""
+    x = torch.zeros(5, 8, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    rows = torch.tensor([3, *[1] * 17, 0], device=DEVICE)
+    out = _Copies.apply(x, rows, *_copies_of(rows, 5))
+    weights = torch.full((19, 8), 0.25, device=DEVICE)
+    weights[1] = 256.0
+    (out.float() * weights).sum().backward()
+    expected = torch.tensor([0.25, 260.0, 0.0, 0.25, 0.0], device=DEVICE)
+    assert torch.equal(x.grad.float(), expected[:, None].expand(5, 8))
 
 
 def test_copies_of_a_row_add_up() -> None:

@@ -27,6 +27,8 @@ def run_layer(residual_TE: torch.Tensor, x_TE: torch.Tensor, call: LayerCall) ->
 
     Autograd is told of the parameters that it is to give a gradient to, and of all if it would see no reason for one otherwise.
     """
+    if not torch.is_grad_enabled():
+        return call.forward(residual_TE, x_TE, _Kept(graph=False))
     tensors = call.tensors
     if call.gradients is not None and residual_TE.requires_grad:
         tensors = [t for t in tensors if t not in call.gradients]

@@ -17,6 +17,7 @@ from trimtab.learn.importance import importance_weights
 from trimtab.learn.kl import ESTIMATORS
 from trimtab.learn.losses import LOSSES
 from trimtab.model.head import TokenStats
+from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Keep, Policy
 from trimtab.model.shelf import Shelf
 from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
@@ -104,7 +105,7 @@ class Updater:
         hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
         temperature = self.learn.sampling.temperature
         return policy.head.token_stats(
-            hidden_TE.index_select(0, batch.predictors_R),
+            take_rows(hidden_TE, batch.predictors_R),
             batch.targets_R,
             temperature,
             self.logprob_chunk,
