@@ -126,7 +126,10 @@ def parameters_of(folder: Path) -> int:
     count = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+            names = list(tensors.keys())
+            if any("lm_head" in name for name in names):  # then the embedding is a table and no product
+                names = [name for name in names if "embed_tokens" not in name]
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
     return count
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +36,18 @@ def test_host_memory_is_used_again() -> None:
         for ticket in reversed([shelf.put(torch.ones(size, device=DEVICE)) for _ in range(4)]):
             shelf.take(ticket)
     assert len(shelf._free) == 4
+
+
+def test_what_was_taken_belongs_to_the_taker_alone() -> None:
+    """Tickets live as long as the graph that holds them; the tensors must not."""
+    shelf = Shelf(DEVICE)
+    tickets = [shelf.put(torch.ones(10, device=DEVICE)) for _ in range(3)]
+    seen = []
+    for ticket in reversed(tickets):
+        x = shelf.take(ticket)
+        seen.append(weakref.ref(x))
+        del x
+    assert [found() for found in seen] == [None] * 3
 
 
 def test_a_pass_that_failed_leaves_nothing_behind() -> None:

@@ -188,7 +188,7 @@ def test_reasons_are_the_true_ones() -> None:
 def test_activations_are_recomputed_where_keeping_them_would_not_fit() -> None:
     assert resolve_run(Run(), small())[0].checkpoint_activations is False
     assert resolve_run(Run(), small(layers=400, hidden=4096, intermediate=16384))[0].checkpoint_activations is True
-    middling = {"layers": 16, "hidden": 2048, "intermediate": 8192}
+    middling = {"layers": 12, "hidden": 2048, "intermediate": 8192}
     assert resolve_run(Run(), small(**middling))[0].checkpoint_activations is True
     assert resolve_run(Run(), small(**middling, fused=True))[0].checkpoint_activations == "some"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -18,6 +20,10 @@ def parameters(dtype: torch.dtype) -> list[tuple[str, torch.nn.Parameter]]:
         ("matrix", torch.nn.Parameter(torch.randn(3, 4, generator=g).to(dtype))),
         ("vector", torch.nn.Parameter(torch.randn(4, generator=g).to(dtype))),
     ]
+
+
+def larger(dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(13, 10, generator=torch.Generator().manual_seed(1)).to(dtype))
 
 
 def backward(named: list[tuple[str, torch.nn.Parameter]], scale: float = 1.0) -> None:
@@ -133,11 +139,11 @@ def test_saved_and_loaded_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_offloaded_is_the_same_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces of one parameter each, through steps, a step that is refused, and a checkpoint."""
-    monkeypatch.setattr(optimizers, "PIECE", 5)
-    one, two = parameters(dtype), parameters(dtype)
+    """In pieces that cut parameters, through steps, a step that is refused, and a checkpoint."""
+    monkeypatch.setattr(optimizers, "PIECE", 64)
+    one, two = ([*parameters(dtype), ("large", larger(dtype))] for _ in range(2))
     here, there = MasterAdamW(one, Learn(max_grad_norm=0.5)), MasterAdamW(two, Learn(max_grad_norm=0.5), offload=True)
-    assert len(there._buckets) == 2
+    assert [group.state.shape[1] for group in there._groups] == [64 + 192, 64]
     for scale in (1.0, -0.5, float("nan"), 2.0):
         for named, optimizer in ((one, here), (two, there)):
             backward(named, scale)
@@ -163,6 +169,49 @@ def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
     assert torch.equal(named[0][1], before)
     assert optimizer.state_tensors()["step/matrix"] == 0
     assert optimizer.state_tensors()["step/vector"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_layout_of_a_parameter_does_not_matter(dtype: torch.dtype, offload: bool) -> None:
+    """Transposed in memory, and with gaps between its rows."""
+    plain = larger(dtype)
+    turned = torch.nn.Parameter(plain.detach().clone().t().contiguous().t())
+    spread = torch.nn.Parameter(torch.zeros(13, 20, dtype=dtype)[:, ::2].copy_(plain.detach()))
+    assert not turned.is_contiguous() and not spread.is_contiguous()
+    found = []
+    for parameter in (plain, turned, spread):
+        optimizer = MasterAdamW([("weight", parameter)], Learn(max_grad_norm=None), offload=offload)
+        for scale in (1.0, -0.3):
+            backward([("weight", parameter)], scale)
+            optimizer.step(0.01)
+        found.append((parameter.detach(), {k: v.clone() for k, v in optimizer.state_tensors().items()}))
+    for weight, state in found[1:]:
+        torch.testing.assert_close(weight, found[0][0], atol=1e-6, rtol=0)
+        for key, value in state.items():
+            torch.testing.assert_close(value, found[0][1][key], atol=1e-6, rtol=1e-6)
+
+
+def test_two_optimizers_do_not_share_parameters_but_may_follow_each_other() -> None:
+    named = parameters(torch.bfloat16)
+    first = MasterAdamW(named, Learn())
+    with pytest.raises(RuntimeError, match="have an optimizer already"):
+        MasterAdamW(named, Learn())
+    del first
+    second = MasterAdamW(named, Learn())
+    backward(named)
+    assert second.step(0.01).grad_norm > 0
+
+
+def test_parameters_are_freed_with_their_optimizer() -> None:
+    named = parameters(torch.bfloat16)
+    seen = weakref.ref(named[0][1])
+    optimizer = MasterAdamW(named, Learn())
+    backward(named)
+    optimizer.step(0.01)
+    del named, optimizer
+    gc.collect()
+    assert seen() is None
 
 
 def test_learning_rate_by_hand() -> None:

@@ -57,6 +57,11 @@ class FusedForward:
             self._known[seen] = parts
         self.parts = self._known[seen]
 
+    def forget(self) -> None:
+        """Let go of where parameters were."""
+        self._known = {}
+        del self.parts
+
     def __call__(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, longest: int, plan: AttentionPlan
     ) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Float32 gradients of half-precision parameters, which products add to directly.
+"""Float32 sums of the gradients of half-precision parameters over the micro-batches of a step.
 
-Nothing is rounded to half precision between a product and the sum of a step's micro-batches, and a parameter's gradient exists
-once. Parameters that share a storage (parts.py joins those that read one input) have gradients that share one in the same
-order, so one product fills them all.
+The fused layers' and the head's products add to them directly, on a GPU without rounding to half precision in between; what
+autograd makes (embeddings, the model's own modules) is added by hooks. Parameters that share a storage (parts.py joins those
+that read one input) have gradients that share one in the same order, so one product fills them all.
 """
 
 from __future__ import annotations

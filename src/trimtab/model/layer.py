@@ -252,6 +252,7 @@ class _Found:
             return
         for weight, grad in zip(linears.weights, (dout.t() @ x).split([w.shape[0] for w in linears.weights])):
             if weight.requires_grad:
+                assert id(weight) not in self.held
                 self.held[id(weight)] = grad
 
 
@@ -272,7 +273,7 @@ class _Layer(torch.autograd.Function):
             ctx.save_for_backward(*([] if away else held))
             ctx.order = [id(t) for t in tensors]
             ctx.attention = (kept.q, kept.k, kept.v, kept.attended) if kept.graph else None
-            ctx.call = call
+            ctx.call, ctx.done = call, False
             ctx.set_materialize_grads(False)
         return out
 
@@ -281,10 +282,13 @@ class _Layer(torch.autograd.Function):
         dend, dx = grads
         assert dx is not None
         call: LayerCall = ctx.call
+        assert not ctx.done, "a layer's backward pass runs once"
+        ctx.done = True
         kept = _Kept(graph=True)
         if ctx.ticket is not None:
             assert call.shelf is not None
             kept.residual = call.shelf.take(ctx.ticket)
+            ctx.ticket = None
         elif call.keep is Keep.INPUT:
             (kept.residual,) = ctx.saved_tensors
         else:

@@ -140,7 +140,8 @@ def take_rows(x_TX: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
 def _take(
     x_TX: torch.Tensor, rows_S: torch.Tensor, copies: Callable[[], tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    if x_TX.is_cuda and torch.is_grad_enabled() and find_spec("triton") is not None:
+    narrow = x_TX.dtype != torch.float64
+    if x_TX.is_cuda and narrow and torch.is_grad_enabled() and find_spec("triton") is not None:
         out: torch.Tensor = _Copies.apply(x_TX, rows_S, *copies())
         return out
     return x_TX.index_select(0, rows_S)

@@ -135,6 +135,11 @@ class Policy:
             self._fused = None
             self.path += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
 
+    def forget(self) -> None:
+        """Keep nothing of where the weights were: they have been put elsewhere."""
+        if self._fused is not None:
+            self._fused.forget()
+
     @torch.no_grad()
     def _probe(self) -> torch.Tensor:
         """Log-probs of two short sequences in one row."""
@@ -221,6 +226,7 @@ class FromHost:
                 self._homes[at] = home.copy_(flat)
             self._views.append((parameter, at, parameter.data))
         self._put(self._homes)
+        policy.forget()
 
     @contextmanager
     def present(self) -> Iterator[None]:
@@ -229,6 +235,7 @@ class FromHost:
             yield
         finally:
             self._put(self._homes)
+            self._policy.forget()
 
     def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         return self._policy.hidden(tokens_T, positions_T, plan)

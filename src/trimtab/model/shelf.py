@@ -1,7 +1,8 @@
 """Tensors that wait in host memory from the forward pass to the backward pass.
 
-A tensor is copied out while the next layers run, and copied in while the layer after it in the backward pass is worked on: at
-most two of them are on the device then. Host buffers are pinned and used again.
+A tensor is copied out while the next layers run, and copied in while the layer after it in the backward pass is worked on. The
+host waits for the copy of two tensors ago in both directions, so that no more than a few of them are on the device however far
+it runs ahead. Host buffers are pinned and used again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Shelf:
         self._tickets: list[Ticket] = []
         self._free: list[tuple[torch.Tensor, Any]] = []
         """Buffers, and when the last copy from them is done."""
+        self._recent: list[Any] = []
+        """Of the last copies, in either direction, when they are done."""
 
     def put(self, x: torch.Tensor) -> Ticket:
         buffer, read = self._buffer(x.nbytes)
@@ -52,6 +55,7 @@ class Shelf:
                 ticket.waiting.copy_(x, non_blocking=True)
             x.record_stream(outward)
             ticket.stored = outward.record_event()
+            self._keep_up(ticket.stored)
         else:
             ticket.waiting.copy_(x)
         self._tickets.append(ticket)
@@ -63,8 +67,8 @@ class Shelf:
         self._tickets.remove(ticket)
         if self._tickets:
             self._fetch(self._tickets[-1])
-        x = ticket.fetched
-        assert x is not None
+        x, ticket.fetched = ticket.fetched, None  # the ticket lives as long as the graph does
+        assert x is not None, "taken twice"
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_event(ticket.arrived)
             x.record_stream(torch.cuda.current_stream(self._device))
@@ -74,6 +78,7 @@ class Shelf:
     def clear(self) -> None:
         """Forget what nobody will take: a pass that failed."""
         for ticket in self._tickets:
+            ticket.fetched = None
             self._free.append((ticket.buffer, ticket.arrived or ticket.stored))
         self._tickets = []
 
@@ -89,6 +94,13 @@ class Shelf:
             ticket.fetched = torch.empty(ticket.shape, dtype=ticket.dtype, device=self._device)
             ticket.fetched.copy_(ticket.waiting, non_blocking=True)
         ticket.arrived = inward.record_event()
+        self._keep_up(ticket.arrived)
+
+    def _keep_up(self, done: Any) -> None:
+        """Tensors that are copied are the allocator's again only when the device is through with them."""
+        self._recent.append(done)
+        if len(self._recent) > 2:
+            self._recent.pop(0).synchronize()
 
     def _buffer(self, size: int) -> tuple[torch.Tensor, Any]:
         for index, (buffer, _) in enumerate(self._free):

@@ -14,6 +14,8 @@ import torch
 
 from trimtab.config.run import Offload, Rollout, Run
 from trimtab.errors import ConfigError, Problem
+from trimtab.update.conveyor import SLOTS
+from trimtab.update.optimizer import PIECE
 
 MIB, GIB = 2**20, 2**30
 
@@ -87,6 +89,14 @@ def physical_cores() -> int:
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
+def _moved(facts: Facts, size: int, pieces: bool = False) -> Facts:
+    """With so many bytes on the host instead of the device; on a CPU they are the same. Streaming needs room for its pieces."""
+    if facts.device.type != "cuda":
+        return facts
+    room = SLOTS * 3 * 4 * PIECE if pieces else 0
+    return replace(facts, free_bytes=facts.free_bytes + size - min(room, size), host_bytes=facts.host_bytes - size)
+
+
 def _offload_optimizer(facts: Facts) -> tuple[bool, str]:
     """Where its state would leave less than a quarter of its own size to everything else."""
     if facts.device.type != "cuda":
@@ -101,8 +111,11 @@ def _offload_optimizer(facts: Facts) -> tuple[bool, str]:
 def _offload_reference(facts: Facts) -> tuple[bool, str]:
     if facts.device.type != "cuda" or not facts.reference_bytes:
         return False, "one memory for all" if facts.reference_bytes else "there is none"
-    tight = facts.free_bytes < 2 * facts.reference_bytes
-    return tight, "memory is short, and it is needed once a step" if tight else "it fits on the device"
+    if facts.free_bytes >= 2 * facts.reference_bytes:
+        return False, "it fits on the device"
+    if facts.host_bytes < facts.reference_bytes * 11 // 10:
+        return False, "the host has no room for it either"
+    return True, "memory is short, and it is needed once a step"
 
 
 def _offload_activations(run: Run, facts: Facts) -> tuple[bool, str]:
@@ -119,7 +132,7 @@ def activation_bytes_per_token(facts: Facts, checkpointed: Checkpointed) -> int:
     """What one token keeps alive until its backward pass: the inputs of each layer's products, what attention and residuals
     need, or only the layer's own input; and what one layer makes again."""
     everything = 14 * facts.hidden + 5 * facts.intermediate
-    kept = {False: everything, "some": 12 * facts.hidden, True: 2 * facts.hidden}[checkpointed]
+    kept = {False: everything, "some": 16 * facts.hidden, True: 2 * facts.hidden}[checkpointed]
     once = everything if checkpointed else 0
     return facts.itemsize * (kept * facts.layers + once + 4 * facts.hidden)
 
@@ -136,9 +149,10 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
         return value
 
     away = {"optimizer": fill(run.offload, "run.offload", "optimizer", *_offload_optimizer(facts))}
-    facts = replace(facts, free_bytes=facts.free_bytes + facts.optimizer_bytes * away["optimizer"])
+    facts = _moved(facts, facts.optimizer_bytes * away["optimizer"], pieces=away["optimizer"])
     away["reference"] = fill(run.offload, "run.offload", "reference", *_offload_reference(facts))
-    facts = replace(facts, free_bytes=max(GIB // 4, facts.free_bytes + facts.reference_bytes * away["reference"]))
+    facts = _moved(facts, facts.reference_bytes * away["reference"])
+    facts = replace(facts, free_bytes=max(GIB // 4, facts.free_bytes))
     away["activations"] = fill(run.offload, "run.offload", "activations", *_offload_activations(run, facts))
     budget, checkpointed, budget_why = _token_budget(facts)
     if away["activations"]:
@@ -271,8 +285,10 @@ def _useful_tokens(facts: Facts) -> int:
 
 def _budget_for(facts: Facts, checkpointed: Checkpointed, away: bool = False) -> tuple[int, str]:
     useful = _useful_tokens(facts)
-    one_layer = replace(facts, layers=2) if away else facts
-    fitting = facts.free_bytes // 2 // activation_bytes_per_token(one_layer, checkpointed)
+    on_device = (
+        replace(facts, layers=4) if away else facts
+    )  # inputs of a few layers; those of all others wait on the host
+    fitting = facts.free_bytes // 2 // activation_bytes_per_token(on_device, checkpointed)
     if facts.longest_sequence > min(useful, fitting):
         return facts.longest_sequence, "the longest sequence has to fit"
     return (useful, "larger micro-batches gain nothing") if useful <= fitting else (fitting, "half of the free memory")

@@ -3,6 +3,7 @@ the next is. On a device without streams of its own the pieces are simply copied
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,13 +12,25 @@ SLOTS = 3
 """Pieces on the device at a time: one on its way in, one worked on, one on its way out."""
 
 
-def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On the host, pinned where copies from and to `device` can use that."""
-    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, owner: object) -> torch.Tensor:
+    """On the host and, for a CUDA device, pinned until `owner` is gone. torch's own pinned memory comes in powers of two."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if device.type == "cuda" and tensor.nbytes:
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        if code:
+            raise MemoryError(f"{tensor.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code})")
+        weakref.finalize(owner, _unpin, tensor)
+    return tensor
+
+
+def _unpin(tensor: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 class Conveyor:
-    """Takes pieces of host memory to the device and back."""
+    """Takes pieces of host memory to the device and back. A piece is a stretch of columns of a matrix."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,22 +57,31 @@ class Conveyor:
             if index >= len(slots):
                 inward.wait_event(left[index - len(slots)])
             with torch.cuda.stream(inward):
-                here[index].copy_(pieces[index], non_blocking=True)
+                _copy_rows(here[index], pieces[index])
             arrived[index].record(inward)
 
-        fetch(0)
-        for index in range(len(pieces)):
-            if index + 1 < len(pieces):
-                fetch(index + 1)
-            current.wait_event(arrived[index])
-            work(index, here[index])
-            outward.wait_stream(current)
-            with torch.cuda.stream(outward):
-                pieces[index].copy_(here[index], non_blocking=True)
-            left[index].record(outward)
-        current.wait_stream(outward)  # before the slots are anybody else's
+        try:
+            fetch(0)
+            for index in range(len(pieces)):
+                if index + 1 < len(pieces):
+                    fetch(index + 1)
+                current.wait_event(arrived[index])
+                work(index, here[index])
+                outward.wait_stream(current)
+                with torch.cuda.stream(outward):
+                    _copy_rows(pieces[index], here[index])
+                left[index].record(outward)
+        finally:  # before the slots are anybody else's
+            current.wait_stream(inward)
+            current.wait_stream(outward)
 
     def settle(self) -> None:
         """Wait until the host may read what was sent back."""
         for stream in self._streams:
             stream.synchronize()
+
+
+def _copy_rows(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Row by row: each is contiguous on both sides, which copies beside the host's work need."""
+    for a, b in zip(to, source):
+        a.copy_(b, non_blocking=True)

@@ -8,18 +8,20 @@ memory, from where a step streams them through the device; the result is the sam
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.optim.adamw import adamw
+from torch.utils.hooks import RemovableHandle
 
 from trimtab.config.learn import Learn
 from trimtab.model.gradients import Gradients
 from trimtab.update.conveyor import Conveyor, host_empty
 
 PIECE = 2**26
-"""Elements of the masters, at most, that an offloaded step has on the device at a time (thrice: see conveyor.py)."""
+"""Elements of a group of parameters, at most, that an offloaded step has in one piece; see conveyor.py for how many of these."""
 ALIGNED = 64
 """Elements to a multiple of which a parameter's state begins, so that kernels read it in whole lines."""
 
@@ -32,20 +34,25 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class _Member:
-    """A parameter and where its state lies in its bucket."""
+    """A parameter and where its state begins in that of its group."""
 
     name: str
     parameter: torch.nn.Parameter
     start: int
     step: torch.Tensor
 
+    @property
+    def end(self) -> int:
+        return self.start + self.parameter.numel()
+
     def part(self, row: torch.Tensor) -> torch.Tensor:
-        return row[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+        """The parameter's own in a row of the group's state, laid out as the parameter is."""
+        return row.as_strided(self.parameter.shape, self.parameter.stride(), row.storage_offset() + self.start)
 
 
 @dataclass(frozen=True)
-class _Bucket:
-    """Parameters that are stepped together. `state`: their first and second moments and, if they have one, their masters."""
+class _Group:
+    """Parameters that are stepped alike. `state`: their first and second moments and, if they have one, their masters."""
 
     members: list[_Member]
     weight_decay: float
@@ -66,36 +73,38 @@ class MasterAdamW:
         self.params = [p for _, p in named]
         self.max_grad_norm = learn.max_grad_norm
         self._settings = learn.optimizer
+        for parameter in self.params:
+            if not _is_dense(parameter):
+                parameter.data = parameter.data.contiguous()
         apart = [p for p in self.params if _needs_master(p)]
         self.gradients = Gradients(apart)
         """Where products may add a gradient themselves; what autograd makes is taken over by hooks."""
-        self._hooks = [p.register_post_accumulate_grad_hook(self.gradients.add) for p in apart]
+        self._hooks = [_take_over(parameter, self.gradients) for parameter in apart]
         device = self.params[0].device if self.params else torch.device("cpu")
         self._conveyor = Conveyor(device) if offload else None
-        self._buckets = [
-            self._bucket(members, device)
-            for masters in (True, False)
-            for matrices in (True, False)
-            for members in _cut(
-                [(n, p) for n, p in named if _needs_master(p) == masters and (p.ndim >= 2) == matrices],
-                PIECE if offload else None,
+        kinds: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.nn.Parameter]]] = {}
+        for name, parameter in named:
+            kinds.setdefault((_needs_master(parameter), parameter.ndim >= 2, parameter.dtype), []).append(
+                (name, parameter)
             )
-        ]
+        self._groups = [self._group(members, device) for members in kinds.values()]
 
-    def _bucket(self, named: list[tuple[str, torch.nn.Parameter]], device: torch.device) -> _Bucket:
+    def _group(self, named: list[tuple[str, torch.nn.Parameter]], device: torch.device) -> _Group:
         members, end = [], 0
         for name, parameter in named:
             members.append(_Member(name, parameter, end, torch.zeros((), device=device)))
             end += -(-parameter.numel() // ALIGNED) * ALIGNED
-        shape = (3 if _needs_master(named[0][1]) else 2, end)
-        dtype = torch.promote_types(named[0][1].dtype, torch.float32)
-        state = host_empty(shape, dtype, device) if self._conveyor else torch.empty(shape, dtype=dtype, device=device)
-        state.zero_()
-        bucket = _Bucket(members, self._settings.weight_decay if named[0][1].ndim >= 2 else 0.0, state)
-        if bucket.has_masters:
+        first = named[0][1]
+        shape, dtype = (3 if _needs_master(first) else 2, end), torch.promote_types(first.dtype, torch.float32)
+        if self._conveyor is not None:
+            state = host_empty(shape, dtype, device, self).zero_()
+        else:
+            state = torch.zeros(shape, dtype=dtype, device=device)
+        group = _Group(members, self._settings.weight_decay if first.ndim >= 2 else 0.0, state)
+        if group.has_masters:
             for member in members:
                 member.part(state[2]).copy_(member.parameter.detach())
-        return bucket
+        return group
 
     def grads(self) -> list[torch.Tensor | None]:
         """The gradient of each parameter so far, summed in float32 or wider; None where there is none."""
@@ -103,10 +112,11 @@ class MasterAdamW:
 
     def masters(self) -> list[torch.Tensor]:
         """The float32 (or wider) weights, in the order of `params`, wherever they are."""
+        self._settle()
         found = {
-            id(m.parameter): m.part(b.state[2]) if b.has_masters else m.parameter
-            for b in self._buckets
-            for m in b.members
+            id(m.parameter): m.part(g.state[2]) if g.has_masters else m.parameter
+            for g in self._groups
+            for m in g.members
         }
         return [found[id(p)] for p in self.params]
 
@@ -120,29 +130,52 @@ class MasterAdamW:
         if applied and grads:
             if self.max_grad_norm is not None:
                 _clip(grads, self.max_grad_norm, norm)
-            if self._conveyor is None:
-                for index, bucket in enumerate(self._buckets):
-                    self._apply(index, bucket.state, by_parameter, lr)
-            else:
-                pieces = [bucket.state for bucket in self._buckets]
-                self._conveyor.run(pieces, lambda index, state: self._apply(index, state, by_parameter, lr))
+            for group in self._groups:
+                self._step_group(group, by_parameter, lr)
         self.zero_grad()
         return StepOutcome(float(norm), applied)
 
-    def _apply(self, index: int, state: torch.Tensor, grads: dict[int, torch.Tensor], lr: float) -> None:
-        """AdamW on one bucket, whose state is here; masters are rounded into the working weights, which the engine reads."""
-        bucket, settings = self._buckets[index], self._settings
-        members = [member for member in bucket.members if id(member.parameter) in grads]
+    def _step_group(self, group: _Group, grads: dict[int, torch.Tensor], lr: float) -> None:
+        members = [member for member in group.members if id(member.parameter) in grads]
         if not members:
             return
-        weights = [m.part(state[2]) if bucket.has_masters else m.parameter for m in members]
+        torch._foreach_add_([member.step for member in members], 1.0)
+        if self._conveyor is None:
+            self._apply(group, members, 0, group.state, grads, lr)
+            return
+        starts = range(0, group.state.shape[1], PIECE)
+        pieces = [group.state[:, start : start + PIECE] for start in starts]
+        self._conveyor.run(pieces, lambda index, state: self._apply(group, members, starts[index], state, grads, lr))
+
+    def _apply(
+        self, group: _Group, members: list[_Member], first: int, state: torch.Tensor, grads: dict[int, torch.Tensor], lr: float
+    ) -> None:  # fmt: skip
+        """AdamW on a stretch of a group's state, which is here and begins at `first`; masters are rounded into the working
+        weights, which the engine reads. It is the same for every element, so a stretch may cut a parameter."""
+        weights, slopes, means, squares, steps, copies = [], [], [], [], [], []
+        for member in members:
+            begin, end = max(first, member.start), min(first + state.shape[1], member.end)
+            if begin >= end:
+                continue
+            inside = slice(begin - member.start, end - member.start)
+            here = [row[begin - first : end - first] for row in state]
+            working = _flat(member.parameter.data)[inside]
+            weights.append(here[2] if group.has_masters else working)
+            slopes.append(_flat_like(grads[id(member.parameter)], member.parameter)[inside])
+            means.append(here[0])
+            squares.append(here[1])
+            # The kernel counts the step itself, and would once for every stretch.
+            steps.append(member.step - 1.0)
+            copies.append(working)
+        if not weights:
+            return
+        settings = self._settings
         adamw(
-            weights, [grads[id(m.parameter)] for m in members], [m.part(state[0]) for m in members],
-            [m.part(state[1]) for m in members], [], [m.step for m in members], fused=True, amsgrad=False,
-            beta1=settings.beta1, beta2=settings.beta2, lr=lr, weight_decay=bucket.weight_decay, eps=settings.eps, maximize=False,
+            weights, slopes, means, squares, [], steps, fused=True, amsgrad=False, beta1=settings.beta1, beta2=settings.beta2,
+            lr=lr, weight_decay=group.weight_decay, eps=settings.eps, maximize=False,
         )  # fmt: skip
-        if bucket.has_masters:
-            torch._foreach_copy_([m.parameter for m in members], weights)
+        if group.has_masters:
+            torch._foreach_copy_(copies, weights)
 
     def zero_grad(self) -> None:
         for parameter in self.params:
@@ -151,13 +184,12 @@ class MasterAdamW:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Everything beyond the working weights that a resumed run needs."""
-        if self._conveyor is not None:
-            self._conveyor.settle()
+        self._settle()
         tensors: dict[str, torch.Tensor] = {}
-        for bucket in self._buckets:
-            for member in bucket.members:
+        for group in self._groups:
+            for member in group.members:
                 tensors[f"step/{member.name}"] = member.step
-                for key, row in zip(("exp_avg", "exp_avg_sq", "master"), bucket.state):
+                for key, row in zip(("exp_avg", "exp_avg_sq", "master"), group.state):
                     tensors[f"{key}/{member.name}"] = member.part(row)
         return tensors
 
@@ -170,28 +202,59 @@ class MasterAdamW:
             else:
                 assert not name.startswith("master/"), f"no {name} in the checkpoint"
                 own.zero_()
-        for bucket in self._buckets:
-            if bucket.has_masters:
-                for member in bucket.members:
-                    member.parameter.copy_(member.part(bucket.state[2]))
+        for group in self._groups:
+            if group.has_masters:
+                for member in group.members:
+                    member.parameter.copy_(member.part(group.state[2]))
+
+    def _settle(self) -> None:
+        if self._conveyor is not None:
+            self._conveyor.settle()
 
 
 def _needs_master(parameter: torch.Tensor) -> bool:
     return parameter.dtype.itemsize < 4
 
 
-def _cut(named: list[tuple[str, torch.nn.Parameter]], most: int | None) -> list[list[tuple[str, torch.nn.Parameter]]]:
-    """Into runs of at most `most` elements, or of one parameter, each of one type."""
-    runs: list[list[tuple[str, torch.nn.Parameter]]] = []
-    size = 0
-    for name, parameter in named:
-        full = most is not None and size + parameter.numel() > most
-        if not runs or full or runs[-1][-1][1].dtype != parameter.dtype:
-            runs.append([])
-            size = 0
-        runs[-1].append((name, parameter))
-        size += parameter.numel()
-    return runs
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Its elements are all there is from its first to its last, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _flat_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient's elements in the order of the parameter's memory."""
+    if grad.stride() != parameter.stride():
+        grad = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(
+            grad
+        )
+    return _flat(grad)
+
+
+def _take_over(parameter: torch.nn.Parameter, gradients: Gradients) -> RemovableHandle:
+    """What autograd makes goes to the sums, as long as there are any. The hook holds them weakly: they hold the parameter."""
+    others = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    if any(getattr(hook, "taken", lambda: None)() is not None for hook in others.values()):
+        raise RuntimeError("these parameters have an optimizer already")
+    reference = weakref.ref(gradients)
+
+    def hook(grown: torch.Tensor) -> None:
+        found = reference()
+        if found is not None:
+            found.add(grown)
+
+    hook.taken = reference  # type: ignore[attr-defined]
+    return parameter.register_post_accumulate_grad_hook(hook)
 
 
 def _clip(grads: list[torch.Tensor], most: float, norm: torch.Tensor) -> None:

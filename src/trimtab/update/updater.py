@@ -85,6 +85,7 @@ class Updater:
     def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
         """One optimizer step on all of `samples`."""
         stats = UpdateStats()
+        self.optimizer.zero_grad()  # of a step that failed half-way
         if self.policy.shelf is not None:
             self.policy.shelf.clear()
         for batch in self._micro_batches(samples, self.token_budget):

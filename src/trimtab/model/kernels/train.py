@@ -238,7 +238,8 @@ def add_norm(
     tokens, size = x_TE.shape
     out_residual = torch.empty((tokens, size), dtype=torch.float32, device=x_TE.device)
     out, block = torch.empty_like(x_TE), triton.next_power_of_2(size)
-    scales = torch.empty((2, tokens), dtype=torch.float32, device=x_TE.device)
+    # Rows that begin at multiples of 16 bytes: one compilation serves them all.
+    scales = torch.empty((2, -(-tokens // 4) * 4), dtype=torch.float32, device=x_TE.device)
     _add_norm[(tokens,)](
         x_TE if residual_TE is None else residual_TE, x_TE, out_residual, out, post.weight if post else x_TE, pre.weight,
         scales[0], scales[1], post.eps if post else 0.0, pre.eps, factor, E=size, EP=block, HAS_RES=residual_TE is not None,
