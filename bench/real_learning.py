@@ -184,7 +184,7 @@ def learn(task: str, args: argparse.Namespace) -> dict[str, Any]:
     settings = TASKS[task]
     rows, held_out = rows_of(task, args)
     held_out = held_out[: args.limit]
-    scratch = Path(tempfile.mkdtemp(prefix=f"{task}-"))
+    scratch = Path(args.scratch)
     folder = as_folder(Path(args.model), scratch)
     found: dict[str, Any] = {"task": task, "date": datetime.date.today().isoformat(), "held_out": len(held_out)}
     found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -237,7 +237,8 @@ def main() -> None:
     if not args.model or (args.task == "gsm8k" and not args.data):
         parser.error("--model is needed, and for gsm8k --data")
     args.out.mkdir(parents=True, exist_ok=True)
-    found = learn(args.task, args)
+    with tempfile.TemporaryDirectory(prefix=f"{args.task}-") as args.scratch:
+        found = learn(args.task, args)
     (args.out / f"{args.task}.json").write_text(json.dumps(found, indent=1) + "\n")
     (args.out / f"{args.task}.md").write_text(report(found))
     draw(found, args.out / f"{args.task}.png")

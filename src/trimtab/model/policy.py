@@ -22,6 +22,7 @@ from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.packed import PackedPlan
 from trimtab.model.shelf import Shelf
+from trimtab.model.transfer import HostMemory
 
 if TYPE_CHECKING:
     from trimtab.model.fused import FusedForward
@@ -217,13 +218,14 @@ class FromHost:
         self._policy, self.head, self._device = policy, policy.head, policy.device
         self._homes: dict[int, torch.Tensor] = {}
         """By the address they had: each storage's bytes. Weights that fused layers joined stay together."""
+        self._memories: list[HostMemory] = []
         self._views: list[tuple[torch.nn.Parameter, int, torch.Tensor]] = []
         for parameter in policy.model.parameters():
             storage, at = parameter.untyped_storage(), parameter.untyped_storage().data_ptr()
             if at not in self._homes:
                 flat = torch.empty(0, dtype=torch.uint8, device=parameter.device).set_(storage)
-                home = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=flat.is_cuda)
-                self._homes[at] = home.copy_(flat)
+                self._memories.append(HostMemory(flat.numel(), flat.device))
+                self._homes[at] = self._memories[-1].tensor((flat.numel(),), torch.uint8).copy_(flat)
             self._views.append((parameter, at, parameter.data))
         self._put(self._homes)
         policy.forget()

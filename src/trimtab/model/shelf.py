@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from trimtab.model.transfer import HostMemory
+
 
 @dataclass(eq=False)
 class Ticket:
     """Where a tensor waits; events are of CUDA devices."""
 
-    buffer: torch.Tensor
+    buffer: HostMemory
     shape: torch.Size
     dtype: torch.dtype
     stored: Any = None
@@ -26,8 +28,7 @@ class Ticket:
 
     @property
     def waiting(self) -> torch.Tensor:
-        size = self.shape.numel() * self.dtype.itemsize
-        return self.buffer[:size].view(self.dtype).view(self.shape)
+        return self.buffer.tensor(tuple(self.shape), self.dtype)
 
 
 class Shelf:
@@ -38,7 +39,7 @@ class Shelf:
         self._cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
         self._tickets: list[Ticket] = []
-        self._free: list[tuple[torch.Tensor, Any]] = []
+        self._free: list[tuple[HostMemory, Any]] = []
         """Buffers, and when the last copy from them is done."""
         self._recent: list[Any] = []
         """Of the last copies, in either direction, when they are done."""
@@ -102,11 +103,10 @@ class Shelf:
         if len(self._recent) > 2:
             self._recent.pop(0).synchronize()
 
-    def _buffer(self, size: int) -> tuple[torch.Tensor, Any]:
+    def _buffer(self, size: int) -> tuple[HostMemory, Any]:
         for index, (buffer, _) in enumerate(self._free):
-            if buffer.nbytes >= size:
+            if buffer.size >= size:
                 return self._free.pop(index)
         if self._free:  # too small: a larger one takes its place
             self._free.pop()
-        room = -(-size // 2**20) * 2**20
-        return torch.empty(room, dtype=torch.uint8, pin_memory=self._cuda), None
+        return HostMemory(-(-size // 2**20) * 2**20, self._device), None

@@ -3,30 +3,12 @@ the next is. On a device without streams of its own the pieces are simply copied
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
 SLOTS = 3
 """Pieces on the device at a time: one on its way in, one worked on, one on its way out."""
-
-
-def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, owner: object) -> torch.Tensor:
-    """On the host and, for a CUDA device, pinned until `owner` is gone. torch's own pinned memory comes in powers of two."""
-    tensor = torch.empty(shape, dtype=dtype)
-    if device.type == "cuda" and tensor.nbytes:
-        runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        if code:
-            raise MemoryError(f"{tensor.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code})")
-        weakref.finalize(owner, _unpin, tensor)
-    return tensor
-
-
-def _unpin(tensor: torch.Tensor) -> None:
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 class Conveyor:

@@ -8,6 +8,7 @@ memory, from where a step streams them through the device; the result is the sam
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from trimtab.config.learn import Learn
 from trimtab.model.gradients import Gradients
-from trimtab.update.conveyor import Conveyor, host_empty
+from trimtab.model.transfer import HostMemory
+from trimtab.update.conveyor import Conveyor
 
 PIECE = 2**26
 """Elements of a group of parameters, at most, that an offloaded step has in one piece; see conveyor.py for how many of these."""
@@ -82,6 +84,7 @@ class MasterAdamW:
         self._hooks = [_take_over(parameter, self.gradients) for parameter in apart]
         device = self.params[0].device if self.params else torch.device("cpu")
         self._conveyor = Conveyor(device) if offload else None
+        self._memories: list[HostMemory] = []
         kinds: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.nn.Parameter]]] = {}
         for name, parameter in named:
             kinds.setdefault((_needs_master(parameter), parameter.ndim >= 2, parameter.dtype), []).append(
@@ -97,7 +100,9 @@ class MasterAdamW:
         first = named[0][1]
         shape, dtype = (3 if _needs_master(first) else 2, end), torch.promote_types(first.dtype, torch.float32)
         if self._conveyor is not None:
-            state = host_empty(shape, dtype, device, self).zero_()
+            memory = HostMemory(math.prod(shape) * dtype.itemsize, device)
+            self._memories.append(memory)
+            state = memory.tensor(shape, dtype).zero_()
         else:
             state = torch.zeros(shape, dtype=dtype, device=device)
         group = _Group(members, self._settings.weight_decay if first.ndim >= 2 else 0.0, state)
