@@ -65,13 +65,13 @@ def test_the_norm_is_of_the_whole_step_and_clips_it() -> None:
     backward(named)
     expected = math.sqrt(sum(float((p.grad**2).sum()) for _, p in named))
     seen = {}
-    original = optimizer._apply
+    original = optimizer._step_group
 
     def spy(*arguments) -> None:
         seen["norm"] = math.sqrt(sum(float((p.grad**2).sum()) for _, p in named))
         original(*arguments)
 
-    optimizer._apply = spy
+    optimizer._step_group = spy
     assert optimizer.step(0.01).grad_norm == pytest.approx(expected, rel=1e-5)
     assert seen["norm"] == pytest.approx(0.5, rel=1e-4)
 

@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.optim.adamw import adamw
@@ -42,14 +43,12 @@ class _Member:
     parameter: torch.nn.Parameter
     start: int
     step: torch.Tensor
+    parts: list[torch.Tensor]
+    """Its own of the group's state, row by row, laid out as the parameter is."""
 
     @property
     def end(self) -> int:
         return self.start + self.parameter.numel()
-
-    def part(self, row: torch.Tensor) -> torch.Tensor:
-        """The parameter's own in a row of the group's state, laid out as the parameter is."""
-        return row.as_strided(self.parameter.shape, self.parameter.stride(), row.storage_offset() + self.start)
 
 
 @dataclass(frozen=True)
@@ -93,23 +92,22 @@ class MasterAdamW:
         self._groups = [self._group(members, device) for members in kinds.values()]
 
     def _group(self, named: list[tuple[str, torch.nn.Parameter]], device: torch.device) -> _Group:
-        members, end = [], 0
-        for name, parameter in named:
-            members.append(_Member(name, parameter, end, torch.zeros((), device=device)))
-            end += -(-parameter.numel() // ALIGNED) * ALIGNED
         first = named[0][1]
-        shape, dtype = (3 if _needs_master(first) else 2, end), torch.promote_types(first.dtype, torch.float32)
+        starts = [0, *accumulate(-(-p.numel() // ALIGNED) * ALIGNED for _, p in named)]
+        shape = (3 if _needs_master(first) else 2, starts[-1])
+        dtype = torch.promote_types(first.dtype, torch.float32)
         if self._conveyor is not None:
-            memory = HostMemory(math.prod(shape) * dtype.itemsize, device)
-            self._memories.append(memory)
-            state = memory.tensor(shape, dtype).zero_()
+            self._memories.append(HostMemory(math.prod(shape) * dtype.itemsize, device))
+            state = self._memories[-1].tensor(shape, dtype).zero_()
         else:
             state = torch.zeros(shape, dtype=dtype, device=device)
-        group = _Group(members, self._settings.weight_decay if first.ndim >= 2 else 0.0, state)
-        if group.has_masters:
-            for member in members:
-                member.part(state[2]).copy_(member.parameter.detach())
-        return group
+        members = []
+        for (name, parameter), start in zip(named, starts):
+            parts = [row.as_strided(parameter.shape, parameter.stride(), row.storage_offset() + start) for row in state]
+            members.append(_Member(name, parameter, start, torch.zeros((), device=device), parts))
+            if _needs_master(first):
+                parts[2].copy_(parameter.detach())
+        return _Group(members, self._settings.weight_decay if first.ndim >= 2 else 0.0, state)
 
     def grads(self) -> list[torch.Tensor | None]:
         """The gradient of each parameter so far, summed in float32 or wider; None where there is none."""
@@ -118,11 +116,7 @@ class MasterAdamW:
     def masters(self) -> list[torch.Tensor]:
         """The float32 (or wider) weights, in the order of `params`, wherever they are."""
         self._settle()
-        found = {
-            id(m.parameter): m.part(g.state[2]) if g.has_masters else m.parameter
-            for g in self._groups
-            for m in g.members
-        }
+        found = {id(m.parameter): m.parts[2] if g.has_masters else m.parameter for g in self._groups for m in g.members}
         return [found[id(p)] for p in self.params]
 
     @torch.no_grad()
@@ -141,23 +135,28 @@ class MasterAdamW:
         return StepOutcome(float(norm), applied)
 
     def _step_group(self, group: _Group, grads: dict[int, torch.Tensor], lr: float) -> None:
+        """AdamW on the parameters that have a gradient; masters are rounded into the working weights, which the engine reads."""
         members = [member for member in group.members if id(member.parameter) in grads]
         if not members:
             return
-        torch._foreach_add_([member.step for member in members], 1.0)
         if self._conveyor is None:
-            self._apply(group, members, 0, group.state, grads, lr)
+            slopes = [_laid_out_like(grads[id(m.parameter)], m.parameter) for m in members]
+            weights = [m.parts[2] if group.has_masters else m.parameter.data for m in members]
+            self._adamw(group, weights, slopes, [m.parts[:2] for m in members], [m.step for m in members], lr)
+            if group.has_masters:
+                torch._foreach_copy_([m.parameter for m in members], weights)
             return
         starts = range(0, group.state.shape[1], PIECE)
         pieces = [group.state[:, start : start + PIECE] for start in starts]
-        self._conveyor.run(pieces, lambda index, state: self._apply(group, members, starts[index], state, grads, lr))
+        self._conveyor.run(pieces, lambda i, state: self._step_piece(group, members, starts[i], state, grads, lr))
+        torch._foreach_add_([m.step for m in members], 1.0)
 
-    def _apply(
+    def _step_piece(
         self, group: _Group, members: list[_Member], first: int, state: torch.Tensor, grads: dict[int, torch.Tensor], lr: float
     ) -> None:  # fmt: skip
-        """AdamW on a stretch of a group's state, which is here and begins at `first`; masters are rounded into the working
-        weights, which the engine reads. It is the same for every element, so a stretch may cut a parameter."""
-        weights, slopes, means, squares, steps, copies = [], [], [], [], [], []
+        """The same for a stretch of a group's state, which is here and begins at `first`. It may cut a parameter: what is done
+        is the same for every element."""
+        weights, slopes, moments, copies, whose = [], [], [], [], []
         for member in members:
             begin, end = max(first, member.start), min(first + state.shape[1], member.end)
             if begin >= end:
@@ -166,21 +165,26 @@ class MasterAdamW:
             here = [row[begin - first : end - first] for row in state]
             working = _flat(member.parameter.data)[inside]
             weights.append(here[2] if group.has_masters else working)
-            slopes.append(_flat_like(grads[id(member.parameter)], member.parameter)[inside])
-            means.append(here[0])
-            squares.append(here[1])
-            # The kernel counts the step itself, and would once for every stretch.
-            steps.append(member.step - 1.0)
+            slopes.append(_flat(_laid_out_like(grads[id(member.parameter)], member.parameter))[inside])
+            moments.append(here[:2])
             copies.append(working)
+            whose.append(member.step)
         if not weights:
             return
-        settings = self._settings
-        adamw(
-            weights, slopes, means, squares, [], steps, fused=True, amsgrad=False, beta1=settings.beta1, beta2=settings.beta2,
-            lr=lr, weight_decay=group.weight_decay, eps=settings.eps, maximize=False,
-        )  # fmt: skip
+        steps = torch._foreach_add(whose, 0.0)  # the kernel counts, and would once for every stretch
+        self._adamw(group, weights, slopes, moments, list(steps), lr)
         if group.has_masters:
             torch._foreach_copy_(copies, weights)
+
+    def _adamw(
+        self, group: _Group, weights: list[torch.Tensor], grads: list[torch.Tensor], moments: list[list[torch.Tensor]],
+        steps: list[torch.Tensor], lr: float,
+    ) -> None:  # fmt: skip
+        settings = self._settings
+        adamw(
+            weights, grads, [m[0] for m in moments], [m[1] for m in moments], [], steps, fused=True, amsgrad=False,
+            beta1=settings.beta1, beta2=settings.beta2, lr=lr, weight_decay=group.weight_decay, eps=settings.eps, maximize=False,
+        )  # fmt: skip
 
     def zero_grad(self) -> None:
         for parameter in self.params:
@@ -194,8 +198,8 @@ class MasterAdamW:
         for group in self._groups:
             for member in group.members:
                 tensors[f"step/{member.name}"] = member.step
-                for key, row in zip(("exp_avg", "exp_avg_sq", "master"), group.state):
-                    tensors[f"{key}/{member.name}"] = member.part(row)
+                for key, part in zip(("exp_avg", "exp_avg_sq", "master"), member.parts):
+                    tensors[f"{key}/{member.name}"] = part
         return tensors
 
     @torch.no_grad()
@@ -210,7 +214,7 @@ class MasterAdamW:
         for group in self._groups:
             if group.has_masters:
                 for member in group.members:
-                    member.parameter.copy_(member.part(group.state[2]))
+                    member.parameter.copy_(member.parts[2])
 
     def _settle(self) -> None:
         if self._conveyor is not None:
@@ -237,13 +241,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _flat_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient's elements in the order of the parameter's memory."""
-    if grad.stride() != parameter.stride():
-        grad = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(
-            grad
-        )
-    return _flat(grad)
+def _laid_out_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient whose elements lie in memory as the parameter's do: the kernel walks through both."""
+    if grad.stride() == parameter.stride():
+        return grad
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def _take_over(parameter: torch.nn.Parameter, gradients: Gradients) -> RemovableHandle:
