@@ -42,7 +42,6 @@ TRIES, DISTURBED, LIMIT_S = 3, 0.1, 600
 
 # --- what is run: everything that changes the result is here once and used by both sides
 
-ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "equal": {
         "what": "every completion has 48 tokens",
@@ -168,6 +167,7 @@ def _length(draw: random.Random) -> int:
 def run_trimtab(work: dict[str, Any], folder: Path, seed: int, out: Path, threads: int) -> dict[str, Any]:
     import torch
     import transformers
+    from peers import ADAMW
 
     import trimtab
 
@@ -209,6 +209,7 @@ def run_trl(work: dict[str, Any], folder: Path, seed: int, out: Path, threads: i
     import transformers
     import trl
     from datasets import Dataset
+    from peers import trl_settings
     from transformers import TrainerCallback
 
     rewards: list[float] = []
@@ -246,29 +247,7 @@ def run_trl(work: dict[str, Any], folder: Path, seed: int, out: Path, threads: i
         "use_cpu": True,
         "bf16": False,
         "seed": seed,
-        "max_steps": work["steps"],
-        "num_generations": work["samples_per_prompt"],
-        "max_completion_length": work["max_new_tokens"],
-        "loss_type": "grpo",
-        "scale_rewards": "group",
-        "beta": 0.0,
-        "temperature": 1.0,
-        "learning_rate": work["lr"],
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "max_grad_norm": 1.0,
-        "adam_beta1": ADAMW["beta1"],
-        "adam_beta2": ADAMW["beta2"],
-        "adam_epsilon": ADAMW["eps"],
-        "weight_decay": ADAMW["weight_decay"],
-        "optim": "adamw_torch_fused",
-        "shuffle_dataset": False,
-        "disable_dropout": True,
-        "gradient_checkpointing": False,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
+        **trl_settings(work, work["steps"]),
         **work["trl"],
     }
     init = {"dtype": "float32", **settings.pop("model_init_kwargs", {})}

@@ -11,8 +11,8 @@ samples, 1,024 new tokens each. `7b-lora`: a Qwen2 of 7.6B random parameters, ad
 prompts x 8 samples of 256 tokens. Each side runs in a fresh process. A step's seconds are wall time from the end of one step to
 the end of the next; the first --skip and the last are left out. Tokens are completion tokens up to and including the stop
 token. Peak memory is what the device had in use (NVML), which counts what allocators keep in reserve, and what was allocated:
-torch's peak, for Trimtab with the rollout arena, which torch does not know of. TRL's settings are the fastest of --sweep.
-Trimtab runs with every `run` key on auto; --run adds rows with some of them pinned.
+torch's peak, for Trimtab with the rollout arena, which torch does not know of. TRL's settings are its best so far;
+--sweep tries others. Trimtab runs with every `run` key on auto; --run adds rows with some of them pinned.
 
 Writes bench/results/grpo_step-DATE.json and .md.
 """
@@ -38,7 +38,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "G": {"prompts_per_step": 32, "samples_per_prompt": 16, "max_new_tokens": 512, "lr": 1e-6},
     "1.5b": {"prompts_per_step": 16, "samples_per_prompt": 16, "max_new_tokens": 1024, "lr": 1e-6},
@@ -154,6 +153,8 @@ class Gauge(threading.Thread):
 
 
 def run_trimtab(spec: dict[str, Any]) -> dict[str, Any]:
+    from peers import ADAMW
+
     import trimtab
 
     work, out = spec["work"], Path(spec["out"])
@@ -196,6 +197,7 @@ def run_trl(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
     import trl
     from datasets import Dataset
+    from peers import trl_settings
     from transformers import TrainerCallback
 
     work = spec["work"]
@@ -229,31 +231,9 @@ def run_trl(spec: dict[str, Any]) -> dict[str, Any]:
     settings = {
         "output_dir": spec["out"],
         "bf16": True,
-        "max_steps": spec["steps"],
-        "num_generations": work["samples_per_prompt"],
-        "max_completion_length": work["max_new_tokens"],
+        **trl_settings(work, spec["steps"]),
         "use_vllm": True,
         "vllm_mode": "colocate",
-        "loss_type": "grpo",
-        "scale_rewards": "group",
-        "beta": 0.0,
-        "temperature": 1.0,
-        "learning_rate": work["lr"],
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "max_grad_norm": 1.0,
-        "adam_beta1": ADAMW["beta1"],
-        "adam_beta2": ADAMW["beta2"],
-        "adam_epsilon": ADAMW["eps"],
-        "weight_decay": ADAMW["weight_decay"],
-        "optim": "adamw_torch_fused",
-        "shuffle_dataset": False,
-        "disable_dropout": True,
-        "gradient_checkpointing": False,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
         **spec["settings"],
     }
     adapters: dict[str, Any] = {}

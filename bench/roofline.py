@@ -5,26 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 
+def event_seconds(work: Any, repeats: int = 5) -> list[float]:
+    """How long a few calls took the device, each by events around it."""
+    import torch
+
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return times
+
+
 def ceilings() -> dict[str, float]:
     """Measured: bf16 matrix product in FLOP/s, device copy in bytes (read plus written) a second."""
     import torch
 
-    def best(work: Any, repeats: int = 5) -> float:
-        times = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        return min(times)
-
     torch.cuda.empty_cache()
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    flops = 2 * 8192**3 / best(lambda: a @ a)
+    flops = 2 * 8192**3 / min(event_seconds(lambda: a @ a))
     x, y = (torch.empty(2**30, device="cuda", dtype=torch.uint8) for _ in range(2))
-    return {"flops_per_s": flops, "bytes_per_s": 2 * 2**30 / best(lambda: y.copy_(x))}
+    return {"flops_per_s": flops, "bytes_per_s": 2 * 2**30 / min(event_seconds(lambda: y.copy_(x)))}
 
 
 def roofline(shape: dict[str, Any], lengths: list[int], prompt: int, samples: int, ceilings: dict[str, float]) -> float:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from rollout import SHAPES
-from roofline import ceilings
+from roofline import ceilings, event_seconds
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trimtab.model.head import Head
@@ -59,15 +59,7 @@ def seconds(work: Any, repeats: int = 5) -> float:
     """Median of a few calls after two, by events on the device."""
     for _ in range(2):
         work()
-    found = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(found)
+    return statistics.median(event_seconds(work, repeats))
 
 
 def update(policy: Policy, tokens: int, flops_per_s: float, chunk: int) -> dict[str, float]:

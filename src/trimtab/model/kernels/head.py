@@ -72,9 +72,8 @@ def _reduce(
             H, W, BIAS, first, c * BN, V, scale, softcap, temperature, E, BM, BN, BK, STAGES, HAS_BIAS, SCALED, SOFTCAP,
             TEMPERED,
         )  # fmt: skip
-        if (
-            c * BN + BN > V
-        ):  # what lies beyond the vocabulary counts for nothing; not -inf, which times 0 is not a number
+        # What lies beyond the vocabulary counts for nothing; not -inf, which times 0 is not a number.
+        if c * BN + BN > V:
             z = tl.where((c * BN + tl.arange(0, BN) < V)[None, :], z, -1e30)
         peak = tl.max(z, 1)
         p = _exp(z, peak)
