@@ -32,13 +32,13 @@ CHAIN_SUM = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 3}
 TASKS: dict[str, dict[str, Any]] = {
     "gsm8k": {
         "data": {"prompt": "question", "suffix": "\nThink step by step. End with '#### ' and the final number."},
-        "learn": {"steps": 240, "prompts_per_step": 64, "samples_per_prompt": 16, "max_new_tokens": 320, "lr": 5e-6},
-        "eval_every": 40,
+        "learn": {"steps": 120, "prompts_per_step": 64, "samples_per_prompt": 16, "max_new_tokens": 320, "lr": 1e-5},
+        "eval_every": 20,
     },
     "chain_sum": {
         "data": {"prompt": "prompt", "suffix": "\nAnswer with the number alone."},
-        "learn": {"steps": 200, "prompts_per_step": 64, "samples_per_prompt": 16, "max_new_tokens": 48, "lr": 5e-6},
-        "eval_every": 20,
+        "learn": {"steps": 300, "prompts_per_step": 128, "samples_per_prompt": 16, "max_new_tokens": 48, "lr": 1e-5},
+        "eval_every": 30,
     },
 }
 

@@ -33,7 +33,7 @@ def gradients(policy: Policy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     ).cuda()
     plan = PackedPlan(LENGTHS, "cuda", prefixes=PREFIXES)
     hidden = policy.hidden(tokens, plan.positions, plan)
-    stats = policy.head.token_stats(hidden[:-1].contiguous(), tokens[1:], 0.9, 64)
+    stats = policy.head.token_stats(hidden[:-1].contiguous(), tokens[1:], 0.9, 64, policy.gradients)
     weights = torch.linspace(-1, 1, len(tokens) - 1, device="cuda", dtype=stats.logprobs.dtype)
     (stats.logprobs * weights + 0.01 * stats.entropy).sum().backward()
     found = {name: p.grad.double() for name, p in policy.model.named_parameters() if p.grad is not None}

@@ -22,7 +22,8 @@ def test_last_in_first_out(sizes: list[int | None], numbers) -> None:
             dtype = numbers.choice([torch.float32, torch.bfloat16])
             x = torch.full((size,), float(numbers.randrange(100)), dtype=dtype, device=DEVICE)
             waiting.append((shelf.put(x), x.clone()))
-            x.fill_(-1.0)  # it is somebody else's memory now
+            del x
+            torch.full((size,), -1.0, dtype=dtype, device=DEVICE)  # somebody else's memory now, perhaps the same
         elif waiting:
             ticket, expected = waiting.pop()
             found = shelf.take(ticket)

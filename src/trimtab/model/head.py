@@ -121,6 +121,7 @@ class _ChunkedStats(torch.autograd.Function):
                 add_product(grad_weight, grad_z.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0)
+            del grad_z  # before the next chunk's
         return (
             grad_hidden,
             None if grad_weight is None or total is not None else grad_weight.to(weight.dtype),
