@@ -7,7 +7,8 @@
 
 Workload G: SmolLM2-135M-Instruct on GSM8K train questions, 32 prompts x 16 samples, at most 512 new tokens, temperature 1,
 learning rate 1e-6, no KL, one update a step. `1.5b`: a Qwen2 of 1.5B random parameters, 16 prompts of 128 random tokens x 16
-samples, 1,024 new tokens each. Each side runs in a fresh process. A step's seconds are wall time from the end of one step to
+samples, 1,024 new tokens each. `7b-lora`: a Qwen2 of 7.6B random parameters, adapters of rank 16 on every linear layer, 16
+prompts x 8 samples of 256 tokens. Each side runs in a fresh process. A step's seconds are wall time from the end of one step to
 the end of the next; the first --skip and the last are left out. Tokens are completion tokens up to and including the stop
 token. Peak memory is what the device had in use (NVML), which counts what allocators keep in reserve, and what was allocated:
 torch's peak, for Trimtab with the rollout arena, which torch does not know of. TRL's settings are its best so far;
@@ -22,6 +23,7 @@ import argparse
 import datetime
 import itertools
 import json
+import math
 import os
 import re
 import statistics
@@ -39,10 +41,16 @@ RESULTS = ROOT / "bench" / "results"
 WORKLOADS: dict[str, dict[str, Any]] = {
     "G": {"prompts_per_step": 32, "samples_per_prompt": 16, "max_new_tokens": 512, "lr": 1e-6},
     "1.5b": {"prompts_per_step": 16, "samples_per_prompt": 16, "max_new_tokens": 1024, "lr": 1e-6},
+    "7b-lora": {"prompts_per_step": 16, "samples_per_prompt": 8, "max_new_tokens": 256, "lr": 1e-5, "lora": 16},
 }
 TRL_BEST: dict[str, dict[str, Any]] = {
     "G": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 8, "vllm_gpu_memory_utilization": 0.35},
     "1.5b": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 16, "vllm_gpu_memory_utilization": 0.35},
+    "7b-lora": {
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 8,
+        "vllm_gpu_memory_utilization": 0.35,
+    },
 }
 TRL_SWEEP: dict[str, dict[str, Any]] = {
     "micro-batch 64": {},
@@ -77,8 +85,8 @@ def rows_of(gsm8k: Path) -> list[dict[str, Any]]:
     ]
 
 
-def make_random(folder: Path) -> list[dict[str, Any]]:
-    """A Qwen2 of 1.5B random parameters with a tokenizer of as many words, which never stops; and its prompts."""
+def make_random(shape: str, folder: Path) -> list[dict[str, Any]]:
+    """A Qwen2 of random parameters with a tokenizer of as many words, which never stops; and its prompts."""
     import random
 
     import torch
@@ -86,7 +94,7 @@ def make_random(folder: Path) -> list[dict[str, Any]]:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    size = int(SHAPES["1.5b"]["vocab_size"])
+    size = int(SHAPES[shape]["vocab_size"])
     core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w1", eos_token="w2", unk_token="w0")
@@ -96,7 +104,7 @@ def make_random(folder: Path) -> list[dict[str, Any]]:
         eos_token_id=2,
         bos_token_id=None,
         dtype="bfloat16",
-        **SHAPES["1.5b"],
+        **SHAPES[shape],
     )
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -109,6 +117,19 @@ def make_random(folder: Path) -> list[dict[str, Any]]:
         {"prompt": " ".join(f"w{t}" for t in tokens), "answer": str(draw.randrange(10))}
         for tokens in random_prompts(512)
     ]
+
+
+def parameters_of(folder: Path) -> int:
+    from safetensors import safe_open
+
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names = list(tensors.keys())
+            if any("lm_head" in name for name in names):  # then the embedding is a table and no product
+                names = [name for name in names if "embed_tokens" not in name]
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return count
 
 
 class Gauge(threading.Thread):
@@ -139,7 +160,7 @@ def run_trimtab(spec: dict[str, Any]) -> dict[str, Any]:
     work, out = spec["work"], Path(spec["out"])
     trimtab.train(
         {"data": {"shuffle": False}},
-        model=spec["folder"],
+        model={"path": spec["folder"]} | ({"lora": {"r": work["lora"]}} if "lora" in work else {}),
         data=json.loads(Path(spec["rows"]).read_text()),
         reward=f"{__file__}:last_number",
         learn={
@@ -161,6 +182,7 @@ def run_trimtab(spec: dict[str, Any]) -> dict[str, Any]:
         "rewards": [row["reward/mean"] for row in rows],
         "logprob_gap": [row.get("rollout/logprob_gap") for row in rows],
         "phases": {name.removeprefix("time/"): [row.get(name, 0.0) for row in rows] for name in phases},
+        "update_tokens": [row["run/packing_fill"] * row["run/microbatches"] * row["run/token_budget"] for row in rows],
         "peak_gib": {
             name.removeprefix("memory/").removesuffix("_peak_gib"): max(row.get(name, 0.0) for row in rows)
             for row in rows[-1:]
@@ -214,7 +236,14 @@ def run_trl(spec: dict[str, Any]) -> dict[str, Any]:
         "vllm_mode": "colocate",
         **spec["settings"],
     }
+    adapters: dict[str, Any] = {}
+    if "lora" in work:
+        from peft import LoraConfig
+
+        rank = work["lora"]
+        adapters["peft_config"] = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
     trainer = Trainer(
+        **adapters,
         model=spec["folder"],
         reward_funcs=reward,
         args=trl.GRPOConfig(**settings, model_init_kwargs={"dtype": "bfloat16"}),
@@ -264,6 +293,10 @@ def call(
     last = len(found["seconds"]) - 1
     counted = slice(min(args.skip, last - 1), last)
     seconds, tokens = found["seconds"][counted], found["tokens"][counted]
+    if "update_tokens" in found:
+        # Without gradients of weights a parameter costs four operations a token instead of six.
+        flops = (4 if "lora" in work else 6) * parameters_of(folder) * sum(found["update_tokens"][counted])
+        found["update_mfu"] = flops / sum(found["phases"]["update"][counted]) / args.flops_per_s
     return found | {
         "settings": settings,
         "s_per_step": statistics.median(seconds),
@@ -278,22 +311,23 @@ def describe(side: str, run: dict[str, Any]) -> str:
     phases = ", ".join(f"{name} {s:.2f}" for name, s in run["phase_s"].items() if s >= 0.005)
     return (
         f"{side}: {run['s_per_step']:.2f} s/step, {run['tokens_per_s']:,.0f} tokens/s, peak {run['peak_allocated_gib']:.1f} GiB "
-        f"allocated, {run['peak_used_gib']:.1f} used; {phases}"
+        f"allocated, {run['peak_used_gib']:.1f} used; {phases}; update MFU {run.get('update_mfu', 0):.0%}"
     )
 
 
 def report(found: dict[str, Any]) -> str:
     lines = [f"# A GRPO step end to end, {found['date']}, {found['machine']}", ""]
     lines += [
-        "| workload | side | s/step | completion tokens/s | peak allocated | peak used | phases, s |",
-        "|" + "---|" * 7,
+        "| workload | side | s/step | completion tokens/s | update MFU | peak allocated | peak used | phases, s |",
+        "|" + "---|" * 8,
     ]
     for name, sides in found["workloads"].items():
         for side, run in sides.items():
             phases = ", ".join(f"{phase} {s:.2f}" for phase, s in run["phase_s"].items() if s >= 0.005)
+            mfu = f"{run['update_mfu']:.0%}" if "update_mfu" in run else "-"
             lines.append(
-                f"| {name} | {side} | {run['s_per_step']:.2f} | {run['tokens_per_s']:,.0f} | {run['peak_allocated_gib']:.1f} GiB "
-                f"| {run['peak_used_gib']:.1f} GiB | {phases} |"
+                f"| {name} | {side} | {run['s_per_step']:.2f} | {run['tokens_per_s']:,.0f} | {mfu} "
+                f"| {run['peak_allocated_gib']:.1f} GiB | {run['peak_used_gib']:.1f} GiB | {phases} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -330,9 +364,12 @@ def tries_of(side: str, name: str, sweep: bool, pinned: list[dict[str, Any]]) ->
 def compare(args: argparse.Namespace) -> None:
     import torch
     from rollout import as_folder
+    from roofline import ceilings
 
+    args.flops_per_s = ceilings()["flops_per_s"]
+    torch.cuda.empty_cache()
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": torch.cuda.get_device_name()}
-    found["workloads"] = {}
+    found |= {"flops_per_s": args.flops_per_s, "workloads": {}}
     with tempfile.TemporaryDirectory(prefix="grpo-") as scratch:
         for name in args.workloads:
             rows = Path(scratch) / f"{name}.json"
@@ -341,7 +378,7 @@ def compare(args: argparse.Namespace) -> None:
                 rows.write_text(json.dumps(rows_of(args.gsm8k)))
             else:
                 folder = Path(scratch) / name
-                rows.write_text(json.dumps(make_random(folder)))
+                rows.write_text(json.dumps(make_random(name.split("-")[0], folder)))
             torch.cuda.empty_cache()
             runs = found["workloads"].setdefault(name, {})
             for side in args.sides:
@@ -351,11 +388,16 @@ def compare(args: argparse.Namespace) -> None:
                         print(describe(f"{name} {what}", runs[what]), flush=True)
                     except (RuntimeError, subprocess.TimeoutExpired) as error:
                         print(f"{name} {what}: {error}", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"grpo_step-{found['date']}"
+                    write(found, args.out)
+    print(report(found))
+
+
+def write(found: dict[str, Any], folder: Path) -> None:
+    """After every run, so that one that is cut off loses only itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"grpo_step-{found['date']}"
     file.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     file.with_suffix(".md").write_text(report(found))
-    print(report(found))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from trimtab.errors import ConfigError, Problem
 from trimtab.folder import begin, changes, claim, find_folder, refuse_existing
 from trimtab.model.adapters import add_adapters, load_adapters, refuse_unknown_targets
 from trimtab.model.load import load_config, load_model, load_tokenizer, resolve_dtype, stop_token_ids
-from trimtab.model.policy import Policy, WithoutAdapters
+from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
 from trimtab.model.shapes import layer_shapes
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
@@ -54,7 +54,7 @@ class Session:
     resumed: bool
     tokenizer: Any
     policy: Policy
-    reference: Policy | WithoutAdapters | None
+    reference: AnyPolicy | None
     engine: Engine
     updater: Updater
     scorer: Scorer
@@ -120,21 +120,25 @@ def open_session(
     longest = max(work.train.longest + config.learn.max_new_tokens, work.eval.longest + _eval_tokens(config))
     typical = max(work.train.typical + config.learn.max_new_tokens, work.eval.longest + _eval_tokens(config))
     sequences = max(config.learn.sequences_per_step, len(work.eval.prompts) * config.eval.samples_per_prompt)
-    # Gradients and two moments, and masters where the weights are not their own.
-    optimizer_bytes = sum(p.numel() * (12 if p.dtype.itemsize >= 4 else 16) for p in policy.parameters())
-    run, choices = resolve_run(config.run, _facts(policy, optimizer_bytes, longest, typical, sequences))
+    run, choices = resolve_run(config.run, _facts(policy, reference, longest, typical, sequences))
     config = config.model_copy(update={"run": run})
+    if run.offload.reference is True and isinstance(reference, Policy):
+        reference = FromHost(reference)
     torch.set_num_threads(_known(run.threads))
     engine = make_engine(config, policy, work.tokenizer)
     stack.callback(engine.close)
     engine.publish(state.version)
+    recomputed = run.checkpoint_activations
+    assert recomputed != "auto"
     updater = Updater(
         policy,
         config.learn,
         token_budget=_known(run.token_budget),
         score_token_budget=_known(run.score_token_budget),
         logprob_chunk=_known(run.logprob_chunk),
-        checkpoint_activations=bool(run.checkpoint_activations),
+        checkpoint_activations=recomputed,
+        offload_optimizer=run.offload.optimizer is True,
+        offload_activations=run.offload.activations is True,
     )
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
@@ -183,7 +187,7 @@ def open_evaluation(
     policy = Policy(load_model(config.model, device))
     longest = held_out.longest + _eval_tokens(config)
     sequences = len(held_out.prompts) * config.eval.samples_per_prompt
-    run, _ = resolve_run(config.run, _facts(policy, 0, longest, longest, sequences))
+    run, _ = resolve_run(config.run, _facts(policy, None, longest, longest, sequences, training=False))
     config = config.model_copy(update={"run": run})
     torch.set_num_threads(_known(run.threads))
     engine = make_engine(config, policy, tokenizer)
@@ -229,9 +233,7 @@ def _compare(config: Config, device: torch.device, folder: Path, checkpoint: Pat
         console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
 
 
-def _load_policies(
-    config: Config, device: torch.device, checkpoint: Path | None
-) -> tuple[Policy, Policy | WithoutAdapters | None]:
+def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, AnyPolicy | None]:
     if config.model.lora is not None:
         model = load_model(config.model, device)
         if checkpoint is None:
@@ -253,12 +255,21 @@ def _load_policies(
     return policy, reference
 
 
-def _facts(policy: Policy, optimizer_bytes: int, longest: int, typical: int, sequences: int) -> Facts:
+def _facts(
+    policy: Policy, reference: AnyPolicy | None, longest: int, typical: int, sequences: int, training: bool = True
+) -> Facts:
     architecture = policy.config
     itemsize = policy.dtype.itemsize
+    trained = policy.parameters() if training else []
+    gradients = sum(p.numel() * max(4, p.dtype.itemsize) for p in trained)
+    # Two moments, and masters where the weights are not their own.
+    optimizer = sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
     return Facts(
         device=policy.device,
-        free_bytes=max(GIB // 4, free_memory(policy.device) - optimizer_bytes),
+        free_bytes=free_memory(policy.device) - gradients - optimizer,
+        optimizer_bytes=optimizer,
+        reference_bytes=sum(p.nbytes for p in reference.model.parameters()) if isinstance(reference, Policy) else 0,
+        host_bytes=free_memory(torch.device("cpu")),
         cores=physical_cores(),
         hidden=architecture.hidden_size,
         intermediate=getattr(architecture, "intermediate_size", None) or 4 * architecture.hidden_size,
@@ -269,6 +280,7 @@ def _facts(policy: Policy, optimizer_bytes: int, longest: int, typical: int, seq
         longest_sequence=longest,
         typical_sequence=typical,
         sequences=sequences,
+        fused=policy.fused,
         lendable=policy.device.type == "cuda" and not why_not_lendable(policy.device),
     )
 

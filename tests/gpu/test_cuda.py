@@ -116,7 +116,7 @@ def test_bf16_gradient_points_where_the_float64_one_does(checkpointed: bool, bud
         captured: list[torch.Tensor] = []
 
         def capture(lr: float):
-            captured.extend(m.grad.double().flatten().cpu() for m in updater.optimizer.masters)
+            captured.extend(g.double().flatten().cpu() for g in updater.optimizer.grads() if g is not None)
             raise StopIteration
 
         updater.optimizer.step = capture

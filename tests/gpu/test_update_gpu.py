@@ -9,10 +9,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
+from trimtab.config.algorithms import resolve
+from trimtab.config.learn import Learn
 from trimtab.model.attention import Rules, dense_attention
+from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.packed import PackedPlan
-from trimtab.model.policy import Policy
+from trimtab.model.policy import FromHost, Policy
+from trimtab.update import optimizer as optimizers
+from trimtab.update.batch import Sample
+from trimtab.update.updater import Updater
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -27,7 +33,7 @@ def gradients(policy: Policy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     ).cuda()
     plan = PackedPlan(LENGTHS, "cuda", prefixes=PREFIXES)
     hidden = policy.hidden(tokens, plan.positions, plan)
-    stats = policy.head.token_stats(hidden[:-1].contiguous(), tokens[1:], 0.9, 64)
+    stats = policy.head.token_stats(hidden[:-1].contiguous(), tokens[1:], 0.9, 64, policy.gradients)
     weights = torch.linspace(-1, 1, len(tokens) - 1, device="cuda", dtype=stats.logprobs.dtype)
     (stats.logprobs * weights + 0.01 * stats.entropy).sum().backward()
     found = {name: p.grad.double() for name, p in policy.model.named_parameters() if p.grad is not None}
@@ -123,3 +129,106 @@ def test_the_head_in_half_precision_never_stores_logits(vocabulary: int) -> None
     torch.testing.assert_close(stats.entropy.double(), -(logp.exp() * logp).sum(-1), atol=1e-4, rtol=1e-4)
     for found, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
         assert (found.double() - exact).norm() / exact.norm() < 5e-3
+
+
+def step_of(policy: Policy, **settings) -> tuple[list[torch.Tensor], Updater]:
+    """Working weights after two optimizer steps on three samples, two of them of one prompt."""
+    learn = resolve(Learn(lr=1e-3))
+    sizes = {"token_budget": 40, "score_token_budget": 40, "logprob_chunk": 16}
+    updater = Updater(policy, learn, **{"checkpoint_activations": False} | sizes | settings)
+    draw = torch.Generator().manual_seed(0)
+    samples = []
+    for prompt, length in (([3, 5, 7], 9), ([3, 5, 7], 14), ([11, 4], 20)):
+        tokens = torch.randint(0, policy.config.vocab_size, (length,), generator=draw)
+        values = torch.randn(3, length, generator=draw)
+        samples.append(Sample(prompt, tokens, values[0], torch.full((length,), 1 / 43), values[1]))
+    for _ in range(2):
+        assert updater.step(samples, 1e-3, 0.0).applied
+    return [p.detach().clone() for p in policy.parameters()], updater
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_where_things_are_kept_changes_nothing(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed, in host memory, streamed in pieces: the same bits, if flash attention adds up in order."""
+    monkeypatch.setattr(optimizers, "PIECE", 3000)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        compare_settings(architecture)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def compare_settings(architecture: str) -> None:
+    model = tiny_model(architecture, num_hidden_layers=3).to(torch.bfloat16)
+
+    def run(**settings) -> list[torch.Tensor]:
+        policy = Policy(copy.deepcopy(model).cuda())
+        policy.fuse()
+        assert policy.fused
+        return step_of(policy, **settings)[0]
+
+    plain = run()
+    assert any(not torch.equal(a, b.detach().cuda()) for a, b in zip(plain, model.parameters()))
+    for settings in (
+        {"checkpoint_activations": "some"},
+        {"checkpoint_activations": True},
+        {"checkpoint_activations": True, "offload_activations": True},
+        {"offload_optimizer": True},
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(plain, run(**settings))), settings
+
+
+def test_products_add_to_float32_sums() -> None:
+    """As near to float64 as the sums of rounded products, and nothing passes through autograd but embedding and first norm."""
+    model = tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16)
+    exact = Policy(copy.deepcopy(model).double().cuda(), check=False)
+    _, wanted = gradients(exact)
+    policy = Policy(model.cuda())
+    policy.fuse()
+    policy.gradients = Gradients(policy.parameters())
+    names = {id(p): name for name, p in policy.model.named_parameters()}
+    _, left = gradients(policy)
+    assert set(left) <= {name for name in wanted if "embed" in name or "layers.0.input_layernorm" in name}
+    found = {}
+    for parameter in policy.parameters():
+        name, total = names[id(parameter)], policy.gradients.get(parameter)
+        parts = [x for x in (left.get(name), None if total is None else total.double()) if x is not None]
+        found[name] = sum(parts)
+    assert distance(found, wanted) < 0.04
+
+
+def test_a_reference_that_waits_in_host_memory_runs_fused() -> None:
+    policy = Policy(tiny_model("qwen2", num_hidden_layers=2).to(torch.bfloat16).cuda().requires_grad_(False))
+    policy.fuse()
+    tokens, plan = torch.arange(9, device="cuda"), PackedPlan([4, 5], "cuda")
+    with torch.no_grad():
+        expected = policy.hidden(tokens, plan.positions, plan)
+        held = torch.cuda.memory_allocated()
+        weights = sum(p.nbytes for p in policy.model.parameters())
+        away = FromHost(policy)
+        for _ in range(3):
+            with away.present():
+                assert torch.equal(away.hidden(tokens, plan.positions, plan), expected)
+            assert held - torch.cuda.memory_allocated() > 0.9 * weights
+    assert policy.path == "fused layers"
+
+
+def test_the_host_never_waits_between_the_first_micro_batch_and_the_norm() -> None:
+    policy = Policy(tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16).cuda())
+    policy.fuse()
+    _, updater = step_of(policy)
+    tokens = [torch.randint(0, 64, (n,)) for n in (9, 30)]
+    samples = [Sample([3, 5], t, torch.randn(len(t)), torch.ones(len(t)) / 39, torch.randn(len(t))) for t in tokens]
+    apply = updater.optimizer.step
+
+    def step(lr: float):
+        torch.cuda.set_sync_debug_mode("default")
+        return apply(lr)
+
+    updater.optimizer.step = step
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert updater.step(samples, 1e-3, 0.0).microbatches == 2
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

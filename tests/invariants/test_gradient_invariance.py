@@ -24,7 +24,7 @@ CASES: dict[str, list[Any]] = {
     "token_budget": [45, 64, 100_000],
     "score_token_budget": [45, 100_000],
     "logprob_chunk": [1, 7, 4096],
-    "checkpoint_activations": [True, False],
+    "checkpoint_activations": [True, "some", False],
     "reward_workers": [1, 3],
     "rollout.max_sequences": [1, 3, 1000],
     "rollout.kv_memory": ["40KiB", "64MiB"],
@@ -32,6 +32,9 @@ CASES: dict[str, list[Any]] = {
     "rollout.page_tokens": [1, 5, 64],
     "rollout.prefix_cache": [True, False],
     "rollout.lend_memory": [True, False],
+    "offload.optimizer": [True, False],
+    "offload.reference": [False],  # true needs a reference policy: below
+    "offload.activations": [True, False],
 }
 TOLERANCE = {"device": 1e-5, "token_budget": 1e-6}
 """transformers' norms compute in float32 even in a float64 model. Two devices round that differently; and the gradient of a
@@ -125,7 +128,14 @@ def test_gradient_and_tokens_are_the_same(model_folder: Path, tmp_path: Path, ba
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("score_token_budget", 45), ("token_budget", 45), ("rollout.max_sequences", 3)]
+    ("key", "value"),
+    [
+        ("score_token_budget", 45),
+        ("token_budget", 45),
+        ("rollout.max_sequences", 3),
+        ("offload.reference", True),
+        ("offload.optimizer", True),
+    ],
 )
 def test_several_updates_a_batch_are_covered_too(model_folder: Path, tmp_path: Path, key: str, value: Any) -> None:
     """The first of two updates depends on the passes for old and reference log-probs, and on which prompts it is given."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from tiny import tiny_model
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from trimtab.model.fused import FusedForward
-from trimtab.model.packed import PackedPlan, _Copies
+from trimtab.model.gradients import Gradients
+from trimtab.model.packed import PackedPlan, _Copies, _copies_of
 from trimtab.model.parts import KNOWN, Unfusable
-from trimtab.model.policy import Policy
+from trimtab.model.policy import Keep, Policy
+from trimtab.model.shelf import Shelf
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = [5, 3, 4]
@@ -64,19 +67,80 @@ def test_gradient_equals_the_models_own(architecture: str) -> None:
     compare(*both(tiny_model(architecture, num_hidden_layers=2)))
 
 
-def test_checkpointing_changes_nothing() -> None:
-    policy, _ = both(tiny_model("qwen2", num_hidden_layers=2))
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma2", "adapters"])
+def test_what_is_kept_changes_memory_and_nothing_else(architecture: str) -> None:
+    model = tiny_model("llama" if architecture == "adapters" else architecture, num_hidden_layers=2)
+    if architecture == "adapters":
+        model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    policy, _ = both(model)
+    fused = FusedForward(policy)
+    found, sizes = {}, {}
+    for keep in Keep:
+        policy.keep, kept = keep, {}
+        found[keep] = gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan))
+        tokens, plan = row(policy)
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(_remember, kept), lambda x: x):
+            fused(tokens, plan.positions, 16, plan)
+        sizes[keep] = sum(kept.values())
+    for keep in (Keep.SOME, Keep.INPUT):
+        assert torch.equal(found[keep][0], found[Keep.ALL][0])
+        assert found[keep][1].keys() == found[Keep.ALL][1].keys()
+        assert all(torch.equal(grad, found[Keep.ALL][1][name]) for name, grad in found[keep][1].items())
+    assert sizes[Keep.ALL] > 1.2 * sizes[Keep.SOME] > 2 * sizes[Keep.INPUT], sizes
+
+
+def test_layer_inputs_that_wait_in_host_memory_change_nothing() -> None:
+    policy, _ = both(tiny_model("qwen3", num_hidden_layers=3))
+    fused = FusedForward(policy)
+    found = []
+    policy.keep = Keep.INPUT
+    for shelf in (None, Shelf(DEVICE)):
+        policy.shelf = shelf
+        for _ in range(2):
+            found.append(gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan)))
+    assert policy.shelf is not None and len(policy.shelf._free) == 3
+    with torch.no_grad():
+        tokens, plan = row(policy)
+        assert torch.equal(fused(tokens, plan.positions, 16, plan), found[0][0])
+    assert not policy.shelf._tickets
+    for hidden, grads in found[1:]:
+        assert torch.equal(hidden, found[0][0])
+        assert all(torch.equal(grad, found[0][1][name]) for name, grad in grads.items())
+
+
+def _remember(kept: dict[int, int], x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(x, torch.nn.Parameter):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return x
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3_text", "adapters"])
+def test_products_add_to_the_sums_of_a_step(architecture: str) -> None:
+    """Twice the same pass: each sum is twice what autograd gives, and autograd gives nothing more."""
+    model = tiny_model("llama" if architecture == "adapters" else architecture, num_hidden_layers=2)
+    if architecture == "adapters":
+        model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    policy, _ = both(model)
     fused = FusedForward(policy)
 
-    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan))
+    def forward(tokens, plan):
+        hidden = fused(tokens, plan.positions, 16, plan)
+        stats = policy.head.token_stats(hidden, tokens, 0.9, 5, policy.gradients)
+        return stats.logprobs + 0.1 * stats.entropy
 
-    (plain, plain_grads) = run()
-    policy.model.gradient_checkpointing_enable()
-    hidden, grads = run()
-    assert torch.equal(hidden, plain)
-    assert grads.keys() == plain_grads.keys()
-    assert all(torch.equal(grads[name], plain_grads[name]) for name in grads)
+    _, expected = gradients(policy, forward)
+    trained = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
+    policy.gradients = Gradients([p for _, p in trained])
+    for _ in range(2):
+        _, held = gradients(policy, forward)
+        # The embedding's and the first norm's come from autograd, as a hook of the optimizer would see them.
+        for name, parameter in trained:
+            if name in held:
+                parameter.grad = held[name]
+                policy.gradients.add(parameter)
+    assert set(held) <= {n for n, _ in trained if "embed" in n or "layers.0.input_layernorm" in n}
+    for name, parameter in trained:
+        torch.testing.assert_close(policy.gradients.get(parameter), 2 * expected[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "phi3"])
@@ -131,15 +195,31 @@ def test_adapters_switched_off_and_on_are_followed() -> None:
                 torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_parameters_put_elsewhere_are_followed() -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_parameters_put_elsewhere_are_followed(assign: bool) -> None:
     policy, _ = both(tiny_model("qwen2", num_hidden_layers=1))
     fused = FusedForward(policy)
-    for parameter in policy.model.parameters():
-        parameter.data = parameter.data * 1.5
+    if assign:
+        policy.body.load_state_dict({k: v * 1.5 for k, v in policy.body.state_dict().items()}, assign=True)
+    else:
+        for parameter in policy.model.parameters():
+            parameter.data = parameter.data * 1.5
     tokens, plan = row(policy)
     with torch.no_grad():
         found, expected = fused(tokens, plan.positions, 16, plan), policy.hidden(tokens, plan.positions, plan)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_rows_that_are_taken_several_times_add_up_in_float32() -> None:
+    """Sixteen small gradients beside a large one, which bfloat16 would lose one by one."""
+    x = torch.zeros(5, 8, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    rows = torch.tensor([3, *[1] * 17, 0], device=DEVICE)
+    out = _Copies.apply(x, rows, *_copies_of(rows, 5))
+    weights = torch.full((19, 8), 0.25, device=DEVICE)
+    weights[1] = 256.0
+    (out.float() * weights).sum().backward()
+    expected = torch.tensor([0.25, 260.0, 0.0, 0.25, 0.0], device=DEVICE)
+    assert torch.equal(x.grad.float(), expected[:, None].expand(5, 8))
 
 
 def test_copies_of_a_row_add_up() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.config.run import Rollout, Run
+from trimtab.config.run import Offload, Rollout, Run
 from trimtab.errors import ConfigError
 from trimtab.plan.auto import Facts, pick_device, pick_reward_workers, resolve_run
 
@@ -21,7 +21,7 @@ def facts(draw: st.DrawFn) -> Facts:
     longest = draw(st.integers(2, 200_000))
     return Facts(
         device=torch.device(draw(st.sampled_from(["cpu", "cuda"]))),
-        free_bytes=draw(st.integers(GIB // 4, 200 * GIB)),
+        free_bytes=draw(st.integers(-100 * GIB, 200 * GIB)),
         cores=draw(st.integers(1, 128)),
         hidden=draw(st.integers(8, 16384)),
         intermediate=draw(st.integers(8, 65536)),
@@ -32,6 +32,11 @@ def facts(draw: st.DrawFn) -> Facts:
         longest_sequence=longest,
         typical_sequence=draw(st.integers(2, longest)),
         sequences=draw(st.integers(1, 65536)),
+        optimizer_bytes=draw(st.integers(0, 100 * GIB)),
+        reference_bytes=draw(st.integers(0, 20 * GIB)),
+        host_bytes=draw(st.integers(0, 200 * GIB)),
+        fused=draw(st.booleans()),
+        lendable=draw(st.booleans()),
     )
 
 
@@ -48,8 +53,9 @@ def pins() -> st.SearchStrategy[Run]:
         token_budget=optional(sizes),
         score_token_budget=optional(sizes),
         logprob_chunk=optional(st.integers(1, 10**5)),
-        checkpoint_activations=optional(st.booleans()),
+        checkpoint_activations=optional(st.sampled_from([True, False, "some"])),
         reward_workers=optional(st.integers(1, 64)),
+        offload=st.builds(Offload, optimizer=optional(st.booleans()), reference=optional(st.booleans())),
         rollout=st.builds(
             Rollout,
             max_sequences=optional(st.integers(1, 4096)),
@@ -63,9 +69,8 @@ def pins() -> st.SearchStrategy[Run]:
 
 def flat(run: Run) -> dict[str, Any]:
     tree = run.model_dump()
-    return {f"run.rollout.{key}": value for key, value in tree.pop("rollout").items()} | {
-        f"run.{key}": value for key, value in tree.items()
-    }
+    parts = {f"run.{name}.{key}": value for name in ("rollout", "offload") for key, value in tree.pop(name).items()}
+    return parts | {f"run.{key}": value for key, value in tree.items()}
 
 
 @given(pins(), facts())
@@ -97,7 +102,39 @@ def test_automatic_cache_stays_within_its_share_unless_one_sequence_needs_more(f
     rollout = resolve_run(Run(), facts)[0].rollout
     share = 4 if rollout.lend_memory else 2
     least = 2 * (facts.longest_sequence + 2 * rollout.page_tokens) * facts.kv_bytes_per_token
-    assert rollout.kv_memory <= max(facts.free_bytes * share // 5, least)
+    assert rollout.kv_memory <= max(room(facts) * share // 5, least)
+
+
+def room(facts: Facts) -> int:
+    """What is free once all that may leave the device has left it."""
+    return max(GIB // 4, facts.free_bytes + facts.optimizer_bytes + facts.reference_bytes)
+
+
+def test_what_leaves_the_device_leaves_it_only_where_room_is_short() -> None:
+    """8B parameters in bfloat16: 96 GB of masters and moments."""
+    state = {
+        "device": torch.device("cuda"),
+        "optimizer_bytes": 96 * GIB,
+        "reference_bytes": 16 * GIB,
+        "host_bytes": 500 * GIB,
+    }
+
+    def choose(**changes: Any) -> tuple[Any, ...]:
+        offload = resolve_run(Run(), small(**state | changes))[0].offload
+        return offload.optimizer, offload.reference, offload.activations
+
+    assert choose(free_bytes=40 * GIB) == (False, False, False)
+    assert choose(free_bytes=24 * GIB) == (False, True, False)
+    assert choose(free_bytes=10 * GIB) == (True, False, False)
+    assert choose(free_bytes=-80 * GIB) == (True, True, False)
+    assert choose(free_bytes=10 * GIB, host_bytes=50 * GIB) == (False, True, False)
+    assert choose(free_bytes=-80 * GIB, device=torch.device("cpu")) == (False, False, False)
+    long = {"free_bytes": -90 * GIB, "longest_sequence": 10**6, "hidden": 4096, "intermediate": 16384, "layers": 32}
+    assert choose(**long) == (True, True, True)
+    resolved = resolve_run(Run(), small(**state | long))[0]
+    assert resolved.checkpoint_activations is True and resolved.token_budget == 10**6
+    kept = resolve_run(Run(checkpoint_activations="some"), small(**state | long))[0]
+    assert kept.offload.activations is False and kept.checkpoint_activations == "some"
 
 
 def test_memory_is_lent_where_it_can_be() -> None:
@@ -151,6 +188,9 @@ def test_reasons_are_the_true_ones() -> None:
 def test_activations_are_recomputed_where_keeping_them_would_not_fit() -> None:
     assert resolve_run(Run(), small())[0].checkpoint_activations is False
     assert resolve_run(Run(), small(layers=400, hidden=4096, intermediate=16384))[0].checkpoint_activations is True
+    middling = {"layers": 12, "hidden": 2048, "intermediate": 8192}
+    assert resolve_run(Run(), small(**middling))[0].checkpoint_activations is True
+    assert resolve_run(Run(), small(**middling, fused=True))[0].checkpoint_activations == "some"
 
 
 def test_a_pinned_cache_that_holds_no_sequence_is_refused() -> None:

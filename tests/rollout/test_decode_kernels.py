@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from trimtab.config.learn import Sampling  # noqa: E402
 from trimtab.model.attention import Rules, causal_window, dense_attention  # noqa: E402
 from trimtab.model.packed import PackedPlan  # noqa: E402
-from trimtab.model.parts import KNOWN, SILU, Adapter, Linears, Unfusable, join, look_at  # noqa: E402
+from trimtab.model.parts import KNOWN, SILU, Adapter, Linears, Unfusable, Watch, join  # noqa: E402
 from trimtab.model.policy import Policy  # noqa: E402
 from trimtab.model.shapes import layer_shapes  # noqa: E402
 from trimtab.rollout.native import cuda  # noqa: E402
@@ -326,7 +326,8 @@ def decoder_of(policy: Policy, forgotten: list[int]) -> cuda.CudaDecoder:
     decoder.policy, decoder._shapes = policy, layer_shapes(policy)
     decoder._rows, decoder._merge, decoder._merge_undecided = None, False, False
     decoder._body, decoder.path = decoder._fuse()
-    decoder._known_model = look_at(policy.model)
+    decoder._watch = Watch(policy.model)
+    decoder._known_model = decoder._watch.look()
     decoder._forget_graphs = lambda: forgotten.append(1)
     decoder._decide_merging = lambda: None
     return decoder

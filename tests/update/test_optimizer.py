@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 
 from trimtab.config.learn import Learn
+from trimtab.update import optimizer as optimizers
 from trimtab.update.optimizer import MasterAdamW, learning_rate
 
 
@@ -17,6 +20,10 @@ def parameters(dtype: torch.dtype) -> list[tuple[str, torch.nn.Parameter]]:
         ("matrix", torch.nn.Parameter(torch.randn(3, 4, generator=g).to(dtype))),
         ("vector", torch.nn.Parameter(torch.randn(4, generator=g).to(dtype))),
     ]
+
+
+def larger(dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(13, 10, generator=torch.Generator().manual_seed(1)).to(dtype))
 
 
 def backward(named: list[tuple[str, torch.nn.Parameter]], scale: float = 1.0) -> None:
@@ -58,13 +65,13 @@ def test_the_norm_is_of_the_whole_step_and_clips_it() -> None:
     backward(named)
     expected = math.sqrt(sum(float((p.grad**2).sum()) for _, p in named))
     seen = {}
-    original = optimizer._adamw.step
+    original = optimizer._step_group
 
-    def spy() -> None:
+    def spy(*arguments) -> None:
         seen["norm"] = math.sqrt(sum(float((p.grad**2).sum()) for _, p in named))
-        original()
+        original(*arguments)
 
-    optimizer._adamw.step = spy
+    optimizer._step_group = spy
     assert optimizer.step(0.01).grad_norm == pytest.approx(expected, rel=1e-5)
     assert seen["norm"] == pytest.approx(0.5, rel=1e-4)
 
@@ -96,20 +103,20 @@ def test_bfloat16_accumulates_and_steps_in_float32() -> None:
     """Updates far smaller than bfloat16's spacing add up in the masters, and many small gradients add up exactly."""
     named = parameters(torch.bfloat16)
     optimizer = MasterAdamW(named, Learn(max_grad_norm=None))
-    start = [m.clone() for m in optimizer.masters]
+    start = [m.clone() for m in optimizer.masters()]
     for _ in range(256):
         backward(named, 1 / 256)
     assert named[0][1].grad is None
     slope = (torch.linspace(-1, 2, 12).bfloat16() / 256).bfloat16().float().view(3, 4)
-    assert optimizer.masters[0].grad is not None
-    torch.testing.assert_close(optimizer.masters[0].grad, slope * 256, rtol=1e-2, atol=1e-2)
+    assert optimizer.grads()[0] is not None
+    torch.testing.assert_close(optimizer.grads()[0], slope * 256, rtol=1e-2, atol=1e-2)
     for _ in range(10):
         backward(named)
         optimizer.step(1e-5)
-    assert optimizer.masters[0].dtype == torch.float32
-    moved = (optimizer.masters[0] - start[0]).abs().max()
+    assert optimizer.masters()[0].dtype == torch.float32
+    moved = (optimizer.masters()[0] - start[0]).abs().max()
     assert 5e-5 < moved < 2e-4
-    assert torch.equal(named[0][1].detach(), optimizer.masters[0].bfloat16())
+    assert torch.equal(named[0][1].detach(), optimizer.masters()[0].bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,6 +135,83 @@ def test_saved_and_loaded_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
             backward(named)
             optimizer.step(0.01)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one, two))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_offloaded_is_the_same_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces that cut parameters, through steps, a step that is refused, and a checkpoint."""
+    monkeypatch.setattr(optimizers, "PIECE", 64)
+    one, two = ([*parameters(dtype), ("large", larger(dtype))] for _ in range(2))
+    here, there = MasterAdamW(one, Learn(max_grad_norm=0.5)), MasterAdamW(two, Learn(max_grad_norm=0.5), offload=True)
+    assert [group.state.shape[1] for group in there._groups] == [64 + 192, 64]
+    for scale in (1.0, -0.5, float("nan"), 2.0):
+        for named, optimizer in ((one, here), (two, there)):
+            backward(named, scale)
+            optimizer.step(0.01)
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one, two))
+    states = here.state_tensors(), there.state_tensors()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    there.load_state_tensors({key: value.clone() for key, value in states[0].items()})
+    for named, optimizer in ((one, here), (two, there)):
+        backward(named)
+        optimizer.step(0.01)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one, two))
+
+
+def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
+    """Neither its step counts nor its weight decays."""
+    named = parameters(torch.bfloat16)
+    optimizer = MasterAdamW(named, Learn(optimizer={"weight_decay": 0.1}))
+    before = named[0][1].detach().clone()
+    backward([named[1]])
+    assert optimizer.step(0.01).applied
+    assert torch.equal(named[0][1], before)
+    assert optimizer.state_tensors()["step/matrix"] == 0
+    assert optimizer.state_tensors()["step/vector"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_layout_of_a_parameter_does_not_matter(dtype: torch.dtype, offload: bool) -> None:
+    """Transposed in memory, and with gaps between its rows."""
+    plain = larger(dtype)
+    turned = torch.nn.Parameter(plain.detach().clone().t().contiguous().t())
+    spread = torch.nn.Parameter(torch.zeros(13, 20, dtype=dtype)[:, ::2].copy_(plain.detach()))
+    assert not turned.is_contiguous() and not spread.is_contiguous()
+    found = []
+    for parameter in (plain, turned, spread):
+        optimizer = MasterAdamW([("weight", parameter)], Learn(max_grad_norm=None), offload=offload)
+        for scale in (1.0, -0.3):
+            backward([("weight", parameter)], scale)
+            optimizer.step(0.01)
+        found.append((parameter.detach(), {k: v.clone() for k, v in optimizer.state_tensors().items()}))
+    for weight, state in found[1:]:
+        torch.testing.assert_close(weight, found[0][0], atol=1e-6, rtol=0)
+        for key, value in state.items():
+            torch.testing.assert_close(value, found[0][1][key], atol=1e-6, rtol=1e-6)
+
+
+def test_two_optimizers_do_not_share_parameters_but_may_follow_each_other() -> None:
+    named = parameters(torch.bfloat16)
+    first = MasterAdamW(named, Learn())
+    with pytest.raises(RuntimeError, match="have an optimizer already"):
+        MasterAdamW(named, Learn())
+    del first
+    second = MasterAdamW(named, Learn())
+    backward(named)
+    assert second.step(0.01).grad_norm > 0
+
+
+def test_parameters_are_freed_with_their_optimizer() -> None:
+    named = parameters(torch.bfloat16)
+    seen = weakref.ref(named[0][1])
+    optimizer = MasterAdamW(named, Learn())
+    backward(named)
+    optimizer.step(0.01)
+    del named, optimizer
+    gc.collect()
+    assert seen() is None
 
 
 def test_learning_rate_by_hand() -> None:

@@ -167,6 +167,32 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped() -> None:
     assert stats.microbatches == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_failed_half_way_is_repeated_as_if_it_had_not(dtype: torch.dtype) -> None:
+    batch = samples()
+    for sample in batch:
+        sample.old_logprobs = sample.ref_logprobs = None
+    norms = []
+    for failing in (False, True):
+        policy = Policy(tiny_model("llama", dtype))
+        settings = {"token_budget": 30, "score_token_budget": 30, "logprob_chunk": 8, "checkpoint_activations": False}
+        updater = Updater(policy, resolve(Learn()), **settings)
+        if failing:
+            run, calls = policy.hidden, []
+
+            def fail_once(*arguments, run=run, calls=calls):
+                calls.append(1)
+                if len(calls) == 2:
+                    raise torch.OutOfMemoryError("of the second micro-batch")
+                return run(*arguments)
+
+            policy.hidden = fail_once
+            with pytest.raises(torch.OutOfMemoryError):
+                updater.step(batch, 1e-3, 0.0)
+        norms.append(updater.step(batch, 1e-3, 0.0).grad_norm)
+    assert norms[0] == norms[1] > 0
+
+
 def test_scoring_equals_the_update_pass_and_keeps_sample_order() -> None:
     batch = samples()
     policy = Policy(tiny_model("llama", torch.float64))

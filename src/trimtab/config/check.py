@@ -118,6 +118,21 @@ def _updates(config: Config, learn: Learn) -> Iterator[Contradiction]:
             )
 
 
+def _offload(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    if config.run.offload.activations is True and config.run.checkpoint_activations in (False, "some"):
+        yield clash(
+            "run.offload.activations run.checkpoint_activations",
+            "moves the inputs of layers whose activations are recomputed, but not all of them are",
+            "Write run.checkpoint_activations: true, or leave one of the two to Trimtab",
+        )
+    if config.run.offload.reference is True and (learn.kl.coef == 0 or config.model.lora is not None):
+        yield clash(
+            "run.offload.reference learn.kl.coef model.lora",
+            "there is no reference policy to move: it exists with a KL penalty, and with adapters it is the model itself",
+            "Leave it out",
+        )
+
+
 def _clip(config: Config, learn: Learn) -> Iterator[Contradiction]:
     recipe = RECIPES[learn.algorithm]
     if learn.loss == "on_policy":
@@ -324,6 +339,7 @@ def _observe(config: Config, learn: Learn) -> Iterator[Contradiction]:
 CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _groups,
     _updates,
+    _offload,
     _clip,
     _kl,
     _schedule,

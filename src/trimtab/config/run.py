@@ -47,6 +47,18 @@ class Rollout(Section):
     can do that."""
 
 
+class Offload(Section):
+    """What waits in host memory while the device does not need it."""
+
+    optimizer: bool | Auto = "auto"
+    """Masters and moments, streamed through the device in each optimizer step. auto: where they would leave too little room."""
+    reference: bool | Auto = "auto"
+    """The reference policy's weights, on the device only while it scores. auto: where memory is short."""
+    activations: bool | Auto = "auto"
+    """What layers keep for the backward pass; needs checkpoint_activations: true. auto: where the longest sequence would not fit
+    otherwise."""
+
+
 class Run(Section):
     """How to run it."""
 
@@ -62,8 +74,10 @@ class Run(Section):
     """The same cap for passes without a gradient (reference and old log-probs). auto: from memory, larger than token_budget."""
     logprob_chunk: PositiveInt | Auto = "auto"
     """Tokens whose logits exist at one time."""
-    checkpoint_activations: bool | Auto = "auto"
-    """Recompute activations in the backward pass instead of keeping them."""
+    checkpoint_activations: bool | Literal["some"] | Auto = "auto"
+    """Recompute activations in the backward pass instead of keeping them. some: only what is cheap for its size, where the update
+    runs through fused layers; elsewhere the same as true."""
     reward_workers: PositiveInt | Auto = "auto"
     """Processes that run reward functions."""
+    offload: Offload = Offload()
     rollout: Rollout = Rollout()

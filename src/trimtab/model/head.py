@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trimtab.model.gradients import Gradients, add_product
+
 
 class TokenStats(NamedTuple):
     """Of each target token: its log-prob and the entropy of the distribution it came from, in nats."""
@@ -62,11 +64,19 @@ class Head:
         return Transform(self.bias_V, self.scale, self.softcap, temperature)
 
     def token_stats(
-        self, hidden_TE: torch.Tensor, targets_T: torch.Tensor, temperature: float, chunk: int
+        self,
+        hidden_TE: torch.Tensor,
+        targets_T: torch.Tensor,
+        temperature: float,
+        chunk: int,
+        gradients: Gradients | None = None,
     ) -> TokenStats:
-        """Log-prob of each target and the entropy there, differentiable in the hidden states and the head's parameters."""
+        """Log-prob of each target and the entropy there, differentiable in the hidden states and the head's parameters.
+
+        The gradient of the weights is added to `gradients` where they are among those, and to nothing else then.
+        """
         logprobs, entropy = _ChunkedStats.apply(
-            hidden_TE, self.weight_VE, self.bias_V, targets_T, self, temperature, chunk
+            hidden_TE, self.weight_VE, self.bias_V, targets_T, self, temperature, chunk, gradients
         )
         return TokenStats(logprobs, entropy)
 
@@ -82,6 +92,7 @@ class _ChunkedStats(torch.autograd.Function):
         head: Head,
         temperature: float,
         chunk: int,
+        gradients: Gradients | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _has_kernels(hidden, weight):
             from trimtab.model.kernels.head import reduce_logits
@@ -91,7 +102,7 @@ class _ChunkedStats(torch.autograd.Function):
         else:
             lse, logprobs, entropy = _reduce_chunks(hidden, targets, head, temperature, chunk)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, logprobs)
-        ctx.head, ctx.temperature, ctx.chunk = head, temperature, chunk
+        ctx.head, ctx.temperature, ctx.chunk, ctx.gradients = head, temperature, chunk, gradients
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -99,20 +110,23 @@ class _ChunkedStats(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, _, lse, _, _ = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
+        total = None if ctx.gradients is None or not ctx.needs_input_grad[1] else ctx.gradients.of(weight)
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] and total is None else total
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[2] else None
         logits_grad = _tiled_grad if _has_kernels(hidden, weight) else _chunk_grad
         for part in _chunks(hidden.shape[0], ctx.chunk):
             grad_z = logits_grad(ctx, part, *grads)
             grad_hidden[part] = grad_z @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, grad_z.t(), hidden[part])
+                add_product(grad_weight, grad_z.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0)
+            del grad_z  # before the next chunk's
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_weight is None or total is not None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,
@@ -181,14 +195,6 @@ def _tiled_grad(
     if transform.softcap is not None:
         at_target *= 1 - ((logprobs + lse) * (transform.temperature / transform.softcap)) ** 2
     return out.scatter_(1, targets[:, None], at_target[:, None].to(out.dtype))
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b; on CUDA without rounding the product before it is added."""
-    if total.is_cuda and total.dtype != a.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
 
 
 def _chunks(total: int, size: int) -> list[slice]:

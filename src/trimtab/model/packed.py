@@ -10,7 +10,7 @@ next to each other become the rows of one dense call, so callers sort sequences 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate, groupby
@@ -98,17 +98,12 @@ class PackedPlan:
         return torch.cat([self._rows(run, q, k, v, rules) for run, (q, k, v) in enumerate(parts)])
 
     def _lay_out(self, x_TKD: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        if x_TKD.is_cuda and find_spec("triton") is not None:
-            out: torch.Tensor = _Copies.apply(x_TKD, seen, *self._copies)
-            return out
-        return x_TKD.index_select(0, seen)
+        return _take(x_TKD, seen, lambda: self._copies)
 
     @cached_property
     def _copies(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the copies of each row position lie: an order of all that is seen, and where in it each position's begin."""
         assert self._keys_seen is not None
-        position, order = torch.sort(self._keys_seen, stable=True)
-        return order, torch.searchsorted(position, torch.arange(sum(self.lengths) + 1, device=self.device))
+        return _copies_of(self._keys_seen, sum(self.lengths))
 
     def _rows(self, run: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
         """Neighbouring segments of equal length as the rows of one dense call."""
@@ -135,6 +130,27 @@ class PackedPlan:
             out = _GroupedFlash.apply(q_THD, k_TKD, v_TKD, *where, rules.scale, left)
         assert isinstance(out, torch.Tensor)
         return out
+
+
+def take_rows(x_TX: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
+    """Rows of x, some of them several times; on a GPU the gradients of such copies add up in float32, in order."""
+    return _take(x_TX, rows_S, lambda: _copies_of(rows_S, x_TX.shape[0]))
+
+
+def _take(
+    x_TX: torch.Tensor, rows_S: torch.Tensor, copies: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    narrow = x_TX.dtype != torch.float64
+    if x_TX.is_cuda and narrow and torch.is_grad_enabled() and find_spec("triton") is not None:
+        out: torch.Tensor = _Copies.apply(x_TX, rows_S, *copies())
+        return out
+    return x_TX.index_select(0, rows_S)
+
+
+def _copies_of(rows_S: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the copies of each of `count` rows lie: an order of all copies, and where in it each row's begin."""
+    row, order = torch.sort(rows_S, stable=True)
+    return order, torch.searchsorted(row, torch.arange(count + 1, device=rows_S.device))
 
 
 class _Copies(torch.autograd.Function):

@@ -116,11 +116,18 @@ class ModelParts:
     final: Norm
 
 
-def look_at(model: nn.Module) -> tuple[object, ...]:
-    """What parts rely on beyond the values of parameters: where these are, and which adapters count."""
-    adapters: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
-    states = [(tuple(m.active_adapters), m.disable_adapters, m.merged) for m in adapters]
-    return (*(p.data_ptr() for p in model.parameters()), *states)
+class Watch:
+    """Sees what parts rely on beyond the values of parameters: where these are, and which adapters count."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [
+            (m._parameters, name) for m in model.modules() for name, p in m._parameters.items() if p is not None
+        ]
+        self._adapters: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
+
+    def look(self) -> tuple[object, ...]:
+        states = [(tuple(m.active_adapters), m.disable_adapters, m.merged) for m in self._adapters]
+        return (*(slots[name].data_ptr() for slots, name in self._slots), *states)  # type: ignore[union-attr]
 
 
 def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:

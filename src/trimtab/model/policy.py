@@ -7,15 +7,22 @@ name before anything is trained.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 
 from trimtab.errors import ModelError
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
+from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.packed import PackedPlan
+from trimtab.model.shelf import Shelf
+from trimtab.model.transfer import HostMemory
 
 if TYPE_CHECKING:
     from trimtab.model.fused import FusedForward
@@ -23,6 +30,14 @@ if TYPE_CHECKING:
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTHS = [7, 12]
 TOLERANCE_NATS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
+
+
+class Keep(Enum):
+    """What the layers of a training pass keep for their backward pass (fused.py)."""
+
+    ALL = "all"
+    SOME = "some"
+    INPUT = "input"
 
 
 class Policy:
@@ -39,6 +54,11 @@ class Policy:
         self.path = "the model's own modules"
         """How packed rows run, and why not faster, in words for the user."""
         self._fused: FusedForward | None = None
+        self.keep = Keep.ALL
+        self.shelf: Shelf | None = None
+        """Where the inputs of layers wait for the backward pass; None: on the device."""
+        self.gradients: Gradients | None = None
+        """Where gradients of half-precision parameters add up; set by who trains them."""
         if check:
             self._check_packing()
         model.train()
@@ -56,9 +76,18 @@ class Policy:
         return self.head.weight_VE.dtype
 
     @property
+    def fused(self) -> bool:
+        """Packed rows run through fused layers."""
+        return self._fused is not None
+
+    @property
     def context_tokens(self) -> int:
         """Longest sequence the model has positions for."""
         return int(getattr(self.config, "max_position_embeddings", None) or 2**31)
+
+    def present(self) -> AbstractContextManager[None]:
+        """While it is used, the policy is on its device; this one always is."""
+        return nullcontext()
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Trainable parameters; tied ones once."""
@@ -71,13 +100,15 @@ class Policy:
         """Last hidden state of every token of one packed row, [T, E]."""
         if self._fused is not None and isinstance(plan, PackedPlan):
             return self._fused(tokens_T, positions_T, plan.longest, plan)
-        out = self.body(
-            input_ids=tokens_T[None],
-            position_ids=positions_T[None],
-            attention_mask=None,
-            use_cache=False,
-            attention_plan=plan,
-        )
+        away = self.shelf is not None and torch.is_grad_enabled()
+        with save_on_cpu(pin_memory=self.device.type == "cuda") if away else nullcontext():
+            out = self.body(
+                input_ids=tokens_T[None],
+                position_ids=positions_T[None],
+                attention_mask=None,
+                use_cache=False,
+                attention_plan=plan,
+            )
         hidden: torch.Tensor = out.last_hidden_state.squeeze(0)
         return hidden
 
@@ -104,6 +135,11 @@ class Policy:
         else:
             self._fused = None
             self.path += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
+
+    def forget(self) -> None:
+        """Keep nothing of where the weights were: they have been put elsewhere."""
+        if self._fused is not None:
+            self._fused.forget()
 
     @torch.no_grad()
     def _probe(self) -> torch.Tensor:
@@ -167,9 +203,53 @@ class WithoutAdapters:
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head = policy, policy.head
 
+    def present(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         with self._policy.model.disable_adapter():
             return self._policy.hidden(tokens_T, positions_T, plan)
+
+
+class FromHost:
+    """A policy without gradients whose weights wait in host memory and are on the device only while it is `present`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self.head, self._device = policy, policy.head, policy.device
+        self._homes: dict[int, torch.Tensor] = {}
+        """By the address they had: each storage's bytes. Weights that fused layers joined stay together."""
+        self._memories: list[HostMemory] = []
+        self._views: list[tuple[torch.nn.Parameter, int, torch.Tensor]] = []
+        for parameter in policy.model.parameters():
+            storage, at = parameter.untyped_storage(), parameter.untyped_storage().data_ptr()
+            if at not in self._homes:
+                flat = torch.empty(0, dtype=torch.uint8, device=parameter.device).set_(storage)
+                self._memories.append(HostMemory(flat.numel(), flat.device))
+                self._homes[at] = self._memories[-1].tensor((flat.numel(),), torch.uint8).copy_(flat)
+            self._views.append((parameter, at, parameter.data))
+        self._put(self._homes)
+        policy.forget()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        self._put({at: home.to(self._device, non_blocking=True) for at, home in self._homes.items()})
+        try:
+            yield
+        finally:
+            self._put(self._homes)
+            self._policy.forget()
+
+    def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        return self._policy.hidden(tokens_T, positions_T, plan)
+
+    def _put(self, places: dict[int, torch.Tensor]) -> None:
+        for index, (parameter, at, like) in enumerate(self._views):
+            shape, stride, offset = like.shape, like.stride(), like.storage_offset()
+            parameter.data = places[at].view(parameter.dtype).as_strided(shape, stride, offset)
+            self._views[index] = (parameter, at, parameter.data)
+
+
+AnyPolicy = Policy | WithoutAdapters | FromHost
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -6,14 +6,16 @@ Nothing chosen here changes what is learned. Choices err towards fitting: the up
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import psutil
 import torch
 
-from trimtab.config.run import Rollout, Run
+from trimtab.config.run import Offload, Rollout, Run
 from trimtab.errors import ConfigError, Problem
+from trimtab.update.conveyor import SLOTS
+from trimtab.update.optimizer import PIECE
 
 MIB, GIB = 2**20, 2**30
 
@@ -33,7 +35,7 @@ class Facts:
 
     device: torch.device
     free_bytes: int
-    """Memory left on the device once the model and its optimizer are in place."""
+    """Memory left on the device once models, gradients and optimizer are in place; less than nothing if they do not fit."""
     cores: int
     hidden: int
     intermediate: int
@@ -47,6 +49,14 @@ class Facts:
     """Longest prompt seen in the data plus longest completion."""
     sequences: int
     """Most sequences generated in one go, by a training step or an evaluation."""
+    optimizer_bytes: int = 0
+    """Masters and moments, which may wait in host memory instead."""
+    reference_bytes: int = 0
+    """Weights of a reference policy, which may as well."""
+    host_bytes: int = 0
+    """Host memory that is free."""
+    fused: bool = False
+    """The update runs through fused layers."""
     lendable: bool = False
     """Device memory can be given up and taken back at the same addresses."""
 
@@ -79,10 +89,51 @@ def physical_cores() -> int:
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
-def activation_bytes_per_token(facts: Facts, checkpointed: bool) -> int:
-    """What one token keeps alive until its backward pass: the inputs of each layer's products, or only the layer's own."""
-    kept = facts.hidden if checkpointed else 14 * facts.hidden + 5 * facts.intermediate
-    once = 14 * facts.hidden + 5 * facts.intermediate if checkpointed else 0
+def _moved(facts: Facts, size: int, pieces: bool = False) -> Facts:
+    """With so many bytes on the host instead of the device; on a CPU they are the same. Streaming needs room for its pieces."""
+    if facts.device.type != "cuda":
+        return facts
+    room = SLOTS * 3 * 4 * PIECE if pieces else 0
+    return replace(facts, free_bytes=facts.free_bytes + size - min(room, size), host_bytes=facts.host_bytes - size)
+
+
+def _offload_optimizer(facts: Facts) -> tuple[bool, str]:
+    """Where its state would leave less than a quarter of its own size to everything else."""
+    if facts.device.type != "cuda":
+        return False, "one memory for all"
+    if facts.free_bytes >= facts.optimizer_bytes // 4:
+        return False, "it fits on the device"
+    if facts.host_bytes < facts.optimizer_bytes * 11 // 10:
+        return False, "the host has no room for it either"
+    return True, "on the device it would leave too little room"
+
+
+def _offload_reference(facts: Facts) -> tuple[bool, str]:
+    if facts.device.type != "cuda" or not facts.reference_bytes:
+        return False, "one memory for all" if facts.reference_bytes else "there is none"
+    if facts.free_bytes >= 2 * facts.reference_bytes:
+        return False, "it fits on the device"
+    if facts.host_bytes < facts.reference_bytes * 11 // 10:
+        return False, "the host has no room for it either"
+    return True, "memory is short, and it is needed once a step"
+
+
+def _offload_activations(run: Run, facts: Facts) -> tuple[bool, str]:
+    if facts.device.type != "cuda" or run.checkpoint_activations in (False, "some"):
+        return False, "one memory for all" if facts.device.type != "cuda" else "not all are recomputed"
+    tight = facts.longest_sequence * activation_bytes_per_token(facts, True) > facts.free_bytes // 2
+    return tight, "the longest sequence would not fit otherwise" if tight else "they fit on the device"
+
+
+Checkpointed = bool | Literal["some"]
+
+
+def activation_bytes_per_token(facts: Facts, checkpointed: Checkpointed) -> int:
+    """What one token keeps alive until its backward pass: the inputs of each layer's products, what attention and residuals
+    need, or only the layer's own input; and what one layer makes again."""
+    everything = 14 * facts.hidden + 5 * facts.intermediate
+    kept = {False: everything, "some": 16 * facts.hidden, True: 2 * facts.hidden}[checkpointed]
+    once = everything if checkpointed else 0
     return facts.itemsize * (kept * facts.layers + once + 4 * facts.hidden)
 
 
@@ -91,17 +142,26 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
     choices: list[Choice] = []
     cuda = facts.device.type == "cuda"
 
-    def fill(section: Run | Rollout, prefix: str, key: str, value: Any, why: str) -> Any:
+    def fill(section: Run | Rollout | Offload, prefix: str, key: str, value: Any, why: str) -> Any:
         if getattr(section, key) != "auto":
             return getattr(section, key)
         choices.append(Choice(f"{prefix}.{key}", value, why))
         return value
 
+    away = {"optimizer": fill(run.offload, "run.offload", "optimizer", *_offload_optimizer(facts))}
+    facts = _moved(facts, facts.optimizer_bytes * away["optimizer"], pieces=away["optimizer"])
+    away["reference"] = fill(run.offload, "run.offload", "reference", *_offload_reference(facts))
+    facts = _moved(facts, facts.reference_bytes * away["reference"])
+    facts = replace(facts, free_bytes=max(GIB // 4, facts.free_bytes))
+    away["activations"] = fill(run.offload, "run.offload", "activations", *_offload_activations(run, facts))
     budget, checkpointed, budget_why = _token_budget(facts)
-    if run.checkpoint_activations != "auto":
-        budget, budget_why = _budget_for(facts, bool(run.checkpoint_activations))
-    if run.token_budget != "auto":
-        checkpointed = run.token_budget * activation_bytes_per_token(facts, False) > facts.free_bytes // 2
+    if away["activations"]:
+        checkpointed = True
+        budget, budget_why = _budget_for(facts, True, away=True)
+    elif run.checkpoint_activations != "auto":
+        budget, budget_why = _budget_for(facts, run.checkpoint_activations)
+    if run.token_budget != "auto" and not away["activations"]:
+        checkpointed = _checkpointed(facts, run.token_budget)
     chunk = _logprob_chunk(facts)
     in_flight = min(facts.sequences, 1024 if cuda else 256)
     page = fill(run.rollout, "run.rollout", "page_tokens", *_page_tokens(run, facts))
@@ -128,10 +188,11 @@ def resolve_run(run: Run, facts: Facts) -> tuple[Run, list[Choice]]:
             "run",
             "checkpoint_activations",
             checkpointed,
-            "activations would not fit" if checkpointed else "activations fit",
+            {False: "all activations fit", "some": "these fit", True: "activations would not fit"}[checkpointed],
         ),
         reward_workers=fill(run, "run", "reward_workers", pick_reward_workers(run), "one a core, at most eight"),
         rollout=rollout,
+        offload=Offload(**away),
     )
     _refuse_small_kv(filled.rollout, facts)
     return filled, choices
@@ -193,14 +254,20 @@ def _refuse_small_kv(rollout: Rollout, facts: Facts) -> None:
         raise ConfigError([Problem("run.rollout.kv_memory", what, fix)])
 
 
-def _token_budget(facts: Facts) -> tuple[int, bool, str]:
+def _token_budget(facts: Facts) -> tuple[int, Checkpointed, str]:
     """The largest useful micro-batch; activations are recomputed only where keeping them would make it small."""
-    plain, why = _budget_for(facts, False)
-    need = max(facts.longest_sequence, 2048) * activation_bytes_per_token(facts, False)
-    if need <= facts.free_bytes // 2:
-        return plain, False, why
-    recomputed, why = _budget_for(facts, True)
-    return recomputed, True, why
+    checkpointed = _checkpointed(facts, max(facts.longest_sequence, 2048))
+    budget, why = _budget_for(facts, checkpointed)
+    return budget, checkpointed, why
+
+
+def _checkpointed(facts: Facts, tokens: int) -> Checkpointed:
+    """The least recomputation with which so many tokens fit."""
+    tries: tuple[Checkpointed, ...] = (False, "some") if facts.fused else (False,)
+    for choice in tries:
+        if tokens * activation_bytes_per_token(facts, choice) <= facts.free_bytes // 2:
+            return choice
+    return True
 
 
 def _useful_tokens(facts: Facts) -> int:
@@ -217,9 +284,12 @@ def _useful_tokens(facts: Facts) -> int:
     return min(65536, max(16384, 1 << launched.bit_length()))
 
 
-def _budget_for(facts: Facts, checkpointed: bool) -> tuple[int, str]:
+def _budget_for(facts: Facts, checkpointed: Checkpointed, away: bool = False) -> tuple[int, str]:
     useful = _useful_tokens(facts)
-    fitting = facts.free_bytes // 2 // activation_bytes_per_token(facts, checkpointed)
+    on_device = (
+        replace(facts, layers=4) if away else facts
+    )  # inputs of a few layers; those of all others wait on the host
+    fitting = facts.free_bytes // 2 // activation_bytes_per_token(on_device, checkpointed)
     if facts.longest_sequence > min(useful, fitting):
         return facts.longest_sequence, "the longest sequence has to fit"
     return (useful, "larger micro-batches gain nothing") if useful <= fitting else (fitting, "half of the free memory")

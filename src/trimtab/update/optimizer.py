@@ -2,17 +2,31 @@
 
 Guarantees: gradients add up in float32 whatever the model's type, so the number of micro-batches does not matter; the norm is
 that of the whole step; a step whose gradient is not finite leaves weights, moments and step count exactly as they were.
-In float32 (and wider) models the parameters are their own masters.
+In float32 (and wider) models the parameters are their own masters. Masters and moments are on the device or, offloaded, in host
+memory, from where a step streams them through the device; the result is the same bit for bit.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch.optim.adamw import adamw
+from torch.utils.hooks import RemovableHandle
 
 from trimtab.config.learn import Learn
+from trimtab.model.gradients import Gradients
+from trimtab.model.transfer import HostMemory
+from trimtab.update.conveyor import Conveyor
+
+PIECE = 2**26
+"""Elements of a group of parameters, at most, that an offloaded step has in one piece; see conveyor.py for how many of these."""
+ALIGNED = 64
+"""Elements to a multiple of which a parameter's state begins, so that kernels read it in whole lines."""
 
 
 @dataclass(frozen=True)
@@ -21,95 +35,239 @@ class StepOutcome:
     applied: bool
 
 
+@dataclass(frozen=True)
+class _Member:
+    """A parameter and where its state begins in that of its group."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    start: int
+    step: torch.Tensor
+    parts: list[torch.Tensor]
+    """Its own of the group's state, row by row, laid out as the parameter is."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.parameter.numel()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters that are stepped alike. `state`: their first and second moments and, if they have one, their masters."""
+
+    members: list[_Member]
+    weight_decay: float
+    state: torch.Tensor
+
+    @property
+    def has_masters(self) -> bool:
+        return self.state.shape[0] == 3
+
+
 class MasterAdamW:
     """Owns masters, gradients and moments of a list of named parameters."""
 
-    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], learn: Learn) -> None:
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], learn: Learn, *, offload: bool = False
+    ) -> None:
         named = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
-        self.masters = [p if p.dtype.itemsize >= 4 else p.detach().float() for p in self.params]
         self.max_grad_norm = learn.max_grad_norm
-        settings = learn.optimizer
-        matrices = [m for m in self.masters if m.ndim >= 2]
-        vectors = [m for m in self.masters if m.ndim < 2]
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": settings.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=learn.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(_accumulate_into(master))
-            for p, master in zip(self.params, self.masters)
-            if p is not master
-        ]
+        self._settings = learn.optimizer
+        for parameter in self.params:
+            if not _is_dense(parameter):
+                parameter.data = parameter.data.contiguous()
+        apart = [p for p in self.params if _needs_master(p)]
+        self.gradients = Gradients(apart)
+        """Where products may add a gradient themselves; what autograd makes is taken over by hooks."""
+        self._hooks = [_take_over(parameter, self.gradients) for parameter in apart]
+        device = self.params[0].device if self.params else torch.device("cpu")
+        self._conveyor = Conveyor(device) if offload else None
+        self._memories: list[HostMemory] = []
+        kinds: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.nn.Parameter]]] = {}
+        for name, parameter in named:
+            kinds.setdefault((_needs_master(parameter), parameter.ndim >= 2, parameter.dtype), []).append(
+                (name, parameter)
+            )
+        self._groups = [self._group(members, device) for members in kinds.values()]
 
+    def _group(self, named: list[tuple[str, torch.nn.Parameter]], device: torch.device) -> _Group:
+        first = named[0][1]
+        starts = [0, *accumulate(-(-p.numel() // ALIGNED) * ALIGNED for _, p in named)]
+        shape = (3 if _needs_master(first) else 2, starts[-1])
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        if self._conveyor is not None:
+            self._memories.append(HostMemory(math.prod(shape) * dtype.itemsize, device))
+            state = self._memories[-1].tensor(shape, dtype).zero_()
+        else:
+            state = torch.zeros(shape, dtype=dtype, device=device)
+        members = []
+        for (name, parameter), start in zip(named, starts):
+            parts = [row.as_strided(parameter.shape, parameter.stride(), row.storage_offset() + start) for row in state]
+            members.append(_Member(name, parameter, start, torch.zeros((), device=device), parts))
+            if _needs_master(first):
+                parts[2].copy_(parameter.detach())
+        return _Group(members, self._settings.weight_decay if first.ndim >= 2 else 0.0, state)
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """The gradient of each parameter so far, summed in float32 or wider; None where there is none."""
+        return [self.gradients.get(p) if p in self.gradients else p.grad for p in self.params]
+
+    def masters(self) -> list[torch.Tensor]:
+        """The float32 (or wider) weights, in the order of `params`, wherever they are."""
+        self._settle()
+        found = {id(m.parameter): m.parts[2] if g.has_masters else m.parameter for g in self._groups for m in g.members}
+        return [found[id(p)] for p in self.params]
+
+    @torch.no_grad()
     def step(self, lr: float) -> StepOutcome:
         """Apply the accumulated gradient at the given rate, then clear it."""
-        grads = [m.grad for m in self.masters if m.grad is not None]
+        by_parameter = {id(p): grad for p, grad in zip(self.params, self.grads()) if grad is not None}
+        grads = list(by_parameter.values())
         norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         applied = bool(torch.isfinite(norm))
         if applied and grads:
             if self.max_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self.masters, self.max_grad_norm, norm)
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
-            self._write_back()
+                _clip(grads, self.max_grad_norm, norm)
+            for group in self._groups:
+                self._step_group(group, by_parameter, lr)
         self.zero_grad()
         return StepOutcome(float(norm), applied)
 
-    def zero_grad(self) -> None:
-        for tensor in (*self.masters, *self.params):
-            tensor.grad = None
+    def _step_group(self, group: _Group, grads: dict[int, torch.Tensor], lr: float) -> None:
+        """AdamW on the parameters that have a gradient; masters are rounded into the working weights, which the engine reads."""
+        members = [member for member in group.members if id(member.parameter) in grads]
+        if not members:
+            return
+        if self._conveyor is None:
+            slopes = [_laid_out_like(grads[id(m.parameter)], m.parameter) for m in members]
+            weights = [m.parts[2] if group.has_masters else m.parameter.data for m in members]
+            self._adamw(group, weights, slopes, [m.parts[:2] for m in members], [m.step for m in members], lr)
+            if group.has_masters:
+                torch._foreach_copy_([m.parameter for m in members], weights)
+            return
+        starts = range(0, group.state.shape[1], PIECE)
+        pieces = [group.state[:, start : start + PIECE] for start in starts]
+        self._conveyor.run(pieces, lambda i, state: self._step_piece(group, members, starts[i], state, grads, lr))
+        torch._foreach_add_([m.step for m in members], 1.0)
 
-    @torch.no_grad()
-    def _write_back(self) -> None:
-        """Round masters into the working weights in place: the engine reads the same storage."""
-        apart = [(p, master) for p, master in zip(self.params, self.masters) if p is not master]
-        if apart:
-            torch._foreach_copy_([p for p, _ in apart], [master for _, master in apart])
+    def _step_piece(
+        self, group: _Group, members: list[_Member], first: int, state: torch.Tensor, grads: dict[int, torch.Tensor], lr: float
+    ) -> None:  # fmt: skip
+        """The same for a stretch of a group's state, which is here and begins at `first`. It may cut a parameter: what is done
+        is the same for every element."""
+        weights, slopes, moments, copies, whose = [], [], [], [], []
+        for member in members:
+            begin, end = max(first, member.start), min(first + state.shape[1], member.end)
+            if begin >= end:
+                continue
+            inside = slice(begin - member.start, end - member.start)
+            here = [row[begin - first : end - first] for row in state]
+            working = _flat(member.parameter.data)[inside]
+            weights.append(here[2] if group.has_masters else working)
+            slopes.append(_flat(_laid_out_like(grads[id(member.parameter)], member.parameter))[inside])
+            moments.append(here[:2])
+            copies.append(working)
+            whose.append(member.step)
+        if not weights:
+            return
+        steps = torch._foreach_add(whose, 0.0)  # the kernel counts, and would once for every stretch
+        self._adamw(group, weights, slopes, moments, list(steps), lr)
+        if group.has_masters:
+            torch._foreach_copy_(copies, weights)
+
+    def _adamw(
+        self, group: _Group, weights: list[torch.Tensor], grads: list[torch.Tensor], moments: list[list[torch.Tensor]],
+        steps: list[torch.Tensor], lr: float,
+    ) -> None:  # fmt: skip
+        settings = self._settings
+        adamw(
+            weights, grads, [m[0] for m in moments], [m[1] for m in moments], [], steps, fused=True, amsgrad=False,
+            beta1=settings.beta1, beta2=settings.beta2, lr=lr, weight_decay=group.weight_decay, eps=settings.eps, maximize=False,
+        )  # fmt: skip
+
+    def zero_grad(self) -> None:
+        for parameter in self.params:
+            parameter.grad = None
+        self.gradients.clear()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Everything beyond the working weights that a resumed run needs."""
+        self._settle()
         tensors: dict[str, torch.Tensor] = {}
-        for name, p, master in zip(self.names, self.params, self.masters):
-            state = self._adamw.state.get(master, {})
-            tensors |= {f"{key}/{name}": value for key, value in state.items()}
-            if p is not master:
-                tensors[f"master/{name}"] = master
+        for group in self._groups:
+            for member in group.members:
+                tensors[f"step/{member.name}"] = member.step
+                for key, part in zip(("exp_avg", "exp_avg_sq", "master"), member.parts):
+                    tensors[f"{key}/{member.name}"] = part
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, p, master in zip(self.names, self.params, self.masters):
-            if p is not master:
-                master.copy_(tensors[f"master/{name}"])
-            # torch's fused AdamW keeps its step counter on the parameter's device.
-            kept = {
-                key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors
-            }
-            if kept:
-                self._adamw.state[master] = {key: value.to(master.device, copy=True) for key, value in kept.items()}
-        self._write_back()
+        """Take over what `state_tensors` gave; moments that are not in it are as in the beginning."""
+        for name, own in self.state_tensors().items():
+            if name in tensors:
+                own.copy_(tensors[name])
+            else:
+                assert not name.startswith("master/"), f"no {name} in the checkpoint"
+                own.zero_()
+        for group in self._groups:
+            if group.has_masters:
+                for member in group.members:
+                    member.parameter.copy_(member.parts[2])
+
+    def _settle(self) -> None:
+        if self._conveyor is not None:
+            self._conveyor.settle()
 
 
-def _accumulate_into(master: torch.Tensor):  # type: ignore[no-untyped-def]
-    @torch.no_grad()
-    def add(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad += parameter.grad
-        parameter.grad = None
+def _needs_master(parameter: torch.Tensor) -> bool:
+    return parameter.dtype.itemsize < 4
 
-    return add
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Its elements are all there is from its first to its last, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _laid_out_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient whose elements lie in memory as the parameter's do: the kernel walks through both."""
+    if grad.stride() == parameter.stride():
+        return grad
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def _take_over(parameter: torch.nn.Parameter, gradients: Gradients) -> RemovableHandle:
+    """What autograd makes goes to the sums, as long as there are any. The hook holds them weakly: they hold the parameter."""
+    others = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    if any(getattr(hook, "taken", lambda: None)() is not None for hook in others.values()):
+        raise RuntimeError("these parameters have an optimizer already")
+    reference = weakref.ref(gradients)
+
+    def hook(grown: torch.Tensor) -> None:
+        found = reference()
+        if found is not None:
+            found.add(grown)
+
+    hook.taken = reference  # type: ignore[attr-defined]
+    return parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _clip(grads: list[torch.Tensor], most: float, norm: torch.Tensor) -> None:
+    """Scale by most / norm where that is below one, as torch's clipping does."""
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(grads, factor.to(grads[0].device))
 
 
 def learning_rate(learn: Learn, step: int) -> float:

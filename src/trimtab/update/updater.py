@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,9 @@ from trimtab.learn.importance import importance_weights
 from trimtab.learn.kl import ESTIMATORS
 from trimtab.learn.losses import LOSSES
 from trimtab.model.head import TokenStats
-from trimtab.model.policy import Policy, WithoutAdapters
+from trimtab.model.packed import take_rows
+from trimtab.model.policy import AnyPolicy, Keep, Policy
+from trimtab.model.shelf import Shelf
 from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
 from trimtab.update.optimizer import MasterAdamW
 from trimtab.update.packing import pack
@@ -54,28 +57,37 @@ class Updater:
         token_budget: int,
         score_token_budget: int,
         logprob_chunk: int,
-        checkpoint_activations: bool,
+        checkpoint_activations: bool | Literal["some"],
+        offload_optimizer: bool = False,
+        offload_activations: bool = False,
     ) -> None:
         self.policy = policy
         self.learn = learn
         self.token_budget = token_budget
         self.score_token_budget = score_token_budget
         self.logprob_chunk = logprob_chunk
-        self.optimizer = MasterAdamW(policy.model.named_parameters(), learn)
+        self.optimizer = MasterAdamW(policy.model.named_parameters(), learn, offload=offload_optimizer)
+        policy.gradients = self.optimizer.gradients
+        policy.keep = {False: Keep.ALL, "some": Keep.SOME, True: Keep.INPUT}[checkpoint_activations]
+        policy.shelf = Shelf(policy.device) if offload_activations else None
         if checkpoint_activations:
             policy.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
             )
 
     @torch.no_grad()
-    def score(self, samples: Sequence[Sample], policy: Policy | WithoutAdapters, field: str) -> None:
+    def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
         """Write `policy`'s log-probs of the samples' tokens into one of their fields. No gradient, its own budget."""
-        for batch in self._micro_batches(samples, self.score_token_budget):
-            batch.scatter(self._token_stats(policy, batch).logprobs, field)
+        with policy.present():
+            for batch in self._micro_batches(samples, self.score_token_budget):
+                batch.scatter(self._token_stats(policy, batch).logprobs, field)
 
     def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
         """One optimizer step on all of `samples`."""
         stats = UpdateStats()
+        self.optimizer.zero_grad()  # of a step that failed half-way
+        if self.policy.shelf is not None:
+            self.policy.shelf.clear()
         for batch in self._micro_batches(samples, self.token_budget):
             self._loss(batch, kl_coef, stats).backward()
             stats.microbatches += 1
@@ -90,11 +102,15 @@ class Updater:
         for indices in pack([row_tokens(part) for part in parts], budget):
             yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device)
 
-    def _token_stats(self, policy: Policy | WithoutAdapters, batch: MicroBatch) -> TokenStats:
+    def _token_stats(self, policy: AnyPolicy, batch: MicroBatch) -> TokenStats:
         hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
         temperature = self.learn.sampling.temperature
         return policy.head.token_stats(
-            hidden_TE.index_select(0, batch.predictors_R), batch.targets_R, temperature, self.logprob_chunk
+            take_rows(hidden_TE, batch.predictors_R),
+            batch.targets_R,
+            temperature,
+            self.logprob_chunk,
+            self.policy.gradients,
         )
 
     def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:

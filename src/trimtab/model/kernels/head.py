@@ -58,7 +58,7 @@ def _exp(z, shift):
     return tl.exp2(z * log2e - (shift * log2e)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "stretches"])
 def _reduce(
     H, W, BIAS, OUT, tokens, V, rows, stretches, scale, softcap, temperature, E: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
@@ -84,6 +84,28 @@ def _reduce(
         tl.store(out + 2 * stride, tl.sum(p * z, 1), mask=t < tokens)
 
 
+@triton.jit(do_not_specialize=["tokens", "stretches"])
+def _merge(SUMS, LSE, MEAN, tokens, stretches, BC: tl.constexpr, BT: tl.constexpr):
+    """From what `_reduce` found in every stretch: log-sum-exp, and the mean logit under the softmax."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    stride = (tl.zeros((), tl.int64) + stretches) * tokens
+    peak = tl.full([BT], -1e30, tl.float32)
+    total, mean = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    for first in range(0, stretches, BC):
+        c = first + tl.arange(0, BC)
+        at = SUMS + c[:, None].to(tl.int64) * tokens + t[None, :]
+        here = (c < stretches)[:, None] & (t < tokens)[None, :]
+        peaks = tl.load(at, mask=here, other=-1e30)
+        top = tl.maximum(peak, tl.max(peaks, 0))
+        before, share = tl.exp(peak - top), tl.exp(peaks - top[None, :])
+        total = total * before + tl.sum(tl.load(at + stride, mask=here, other=0.0) * share, 0)
+        mean = mean * before + tl.sum(tl.load(at + 2 * stride, mask=here, other=0.0) * share, 0)
+        peak = top
+    total = tl.where(t < tokens, total, 1.0)
+    tl.store(LSE + t, peak + tl.log(total), mask=t < tokens)
+    tl.store(MEAN + t, mean / total, mask=t < tokens)
+
+
 @triton.jit
 def _chosen(
     H, W, BIAS, TARGETS, OUT, scale, softcap, temperature, E: tl.constexpr, EP: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -100,7 +122,7 @@ def _chosen(
     tl.store(OUT + t, _transformed(z, scale, softcap, temperature, SCALED, SOFTCAP, TEMPERED))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "stretches"])
 def _slope(
     H, W, BIAS, LSE, ENTROPY, DL, DH, OUT, tokens, V, rows, stretches, scale, softcap, temperature, E: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
@@ -170,16 +192,14 @@ def reduce_logits(
         *_sources(hidden_TE, weight_VE, transform, cut), sums, tokens, vocabulary, rows, stretches, *_numbers(transform),
         **_settings(hidden_TE, transform, cut),
     )  # fmt: skip
-    chosen = torch.empty(tokens, dtype=torch.float32, device=hidden_TE.device)
+    # Rows that begin at multiples of 16 bytes: one compilation serves them all.
+    lse, mean, chosen = torch.empty((3, -(-tokens // 4) * 4), dtype=torch.float32, device=hidden_TE.device)[:, :tokens]
+    _merge[(triton.cdiv(tokens, 64),)](sums, lse, mean, tokens, stretches, BC=32, BT=64, num_warps=4)
     _chosen[(tokens,)](
         hidden_TE, weight_VE, weight_VE if transform.bias_V is None else transform.bias_V, targets_T, chosen,
         *_numbers(transform), E=size, EP=triton.next_power_of_2(size), **_steps(transform),
     )  # fmt: skip
-    peak, total, mean = sums
-    top = peak.amax(0)
-    share = torch.exp(peak.sub_(top))
-    mass = total.mul_(share).sum(0)
-    return top + torch.log(mass), chosen, mean.mul_(share).sum(0) / mass
+    return lse, chosen, mean
 
 
 def logits_grad(

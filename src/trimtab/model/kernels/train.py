@@ -53,6 +53,17 @@ def _add_norm(
 
 
 @triton.jit
+def _norm(RES, OUT, PRE, eps, E: tl.constexpr, EP: tl.constexpr, KIND: tl.constexpr):
+    """The second half of `_add_norm`."""
+    t, e = tl.program_id(0).to(tl.int64), tl.arange(0, EP)
+    dtype: tl.constexpr = OUT.dtype.element_ty
+    x = tl.load(RES + t * E + e, mask=e < E, other=0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    y = weighted(x * scale, tl.load(PRE + e, mask=e < E, other=0.0), dtype, KIND)
+    tl.store(OUT + t * E + e, y.to(dtype), mask=e < E)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _add_norm_back(
     DY, DRES, OUT_RES, X, POST, PRE, SCALES, POST_SCALES, OUT_DRES, DX, DPRE, DPOST, tokens, factor, E: tl.constexpr,
     EP: tl.constexpr, HAS_RES: tl.constexpr, HAS_DRES: tl.constexpr, POST_KIND: tl.constexpr, PRE_KIND: tl.constexpr,
@@ -159,7 +170,7 @@ def _of_three(Q, K_, V, t, n, d, H: tl.constexpr, K: tl.constexpr, D: tl.constex
     return query + key + value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _turn_back(
     X, DQ, DK, DV, DX, POS, COS, SIN, QN, KN, DQN, DKN, tokens, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
@@ -227,13 +238,22 @@ def add_norm(
     tokens, size = x_TE.shape
     out_residual = torch.empty((tokens, size), dtype=torch.float32, device=x_TE.device)
     out, block = torch.empty_like(x_TE), triton.next_power_of_2(size)
-    scales = torch.empty((2, tokens), dtype=torch.float32, device=x_TE.device)
+    # Rows that begin at multiples of 16 bytes: one compilation serves them all.
+    scales = torch.empty((2, -(-tokens // 4) * 4), dtype=torch.float32, device=x_TE.device)
     _add_norm[(tokens,)](
         x_TE if residual_TE is None else residual_TE, x_TE, out_residual, out, post.weight if post else x_TE, pre.weight,
         scales[0], scales[1], post.eps if post else 0.0, pre.eps, factor, E=size, EP=block, HAS_RES=residual_TE is not None,
         FACTOR=factor != 1.0, POST_KIND=post.kind if post else 0, PRE_KIND=pre.kind, num_warps=_warps(block),
     )  # fmt: skip
     return out_residual, out, scales[0], scales[1]
+
+
+def norm(residual_TE: torch.Tensor, pre: Norm, dtype: torch.dtype) -> torch.Tensor:
+    """The norm of a residual, as `add_norm` gives it."""
+    tokens, size = residual_TE.shape
+    out, block = torch.empty_like(residual_TE, dtype=dtype), triton.next_power_of_2(size)
+    _norm[(tokens,)](residual_TE, out, pre.weight, pre.eps, E=size, EP=block, KIND=pre.kind, num_warps=_warps(block))
+    return out
 
 
 def add_norm_back(

@@ -24,7 +24,7 @@ import torch
 from trimtab.config.learn import Sampling
 from trimtab.model.attention import Rules
 from trimtab.model.packed import PackedPlan
-from trimtab.model.parts import Unfusable, look_at
+from trimtab.model.parts import Unfusable, Watch
 from trimtab.model.policy import TOLERANCE_NATS, Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.arena import Arena, piece_bytes
@@ -118,7 +118,8 @@ class CudaDecoder:
             self.path = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
         self._capturable = self._body is not None
         self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
-        self._known_model = look_at(self.policy.model)
+        self._watch = Watch(self.policy.model)
+        self._known_model = self._watch.look()
 
     @property
     def outside_bytes(self) -> int:
@@ -201,7 +202,7 @@ class CudaDecoder:
     def _follow_model(self) -> None:
         """Begin anew with a model whose parameters were put elsewhere (`to`, `load_state_dict(assign=True)`) or whose adapters
         were switched: graphs would go on with what was there before."""
-        if look_at(self.policy.model) == self._known_model:
+        if self._watch.look() == self._known_model:
             return
         if self._body is not None:
             self._body, self.path = self._fuse()
@@ -210,7 +211,7 @@ class CudaDecoder:
             self.refresh()
         self._forget_graphs()
         self._rows = None
-        self._known_model = look_at(self.policy.model)
+        self._known_model = self._watch.look()
 
     def _measure(self) -> int:
         """Bytes of the arena, by laying it out without memory."""

@@ -1,0 +1,69 @@
+"""Host memory that is worked on by the device: each piece is fetched while the one before is worked on, and sent back while
+the next is. On a device without streams of its own the pieces are simply copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+SLOTS = 3
+"""Pieces on the device at a time: one on its way in, one worked on, one on its way out."""
+
+
+class Conveyor:
+    """Takes pieces of host memory to the device and back. A piece is a stretch of columns of a matrix."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+
+    def run(self, pieces: Sequence[torch.Tensor], work: Callable[[int, torch.Tensor], None]) -> None:
+        """`work` changes the copy of each piece that it is given; the pieces are changed when `settle` has returned."""
+        if not self._streams:
+            for index, piece in enumerate(pieces):
+                copy = piece.to(self._device, copy=True)
+                work(index, copy)
+                piece.copy_(copy)
+            return
+        inward, outward = self._streams
+        current = torch.cuda.current_stream(self._device)
+        largest = max(piece.nbytes for piece in pieces)
+        slots = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(min(SLOTS, len(pieces)))]
+        here = [slots[i % len(slots)][: p.nbytes].view(p.dtype).view(p.shape) for i, p in enumerate(pieces)]
+        arrived, left = ([torch.cuda.Event() for _ in pieces] for _ in range(2))
+        inward.wait_stream(current)
+        inward.wait_stream(outward)
+
+        def fetch(index: int) -> None:
+            if index >= len(slots):
+                inward.wait_event(left[index - len(slots)])
+            with torch.cuda.stream(inward):
+                _copy_rows(here[index], pieces[index])
+            arrived[index].record(inward)
+
+        try:
+            fetch(0)
+            for index in range(len(pieces)):
+                if index + 1 < len(pieces):
+                    fetch(index + 1)
+                current.wait_event(arrived[index])
+                work(index, here[index])
+                outward.wait_stream(current)
+                with torch.cuda.stream(outward):
+                    _copy_rows(pieces[index], here[index])
+                left[index].record(outward)
+        finally:  # before the slots are anybody else's
+            current.wait_stream(inward)
+            current.wait_stream(outward)
+
+    def settle(self) -> None:
+        """Wait until the host may read what was sent back."""
+        for stream in self._streams:
+            stream.synchronize()
+
+
+def _copy_rows(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Row by row: each is contiguous on both sides, which copies beside the host's work need."""
+    for a, b in zip(to, source):
+        a.copy_(b, non_blocking=True)

@@ -1,0 +1,55 @@
+"""A policy whose weights wait in host memory: the same log-probs, on its device only while it is used."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from trimtab.model.packed import PackedPlan
+from trimtab.model.parts import join
+from trimtab.model.policy import FromHost, Policy
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_gives_the_same_and_keeps_joined_weights_together() -> None:
+    policy = Policy(tiny_model("qwen2", num_hidden_layers=2).to(DEVICE).requires_grad_(False))
+    attention = policy.body.layers[0].self_attn
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    joined = join(parts).clone()
+    tokens, plan = torch.arange(9, device=DEVICE), PackedPlan([4, 5], DEVICE)
+    with torch.no_grad():
+        expected = policy.hidden(tokens, plan.positions, plan)
+        away = FromHost(policy)
+        assert all(p.device.type == "cpu" for p in policy.model.parameters())
+        for _ in range(2):
+            with away.present():
+                assert all(p.device.type == DEVICE.type for p in policy.model.parameters())
+                assert torch.equal(away.hidden(tokens, plan.positions, plan), expected)
+                whole = join(parts)
+                assert whole.data_ptr() == parts[0].data_ptr() and torch.equal(whole, joined)
+            assert all(p.device.type == "cpu" for p in policy.model.parameters())
+    assert away.head.weight_VE is policy.head.weight_VE
+
+
+def test_fused_layers_keep_nothing_of_weights_that_left() -> None:
+    """What a pass made of the weights' places is gone with them."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from trimtab.model.fused import FusedForward
+
+    policy = Policy(tiny_model("qwen2", num_hidden_layers=1).to(DEVICE).requires_grad_(False), check=False)
+    policy._fused = FusedForward(policy)
+    tokens, plan = torch.arange(9, device=DEVICE), PackedPlan([4, 5], DEVICE)
+    away = FromHost(policy)
+    with torch.no_grad():
+        for _ in range(2):
+            with away.present():
+                away.hidden(tokens, plan.positions, plan)
+                joined = weakref.ref(policy._fused.parts.layers[0].qkv.weight)
+                assert joined() is not None
+            gc.collect()
+            assert joined() is None and not policy._fused._known
