@@ -127,9 +127,11 @@ def test_a_signal_ends_cleanly_with_the_last_checkpoint(
             os.kill(os.getpid(), signum)
 
     handler = signal.getsignal(signal.SIGTERM)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with monkeypatch.context() as patched:
         patched.setattr(Console, "step", then_signal)
         outcome = trimtab("train", "learn.steps=3", "observe.checkpoint_every=1", "--json")
+    signal.signal(signal.SIGINT, interrupt)
     assert outcome.code == status
     assert outcome.exception is None
     assert outcome.json["error"] == f"stopped by {name}"
