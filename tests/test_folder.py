@@ -23,7 +23,7 @@ def config(**learn: Any) -> Config:
 
 def run_in(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    begin(folder, config(), [])
+    begin(folder, config(), {})
     return folder
 
 
@@ -97,14 +97,14 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
 def test_begin_writes_a_config_that_loads_and_clears_what_a_kill_left(tmp_path: Path) -> None:
     for leftover in (".writing-final", "checkpoints/.writing-step-2", "checkpoints/.deleting-step-1", "final"):
         (tmp_path / leftover / "x").mkdir(parents=True)
-    begin(tmp_path, config(lr=0.5), [])
+    begin(tmp_path, config(lr=0.5), {})
     assert load_config(tmp_path / "config.yaml").learn.lr == 0.5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "config.yaml", "final", "plan.json"]
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_changes_are_what_would_be_learned_otherwise(tmp_path: Path) -> None:
-    begin(tmp_path, config(steps=10, lr=0.5), [])
+    begin(tmp_path, config(steps=10, lr=0.5), {})
     assert changes(tmp_path, config(steps=10, lr=0.5)) == []
     assert changes(tmp_path, config(steps=20, lr=0.5)) == [], "a run may grow"
     assert changes(tmp_path, config(steps=5, lr=0.5)) == ["learn.steps 5 (was 10)"]

@@ -25,7 +25,7 @@ from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.observe.curve import plot_curve
 from trimtab.observe.jsonl import read_jsonl
-from trimtab.plan.auto import physical_cores
+from trimtab.plan.here import physical_cores
 from trimtab.session import Inputs
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater

@@ -12,7 +12,7 @@ import glob
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.load import load_config, resolved_yaml
 from trimtab.config.schema import Config
 from trimtab.errors import ConfigError, Problem
-from trimtab.plan.auto import Choice
 
 CONFIG, PLAN, FINAL, LOCK = "config.yaml", "plan.json", "final", ".lock"
 FREE = ("run.", "observe.")
@@ -76,11 +75,11 @@ def claim(folder: Path, resume: bool) -> Iterator[None]:
                         path.rmdir()
 
 
-def begin(folder: Path, config: Config, choices: Sequence[Choice]) -> None:
+def begin(folder: Path, config: Config, plan: dict[str, Any]) -> None:
     """The first write: from here on the folder holds a run."""
     clear(folder)
     clear(folder / "checkpoints")
-    write_whole(folder / PLAN, json.dumps({"choices": [vars(choice) for choice in choices]}, indent=2) + "\n")
+    write_whole(folder / PLAN, json.dumps(plan, indent=2) + "\n")
     write_whole(folder / CONFIG, resolved_yaml(config))
 
 

@@ -26,20 +26,23 @@ from trimtab.folder import begin, changes, claim, find_folder, refuse_existing
 from trimtab.model.adapters import add_adapters, load_adapters, refuse_unknown_targets
 from trimtab.model.load import load_config, load_model, load_tokenizer, resolve_dtype, stop_token_ids
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
-from trimtab.model.shapes import layer_shapes
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import Sinks
 from trimtab.observe.timeline import Timeline
-from trimtab.plan.auto import Choice, Facts, free_memory, physical_cores, pick_device, resolve_run
+from trimtab.plan.here import machine_here, pick_device
+from trimtab.plan.job import Job
+from trimtab.plan.planner import Plan
+from trimtab.plan.refusal import plan_here
+from trimtab.plan.report import as_dict
+from trimtab.plan.shape import shape_of_model
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.native.arena import why_not_lendable
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.update.updater import Updater
+from trimtab.work import EvalSet, Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
 from trimtab.work import Inputs as Inputs
-from trimtab.work import Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
 
 GIB = 2**30
 
@@ -117,10 +120,8 @@ def open_session(
         state = load_state(checkpoint)
         _compare(config, ready.device, folder, checkpoint, console)
     policy, reference = _load_policies(config, ready.device, checkpoint)
-    longest = max(work.train.longest + config.learn.max_new_tokens, work.eval.longest + _eval_tokens(config))
-    typical = max(work.train.typical + config.learn.max_new_tokens, work.eval.longest + _eval_tokens(config))
-    sequences = max(config.learn.sequences_per_step, len(work.eval.prompts) * config.eval.samples_per_prompt)
-    run, choices = resolve_run(config.run, _facts(policy, reference, longest, typical, sequences))
+    plan = plan_here(config.run, _job(config, policy, reference, work), machine_here(ready.device))
+    run = plan.run
     config = config.model_copy(update={"run": run})
     if run.offload.reference is True and isinstance(reference, Policy):
         reference = FromHost(reference)
@@ -142,7 +143,7 @@ def open_session(
     )
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
-    begin(folder, config, choices)
+    begin(folder, config, as_dict(plan))
     stream = PromptStream(
         work.train.rows,
         config.data,
@@ -154,7 +155,7 @@ def open_session(
     stack.callback(stream.close)
     sinks = Sinks(folder, config.observe, state.step if checkpoint else None)
     stack.callback(sinks.close)
-    console.card(_card(config, folder, policy, work, engine, choices, state.step if checkpoint else None))
+    console.card(_card(config, folder, policy, work, engine, plan, state.step if checkpoint else None))
     for note in (work.train.note, work.eval.note):
         if note:
             console.note(note)
@@ -185,9 +186,8 @@ def open_evaluation(
     scorer = open_scorer(config, inputs, [held_out.columns])
     stack.callback(scorer.close)
     policy = Policy(load_model(config.model, device))
-    longest = held_out.longest + _eval_tokens(config)
-    sequences = len(held_out.prompts) * config.eval.samples_per_prompt
-    run, _ = resolve_run(config.run, _facts(policy, None, longest, longest, sequences, training=False))
+    job = _measuring_job(config, policy, held_out)
+    run = plan_here(config.run, job, machine_here(device)).run
     config = config.model_copy(update={"run": run})
     torch.set_num_threads(_known(run.threads))
     engine = make_engine(config, policy, tokenizer)
@@ -255,33 +255,41 @@ def _load_policies(config: Config, device: torch.device, checkpoint: Path | None
     return policy, reference
 
 
-def _facts(
-    policy: Policy, reference: AnyPolicy | None, longest: int, typical: int, sequences: int, training: bool = True
-) -> Facts:
-    architecture = policy.config
-    itemsize = policy.dtype.itemsize
-    trained = policy.parameters() if training else []
-    gradients = sum(p.numel() * max(4, p.dtype.itemsize) for p in trained)
-    # Two moments, and masters where the weights are not their own.
-    optimizer = sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
-    return Facts(
-        device=policy.device,
-        free_bytes=free_memory(policy.device) - gradients - optimizer,
-        optimizer_bytes=optimizer,
-        reference_bytes=sum(p.nbytes for p in reference.model.parameters()) if isinstance(reference, Policy) else 0,
-        host_bytes=free_memory(torch.device("cpu")),
-        cores=physical_cores(),
-        hidden=architecture.hidden_size,
-        intermediate=getattr(architecture, "intermediate_size", None) or 4 * architecture.hidden_size,
-        layers=architecture.num_hidden_layers,
-        vocabulary=architecture.vocab_size,
-        itemsize=itemsize,
-        kv_bytes_per_token=sum(s.bytes_per_token(itemsize) for s in layer_shapes(policy).values()),
-        longest_sequence=longest,
-        typical_sequence=typical,
-        sequences=sequences,
+def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work) -> Job:
+    """The run's work, with the model as it was loaded."""
+    learn, evaluated = config.learn, len(work.eval.prompts) * config.eval.samples_per_prompt
+    adapters = sum(p.numel() for p in policy.parameters()) if config.model.lora else 0
+    return Job(
+        shape=shape_of_model(policy.model),
+        itemsize=policy.dtype.itemsize,
+        prompts=learn.prompts_per_step,
+        samples=learn.samples_per_prompt,
+        longest_prompt=max(work.train.longest, work.eval.longest),
+        typical_prompt=max(work.train.typical, work.eval.longest),
+        completion=learn.max_new_tokens,
+        eval_sequences=evaluated,
+        eval_completion=_eval_tokens(config) if evaluated else 0,
+        rank=config.model.lora.r if config.model.lora else 0,
+        adapters=adapters,
+        reference=isinstance(reference, Policy),
+        compared=reference is not None,
+        old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
+        epochs=learn.epochs_per_step,
         fused=policy.fused,
-        lendable=policy.device.type == "cuda" and not why_not_lendable(policy.device),
+        tiled_head=policy.tiled_head,
+    )
+
+
+def _measuring_job(config: Config, policy: Policy, held_out: EvalSet) -> Job:
+    return Job(
+        shape=shape_of_model(policy.model),
+        itemsize=policy.dtype.itemsize,
+        prompts=len(held_out.prompts),
+        samples=config.eval.samples_per_prompt,
+        longest_prompt=held_out.longest,
+        typical_prompt=held_out.longest,
+        completion=_eval_tokens(config),
+        training=False,
     )
 
 
@@ -296,7 +304,7 @@ def _refuse_missing_wandb(config: Config) -> None:
 
 
 def _card(
-    config: Config, folder: Path, policy: Policy, work: Work, engine: Engine, choices: list[Choice], done: int | None
+    config: Config, folder: Path, policy: Policy, work: Work, engine: Engine, plan: Plan, done: int | None
 ) -> StartCard:
     learn = config.learn
     device, total = "CPU", None
@@ -321,7 +329,9 @@ def _card(
         host_total_gib=psutil.virtual_memory().total / GIB,
         engine=engine.path,
         update=policy.path,
-        choices=[(c.key, c.value, c.why) for c in choices],
+        choices=[(c.key, c.value, c.why) for c in plan.choices],
+        device_peak_gib=plan.ledger.fullest.device_bytes / GIB if policy.device.type == "cuda" else None,
+        host_peak_gib=plan.ledger.fullest_host.host_bytes / GIB,
         resumed_from=done,
     )
 
@@ -337,6 +347,6 @@ def _spare_the_collector(stack: ExitStack) -> None:
 
 
 def _known(value: int | str) -> int:
-    """A key that `resolve_run` has filled in."""
+    """A key that the plan has filled in."""
     assert isinstance(value, int)
     return value

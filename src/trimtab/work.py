@@ -14,7 +14,7 @@ from trimtab.data.prompts import all_too_long, build_prompts, validate_rows
 from trimtab.data.sources import eval_rows, train_rows
 from trimtab.errors import ConfigError, DataError, Problem
 from trimtab.model.load import load_config, load_tokenizer
-from trimtab.plan.auto import pick_reward_workers
+from trimtab.plan.here import pick_reward_workers
 from trimtab.reward.load import locate
 from trimtab.reward.scorer import Scorer
 

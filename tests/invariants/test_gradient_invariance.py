@@ -19,6 +19,7 @@ from trimtab.session import Inputs, open_session
 
 CASES: dict[str, list[Any]] = {
     "device": ["cpu", *(["cuda"] if torch.cuda.is_available() else [])],
+    "profile": ["safe", "balanced", "max"],
     "threads": [1, 2],
     "engine": ["native"],
     "token_budget": [45, 64, 100_000],

@@ -64,6 +64,9 @@ class Run(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives. auto: the first CUDA device, or the CPU."""
+    profile: Literal["safe", "balanced", "max"] = "balanced"
+    """How much of the memory a plan may fill: 80, 90 or 96 %. max also makes micro-batches as large as fit, where the others stop
+    at what makes a step faster."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads for tensor work. auto: one a physical core."""
     engine: Literal["auto", "native"] = "auto"

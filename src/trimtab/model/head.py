@@ -60,6 +60,12 @@ class Head:
             z = torch.tanh(z / self.softcap) * self.softcap
         return z if temperature == 1.0 else z / temperature
 
+    @property
+    def tiled(self) -> bool:
+        """Kernels do it, for hidden states of the weights' type."""
+        weight = self.weight_VE
+        return _has_kernels(weight[:1], weight)
+
     def transform(self, temperature: float) -> Transform:
         return Transform(self.bias_V, self.scale, self.softcap, temperature)
 

@@ -81,6 +81,11 @@ class Policy:
         return self._fused is not None
 
     @property
+    def tiled_head(self) -> bool:
+        """Log-probs come from kernels that store no logits."""
+        return self.head.tiled
+
+    @property
     def context_tokens(self) -> int:
         """Longest sequence the model has positions for."""
         return int(getattr(self.config, "max_position_embeddings", None) or 2**31)

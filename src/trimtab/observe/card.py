@@ -85,21 +85,27 @@ class StartCard:
             facts.add_row(Text(label, style="dim"), Text(value))
         parts: list[RenderableType] = [facts]
         if self.choices:
-            parts += [Text(), _choices(self.choices)]
+            parts += [Text(), choices_table(self.choices)]
         return Panel(
             Group(*parts), title="Trimtab", title_align="left", box=box.ROUNDED, border_style="cyan", expand=False
         )
 
 
-def _choices(choices: Sequence[tuple[str, Any, str]]) -> Table:
+def choices_table(choices: Sequence[tuple[str, Any, str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column("run choice", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("why", style="dim")
     for key, value, why in choices:
-        shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-        table.add_row(Text(key), Text(shown, style="bold"), Text(why))
+        table.add_row(Text(key), Text(shown(key, value), style="bold"), Text(why))
     return table
+
+
+def shown(key: str, value: Any) -> str:
+    """A value of `run`: bytes as gibibytes, numbers with their thousands apart."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return str(value)
+    return gib(value / 2**30) if key.endswith("_memory") else f"{value:,}"
 
 
 def _rows(rows: int | None) -> str:

@@ -1,0 +1,47 @@
+"""`trimtab plan CONFIG [key=value ...]`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.cli.output import console_file, print_json, user_errors
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to it, such as learn.max_new_tokens=1024.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="A known device: h200, a100-40, rtx4090, cpu ...")
+    ] = None,
+    devices: Annotated[int, typer.Option("--devices", min=1, max=1024, help="How many of them.")] = 1,
+    device_memory: Annotated[str | None, typer.Option("--device-memory", help="Of each, such as 40GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option("--host-memory", help="Of each machine, such as 256GiB.")] = None,
+    profile: Annotated[str | None, typer.Option("--profile", help="safe, balanced or max.")] = None,
+    compare: Annotated[list[Path] | None, typer.Option("--compare", help="Another config; may be given again.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+) -> None:
+    """Predict memory and time of a run, phase by phase, and what Trimtab would choose. Needs no GPU and loads no weights."""
+    with user_errors(as_json):
+        from rich.console import Console
+
+        from trimtab.plan.command import Asked, look
+
+        asked = Asked(device, devices, device_memory, host_memory, profile)
+        looks = [look(file, overrides or [], asked) for file in [config, *(compare or [])]]
+        console = Console(file=console_file(as_json), highlight=False)
+        for found in looks:
+            console.print(found.view())
+        if compare:
+            from trimtab.observe.plan_view import comparison
+
+            console.print(comparison([(file.name, found.plan) for file, found in zip([config, *compare], looks)]))
+        if as_json:
+            results: list[dict[str, Any]] = [found.as_dict() for found in looks]
+            print_json(results[0] if not compare else {"plans": results})
+        if not all(found.plan.fits for found in looks):
+            raise typer.Exit(1)

@@ -1,0 +1,157 @@
+"""Bytes that a micro-batch of the update keeps alive, and the most that exist at one time beside models and optimizer.
+
+Through the fused layers the figures are counted from what model/layer.py, head.py and packed.py allocate: a test runs that code
+with kernels that only allocate, over random shapes, and compares. Through a model's own modules they are what autograd saves for
+transformers' usual layers. Both are affine in the tokens of a micro-batch, so that two measurements on a device correct them
+(probe.py).
+
+Shapes: T tokens of a packed row, prompts once; R of them predict a token that is trained on; S keys that attention sees, where
+prompts are laid out once a sample. E hidden, X queries, keys and values together, F feed-forward, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trimtab.plan.shape import Block, ModelShape
+
+Kept = bool | Literal["some"]
+"""`run.checkpoint_activations`: nothing is made again, some of it is, or all but a layer's input."""
+TILE = 256
+"""Words of the vocabulary that the head's kernel reduces at a time."""
+PROGRAMS = 2112
+"""Of kernels that sum over tokens."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A micro-batch."""
+
+    tokens: int
+    predicted: int
+    seen: int
+    segments: int
+    """Prompts that several samples share, and samples."""
+
+    @classmethod
+    def of_groups(cls, groups: int, prompt: int, samples: int, completion: int) -> Row:
+        """Whole groups: a prompt once, and of each sample all tokens but the last, which see that prompt again."""
+        own = completion - 1
+        return cls(
+            groups * (prompt + samples * own),
+            groups * samples * completion,
+            groups * (prompt + samples * (prompt + own)),
+            groups * (samples + 1),
+        )
+
+    @property
+    def numbers(self) -> int:
+        """Bytes of positions, targets, weights and the like."""
+        return 24 * self.tokens + 64 * self.predicted + 24 * self.seen
+
+
+@dataclass(frozen=True)
+class Path:
+    """How the update computes."""
+
+    itemsize: int
+    fused: bool
+    kept: Kept
+    chunk: int
+    """`run.logprob_chunk`."""
+    tiled_head: bool
+    """Log-probs by kernels that store no logits."""
+    rank: int = 0
+    """Of adapters on every linear layer; their base has no gradient."""
+    away: bool = False
+    """Layers' inputs wait in host memory."""
+
+
+def kept_by_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
+    """Bytes from a layer's forward pass to its backward pass."""
+    T, E, s = row.tokens, shape.hidden, path.itemsize
+    if not path.fused:
+        return _kept_by_modules(shape, block, row, path)
+    if path.kept is True:
+        return 0 if path.away else 4 * E * T
+    attention = s * block.projected * (2 if block.head_norm else 1) + s * block.attended + 4 * block.heads
+    residuals = 8 * E + 16 + (2 * s * E if block.sandwich else 0)
+    gathered = s * block.kv_elements * row.seen if row.seen != T else 0
+    low = s * path.rank
+    if path.kept == "some":
+        return T * (attention + residuals + 5 * low) + gathered
+    return T * (attention + residuals + 2 * s * E + 2 * s * block.width + 7 * low) + gathered
+
+
+def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
+    T, E, s = row.tokens, shape.hidden, path.itemsize
+    if path.kept:
+        return 0 if path.away else s * E * T
+    norms = (4 if block.sandwich else 2) * ((4 if s < 4 else s) + 2 * s) * E
+    heads = (
+        s * (block.projected + block.attended) + 4 * block.heads + (2 * s * block.projected if block.head_norm else 0)
+    )
+    wide = 4 * s * block.used_width + (2 * s * E * block.experts_used if block.experts else 0)
+    gathered = s * block.kv_elements * row.seen if row.seen != T else 0
+    return 0 if path.away else T * (norms + heads + wide + 7 * s * path.rank) + gathered
+
+
+def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
+    """The most that a layer's backward pass has beside what was kept: what it makes again, and gradients on their way."""
+    T, E, s, F = row.tokens, shape.hidden, path.itemsize, block.used_width
+    again = 0
+    if path.kept is True or (path.kept and not path.fused):
+        whole = replace(path, kept=False, away=False)
+        again = kept_by_layer(shape, block, row, whole)
+    elif path.kept == "some":
+        again = T * (2 * s * E + 2 * s * F + 2 * s * path.rank)
+    feed_forward = T * (2 * s * E + 4 * E + 4 * s * F)
+    norm = T * (3 * s * E + 8 * E) + 4 * E * min(T, PROGRAMS) * (2 if block.sandwich else 1)
+    waiting = T * (2 * s * E + 8 * E + s * block.attended)
+    keys = s * block.kv_elements
+    expanded = 2 * s * block.query_width * row.seen if block.heads != block.kv_heads else 0
+    sums = 4 * (T + 128 * row.segments) * (block.query_width + block.heads)
+    flash = sums + T * s * block.query_width + keys * row.seen + expanded
+    turned = T * (s * E + 2 * s * block.projected)
+    return again + max(feed_forward, norm, waiting + flash, waiting + turned)
+
+
+def head(shape: ModelShape, row: Row, path: Path) -> tuple[int, int]:
+    """Bytes of the log-prob head in its forward pass, which stay, and in its backward pass beside them."""
+    R, E, V, s = row.predicted, shape.hidden, shape.vocabulary, path.itemsize
+    numbers = 4 * max(1, s // 4)
+    kept = R * s * E
+    chunk = min(path.chunk, R)
+    if path.tiled_head:
+        forward = 3 * 4 * R * -(-V // TILE)
+        backward = R * s * E + s * chunk * -(-V // 8) * 8 + chunk * s * E
+    else:
+        forward = 3 * numbers * chunk * V + (numbers * V * E if s < 4 else 0)
+        backward = R * s * E + chunk * V * (3 * numbers + s) + (numbers * V * E if s < 4 else 0)
+    return kept, max(forward, backward)
+
+
+def update_peak(shape: ModelShape, row: Row, path: Path) -> dict[str, int]:
+    """What exists at the fullest moment of a micro-batch's forward and backward passes, beside weights and gradients."""
+    T, E, s = row.tokens, shape.hidden, path.itemsize
+    kept = sum(count * kept_by_layer(shape, block, row, path) for block, count in shape.kinds.items())
+    if not (path.fused and path.kept is True):
+        kept += 4 * E * T if path.fused else s * E * T
+    stays, head_work = head(shape, row, path)
+    layer_work = T * s * E + max(backward_of_layer(shape, block, row, path) for block in shape.kinds)
+    if stays + head_work >= layer_work:
+        return {"activations": kept + row.numbers, "log-prob head": stays + head_work, "backward work": 0}
+    return {"activations": kept + row.numbers, "log-prob head": 0, "backward work": layer_work}
+
+
+def score_peak(shape: ModelShape, row: Row, path: Path) -> dict[str, int]:
+    """The same without a gradient: a layer or two at a time, and the head's forward pass."""
+    T, E, s = row.tokens, shape.hidden, path.itemsize
+    block = max(shape.kinds, key=lambda b: b.projected + 2 * b.used_width)
+    full = Path(s, path.fused, False, path.chunk, path.tiled_head, path.rank)
+    work = kept_by_layer(shape, block, row, full) + T * (4 + s) * E + T * s * block.used_width
+    rows, _ = head(shape, row, path)
+    chunk = min(path.chunk, row.predicted)
+    logits = 12 * row.predicted * -(-shape.vocabulary // TILE) if path.tiled_head else 12 * chunk * shape.vocabulary
+    return {"activations": work, "log-prob head": rows + logits}

@@ -1,0 +1,130 @@
+"""What `trimtab plan` looks at: a config, and a machine that is here, in the catalogue, or described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from trimtab.config.load import load_config
+from trimtab.config.run import Run, parse_bytes
+from trimtab.config.schema import Config
+from trimtab.errors import ConfigError, Problem
+from trimtab.plan.devices import find_device, of_size
+from trimtab.plan.job import Machine
+from trimtab.plan.ledger import GIB
+from trimtab.plan.planner import PROFILES, Plan, place_over
+from trimtab.plan.refusal import refuse
+from trimtab.plan.report import as_dict, offers
+from trimtab.plan.source import PROMPT, job_of
+
+HOST = 256 * GIB
+"""Of a machine that is not here and of which nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's options."""
+
+    device: str | None = None
+    devices: int = 1
+    device_memory: str | None = None
+    host_memory: str | None = None
+    profile: str | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """A plan, and what is to be said about it."""
+
+    plan: Plan
+    config: Config
+    profile: str
+    notes: Sequence[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        found = as_dict(self.plan) | {"profile": self.profile, "notes": list(self.notes)}
+        if not self.plan.fits:
+            found["refusal"] = str(self._refusal())
+        return found
+
+    def view(self) -> RenderableType:
+        from trimtab.observe.plan_view import plan_view
+
+        parts: list[RenderableType] = [plan_view(self.plan, offers(self.plan, self.config.run, self.profile))]
+        parts += [Text(note, style="dim") for note in self.notes]
+        if not self.plan.fits:
+            parts.append(Text(str(self._refusal()), style="red"))
+        return Group(*parts)
+
+    def _refusal(self) -> ConfigError:
+        return refuse(self.plan, self.config.run, self.profile)
+
+
+def look(file: Path, overrides: list[str], asked: Asked) -> Look:
+    config = load_config(file, overrides)
+    profile = _profile(asked.profile or config.run.profile)
+    machine, notes = _machine(asked, config.run)
+    job = job_of(config, machine.cpu, machine.device.tiled_head)
+    if config.data.max_prompt_tokens is None:
+        notes.append(f"Prompts are taken to have {PROMPT} tokens: say data.max_prompt_tokens, or train, which looks.")
+    if machine.devices > 1:
+        notes.append("This version trains on one device; the plan shows what more would take.")
+    plan = place_over(config.run, job, machine, profile)
+    return Look(plan, config, profile, notes)
+
+
+def _profile(name: str) -> str:
+    if name not in PROFILES:
+        raise ConfigError([Problem("--profile", f"there is no {name!r}", f"One of {', '.join(PROFILES)}.")])
+    return name
+
+
+def _machine(asked: Asked, run: Run) -> tuple[Machine, list[str]]:
+    memory, host = _bytes("--device-memory", asked.device_memory), _bytes("--host-memory", asked.host_memory)
+    cpu = asked.device == "cpu" or (asked.device is None and memory is None and run.device == "cpu")
+    if asked.device is None and memory is None and not cpu:
+        return _here(asked.devices, host)
+    device = of_size(memory or HOST) if asked.device is None or cpu else find_device(asked.device, memory)
+    if cpu:
+        import psutil
+
+        if asked.devices > 1:
+            raise ConfigError([Problem("--devices", "a CPU is one device", "Leave it out.")])
+        cores = psutil.cpu_count(logical=False) or 1
+        return Machine(device, 1, host or int(psutil.virtual_memory().available), cores, cpu=True), []
+    notes = [] if host else [f"Host memory is taken to be {HOST // GIB} GiB: say --host-memory."]
+    return Machine(device, asked.devices, host or HOST, 16), notes
+
+
+def _here(devices: int, host: int | None) -> tuple[Machine, list[str]]:
+    from dataclasses import replace
+
+    import torch
+
+    from trimtab.plan.here import machine_here
+
+    machine = machine_here(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if machine.cpu and devices > 1:
+        raise ConfigError([Problem("--devices", "there is no GPU here", "Say which with --device, such as h200.")])
+    notes = ["There is no GPU here; --device h200 plans for one."] if machine.cpu else []
+    return replace(machine, devices=devices, host_memory=host or machine.host_memory), notes
+
+
+def _bytes(option: str, value: str | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        found = parse_bytes(value)
+    except ValueError as error:
+        raise ConfigError([Problem(option, str(error))]) from None
+    if not isinstance(found, int) or found < GIB // 4:
+        raise ConfigError([Problem(option, f"{value!r} is too little to plan with", "Give a unit, such as 40GiB.")])
+    return found
+
+
+assert set(get_args(Run.model_fields["profile"].annotation)) == set(PROFILES)

@@ -1,0 +1,106 @@
+"""Devices that can be planned for without one at hand: memory, bandwidth and matrix rate as their makers state them.
+
+Memory is what a process finds on an otherwise idle card: the driver keeps some of what is printed on the box. A name is found by
+its letters and digits alone ("RTX 4090", "rtx4090"); a size may be given instead of a name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from trimtab.errors import ConfigError, Problem
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Rates are peaks for half precision without sparsity."""
+
+    name: str
+    memory: int
+    bandwidth: float
+    """Bytes a second."""
+    flops: float
+    link: float
+    """Bytes a second to its neighbours, one way."""
+    host_link: float
+    """Bytes a second to host memory, one way."""
+    lends: bool = True
+    """Memory can be given up and taken back at the same addresses."""
+    tiled_head: bool = False
+    """The kernels for log-probs without logits serve it."""
+    half: bool = True
+    """Trains in half precision by default."""
+
+
+def _gpu(
+    name: str,
+    gib: float,
+    tb_s: float,
+    tflops: float,
+    link_gb_s: float = 32,
+    host_gb_s: float = 25,
+    hopper: bool = False,
+) -> Device:
+    return Device(name, int(gib * GIB), tb_s * 1e12, tflops * 1e12, link_gb_s * 1e9, host_gb_s * 1e9, tiled_head=hopper)
+
+
+CATALOGUE: dict[str, Device] = {
+    "t4": _gpu("T4", 14.6, 0.32, 65, 16, 12),
+    "v100": _gpu("V100 32 GB", 31.7, 0.9, 125, 150, 12),
+    "a10": _gpu("A10", 22.0, 0.6, 125),
+    "l4": _gpu("L4", 22.0, 0.3, 121),
+    "l40s": _gpu("L40S", 44.4, 0.864, 362),
+    "rtx3090": _gpu("RTX 3090", 23.6, 0.936, 71),
+    "rtx4090": _gpu("RTX 4090", 23.5, 1.008, 165),
+    "rtx5090": _gpu("RTX 5090", 31.4, 1.792, 210, 64, 50),
+    "a100-40": _gpu("A100 40 GB", 39.4, 1.555, 312, 300),
+    "a100-80": _gpu("A100 80 GB", 79.2, 2.039, 312, 300),
+    "h100": _gpu("H100 80 GB", 79.1, 3.35, 989, 450, 50, hopper=True),
+    "h200": _gpu("H200", 139.8, 4.8, 989, 450, 50, hopper=True),
+    "b200": _gpu("B200", 178.3, 8.0, 2250, 900, 50, hopper=True),
+    "mi300x": _gpu("MI300X", 191.5, 5.3, 1307, 448, 50),
+}
+SHORT = {
+    "a100": "a100-80",
+    "4090": "rtx4090",
+    "3090": "rtx3090",
+    "5090": "rtx5090",
+    "a10040": "a100-40",
+    "a10080": "a100-80",
+}
+
+
+def find_device(name: str, memory: int | None = None) -> Device:
+    """The catalogue's device of that name, with another amount of memory where one is given."""
+    letters = re.sub(r"nvidia|geforce|amd|instinct|gb$|gib$|[^a-z0-9]", "", name.lower())
+    known = {key.replace("-", ""): key for key in CATALOGUE} | SHORT
+    if letters not in known:
+        near = get_close_matches(letters, known, n=1)
+        fix = f"Did you mean {known[near[0]]}? " if near else ""
+        what = f"{name!r} is not a device that is known"
+        raise ConfigError(
+            [Problem("--device", what, f"{fix}One of {', '.join(CATALOGUE)}; or give --device-memory alone.")]
+        )
+    device = CATALOGUE[known[letters]]
+    return device if memory is None else replace(device, memory=memory)
+
+
+def of_size(memory: int) -> Device:
+    """A device of which only the memory is known: rates are those of the smallest in the catalogue that has as much."""
+    larger = sorted((d for d in CATALOGUE.values() if d.memory >= 0.9 * memory), key=lambda d: (d.memory, d.flops))
+    like = larger[0] if larger else CATALOGUE["b200"]
+    return replace(like, name=f"{memory / GIB:.0f} GiB device (rates of {like.name})", memory=memory)
+
+
+def nearest(name: str, memory: int) -> Device:
+    """The catalogue's entry for a device that torch names, or one like it by size."""
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    matches = [key for key in CATALOGUE if key.split("-")[0] in letters]
+    if not matches:
+        return replace(of_size(memory), name=name)
+    best = min(matches, key=lambda key: abs(CATALOGUE[key].memory - memory))
+    return replace(CATALOGUE[best], name=name, memory=memory)

@@ -1,0 +1,63 @@
+"""This machine, as a plan sees it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import psutil
+import torch
+
+from trimtab.config.run import Run
+from trimtab.errors import ConfigError, Problem
+from trimtab.plan.devices import Device, nearest
+from trimtab.plan.job import Machine
+from trimtab.plan.ledger import CONTEXT
+
+
+def pick_device(run: Run) -> torch.device:
+    if run.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if run.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError([Problem("run.device", "torch sees no CUDA device on this machine", "Write auto or cpu.")])
+    return torch.device(run.device)
+
+
+def pick_reward_workers(run: Run) -> int:
+    """Known before the model is: rewards are tried first."""
+    return max(1, min(8, physical_cores())) if run.reward_workers == "auto" else run.reward_workers
+
+
+def physical_cores() -> int:
+    """Cores to compute with: OMP_NUM_THREADS where the user has set it, else the physical ones this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def machine_here(device: torch.device) -> Machine:
+    """The machine that runs this, with the memory that a plan may count on: what is free and what this process has already."""
+    host = free_memory(torch.device("cpu")) + psutil.Process().memory_info().rss
+    if device.type != "cuda":
+        return Machine(nearest("CPU", host), 1, host, physical_cores(), cpu=True)
+    return Machine(_device_here(device), 1, host, physical_cores())
+
+
+def _device_here(device: torch.device) -> Device:
+    """The context is this process's own, so it is gone from what is free; a plan counts it."""
+    from trimtab.rollout.native.arena import why_not_lendable
+
+    properties = torch.cuda.get_device_properties(device)
+    free = free_memory(device) + torch.cuda.memory_reserved(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    memory = min(free, int(share * properties.total_memory)) + CONTEXT
+    found = nearest(properties.name, memory)
+    return replace(found, lends=not why_not_lendable(device), tiled_head=properties.major >= 9)

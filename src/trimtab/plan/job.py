@@ -1,0 +1,124 @@
+"""What a plan depends on: the model, the work of a step, and the machine. Plain numbers, made from a config (source.py) or from a
+loaded model (session.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.plan.activations import Row
+from trimtab.plan.devices import Device
+from trimtab.plan.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the work runs."""
+
+    device: Device
+    devices: int = 1
+    host_memory: int = 0
+    """Of one machine, free."""
+    cores: int = 1
+    cpu: bool = False
+    """There is no device but the host: one memory for all."""
+    per_host: int = 8
+    """Devices of one machine."""
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.devices // self.per_host)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The model and what a step does with it."""
+
+    shape: ModelShape
+    itemsize: int
+    prompts: int
+    samples: int
+    longest_prompt: int
+    """That is accepted."""
+    typical_prompt: int
+    """The longest seen."""
+    completion: int
+    """Most new tokens."""
+    eval_sequences: int = 0
+    eval_completion: int = 0
+    rank: int = 0
+    """Of adapters; 0: every parameter is trained."""
+    adapters: int = 0
+    """Their parameters."""
+    reference: bool = False
+    """There is a second set of weights to compare with."""
+    compared: bool = False
+    """Samples are scored by a reference policy: those weights, or the model without its adapters."""
+    old_logprobs: bool = False
+    """They are computed before the update."""
+    epochs: int = 1
+    """Passes over a step's batch."""
+    training: bool = True
+    """False: the model is only measured."""
+    fused: bool = True
+    """The update runs through fused layers."""
+    tiled_head: bool = True
+    """Log-probs come from kernels that store no logits."""
+    mean_completion: float | None = None
+    """New tokens a sequence, where steps have been seen."""
+    mean_prompt: float | None = None
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def in_flight(self) -> int:
+        """Most sequences generated in one go."""
+        return max(self.sequences, self.eval_sequences)
+
+    @property
+    def new_tokens(self) -> int:
+        return max(self.completion, self.eval_completion if self.eval_sequences else 0)
+
+    @property
+    def longest_sequence(self) -> int:
+        return self.longest_prompt + self.new_tokens
+
+    @property
+    def typical_sequence(self) -> int:
+        return self.typical_prompt + self.new_tokens
+
+    @property
+    def trained(self) -> int:
+        if not self.training:
+            return 0
+        return self.adapters if self.rank else self.shape.parameters
+
+    @property
+    def expected_completion(self) -> float:
+        """Until steps have been seen, completions are taken to be as long as they may be."""
+        return self.mean_completion or float(self.completion)
+
+    @property
+    def expected_prompt(self) -> float:
+        return self.mean_prompt or float(self.typical_prompt)
+
+    def row(self, budget: int) -> Row:
+        """A full micro-batch of this budget, in the mix of prompts and completions that keeps the most alive: each sample of a
+        group sees the whole prompt again."""
+        whole = Row.of_groups(1, self.typical_prompt, self.samples, self.completion)
+        if whole.tokens <= budget:
+            groups = budget / whole.tokens
+            return Row(
+                budget, int(groups * whole.predicted), int(groups * whole.seen) + 1, int(groups * whole.segments) + 1
+            )
+        samples = max(1, (budget - self.typical_prompt) // self.completion)
+        part = Row.of_groups(1, self.typical_prompt, samples, self.completion)
+        scale = budget / part.tokens
+        return Row(budget, int(scale * part.predicted) + 1, int(scale * part.seen) + 1, part.segments)
+
+    @property
+    def step_row(self) -> Row:
+        """All of a step as one row, at the lengths expected."""
+        prompt, completion = round(self.expected_prompt), round(self.expected_completion)
+        return Row.of_groups(self.prompts, max(1, prompt), self.samples, max(1, completion))

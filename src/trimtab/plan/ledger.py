@@ -1,0 +1,276 @@
+"""Where memory goes: bytes of every phase of a step and of every component in it, on a device and on its host, before it runs.
+
+States and the KV cache are exact arithmetic; activations are counted (activations.py). Two sums come out of a phase: `allocated`,
+which is what torch and the engine hand out and what a meter compares with, and `device_bytes`, which adds what no meter of theirs
+sees: the CUDA context, graphs, and the room that an allocator leaves between tensors.
+
+With more than one device the trainer's states are sharded over all of them and gathered layer by layer; rollout has its own
+copies, cut over `tensor` devices each, and the two take turns on the same devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from trimtab.config.run import Run
+from trimtab.plan.activations import Path, score_peak, update_peak
+from trimtab.plan.job import Job, Machine
+
+MIB, GIB = 2**20, 2**30
+CONTEXT = 560 * MIB
+"""Of the driver and loaded kernels, in a process with torch on an H200 (docs/log.md)."""
+GRAPHS = 256 * MIB
+SLACK = 0.02
+"""Between tensors: of what the allocator handed out at most."""
+PROCESS = 3 * GIB
+"""Host memory of a process with torch and CUDA."""
+CPU_PROCESS = GIB
+"""Host memory of a process with torch alone."""
+WORKER = GIB // 4
+"""Host memory of a reward worker."""
+UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack")
+PIECE = 3 * 3 * 4 * 2**26
+"""On the device while an offloaded optimizer steps: three slots of masters and moments of 64 Mi parameters."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a job is laid out over devices."""
+
+    shards: int = 1
+    """Devices that share the trainer's states."""
+    tensor: int = 1
+    """Devices that one rollout copy is cut over."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """Rollout reads the trainer's own tensors."""
+        return self.shards == 1 and self.tensor == 1
+
+
+ALONE = Placement()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The fullest moment of a phase, on one device and on its host."""
+
+    name: str
+    device: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def allocated(self) -> int:
+        return sum(value for name, value in self.device.items() if name not in UNSEEN)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All phases of a step, and what surrounds it."""
+
+    phases: tuple[Phase, ...]
+
+    def __getitem__(self, name: str) -> Phase:
+        return next(phase for phase in self.phases if phase.name == name)
+
+    def __contains__(self, name: str) -> bool:
+        return any(phase.name == name for phase in self.phases)
+
+    @property
+    def fullest(self) -> Phase:
+        """On the device, or on the host where that is all there is."""
+        return max(self.phases, key=lambda phase: (phase.device_bytes, phase.host_bytes))
+
+    @property
+    def fullest_host(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.host_bytes)
+
+    @property
+    def binding(self) -> str:
+        """The largest component of the fullest phase that is not the model itself."""
+        parts = self.fullest.device or self.fullest.host
+        loose = {name: size for name, size in parts.items() if name not in ("weights", "processes", *UNSEEN)}
+        return max(loose or parts, key=lambda name: parts[name])
+
+
+def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> Ledger:
+    """The ledger of a job whose `run` has no `auto` left."""
+    states = _states(job, run, place)
+    host = _host(job, machine, run, place)
+    loaded = {name: states[name] for name in ("weights", "adapters", "reference") if name in states}
+    resident = {name: size for name, size in states.items() if name != "gradients"}
+    phases = [
+        _phase("load", loaded | _gathered(job, place), host),
+        _with_merged_copy(
+            _phase("rollout", resident | _rollout(job, machine, run, place), host, graphs=True), job, machine
+        ),
+    ]
+    if job.training:
+        phases += _training_phases(job, machine, run, place, states, resident)
+    return Ledger(tuple(_on_host(phase) if machine.cpu else phase for phase in phases))
+
+
+def _training_phases(
+    job: Job, machine: Machine, run: Run, place: Placement, states: dict[str, int], resident: dict[str, int]
+) -> list[Phase]:
+    host, path, gathered = _host(job, machine, run, place), update_path(job, run), _gathered(job, place)
+    copies = {"rollout weights": job.shape.parameters * job.itemsize // place.tensor} | gathered
+    whole = {"staging": job.shape.parameters * job.itemsize}
+    return [
+        _phase("score", _scoring(job, run, place, resident, path), host),
+        _phase("update", states | gathered | _updating(job, machine, run, path), host),
+        _phase("optimizer", states | _stepping(run), host),
+        _phase("publish", resident | ({} if place.shares_weights else copies), host),
+        _phase("checkpoint", resident | gathered, host | _staging(job, machine)),
+        _phase("export", resident | gathered, host | whole),
+    ]
+
+
+def update_path(job: Job, run: Run) -> Path:
+    assert run.logprob_chunk != "auto" and run.checkpoint_activations != "auto"
+    return Path(
+        job.itemsize, job.fused, run.checkpoint_activations, run.logprob_chunk, job.tiled_head, job.rank,
+        away=run.offload.activations is True,
+    )  # fmt: skip
+
+
+def kv_bytes(job: Job, sequences: int, tokens: int, page_tokens: int) -> int:
+    """Of sequences that long, in whole pages and with the one more that a fork copies."""
+    pages = -(-tokens // page_tokens) + 1
+    return sequences * pages * page_tokens * job.shape.kv_elements * job.itemsize
+
+
+def optimizer_bytes(job: Job) -> int:
+    """Two moments in float32, and masters where the weights are not their own."""
+    return job.trained * (8 if _is_own_master(job) else 12)
+
+
+def _is_own_master(job: Job) -> bool:
+    return job.itemsize >= 4 or job.rank > 0
+
+
+def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
+    shards = place.shards
+    found = {"weights": job.shape.parameters * job.itemsize // shards}
+    if job.rank:
+        found["adapters"] = job.adapters * 4 // shards
+    if job.reference and run.offload.reference is not True:
+        found["reference"] = job.shape.parameters * job.itemsize // shards
+    if run.offload.optimizer is not True and job.trained:
+        if not _is_own_master(job):
+            found["masters"] = 4 * job.trained // shards
+        found["optimizer state"] = 8 * job.trained // shards
+    found["gradients"] = 4 * job.trained // shards
+    return found
+
+
+def _gathered(job: Job, place: Placement) -> dict[str, int]:
+    """Whole layers on their way: this one and the next, their gradient, and embedding and head throughout."""
+    if place.shards == 1:
+        return {}
+    largest = max(block.parameters for block in job.shape.kinds)
+    ends = job.shape.table * (1 if job.shape.tied else 2)
+    return {"gathered layers": (2 * largest + ends) * job.itemsize + (0 if job.rank else 4 * largest)}
+
+
+def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+    """The engine's own memory: pages, what a decode step needs, a pass over prompts, and weights where they are not shared."""
+    rollout, shape, s = run.rollout, job.shape, job.itemsize
+    assert rollout.kv_memory != "auto" and rollout.max_sequences != "auto" and rollout.prefill_tokens != "auto"
+    mine = -(-job.in_flight * place.tensor // machine.devices)
+    batch = min(rollout.max_sequences, mine)
+    block = max(shape.kinds, key=lambda b: b.projected + 2 * b.used_width)
+    entry = (
+        4 * shape.vocabulary
+        + (4 + 2 * s) * shape.hidden
+        + s * (block.projected + block.attended + 3 * block.used_width)
+    )
+    entry += 4 * block.heads * (2 * block.value_size + 4)
+    prefill = min(rollout.prefill_tokens, mine * job.typical_prompt)
+    pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
+    rows = mine * (job.new_tokens * 16 + 512)
+    own = {} if place.shares_weights else {"rollout weights": shape.parameters * s // place.tensor}
+    return own | {
+        "KV cache": rollout.kv_memory,
+        "decode step": batch * entry // place.tensor + rows,
+        "prefill": prefill * pass_ // place.tensor,
+    }
+
+
+def _with_merged_copy(phase: Phase, job: Job, machine: Machine) -> Phase:
+    """The engine adds adapters to a copy of the weights where there is room for two: decoding is faster so."""
+    size = (job.shape.parameters - job.shape.table * (1 if job.shape.tied else 2)) * job.itemsize
+    if not job.rank or machine.cpu or machine.devices > 1 or machine.device.memory - phase.device_bytes <= 2 * size:
+        return phase
+    return replace(phase, device=phase.device | {"merged copy": size})
+
+
+def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: Path) -> dict[str, int]:
+    if not (job.compared or job.old_logprobs):
+        return resident | _kv_that_stays(run)
+    assert run.score_token_budget != "auto"
+    budget = min(run.score_token_budget, max(job.step_row.tokens, job.longest_sequence))
+    work = score_peak(job.shape, job.row(budget), path)
+    visiting = {}
+    if job.reference and run.offload.reference is True:
+        visiting["reference"] = job.shape.parameters * job.itemsize // place.shards
+    return resident | visiting | _gathered(job, place) | work | _kv_that_stays(run)
+
+
+def _updating(job: Job, machine: Machine, run: Run, path: Path) -> dict[str, int]:
+    assert run.token_budget != "auto"
+    budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_sequence))
+    return update_peak(job.shape, job.row(budget), path) | _kv_that_stays(run)
+
+
+def _kv_that_stays(run: Run) -> dict[str, int]:
+    assert run.rollout.kv_memory != "auto"
+    return {} if run.rollout.lend_memory is True else {"KV cache": run.rollout.kv_memory}
+
+
+def _stepping(run: Run) -> dict[str, int]:
+    return ({"pieces on the way": PIECE} if run.offload.optimizer is True else {}) | _kv_that_stays(run)
+
+
+def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+    """Of one machine: what its processes hold all the time."""
+    here = min(machine.devices, machine.per_host)
+    assert run.reward_workers != "auto" and run.token_budget != "auto"
+    found = {
+        "processes": here * (CPU_PROCESS if machine.cpu else PROCESS),
+        "reward workers": run.reward_workers * WORKER,
+    }
+    if run.offload.optimizer is True:
+        found["optimizer state"] = optimizer_bytes(job) * here // place.shards
+    if run.offload.reference is True and job.reference:
+        found["reference"] = job.shape.parameters * job.itemsize * here // place.shards
+    if run.offload.activations is True:
+        found["activations"] = here * run.token_budget * job.shape.layers * 4 * job.shape.hidden
+    return found
+
+
+def _staging(job: Job, machine: Machine) -> dict[str, int]:
+    """A checkpoint passes through host memory, on each machine its own part."""
+    weights = job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
+    return {"staging": (weights + optimizer_bytes(job)) // machine.hosts}
+
+
+def _phase(name: str, device: dict[str, int], host: dict[str, int], graphs: bool = False) -> Phase:
+    used = {key: value for key, value in device.items() if value}
+    unseen = {"CUDA context": CONTEXT, "CUDA graphs": GRAPHS if graphs else 0}
+    unseen["allocator slack"] = int(SLACK * sum(value for key, value in used.items() if key != "KV cache"))
+    return Phase(name, used | {key: value for key, value in unseen.items() if value}, host)
+
+
+def _on_host(phase: Phase) -> Phase:
+    """On a machine without a device all of it is host memory."""
+    seen = {key: value for key, value in phase.device.items() if key not in UNSEEN}
+    return replace(phase, device={}, host=phase.host | seen)

@@ -1,0 +1,344 @@
+"""Fills in every `auto` of `run` so that a step takes the least time that fits the memory there is, and says why, a line each.
+
+Nothing chosen here changes what is learned. What is recomputed and what waits in host memory is tried in every combination; for
+each the largest useful budgets that fit are found, and the plan whose predicted step is shortest wins. Keys that are pinned stay
+as they are, and have to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from trimtab.config.run import Offload, Rollout, Run
+from trimtab.plan.activations import Kept
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.ledger import ALONE, MIB, Ledger, Placement, draw_up, kv_bytes
+from trimtab.plan.times import LAUNCH, MEASURED, Rates, Times, predict
+
+PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
+"""Share of a device's memory that a plan may fill."""
+HOST_SHARE = 0.9
+GRAIN = 128
+"""Budgets are multiples of this many tokens."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One key of `run`, the value it got, and the reason."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that a plan may fill."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A `run` without `auto`, and what it will take."""
+
+    run: Run
+    choices: tuple[Choice, ...]
+    ledger: Ledger
+    times: Times
+    place: Placement
+    limits: Limits
+    job: Job
+    machine: Machine
+
+    @property
+    def fits(self) -> bool:
+        return self.short == 0
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing, on the device or on its host."""
+        device = self.ledger.fullest.device_bytes - self.limits.device
+        host = self.ledger.fullest_host.host_bytes - self.limits.host
+        return max(0, device, host)
+
+
+def limits_of(machine: Machine, profile: str) -> Limits:
+    share = PROFILES[profile]
+    host = int(machine.host_memory * (share if machine.cpu else HOST_SHARE))
+    return Limits(int(machine.device.memory * share), host)
+
+
+def make_plan(
+    run: Run,
+    job: Job,
+    machine: Machine,
+    profile: str = "balanced",
+    place: Placement = ALONE,
+    rates: Rates = MEASURED,
+) -> Plan:
+    """The fastest plan that fits; where none does, the one that lacks the least."""
+    limits = limits_of(machine, profile)
+    plans = [
+        _with_budgets(run, job, machine, limits, place, rates, kept, offload, fill=profile == "max")
+        for kept, offload in _ways(run, job, machine)
+    ]
+    fitting = [plan for plan in plans if plan.fits]
+    if not fitting:
+        return min(plans, key=lambda plan: plan.short)
+    fastest = min(plan.times.total for plan in fitting)
+    # The first within a hundredth: they come in the order of what is left alone.
+    return next(plan for plan in fitting if plan.times.total <= 1.01 * fastest)
+
+
+def _ways(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Kept, Offload]]:
+    """What may be recomputed and what may wait on the host, least first."""
+    keeps: list[Kept] = [False, "some", True] if job.fused else [False, True]
+    if run.checkpoint_activations != "auto":
+        keeps = [run.checkpoint_activations]
+
+    def tries(pinned: bool | str, useful: bool) -> list[bool]:
+        return [bool(pinned)] if pinned != "auto" else [False, True] if useful and not machine.cpu else [False]
+
+    for optimizer, reference, activations, kept in product(
+        tries(run.offload.optimizer, True),
+        tries(run.offload.reference, job.reference),
+        tries(run.offload.activations, True),
+        keeps,
+    ):
+        if activations and kept is not True and run.offload.activations == "auto":
+            continue  # only layers' inputs wait on the host
+        yield kept, Offload(optimizer=optimizer, reference=reference, activations=activations)
+
+
+def _with_budgets(
+    run: Run, job: Job, machine: Machine, limits: Limits, place: Placement, rates: Rates, kept: Kept, offload: Offload,
+    fill: bool,
+) -> Plan:  # fmt: skip
+    """The largest useful budgets that fit with these ways of saving memory."""
+    choices: list[Choice] = []
+
+    def fill_in(section: Run | Rollout | Offload, prefix: str, key: str, value: Any, why: str) -> Any:
+        if getattr(section, key) != "auto":
+            return getattr(section, key)
+        choices.append(Choice(f"{prefix}.{key}", value, why))
+        return value
+
+    draft = _draft(run, job, machine, kept, offload)
+    room = _room(draft, job, machine, limits, place)
+    chunk, why_chunk = _chunk(job, machine, room)
+    draft = draft.model_copy(update={"logprob_chunk": run.logprob_chunk if run.logprob_chunk != "auto" else chunk})
+    rollout = _rollout(run, draft, job, machine, limits, place, fill_in)
+    draft = draft.model_copy(update={"rollout": rollout})
+    useful, why_useful = _useful(job, machine, rates, fill)
+    budget, why = _largest(draft, job, machine, limits, place, "update", "token_budget", useful, why_useful)
+    draft = draft.model_copy(update={"token_budget": run.token_budget if run.token_budget != "auto" else budget})
+    score, why_score = _largest(
+        draft,
+        job,
+        machine,
+        limits,
+        place,
+        "score",
+        "score_token_budget",
+        2 * max(budget, useful),
+        "no activations are kept",
+    )
+    why_kept = {False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits"}[kept]
+    filled = draft.model_copy(
+        update={
+            "engine": fill_in(run, "run", "engine", "native", "shares the trainer's weights"),
+            "threads": fill_in(run, "run", "threads", machine.cores, "one a physical core"),
+            "reward_workers": fill_in(
+                run, "run", "reward_workers", max(1, min(8, machine.cores)), "one a core, at most eight"
+            ),
+            "token_budget": fill_in(run, "run", "token_budget", budget, why),
+            "score_token_budget": fill_in(run, "run", "score_token_budget", score, why_score),
+            "logprob_chunk": fill_in(run, "run", "logprob_chunk", chunk, why_chunk),
+            "checkpoint_activations": fill_in(run, "run", "checkpoint_activations", kept, why_kept),
+        }
+    )
+    for key in ("optimizer", "reference", "activations"):
+        away = getattr(offload, key)
+        fill_in(run.offload, "run.offload", key, away, _why_away(key, away, job, machine))
+    ledger = draw_up(job, machine, filled, place)
+    return Plan(
+        filled, tuple(choices), ledger, predict(job, machine, filled, place, rates), place, limits, job, machine
+    )
+
+
+def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -> Run:
+    """Every key filled in, budgets with the least that can work."""
+    longest = job.longest_sequence
+    rollout = run.rollout.model_copy(
+        update={
+            "kv_memory": kv_bytes(job, 1, longest, page_tokens(run, job, machine)[0]),
+            "page_tokens": page_tokens(run, job, machine)[0],
+            "lend_memory": _lend(run, machine)[0],
+            "max_sequences": 1,
+            "prefill_tokens": 1,
+        }
+    )
+    pinned = {
+        key: getattr(run.rollout, key) for key in type(run.rollout).model_fields if getattr(run.rollout, key) != "auto"
+    }
+    return run.model_copy(
+        update={
+            "device": "cpu" if machine.cpu else "cuda",
+            "engine": "native",
+            "threads": machine.cores if run.threads == "auto" else run.threads,
+            "reward_workers": max(1, min(8, machine.cores)) if run.reward_workers == "auto" else run.reward_workers,
+            "token_budget": longest if run.token_budget == "auto" else run.token_budget,
+            "score_token_budget": longest if run.score_token_budget == "auto" else run.score_token_budget,
+            "logprob_chunk": GRAIN if run.logprob_chunk == "auto" else run.logprob_chunk,
+            "checkpoint_activations": kept,
+            "offload": offload,
+            "rollout": rollout.model_copy(update=pinned),
+        }
+    )
+
+
+def _room(draft: Run, job: Job, machine: Machine, limits: Limits, place: Placement) -> int:
+    """Bytes that are left when the least that can work is in place."""
+    ledger = draw_up(job, machine, draft, place)
+    busiest = ledger["update" if job.training else "rollout"]
+    return max(0, limits.host - busiest.host_bytes if machine.cpu else limits.device - busiest.device_bytes)
+
+
+def _chunk(job: Job, machine: Machine, room: int) -> tuple[int, str]:
+    """Tokens whose logits, or their gradient, exist at a time: on a GPU whole tiles, enough for a product at full speed."""
+    if machine.cpu:
+        return max(64, min(4096, 64 * MIB // (12 * job.shape.vocabulary))), "logits of a chunk stay small"
+    most = min(1024 * MIB, room // 32)
+    return max(128, min(8192, most // (4 * job.shape.vocabulary) // 128 * 128)), "logits of a chunk stay small"
+
+
+def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
+    """On a CPU, where attention has no paged kernel, a page that holds a whole sequence spares a copy of the cache a step."""
+    if run.rollout.page_tokens != "auto":
+        return run.rollout.page_tokens, ""
+    if not machine.cpu:
+        return 64, "one tile of the decode kernel"
+    whole = job.in_flight * job.typical_sequence * job.shape.kv_elements * job.itemsize
+    roomy = run.rollout.kv_memory == "auto" and job.longest_sequence == job.typical_sequence
+    if roomy and 2 * whole <= machine.host_memory // 2:
+        return job.typical_sequence, "one page a sequence: decoding reads it in place"
+    return 16, "little waste at the end of a sequence"
+
+
+def _lend(run: Run, machine: Machine) -> tuple[bool, str]:
+    """Rollout and update need their memory in turn, and handing it over takes milliseconds."""
+    if run.rollout.lend_memory != "auto":
+        return run.rollout.lend_memory, ""
+    if machine.cpu:
+        return False, "one memory for all"
+    if not machine.device.lends:
+        return False, "this device's memory cannot be lent"
+    return True, "rollout and update use the same memory in turn"
+
+
+def _rollout(
+    run: Run, draft: Run, job: Job, machine: Machine, limits: Limits, place: Placement, fill_in: Any
+) -> Rollout:  # fmt: skip
+    page, why_page = page_tokens(run, job, machine)
+    lend, why_lend = _lend(run, machine)
+    in_flight = min(-(-job.in_flight * place.tensor // machine.devices), 256 if machine.cpu else 1024)
+    settings = {
+        "page_tokens": fill_in(run.rollout, "run.rollout", "page_tokens", page, why_page),
+        "lend_memory": fill_in(run.rollout, "run.rollout", "lend_memory", lend, why_lend),
+        "max_sequences": fill_in(
+            run.rollout, "run.rollout", "max_sequences", in_flight, "as many as decode gains from"
+        ),
+        "prefill_tokens": fill_in(
+            run.rollout, "run.rollout", "prefill_tokens", 4096 if machine.cpu else 16384, "keeps the device busy"
+        ),
+    }
+    without = draft.model_copy(update={"rollout": draft.rollout.model_copy(update=settings | {"kv_memory": 1})})
+    kv, why = _kv_memory(without, job, machine, limits, place)
+    settings["kv_memory"] = fill_in(run.rollout, "run.rollout", "kv_memory", kv, why)
+    return draft.rollout.model_copy(update=settings)
+
+
+def _kv_memory(without: Run, job: Job, machine: Machine, limits: Limits, place: Placement) -> tuple[int, str]:
+    """The whole step where it fits beside the rest of rollout; where memory is not lent, beside an update of the longest
+    sequence as well, and in two fifths of what that leaves."""
+    rollout = without.rollout
+    assert rollout.page_tokens != "auto"
+    ledger = draw_up(job, machine, without, place)
+    least = kv_bytes(job, 2, job.longest_sequence, rollout.page_tokens)
+    wanted = int(kv_bytes(job, job.in_flight, job.typical_sequence, rollout.page_tokens) * 1.05) + MIB
+    wanted = max(least, wanted // max(1, machine.devices))
+    if machine.cpu:
+        room, words = (limits.host - ledger["rollout"].host_bytes) * 2 // 5, "two fifths of the free memory"
+    elif rollout.lend_memory:
+        room, words = limits.device - ledger["rollout"].device_bytes, "what rollout leaves, lent to the update"
+    else:
+        left = limits.device - ledger.fullest.device_bytes
+        room, words = left * 2 // 5, "two fifths of the free memory"
+    if wanted <= room:
+        return wanted, "the whole step at once"
+    return (room, words) if room >= least else (least, "two of the longest sequences")
+
+
+def _useful(job: Job, machine: Machine, rates: Rates, fill: bool) -> tuple[int, str]:
+    """Tokens of a micro-batch beyond which the update gets no faster: on a GPU it has to outlast the launching of its kernels,
+    and gradients are added up once a micro-batch, by their bytes 1.5 % of its time at 16k tokens."""
+    whole = max(job.longest_sequence, -(-job.step_row.tokens // machine.devices // GRAIN) * GRAIN)
+    if machine.cpu:
+        return 4096, "larger micro-batches gain nothing"
+    if fill:
+        return whole, "the whole step at once"
+    flops = machine.device.flops * rates.products(job.shape.hidden)
+    launched = LAUNCH * job.shape.layers * flops / (6 * job.shape.active_parameters)
+    return min(65536, max(16384, 1 << round(launched).bit_length())), "larger micro-batches gain nothing"
+
+
+def _largest(
+    draft: Run, job: Job, machine: Machine, limits: Limits, place: Placement, phase: str, key: str, most: int, why: str
+) -> tuple[int, str]:
+    """The largest budget up to `most` with which a phase fits; never less than the longest sequence."""
+
+    def fits(budget: int) -> bool:
+        ledger = draw_up(job, machine, draft.model_copy(update={key: budget}), place)
+        if phase not in ledger:
+            return True
+        if machine.cpu:
+            return ledger[phase].host_bytes <= limits.host
+        return ledger[phase].device_bytes <= limits.device and ledger[phase].host_bytes <= limits.host
+
+    least = job.longest_sequence
+    if most <= least or not fits(least):
+        return least, "the longest sequence has to fit"
+    if fits(most):
+        return most, why
+    low, high = least // GRAIN, most // GRAIN
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * GRAIN) else (low, middle)
+    return max(least, low * GRAIN), "what fits"
+
+
+def _why_away(key: str, away: bool, job: Job, machine: Machine) -> str:
+    if machine.cpu:
+        return "one memory for all"
+    if key == "reference" and not job.reference:
+        return "there is none"
+    if key == "activations" and not away:
+        return "they fit on the device"
+    return "a step is faster with the room it leaves" if away else "it fits on the device"
+
+
+def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced", rates: Rates = MEASURED) -> Plan:
+    """The fastest placement on the devices there are: states sharded over all of them, rollout copies cut over as few as hold
+    one."""
+    if machine.devices == 1:
+        return make_plan(run, job, machine, profile, rates=rates)
+    heads = min(block.kv_heads for block in job.shape.kinds)
+    cuts = [n for n in (1, 2, 4, 8) if n <= min(machine.devices, machine.per_host) and heads % n == 0]
+    plans = [make_plan(run, job, machine, profile, Placement(machine.devices, cut), rates) for cut in cuts]
+    fitting = [plan for plan in plans if plan.fits]
+    return min(fitting, key=lambda plan: plan.times.total) if fitting else min(plans, key=lambda plan: plan.short)

@@ -1,0 +1,102 @@
+"""What to do where nothing fits: why, and the smallest single changes that would fit, of `run` first, then of `learn` by what
+they save, then of the machine. Trimtab makes none of them itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimtab.config.run import Run
+from trimtab.errors import ConfigError, Problem
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.ledger import GIB, kv_bytes
+from trimtab.plan.planner import Plan, make_plan, page_tokens, place_over
+
+
+def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
+    """The plan of a run that is about to start; raises where nothing fits. A plan that needs more than the profile's share gets
+    as much as the fullest profile allows."""
+    _refuse_small_kv(run, job, machine)
+    plan = make_plan(run, job, machine, run.profile)
+    if not plan.fits and run.profile != "max":
+        fuller = make_plan(run, job, machine, "max")
+        plan = fuller if fuller.fits else plan
+    if not plan.fits and not machine.cpu:  # host memory can be swapped, and what others hold there comes and goes
+        raise refuse(plan, run, "max")
+    return plan
+
+
+def _refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
+    pinned = run.rollout.kv_memory
+    need = kv_bytes(job, 1, job.longest_sequence, page_tokens(run, job, machine)[0])
+    if pinned != "auto" and pinned < need:
+        what = f"{pinned:,} bytes cannot hold one sequence of {job.longest_sequence} tokens, which takes {need:,}"
+        fix = f"At least {-(-need // 1024)}KiB, or auto; or lower learn.max_new_tokens."
+        raise ConfigError([Problem("run.rollout.kv_memory", what, fix)])
+
+
+def refuse(plan: Plan, run: Run, profile: str) -> ConfigError:
+    """Why nothing fits, and the smallest changes that would: of `run` first, then of `learn`, by what they save."""
+    job, machine = plan.job, plan.machine
+    fullest = plan.ledger.fullest_host if machine.cpu else plan.ledger.fullest
+    have = plan.limits.host if machine.cpu else plan.limits.device
+    parts = fullest.host if machine.cpu else fullest.device
+    largest = max(parts, key=lambda name: parts[name])
+    need = fullest.host_bytes if machine.cpu else fullest.device_bytes
+    what = (
+        f"{fullest.name} needs {need / GIB:.1f} GiB of {have / GIB:.1f}; most of it is {largest} "
+        f"({parts[largest] / GIB:.1f} GiB)"
+    )
+    fixes = [words for words, _ in changes_that_fit(job, machine, run, profile)]
+    fix = "Any of these would fit: " + "; ".join(fixes[:4]) if fixes else "No single change would fit"
+    return ConfigError([Problem("run", what, fix + ".")])
+
+
+def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list[tuple[str, int]]:
+    """Single changes with which the job fits, in the order they should be tried, with the bytes each saves."""
+    found: list[tuple[str, int]] = []
+    now = place_over(run, job, machine, profile)
+
+    def attempt(words: str, run: Run, job: Job, machine: Machine = machine) -> None:
+        plan = place_over(run, job, machine, profile)
+        if plan.fits:
+            found.append((words, now.ledger.fullest.device_bytes - plan.ledger.fullest.device_bytes))
+
+    sizes = ("token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations")
+    pinned = [key for key in sizes if getattr(run, key) != "auto"]
+    for key in pinned:
+        attempt(f"leave run.{key} to auto", run.model_copy(update={key: "auto"}), job)
+    unpinned = Run(device=run.device, profile=run.profile)
+    if run != unpinned:
+        attempt("leave all of run to auto", unpinned, job)
+    if found:
+        return found
+    if not job.rank and not any(b.experts for b in job.shape.kinds):
+        attempt("model.lora: {r: 16}", run, with_adapters(job, 16))
+    if job.reference:
+        attempt("learn.kl.coef: 0, which needs no reference policy", run, replace(job, reference=False, compared=False))
+    for share in (2, 4, 8):
+        shorter = replace(job, completion=max(1, job.completion // share), eval_completion=job.eval_completion // share)
+        attempt(f"learn.max_new_tokens: {shorter.completion}", run, shorter)
+    found.sort(key=lambda change: -change[1])
+    for memory in (24, 32, 40, 48, 80, 141, 192):
+        if memory * GIB > machine.device.memory and not machine.cpu:
+            before = len(found)
+            attempt(f"a device with {memory} GiB", run, job, with_memory(machine, memory * GIB))
+            if len(found) > before:
+                break
+    for devices in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        if devices > machine.devices and not machine.cpu:
+            before = len(found)
+            attempt(f"{devices} devices", run, job, replace(machine, devices=devices))
+            if len(found) > before:
+                break
+    return found
+
+
+def with_adapters(job: Job, rank: int) -> Job:
+    return replace(job, rank=rank, adapters=job.shape.lora_parameters(rank), reference=False)
+
+
+def with_memory(machine: Machine, memory: int) -> Machine:
+    return replace(machine, device=replace(machine.device, memory=memory))

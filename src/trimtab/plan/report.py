@@ -1,0 +1,68 @@
+"""A plan in words and numbers: as one JSON object, and what more memory or more devices would buy."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from trimtab.config.run import Run
+from trimtab.plan.ledger import GIB
+from trimtab.plan.planner import Plan, place_over
+from trimtab.plan.refusal import with_memory
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    job, machine = plan.job, plan.machine
+    return {
+        "fits": plan.fits,
+        "binding": plan.ledger.binding,
+        "device": "cpu" if machine.cpu else machine.device.name,
+        "devices": machine.devices,
+        "device_memory": 0 if machine.cpu else machine.device.memory,
+        "host_memory": machine.host_memory,
+        "limit": asdict(plan.limits),
+        "parameters": job.shape.parameters,
+        "trained_parameters": job.trained,
+        "kv_bytes_per_token": job.shape.kv_elements * job.itemsize,
+        "placement": asdict(plan.place),
+        "phases": [
+            {
+                "name": phase.name,
+                "allocated_bytes": phase.allocated,
+                "device_bytes": phase.device_bytes,
+                "host_bytes": phase.host_bytes,
+                "components": phase.device,
+                "host_components": phase.host,
+            }
+            for phase in plan.ledger.phases
+        ],
+        "choices": [asdict(choice) for choice in plan.choices],
+        "step_seconds": plan.times.as_dict(),
+    }
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a change of the machine would do to a step."""
+
+    words: str
+    seconds: float
+    """Of a step, with it."""
+
+
+def offers(plan: Plan, run: Run, profile: str) -> list[Offer]:
+    """A step with a gigabyte more, with half as much again, and with twice the devices."""
+    if plan.machine.cpu or not plan.fits:
+        return []
+    machine, memory = plan.machine, plan.machine.device.memory
+    tries = [
+        ("1 GiB more a device", with_memory(machine, memory + GIB)),
+        ("half as much memory again", with_memory(machine, memory * 3 // 2)),
+        ("twice the devices", replace(machine, devices=2 * machine.devices)),
+    ]
+    found = []
+    for words, other in tries:
+        better = place_over(run, plan.job, other, profile)
+        if better.fits:
+            found.append(Offer(words, better.times.total))
+    return found

@@ -1,0 +1,270 @@
+"""A model's sizes, from its config alone: parameters, what a token stores, what a layer computes. No weights, no torch.
+
+Guarantee: for the families in `FAMILIES` the number of parameters is exact (tests compare it with the models themselves). Other
+architectures are measured instead, by building them without memory (`measured_shape`), which is as exact and takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from trimtab.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    width: int
+    """Of the feed-forward part, or of one expert."""
+    parameters: int
+    active: int
+    """Parameters that one token is multiplied by."""
+    window: int | None = None
+    gated: bool = True
+    head_norm: bool = False
+    sandwich: bool = False
+    """Norms after attention and feed-forward as well as before."""
+    experts: int = 0
+    experts_used: int = 0
+    shared_width: int = 0
+    """Of experts that every token uses."""
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def projected(self) -> int:
+        """Queries, keys and values together."""
+        return self.query_width + self.kv_heads * (self.head_size + self.value_size)
+
+    @property
+    def attended(self) -> int:
+        return self.heads * self.value_size
+
+    @property
+    def kv_elements(self) -> int:
+        """Of one token."""
+        return self.kv_heads * (self.head_size + self.value_size)
+
+    @property
+    def used_width(self) -> int:
+        """Of the feed-forward part as one token sees it."""
+        return self.experts_used * self.width + self.shared_width if self.experts else self.width
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only language model."""
+
+    kind: str
+    hidden: int
+    vocabulary: int
+    tied: bool
+    blocks: tuple[Block, ...]
+    other: int = 0
+    """Parameters outside layers, embedding and head: the last norm."""
+    context: int = 2**31
+
+    @property
+    def layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, and of the head where it has its own."""
+        return self.vocabulary * self.hidden
+
+    @cached_property
+    def kinds(self) -> Counter[Block]:
+        """Blocks that are alike, and how many."""
+        return Counter(self.blocks)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(b.parameters for b in self.blocks) + self.other + self.table * (1 if self.tied else 2)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """What a token is multiplied by: an embedding is read, not multiplied."""
+        return sum(b.active for b in self.blocks) + self.other + self.table
+
+    @cached_property
+    def kv_elements(self) -> int:
+        """That one token stores in all layers."""
+        return sum(b.kv_elements for b in self.blocks)
+
+    def lora_parameters(self, rank: int) -> int:
+        """Of adapters on every linear layer of the blocks."""
+        if any(block.experts for block in self.blocks):
+            raise ModelError("Adapters on experts are not planned yet: plan this model without model.lora.")
+        total = 0
+        for block in self.blocks:
+            kv = block.kv_heads * block.head_size, block.kv_heads * block.value_size
+            outputs = [block.query_width, *kv]
+            total += sum(rank * (self.hidden + out) for out in outputs)
+            total += rank * (block.attended + self.hidden)
+            total += (2 if block.gated else 1) * rank * (self.hidden + block.width)
+            total += rank * (block.width + self.hidden)
+        return total
+
+
+FAMILIES = {
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "mixtral", "qwen3_moe", "gpt_oss",
+    "deepseek_v3",
+}  # fmt: skip
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a config.json describes; raises KeyError with the family's name for one that is not in `FAMILIES`."""
+    config = config.get("text_config") or config
+    kind = str(config.get("model_type", ""))
+    if kind not in FAMILIES:
+        raise KeyError(kind)
+    missing = [
+        key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if key not in config
+    ]
+    if missing:
+        raise ModelError(f"The model's config has no {', '.join(missing)}: it cannot be planned from.")
+    hidden, count = config["hidden_size"], config["num_hidden_layers"]
+    return ModelShape(
+        kind=kind,
+        hidden=hidden,
+        vocabulary=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", kind in ("gemma2", "gemma3_text"))),
+        blocks=tuple(_block(config, kind, index) for index in range(count)),
+        other=hidden,
+        context=int(config.get("max_position_embeddings") or 2**31),
+    )
+
+
+def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
+    if kind == "deepseek_v3":
+        return _latent_block(config, index)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or hidden // heads
+    plain = Block(
+        heads, kv_heads, size, size, config.get("intermediate_size") or 4 * hidden, 0, 0, _window(config, kind, index)
+    )
+    head_norm = kind in ("qwen3", "qwen3_moe", "gemma3_text")
+    block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text"))
+    attention = hidden * (block.projected + block.query_width)
+    biased = config.get("attention_bias", kind == "gpt_oss")
+    if kind == "qwen2":
+        attention += block.projected
+    elif biased:
+        attention += block.projected + hidden
+    attention += {"gpt_oss": heads, "olmo2": block.query_width + kv_heads * size}.get(
+        kind, 2 * size if head_norm else 0
+    )
+    norms = (4 if block.sandwich else 2) * hidden
+    return _with_feed_forward(block, config, kind, index, attention + norms)
+
+
+def _with_feed_forward(block: Block, config: Mapping[str, Any], kind: str, index: int, rest: int) -> Block:
+    hidden = config["hidden_size"]
+    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    sparse = experts and kind in ("mixtral", "qwen3_moe", "gpt_oss")
+    if kind == "qwen3_moe":
+        every = config.get("decoder_sparse_step") or 1
+        sparse = sparse and index not in (config.get("mlp_only_layers") or []) and (index + 1) % every == 0
+    if not sparse:
+        dense = 3 * hidden * block.width + (2 * block.width + hidden if config.get("mlp_bias") else 0)
+        return replace(block, parameters=rest + dense, active=rest + dense)
+    width = config.get("moe_intermediate_size") or block.width
+    used = config.get("num_experts_per_tok") or 1
+    one = 3 * hidden * width + (2 * width + hidden if kind == "gpt_oss" else 0)
+    router = experts * (hidden + (1 if kind == "gpt_oss" else 0))
+    return replace(
+        block, width=width, experts=experts, experts_used=used, parameters=rest + router + experts * one,
+        active=rest + router + used * one,
+    )  # fmt: skip
+
+
+def _latent_block(config: Mapping[str, Any], index: int) -> Block:
+    """Multi-head latent attention; keys and values are stored whole, as transformers' modules make them."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rotated, plain = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+    value, latent, query_latent = config["v_head_dim"], config["kv_lora_rank"], config.get("q_lora_rank")
+    size = rotated + plain
+    queries = hidden * heads * size if query_latent is None else query_latent * (hidden + 1 + heads * size)
+    keys = hidden * (latent + rotated) + latent + latent * heads * (plain + value)
+    rest = queries + keys + heads * value * hidden + 2 * hidden
+    block = Block(heads, heads, size, value, config["intermediate_size"], 0, 0)
+    if index < config.get("first_k_dense_replace", 0):
+        dense = 3 * hidden * block.width
+        return replace(block, parameters=rest + dense, active=rest + dense)
+    width, experts = config["moe_intermediate_size"], config["n_routed_experts"]
+    used, shared = config["num_experts_per_tok"], config.get("n_shared_experts") or 0
+    always = rest + experts * hidden + shared * 3 * hidden * width
+    return replace(
+        block, width=width, experts=experts, experts_used=used, shared_width=shared * width,
+        parameters=always + experts * 3 * hidden * width, active=always + used * 3 * hidden * width,
+    )  # fmt: skip
+
+
+def _window(config: Mapping[str, Any], kind: str, index: int) -> int | None:
+    window = config.get("sliding_window")
+    if not window:
+        return None
+    kinds = config.get("layer_types")
+    if kinds:
+        return window if kinds[index] == "sliding_attention" else None
+    if kind == "gemma2":
+        return window if index % 2 == 0 else None
+    if kind == "gemma3_text":
+        return window if (index + 1) % (config.get("sliding_window_pattern") or 6) else None
+    if kind == "gpt_oss":
+        return window if index % 2 == 0 else None
+    if kind in ("qwen2", "qwen3", "qwen3_moe"):
+        first = config.get("max_window_layers", 0)
+        return window if config.get("use_sliding_window") and index >= first else None
+    return int(window)
+
+
+def measured_shape(config: Any) -> ModelShape:
+    """The shape of a transformers config of any architecture, seen in a model without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return shape_of_model(AutoModelForCausalLM.from_config(config))
+
+
+def shape_of_model(model: Any) -> ModelShape:
+    """The shape of a model that is there, adapters left out; what its config does not say is taken to be usual."""
+    import torch
+
+    text = model.config.get_text_config()
+    own = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
+    total = sum(p.numel() for _, p in own)
+    try:
+        known = read_shape(text.to_dict())
+        if known.parameters == total:
+            return known
+    except (KeyError, ModelError):
+        pass
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is None or head.weight is table
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers)
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    blocks = []
+    for layer in layers:
+        count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
+        blocks.append(Block(heads, kv_heads, size, size, width, count, count))
+    context = int(getattr(text, "max_position_embeddings", None) or 2**31)
+    shape = ModelShape(text.model_type, text.hidden_size, text.vocab_size, tied, tuple(blocks), 0, context)
+    return replace(shape, other=total - shape.parameters)

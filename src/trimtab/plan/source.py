@@ -1,0 +1,146 @@
+"""A job from a config file alone: the model's config.json, the lengths that the config states, no weights and no torch.
+
+A hub name is looked up in the local cache, then on the hub, then among the well-known models below.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trimtab.config.schema import Config
+from trimtab.errors import ModelError
+from trimtab.plan.job import Job
+from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+PROMPT = 256
+"""Tokens of a prompt where neither the config nor data say."""
+
+
+def _known(kind: str, rows: str, **common: Any) -> dict[str, dict[str, Any]]:
+    """name hidden width layers heads kv_heads vocabulary tied, a line each."""
+    found = {}
+    for row in rows.strip().splitlines():
+        name, *numbers = row.split()
+        keys = (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+        )
+        found[name.lower()] = dict(zip(keys, map(int, numbers))) | {
+            "model_type": kind, "tie_word_embeddings": numbers[6] == "1", **common,
+        }  # fmt: skip
+    return found
+
+
+WELL_KNOWN: dict[str, dict[str, Any]] = {
+    **_known("qwen2", """
+        Qwen2.5-0.5B 896 4864 24 14 2 151936 1
+        Qwen2.5-1.5B 1536 8960 28 12 2 151936 1
+        Qwen2.5-3B 2048 11008 36 16 2 151936 1
+        Qwen2.5-7B 3584 18944 28 28 4 152064 0
+        Qwen2.5-14B 5120 13824 48 40 8 152064 0
+        Qwen2.5-32B 5120 27648 64 40 8 152064 0
+        Qwen2.5-72B 8192 29568 80 64 8 152064 0"""),
+    **_known("qwen3", """
+        Qwen3-0.6B 1024 3072 28 16 8 151936 1
+        Qwen3-1.7B 2048 6144 28 16 8 151936 1
+        Qwen3-4B 2560 9728 36 32 8 151936 1
+        Qwen3-8B 4096 12288 36 32 8 151936 0
+        Qwen3-14B 5120 17408 40 40 8 151936 0
+        Qwen3-32B 5120 25600 64 64 8 151936 0""", head_dim=128),
+    **_known("llama", """
+        SmolLM2-135M 576 1536 30 9 3 49152 1
+        SmolLM2-360M 960 2560 32 15 5 49152 1
+        SmolLM2-1.7B 2048 8192 24 32 32 49152 1
+        Llama-3.2-1B 2048 8192 16 32 8 128256 1
+        Llama-3.2-3B 3072 8192 28 24 8 128256 1
+        Llama-3.1-8B 4096 14336 32 32 8 128256 0
+        Llama-3.1-70B 8192 28672 80 64 8 128256 0
+        Llama-3.3-70B 8192 28672 80 64 8 128256 0"""),
+    **_known("mistral", "Mistral-7B-v0.3 4096 14336 32 32 8 32768 0"),
+}  # fmt: skip
+
+
+def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
+    """The shape of the model that `model.path` names."""
+    config = _config_json(path)
+    if config is not None:
+        kind = (config.get("text_config") or config).get("model_type")
+        if kind in FAMILIES:
+            return read_shape(config)
+    elif (known := _well_known(path)) is not None:
+        return read_shape(known)
+    from trimtab.config.schema import Model
+    from trimtab.model.load import load_config
+
+    return measured_shape(load_config(Model(path=path, trust_remote_code=trust_remote_code)))
+
+
+def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
+    """What the config asks for, as far as a config says it."""
+    learn = config.learn
+    shape = shape_of(config.model.path, config.model.trust_remote_code)
+    dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
+    rank = config.model.lora.r if config.model.lora else 0
+    room = max(1, shape.context - learn.max_new_tokens)
+    stated = config.data.max_prompt_tokens
+    evaluated = config.data.eval is not None
+    return Job(
+        shape=shape,
+        itemsize=ITEMSIZE[dtype],
+        prompts=learn.prompts_per_step,
+        samples=learn.samples_per_prompt,
+        longest_prompt=min(room, stated or PROMPT),
+        typical_prompt=min(room, stated or PROMPT),
+        completion=learn.max_new_tokens,
+        eval_sequences=config.eval.samples_per_prompt if evaluated else 0,
+        eval_completion=(config.eval.max_new_tokens or learn.max_new_tokens) if evaluated else 0,
+        rank=rank,
+        adapters=shape.lora_parameters(rank) if rank else 0,
+        reference=learn.kl.coef > 0 and not rank,
+        compared=learn.kl.coef > 0,
+        old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
+        epochs=learn.epochs_per_step,
+        fused=not cpu and shape.kind in FUSED,
+        tiled_head=tiled_head and not cpu,
+    )
+
+
+FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
+"""As model/parts.py has it; a test compares."""
+
+
+def _config_json(path: str) -> dict[str, Any] | None:
+    folder = Path(path)
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.exists():
+            raise ModelError(f"{path} has no config.json: it is not a model's folder.")
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+    if folder.suffix == ".gguf" or folder.exists():
+        return None
+    if _well_known(path) is not None:
+        return None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return dict(json.loads(Path(hf_hub_download(path, "config.json")).read_text()))
+    except Exception as error:  # the hub's errors are many, and each says what is wrong
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"No config.json for {path}: {first} Name a folder that holds one, or one of {', '.join(sorted(WELL_KNOWN))}."
+        ) from None
+
+
+def _well_known(path: str) -> dict[str, Any] | None:
+    name = path.split("/")[-1].lower()
+    for suffix in ("-instruct", "-base", "-chat", "-it"):
+        name = name.removesuffix(suffix)
+    return WELL_KNOWN.get(name)

@@ -1,0 +1,218 @@
+"""How long a step takes: counted work over rates, phase by phase, with what launching and waiting add.
+
+Decode is a roofline summed over the shrinking batch of a step; prefill and update are products over a matrix rate that grows with
+the model's width. The shares of a device's peaks that are reached come from measurements on an H200 (docs/log.md) and are taken
+to be the same elsewhere: good to a few tenths, and for comparing plans better than that. Other `Rates` replace them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.config.run import Run
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes
+
+LAUNCH = 2.6e-3
+"""Seconds that the host needs to launch a layer's forward and backward passes."""
+LAUNCH_FORWARD = 0.9e-3
+DECODE_LAYER = 16e-6
+"""Seconds of a layer of a decode step beyond its bytes and products, in a graph."""
+DECODE_STEP = 150e-6
+CPU_BANDWIDTH, CPU_FLOPS = 12e9, 50e9
+"""Of one core, in float32."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of a device's peaks."""
+
+    widest: float = 0.62
+    """Of the matrix rate, by the widest layers."""
+    half_width: float = 1030.0
+    """Hidden size at which about half of the limit of narrow layers is reached."""
+    bandwidth: float = 0.80
+    decode_flops: float = 0.55
+    link: float = 0.7
+
+    def products(self, hidden: int) -> float:
+        return min(self.widest, 0.892 * hidden / (hidden + self.half_width))
+
+
+MEASURED = Rates()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step's phases."""
+
+    rollout: float
+    score: float
+    update: float
+    publish: float
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.score + self.update + self.publish
+
+    @property
+    def longest(self) -> str:
+        return max(("rollout", "score", "update", "publish"), key=lambda name: getattr(self, name))
+
+    def as_dict(self) -> dict[str, float]:
+        phases = {name: getattr(self, name) for name in ("rollout", "score", "update", "publish")}
+        return {name: round(value, 6) for name, value in (phases | {"total": self.total}).items()}
+
+
+def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE, rates: Rates = MEASURED) -> Times:
+    """Seconds of a step of a job whose `run` has no `auto` left."""
+    clock = _Clock(job, machine, run, place, rates)
+    return Times(clock.rollout(), clock.score(), clock.update(), clock.publish())
+
+
+@dataclass(frozen=True)
+class _Clock:
+    job: Job
+    machine: Machine
+    run: Run
+    place: Placement
+    rates: Rates
+
+    @property
+    def flops(self) -> float:
+        """Of one device, that products reach."""
+        if self.machine.cpu:
+            return self.machine.cores * CPU_FLOPS
+        return self.machine.device.flops * self.rates.products(self.job.shape.hidden)
+
+    @property
+    def bandwidth(self) -> float:
+        if self.machine.cpu:
+            return self.machine.cores * CPU_BANDWIDTH
+        return self.machine.device.bandwidth * self.rates.bandwidth
+
+    @property
+    def engines(self) -> int:
+        return max(1, self.machine.devices // self.place.tensor)
+
+    def rollout(self) -> float:
+        """Sequences end evenly between a quarter of the mean and its double, or all at once where nothing is known of them."""
+        job, rollout = self.job, self.run.rollout
+        assert rollout.max_sequences != "auto" and rollout.kv_memory != "auto" and rollout.page_tokens != "auto"
+        mine = -(-job.sequences // self.engines)
+        one = kv_bytes(job, 1, round(job.expected_prompt + job.expected_completion), rollout.page_tokens)
+        slots = max(1, min(mine, rollout.max_sequences, rollout.kv_memory * self.place.tensor // max(1, one)))
+        longest = job.completion
+        mean = min(job.expected_completion, longest)
+        waves, left = divmod(mine, slots)
+        ends_together = mean >= 0.95 * longest
+        length = mean if ends_together else min(longest, 2 * mean)
+        seconds = waves * self._wave(slots, length, ends_together)
+        if left:
+            seconds += self._wave(left, length, ends_together)
+        return seconds + self._prefill(mine)
+
+    def _wave(self, batch: int, length: float, together: bool) -> float:
+        """Decode steps of one batch, in sixteen stretches of equal length."""
+        parts, total = 16, 0.0
+        for part in range(parts):
+            done = (part + 0.5) / parts
+            alive = batch if together else max(1.0, batch * (1 - done))
+            total += length / parts * self._decode_step(alive, self.job.expected_prompt + done * length)
+        return total
+
+    def _decode_step(self, batch: float, context: float) -> float:
+        job, shape, cut = self.job, self.job.shape, self.place.tensor
+        read = min(shape.parameters, shape.active_parameters * max(1.0, batch)) * job.itemsize / cut
+        keys = batch * context * shape.kv_elements * job.itemsize / cut
+        logits = 8 * batch * shape.vocabulary / cut
+        rate = (
+            self.machine.cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * self.rates.decode_flops
+        )
+        products = 2 * batch * shape.active_parameters / cut / rate
+        fixed = 2e-3 if self.machine.cpu else DECODE_STEP + shape.layers * DECODE_LAYER
+        exchange = 0.0
+        if cut > 1:
+            exchange = shape.layers * 2 * (10e-6 + batch * shape.hidden * job.itemsize / self._link(cut))
+        return fixed + max(read / self.bandwidth, products) + (keys + logits) / self.bandwidth + exchange
+
+    def _prefill(self, sequences: int) -> float:
+        tokens = sequences / self.job.samples * self.job.expected_prompt
+        return 2 * self.job.shape.active_parameters * tokens / self.place.tensor / self.flops + 0.01
+
+    def score(self) -> float:
+        passes = int(self.job.compared) + int(self.job.old_logprobs)
+        if not passes:
+            return 0.0
+        assert self.run.score_token_budget != "auto"
+        moved = 0.0
+        if self.job.reference and self.run.offload.reference is True:
+            moved = self.job.shape.parameters * self.job.itemsize / self.place.shards / self.machine.device.host_link
+        return passes * self._passes(self.run.score_token_budget, 2.0, LAUNCH_FORWARD) + moved
+
+    def update(self) -> float:
+        """Forward and backward passes, and the optimizer step."""
+        run, job = self.run, self.job
+        if not job.training:
+            return 0.0
+        assert run.token_budget != "auto"
+        factor = 4.0 if job.rank else 6.0
+        if run.checkpoint_activations is True:
+            factor += 2.0
+        elif run.checkpoint_activations == "some":
+            factor += 2.0 * self._gate_up_share()
+        if not job.fused and not self.machine.cpu:
+            factor *= 1.35  # the model's own modules, measured against the fused layers
+        seconds = self._passes(run.token_budget, factor, LAUNCH)
+        if run.offload.activations is True:
+            tokens = job.step_row.tokens / self.machine.devices
+            moved = 2 * tokens * job.shape.layers * 4 * job.shape.hidden / self.machine.device.host_link
+            seconds = max(seconds, moved)
+        return job.epochs * seconds + self._optimizer_step()
+
+    def _gate_up_share(self) -> float:
+        shape = self.job.shape
+        products = sum(n * 2 * shape.hidden * b.used_width for b, n in shape.kinds.items())
+        return products / shape.active_parameters
+
+    def _passes(self, budget: int, factor: float, launch: float) -> float:
+        """A step's tokens through the model in micro-batches."""
+        job, shape = self.job, self.job.shape
+        row = job.step_row
+        tokens = row.tokens / self.machine.devices
+        count = max(1, -(-round(tokens) // budget))
+        length = job.expected_prompt + job.expected_completion
+        attention = factor * sum(
+            n * b.heads * b.head_size * min(length, b.window or length) for b, n in shape.kinds.items()
+        )
+        body = shape.active_parameters - shape.table
+        head = shape.table * row.predicted / row.tokens
+        work = tokens * (factor * (body + head) + attention)
+        seconds = work / self.flops
+        if self.machine.cpu:
+            return seconds
+        seconds = count * max(seconds / count, shape.layers * launch)
+        return seconds + (count * self._gather() if self.place.shards > 1 else 0.0)
+
+    def _gather(self) -> float:
+        """Layers on their way to every device, twice, and their gradients back; a third of it is not hidden."""
+        bytes_moved = 3 * self.job.shape.parameters * self.job.itemsize
+        return 0.33 * bytes_moved / self._link(self.place.shards)
+
+    def _optimizer_step(self) -> float:
+        job = self.job
+        trained = job.trained / self.place.shards
+        if self.run.offload.optimizer is True:
+            return 2 * optimizer_bytes(job) / self.place.shards / self.machine.device.host_link
+        return 30 * trained / self.bandwidth
+
+    def publish(self) -> float:
+        """Rollout reads the trainer's own weights, or gets a copy."""
+        if self.place.shares_weights:
+            return 0.0
+        return self.job.shape.parameters * self.job.itemsize / self._link(self.machine.devices) + 0.05
+
+    def _link(self, devices: int) -> float:
+        """Bytes a second between so many devices: the slowest on the way."""
+        device = self.machine.device
+        return (device.link if devices <= self.machine.per_host else min(device.link, 50e9)) * self.rates.link

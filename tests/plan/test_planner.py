@@ -1,0 +1,301 @@
+"""Every auto is filled, nothing pinned is touched, whatever is chosen holds the work, and a plan that fits does. No device is
+needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.config.run import Offload, Rollout, Run
+from trimtab.errors import ConfigError
+from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
+from trimtab.plan.here import pick_device, pick_reward_workers
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.ledger import GIB, MIB, UNSEEN, draw_up, kv_bytes
+from trimtab.plan.planner import PROFILES, make_plan, place_over
+from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
+from trimtab.plan.shape import Block, ModelShape, read_shape
+from trimtab.plan.source import WELL_KNOWN
+from trimtab.plan.times import predict
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    kv_heads, size = draw(st.sampled_from([1, 2, 8])), draw(st.sampled_from([16, 64, 128]))
+    hidden, width = 8 * draw(st.integers(1, 1024)), draw(st.integers(8, 32768))
+    heads = kv_heads * draw(st.sampled_from([1, 4, 8]))
+    count = hidden * size * (2 * heads + 2 * kv_heads) + 3 * hidden * width
+    block = Block(
+        heads, kv_heads, size, size, width, count, count, head_norm=draw(st.booleans()), sandwich=draw(st.booleans())
+    )
+    shape = ModelShape(
+        "llama", hidden, draw(st.integers(10, 300_000)), draw(st.booleans()), (block,) * draw(st.integers(1, 100))
+    )
+    prompt = draw(st.integers(1, 100_000))
+    rank = draw(st.sampled_from([0, 16]))
+    reference = draw(st.booleans()) and not rank
+    return Job(
+        shape=shape,
+        itemsize=draw(st.sampled_from([2, 4])),
+        prompts=draw(st.integers(1, 1024)),
+        samples=draw(st.integers(1, 64)),
+        longest_prompt=prompt,
+        typical_prompt=draw(st.integers(1, prompt)),
+        completion=draw(st.integers(1, 32_000)),
+        eval_sequences=draw(st.sampled_from([0, 500])),
+        eval_completion=draw(st.integers(1, 32_000)),
+        rank=rank,
+        adapters=shape.lora_parameters(rank) if rank else 0,
+        reference=reference,
+        compared=reference or draw(st.booleans()),
+        fused=draw(st.booleans()),
+        tiled_head=draw(st.booleans()),
+    )
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    device = replace(of_size(draw(st.integers(GIB, 200 * GIB))), lends=draw(st.booleans()))
+    return Machine(device, 1, draw(st.integers(GIB, 2000 * GIB)), draw(st.integers(1, 128)), cpu=draw(st.booleans()))
+
+
+def pins() -> st.SearchStrategy[Run]:
+    """Any set of pinned keys, large enough to hold every sequence."""
+
+    def optional(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.just("auto") | strategy
+
+    sizes = st.integers(200_000, 10**6)
+    switches = optional(st.booleans())
+    return st.builds(
+        Run,
+        threads=optional(st.integers(1, 64)),
+        token_budget=optional(sizes),
+        score_token_budget=optional(sizes),
+        logprob_chunk=optional(st.integers(1, 10**5)),
+        checkpoint_activations=optional(st.sampled_from([True, False, "some"])),
+        reward_workers=optional(st.integers(1, 64)),
+        offload=st.builds(Offload, optimizer=switches, reference=switches, activations=switches),
+        rollout=st.builds(
+            Rollout,
+            max_sequences=optional(st.integers(1, 4096)),
+            kv_memory=optional(st.integers(2**50, 2**51)),
+            prefill_tokens=optional(st.integers(1, 10**5)),
+            page_tokens=optional(st.integers(1, 512)),
+            lend_memory=switches,
+        ),
+    )
+
+
+def flat(run: Run) -> dict[str, Any]:
+    values = run.model_dump()
+    for section in ("rollout", "offload"):
+        values |= {f"{section}.{key}": value for key, value in values.pop(section).items()}
+    return values
+
+
+@given(pins(), jobs(), machines(), st.sampled_from(list(PROFILES)))
+def test_every_auto_is_filled_and_explained_and_every_pin_stays(
+    run: Run, job: Job, machine: Machine, profile: str
+) -> None:
+    plan = make_plan(run, job, machine, profile)
+    asked, got = flat(run), flat(plan.run)
+    assert "auto" not in got.values()
+    explained = {choice.key.removeprefix("run."): choice.value for choice in plan.choices}
+    for key, value in asked.items():
+        if key == "device":
+            continue
+        if value == "auto":
+            assert explained[key] == got[key]
+        else:
+            assert got[key] == value and key not in explained
+    assert all(choice.why for choice in plan.choices)
+
+
+@given(jobs(), machines(), st.sampled_from(list(PROFILES)))
+def test_what_is_chosen_holds_the_longest_sequence(job: Job, machine: Machine, profile: str) -> None:
+    run = make_plan(Run(), job, machine, profile).run
+    assert run.token_budget >= job.longest_sequence <= run.score_token_budget
+    assert run.rollout.kv_memory >= kv_bytes(job, 1, job.longest_sequence, run.rollout.page_tokens)
+
+
+@given(jobs(), machines(), st.sampled_from(list(PROFILES)))
+def test_a_plan_that_fits_is_within_its_share_in_every_phase(job: Job, machine: Machine, profile: str) -> None:
+    plan = make_plan(Run(), job, machine, profile)
+    share = PROFILES[profile]
+    within = all(
+        phase.host_bytes <= (share if machine.cpu else 0.9) * machine.host_memory
+        and phase.device_bytes <= share * machine.device.memory
+        for phase in plan.ledger.phases
+    )
+    assert plan.fits == within
+
+
+@given(jobs(), machines())
+def test_sums_are_those_of_their_parts_and_nothing_is_negative(job: Job, machine: Machine) -> None:
+    plan = make_plan(Run(), job, machine)
+    for phase in plan.ledger.phases:
+        assert all(size > 0 for size in phase.device.values()) and all(size >= 0 for size in phase.host.values())
+        assert phase.allocated == phase.device_bytes - sum(phase.device.get(name, 0) for name in UNSEEN)
+    assert plan.times.total > 0 and min(plan.times.as_dict().values()) >= 0
+
+
+@given(jobs(), st.integers(1, 200), st.integers(0, 100))
+def test_more_memory_is_never_slower(job: Job, gib: int, more: int) -> None:
+    small, large = (Machine(replace(find_device("h200"), memory=n * GIB), 1, 256 * GIB, 16) for n in (gib, gib + more))
+    before, after = make_plan(Run(), job, small), make_plan(Run(), job, large)
+    assert after.fits or not before.fits
+    if before.fits:
+        assert after.times.total <= 1.02 * before.times.total
+
+
+def qwen(name: str = "qwen2.5-0.5b", **settings: Any) -> Job:
+    usual = {
+        "itemsize": 2,
+        "prompts": 32,
+        "samples": 16,
+        "longest_prompt": 256,
+        "typical_prompt": 256,
+        "completion": 512,
+    }
+    return Job(read_shape(WELL_KNOWN[name]), **usual | settings)
+
+
+def h(gib: float, **settings: Any) -> Machine:
+    return Machine(replace(find_device("h200"), memory=int(gib * GIB)), 1, 256 * GIB, 16, **settings)
+
+
+def test_states_are_counted_to_the_byte() -> None:
+    """Full training in bfloat16: 2 bytes of weights, 4 of masters, 8 of moments, 4 of gradients for each parameter."""
+    plan = make_plan(Run(), qwen(), h(140))
+    count = read_shape(WELL_KNOWN["qwen2.5-0.5b"]).parameters
+    update = plan.ledger["update"].device
+    assert [update[k] for k in ("weights", "masters", "optimizer state", "gradients")] == [
+        2 * count,
+        4 * count,
+        8 * count,
+        4 * count,
+    ]
+    assert "gradients" not in plan.ledger["rollout"].device and "KV cache" not in update
+    adapters = qwen().shape.lora_parameters(16)
+    light = make_plan(Run(), qwen(rank=16, adapters=adapters), h(140)).ledger["update"].device
+    assert light["gradients"] == 4 * adapters and light["optimizer state"] == 8 * adapters and "masters" not in light
+
+
+def test_a_gpu_gets_micro_batches_that_outlast_their_launches() -> None:
+    """Budgets that the H200 was measured with: 32k tokens for SmolLM2-135M, 16k for wider models."""
+    assert make_plan(Run(), qwen("smollm2-135m"), h(140)).run.token_budget == 32768
+    assert make_plan(Run(), qwen("qwen2.5-1.5b"), h(140)).run.token_budget == 16384
+
+
+def test_memory_is_saved_only_where_room_is_short() -> None:
+    """As memory shrinks: nothing, then recomputing or waiting on the host, then refusal; and a step never gets faster."""
+    plans = [make_plan(Run(), qwen("qwen2.5-1.5b"), h(gib)) for gib in (140, 80, 40, 24, 16, 12, 6)]
+    first = plans[0].run
+    assert first.checkpoint_activations is False and not first.offload.optimizer
+    savings = [
+        plan.run.checkpoint_activations is not False or plan.run.offload.optimizer for plan in plans if plan.fits
+    ]
+    assert savings == sorted(savings) and savings[-1]
+    times = [plan.times.total for plan in plans if plan.fits]
+    assert times == sorted(times)
+    assert not plans[-1].fits
+
+
+def test_memory_is_lent_where_it_can_be() -> None:
+    plan = make_plan(Run(), qwen(), h(40))
+    assert plan.run.rollout.lend_memory is True
+    fixed = replace(h(40), device=replace(h(40).device, lends=False))
+    kept = make_plan(Run(), qwen(), fixed)
+    assert (
+        kept.run.rollout.lend_memory is False and kept.ledger["update"].device["KV cache"] == kept.run.rollout.kv_memory
+    )
+
+
+def test_what_is_pinned_has_to_fit() -> None:
+    plan = make_plan(Run(token_budget=10**6), qwen(), h(24))
+    assert not plan.fits and plan.ledger.fullest.name == "update"
+
+
+def test_refusals_name_the_binding_term_and_changes_that_fit() -> None:
+    run = Run(token_budget=10**6, checkpoint_activations=False)
+    message = str(refuse(make_plan(run, qwen(), h(24)), run, "balanced"))
+    assert "update needs" in message and "activations" in message and "leave run.token_budget to auto" in message
+    machine = h(40)
+    plan = make_plan(Run(), qwen("qwen2.5-7b"), machine)
+    assert not plan.fits
+    message = str(refuse(plan, Run(), "balanced"))
+    assert "model.lora: {r: 16}" in message and "gradients" in message
+    for words, _ in changes_that_fit(qwen("qwen2.5-7b"), machine, Run(), "balanced"):
+        assert "max_new_tokens" not in words  # shorter completions would not help here
+    long = qwen("qwen2.5-7b", completion=400_000, rank=16, adapters=qwen("qwen2.5-7b").shape.lora_parameters(16))
+    assert any("max_new_tokens" in words for words, _ in changes_that_fit(long, h(40), Run(), "balanced"))
+
+
+def test_a_run_that_cannot_fit_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="needs 46.2 GiB of"):
+        plan_here(Run(), qwen("qwen2.5-7b"), h(24))
+    tight = next(gib for gib in range(8, 40) if make_plan(Run(), qwen("qwen2.5-1.5b"), h(gib), "max").fits)
+    assert plan_here(Run(profile="safe"), qwen("qwen2.5-1.5b"), h(tight)).fits
+
+
+def test_a_pinned_cache_that_holds_no_sequence_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot hold one sequence of 768 tokens"):
+        plan_here(Run(rollout=Rollout(kv_memory=1000)), qwen(), h(80))
+
+
+def test_devices_share_states() -> None:
+    one, eight = (place_over(Run(), qwen("qwen2.5-7b"), replace(h(40), devices=n)) for n in (1, 8))
+    assert not one.fits and eight.fits
+    assert eight.ledger["optimizer"].device["optimizer state"] == 8 * qwen("qwen2.5-7b").shape.parameters // 8
+    assert predict(qwen("qwen2.5-7b"), eight.machine, eight.run, eight.place).publish > 0
+
+
+def test_what_waits_on_the_host_is_counted_there() -> None:
+    job = qwen("qwen2.5-7b", fused=True)
+    run = make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run
+    ledger = draw_up(job, h(140), run)
+    assert ledger["update"].host["optimizer state"] == 12 * job.shape.parameters
+    assert "optimizer state" not in ledger["update"].device and ledger["optimizer"].device["pieces on the way"] > 0
+
+
+@pytest.mark.parametrize("name", ["H200", "h200", "NVIDIA H200", "RTX 4090", "4090", "A100 40GB", "a100-80", "MI300X"])
+def test_devices_are_found_by_their_letters(name: str) -> None:
+    assert find_device(name).memory > 10 * GIB
+
+
+def test_unknown_devices_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean h100"):
+        find_device("h10")
+    assert find_device("a100-40", 20 * GIB).memory == 20 * GIB
+    assert nearest("NVIDIA A100-SXM4-40GB", 39 * GIB).flops == CATALOGUE["a100-40"].flops
+    assert nearest("Some new card", 100 * GIB).name == "Some new card"
+
+
+def test_a_missing_device_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert pick_device(Run()).type == "cpu"
+    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        pick_device(Run(device="cuda"))
+
+
+def test_reward_workers_are_the_number_that_is_reported() -> None:
+    from trimtab.plan.here import physical_cores
+
+    machine = replace(h(80), cores=physical_cores())
+    assert make_plan(Run(), qwen(), machine).run.reward_workers == pick_reward_workers(Run())
+
+
+def test_a_cpu_is_one_memory() -> None:
+    tiny = ModelShape("llama", 64, 100, True, (Block(4, 2, 16, 16, 128, 40_000, 40_000),) * 2)
+    job = Job(tiny, 4, 8, 4, 20, 20, 16, fused=False, tiled_head=False)
+    machine = Machine(of_size(16 * GIB), 1, 8 * GIB, 2, cpu=True)
+    plan = make_plan(Run(), job, machine)
+    assert plan.fits and plan.ledger.fullest.device_bytes == 0 and not plan.run.rollout.lend_memory
+    assert plan.run.rollout.page_tokens == 36  # one page a sequence
+    assert plan.ledger["update"].host["gradients"] == 4 * tiny.parameters
+    assert plan.run.rollout.kv_memory < 100 * MIB

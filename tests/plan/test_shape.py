@@ -1,0 +1,94 @@
+"""A shape read from a config has the parameters that the model has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig
+
+from tests.tiny import ARCHITECTURES, BASE, tiny_model
+from trimtab.config.schema import Lora
+from trimtab.errors import ModelError
+from trimtab.model.adapters import add_adapters
+from trimtab.model.parts import KNOWN
+from trimtab.model.policy import Policy
+from trimtab.model.shapes import layer_shapes
+from trimtab.plan.shape import FAMILIES, measured_shape, read_shape, shape_of_model
+from trimtab.plan.source import FUSED, WELL_KNOWN
+
+LATENT = {
+    "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+ALL: dict[str, dict[str, Any]] = {**ARCHITECTURES, "deepseek_v3": LATENT}
+
+
+def test_every_family_is_compared() -> None:
+    assert set(ALL) == FAMILIES
+    assert FUSED == KNOWN
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ALL)
+def test_parameters_are_counted_exactly(kind: str, tied: bool) -> None:
+    config = AutoConfig.for_model(kind, **{**BASE, **ALL[kind], "tie_word_embeddings": tied})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    total = sum(p.numel() for p in model.parameters())
+    assert read_shape(config.to_dict()).parameters == total
+    assert measured_shape(config).parameters == total
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_token_stores_what_the_engine_finds_it_stores(kind: str) -> None:
+    policy = Policy(tiny_model(kind))
+    stored = sum(shape.bytes_per_token(1) for shape in layer_shapes(policy).values())
+    assert read_shape(policy.config.to_dict()).kv_elements == stored
+    windows = [shape.rules.window for shape in layer_shapes(policy).values()]
+    assert [block.window for block in read_shape(policy.config.to_dict()).blocks] == windows
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_biases_are_counted(biased: bool) -> None:
+    config = AutoConfig.for_model("llama", **BASE, attention_bias=biased, mlp_bias=biased)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert read_shape(config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_another_architecture_is_measured() -> None:
+    config = GPTNeoXConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=50
+    )
+    with pytest.raises(KeyError, match="gpt_neox"):
+        read_shape(config.to_dict())
+    shape = measured_shape(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters()) and shape.layers == 2
+
+
+def test_a_config_that_says_too_little_is_refused() -> None:
+    with pytest.raises(ModelError, match="hidden_size, num_hidden_layers"):
+        read_shape({"model_type": "llama", "num_attention_heads": 4, "vocab_size": 10})
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+def test_adapters_are_counted_apart(kind: str) -> None:
+    model = tiny_model(kind)
+    before = shape_of_model(model)
+    adapted = add_adapters(model, Lora(r=3), seed=0)
+    assert shape_of_model(adapted).parameters == before.parameters
+    assert before.lora_parameters(3) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen2.5-0.5b", 0.494), ("qwen2.5-7b", 7.616), ("qwen2.5-72b", 72.706), ("qwen3-8b", 8.191), ("llama-3.1-70b", 70.554),
+     ("llama-3.2-1b", 1.236), ("smollm2-135m", 0.1345), ("mistral-7b-v0.3", 7.248)],
+)  # fmt: skip
+def test_well_known_models_have_their_published_size(name: str, billions: float) -> None:
+    assert read_shape(WELL_KNOWN[name]).parameters == pytest.approx(billions * 1e9, rel=1e-3)
