@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trimtab.cli import demo, evaluate, export, train
+from trimtab.cli import demo, doctor, evaluate, export, train
 
 app = typer.Typer(
     add_completion=False,
@@ -16,3 +16,4 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("export")(export.export)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
