@@ -95,7 +95,7 @@ class MemoryMeter:
             self._open.pop()
 
     def end_step(self) -> dict[str, float]:
-        """`memory/<phase>_peak_gib` of phases measured since the last call; the device's state; `memory/host_gib` of the process tree."""
+        """`memory/<phase>_peak_gib` of phases since the last call, the device's state, and `memory/host_gib` of all processes."""
         metrics = {f"memory/{name}_peak_gib": peak for name, peak in self._peaks.items()}
         self._peaks = {}
         return metrics | device_state(self._device) | {"memory/host_gib": process_tree_rss_gib()}

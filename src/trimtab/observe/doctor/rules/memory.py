@@ -89,7 +89,7 @@ def host_leak(record: Record) -> Sick | None:
     """A third of the run is left out at the beginning: caches fill. What remains must still rise at its end."""
     values = record.values(HOST)
     line, half = record.trend(HOST, skip=len(values) // 3), record.trend(HOST, skip=len(values) * 2 // 3)
-    if not line.rises(max(0.25, 0.1 * line.start)) or half.change < line.change / 6:
+    if not line.rises(max(0.25, 0.1 * line.start)) or half.change < line.change / 3:
         return None
     steps = len(values) - len(values) // 3
     a_thousand = f"{gib(1000 * line.change / steps)} a thousand steps"
