@@ -116,12 +116,12 @@ def _run_facts(folder: Path, record: Record) -> list[tuple[str, str]]:
     updates = record.updates_per_batch
     policy = "on-policy" if updates == 1 else f"{updates} updates a batch"
     device = record.setting("run.device", "?")
-    rewards = [f"{number(record.early('reward/mean'))} → {number(record.now('reward/mean'))}"]
+    reward = f"{number(record.early('reward/mean'))} → {number(record.now('reward/mean'))}"
     return [
         ("run", str(folder)),
         ("steps", f"{done} of {wanted or '?'}, {state}"),
         ("learns", f"{record.setting('learn.algorithm', '?')}, {policy}, on {device}"),
-        *([("reward", rewards[0])] if record.values("reward/mean") else []),
+        *([("reward", reward)] if record.values("reward/mean") else []),
     ]
 
 
@@ -153,7 +153,8 @@ def _driver(machine: Machine) -> str:
 def _gpus(machine: Machine) -> list[tuple[str, str]]:
     if not machine.gpus:
         seen = [("GPU", f"{gpu['name']}, {gib(gpu['total_gib'])}, not usable") for gpu in machine.driver.gpus]
-        return [*seen, ("runs", "on the CPU: rollout and update in float32, all algorithms; small models only")]
+        cpu = "on the CPU: rollout and update in float32, all algorithms; small models only"
+        return [*seen, ("runs", "nothing, until torch works" if machine.torch.get("error") else cpu)]
     lines = [("GPU", _gpu(gpu)) for gpu in machine.gpus]
     return [*lines, ("runs", "on the first GPU" if len(lines) > 1 else "on the GPU")]
 
