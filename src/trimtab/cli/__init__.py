@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trimtab.cli import demo, evaluate, export, plan, train
+from trimtab.cli import demo, doctor, evaluate, export, plan, train
 
 app = typer.Typer(
     add_completion=False,
@@ -17,3 +17,4 @@ app.command("plan")(plan.plan)
 app.command("eval")(evaluate.evaluate)
 app.command("export")(export.export)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)

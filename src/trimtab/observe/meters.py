@@ -40,6 +40,17 @@ def device_peak_gib(device: torch.device | str) -> float | None:
     return torch.cuda.max_memory_allocated(device) / GIB if _is_cuda(device) else None
 
 
+def device_state(device: torch.device | str) -> dict[str, float]:
+    """The device's size, and how often the allocator freed its cache and tried again since the process began; none on a CPU."""
+    import torch
+
+    if not _is_cuda(device):
+        return {}
+    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    size = torch.cuda.get_device_properties(device).total_memory
+    return {"memory/device_total_gib": size / GIB, "memory/alloc_retries": float(retries)}
+
+
 def reset_device_peak(device: torch.device | str) -> None:
     """Start a new peak at what is allocated now. Does nothing on a CPU."""
     import torch
@@ -84,10 +95,10 @@ class MemoryMeter:
             self._open.pop()
 
     def end_step(self) -> dict[str, float]:
-        """`memory/<phase>_peak_gib` of phases measured since the last call; `memory/host_gib` of the process tree."""
+        """`memory/<phase>_peak_gib` of phases since the last call, the device's state, and `memory/host_gib` of all processes."""
         metrics = {f"memory/{name}_peak_gib": peak for name, peak in self._peaks.items()}
         self._peaks = {}
-        return metrics | {"memory/host_gib": process_tree_rss_gib()}
+        return metrics | device_state(self._device) | {"memory/host_gib": process_tree_rss_gib()}
 
     def _turn(self) -> None:
         """At each boundary the peak so far goes to every open phase and a new one starts."""

@@ -1,0 +1,68 @@
+"""`trimtab doctor [RUN]`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.output import console_file, print_json, user_errors
+
+
+def doctor(
+    run: Annotated[Path | None, typer.Argument(help="Run folder; without it, this machine is looked at.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as unhealthy, too.")] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="Print the rules as a Markdown table, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+) -> None:
+    """Say what is wrong with a run, or with this machine, and what to change. Exit status: 0 healthy, 1 not, 2 an error."""
+    with user_errors(as_json):
+        if rules:
+            from trimtab.observe.doctor.report import rules_table
+            from trimtab.observe.doctor.rules import RULES
+
+            print(rules_table(RULES), end="")
+            return
+        healthy = _run(run, strict, as_json) if run is not None else _machine(strict, as_json)
+        if not healthy:
+            raise typer.Exit(1)
+
+
+def _run(folder: Path, strict: bool, as_json: bool) -> bool:
+    from trimtab.observe.doctor.examine import examine
+    from trimtab.observe.doctor.finding import is_healthy
+    from trimtab.observe.doctor.record import read_record
+    from trimtab.observe.doctor.report import print_report, run_report
+
+    record = read_record(folder)
+    done = examine(record)
+    healthy = is_healthy(done.findings, strict)
+    print_report(console_file(as_json), run_report(folder, record, done))
+    if as_json:
+        print_json(
+            {
+                "healthy": healthy,
+                "findings": [finding.as_json() for finding in done.findings],
+                "run": {"folder": str(folder), "steps": len(record.steps), "finished": record.finished},
+                "rules_healthy": done.healthy,
+                "rules_not_judged": done.not_judged,
+            }
+        )
+    return healthy
+
+
+def _machine(strict: bool, as_json: bool) -> bool:
+    from trimtab.observe.doctor.checks import machine_findings
+    from trimtab.observe.doctor.finding import is_healthy
+    from trimtab.observe.doctor.machine import look_at_machine
+    from trimtab.observe.doctor.report import machine_report, print_report
+
+    machine = look_at_machine()
+    findings = machine_findings(machine)
+    healthy = is_healthy(findings, strict)
+    print_report(console_file(as_json), machine_report(machine, findings))
+    if as_json:
+        found = [finding.as_json() for finding in findings]
+        print_json({"healthy": healthy, "findings": found, "machine": machine.as_json()})
+    return healthy

@@ -1,0 +1,151 @@
+"""The facts of this machine. Every probe is guarded: what cannot be found out is a fact, too, and never an exception."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trimtab import __version__
+from trimtab.observe.doctor.conflicts import SHOWN, installed_packages
+from trimtab.observe.doctor.environment import told_variables
+from trimtab.observe.doctor.probe import ask_torch
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Disk:
+    what: str
+    path: str
+    free_gib: float
+    total_gib: float
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What NVIDIA's management library says, which needs neither CUDA nor torch."""
+
+    version: str | None = None
+    cuda: str | None = None
+    """Newest CUDA version it serves."""
+    gpus: list[dict[str, Any]] = field(default_factory=list)
+    """Each with name, total_gib and used_gib, by all processes."""
+    error: str | None = None
+    """Why nothing is known, where there is a driver."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    python: str
+    system: str
+    cores: int
+    """That this process may use."""
+    host_total_gib: float
+    host_available_gib: float
+    host_limit_gib: float | None
+    """Of the container, where it is less than the machine has."""
+    disks: list[Disk]
+    driver: Driver
+    torch: Mapping[str, Any]
+    """What torch sees: see probe.py; `error` where it cannot be imported or asked."""
+    packages: Mapping[str, str]
+    variables: Mapping[str, str]
+
+    @property
+    def gpus(self) -> list[Mapping[str, Any]]:
+        """As torch sees them; none where it cannot use what the driver lists."""
+        return list(self.torch.get("gpus", []))
+
+    def as_json(self) -> dict[str, Any]:
+        shown = {name: self.packages[name] for name in SHOWN if name in self.packages}
+        return asdict(self) | {"trimtab": __version__, "packages": shown, "variables": told_variables(self.variables)}
+
+
+def look_at_machine(torch: Callable[[], Mapping[str, Any]] = ask_torch) -> Machine:
+    memory = psutil.virtual_memory()
+    return Machine(
+        python=sys.version.split()[0],
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=allowed_cores(),
+        host_total_gib=memory.total / GIB,
+        host_available_gib=memory.available / GIB,
+        host_limit_gib=container_limit_gib(memory.total),
+        disks=disks(),
+        driver=ask_driver(),
+        torch=torch(),
+        packages=installed_packages() | {"trimtab": __version__},
+        variables=dict(os.environ),
+    )
+
+
+def allowed_cores() -> int:
+    """Physical cores, as far as this process may use them; not what OMP_NUM_THREADS says, which is judged elsewhere."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def container_limit_gib(total_bytes: int, root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """The control group's limit, where it binds."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (root / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < total_bytes:
+            return int(text) / GIB
+    return None
+
+
+def disks() -> list[Disk]:
+    """Where runs and models are written."""
+    cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    found = []
+    for what, path in (("runs (this folder)", Path.cwd()), ("models (Hugging Face cache)", cache)):
+        there = next((part for part in (path, *path.parents) if part.exists()), Path("/"))
+        try:
+            usage = shutil.disk_usage(there)
+        except OSError:
+            continue
+        found.append(Disk(what, str(path), usage.free / GIB, usage.total / GIB))
+    return found
+
+
+def ask_driver() -> Driver:
+    """No driver is no error; a driver that answers with one is."""
+    try:
+        import pynvml
+    except ImportError:
+        return Driver(error="nvidia-ml-py is not installed")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        none = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return (
+            Driver() if error.value in none and not Path("/proc/driver/nvidia").exists() else Driver(error=str(error))
+        )
+    try:
+        number = pynvml.nvmlSystemGetCudaDriverVersion()
+        gpus = [_driver_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return Driver(pynvml.nvmlSystemGetDriverVersion(), f"{number // 1000}.{number % 1000 // 10}", gpus)
+    except pynvml.NVMLError as error:
+        return Driver(error=str(error))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _driver_gpu(pynvml: Any, index: int) -> dict[str, Any]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return {
+        "name": pynvml.nvmlDeviceGetName(handle),
+        "total_gib": memory.total / GIB,
+        "used_gib": memory.used / GIB,
+    }

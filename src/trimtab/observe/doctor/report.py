@@ -1,0 +1,170 @@
+"""What a person reads: facts, findings with their evidence, and what was healthy or could not be judged. Fits any width."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.observe.console import PLAIN_WIDTH
+from trimtab.observe.doctor.examine import FEWEST_STEPS, Examination
+from trimtab.observe.doctor.finding import Finding
+from trimtab.observe.doctor.machine import Machine
+from trimtab.observe.doctor.record import Record
+from trimtab.observe.doctor.rule import Rule
+from trimtab.observe.format import duration, gib, number
+
+STYLE = {"ok": "green", "warn": "yellow", "bad": "red"}
+MARK = {"ok": "ok", "warn": "warning", "bad": "BAD"}
+
+
+def print_report(file: IO[str], parts: Sequence[RenderableType], width: int | None = None) -> None:
+    """`width`: None is the terminal's, or that of plain output."""
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="backslashreplace")  # a terminal that cannot show '·' must not end in a traceback
+    plain = None if file.isatty() else PLAIN_WIDTH
+    console = Console(file=file, width=width or plain, markup=False, emoji=False, highlight=False)
+    for part in parts:
+        console.print(part)
+
+
+def machine_report(machine: Machine, findings: Sequence[Finding]) -> list[RenderableType]:
+    return [_facts(_machine_facts(machine)), *map(_finding, findings), Text(), _verdict(findings, [])]
+
+
+def run_report(folder: Path, record: Record, done: Examination) -> list[RenderableType]:
+    steps = len(record.steps)
+    few = Text(f"\nToo little to judge: {steps} step{'s' * (steps != 1)}; most rules need {FEWEST_STEPS} to 50.")
+    judged = [f"{len(done.healthy)} rules healthy"] if done.healthy else []
+    rest = [f"{len(done.not_judged)} not judged"] if done.not_judged else []
+    return [
+        _facts(_run_facts(folder, record)),
+        *([few] if steps < FEWEST_STEPS else []),
+        *map(_finding, done.findings),
+        Text(),
+        _verdict(done.findings, [*judged, *rest]),
+        _others(done),
+    ]
+
+
+def rules_table(rules: Sequence[Rule]) -> str:
+    """Every rule as a Markdown table: what docs/doctor.md holds."""
+    head = "| rule | unit | healthy | found when | likely cause | remedy | |\n|---|---|---|---|---|---|---|\n"
+    lines = [
+        f"| `{rule.id}`: {rule.title} | {rule.unit.replace('|', chr(92) + '|')} | {rule.healthy} | {rule.found_when} "
+        f"| {rule.cause} | {rule.remedy} | {rule.kind} |\n"
+        for rule in rules
+    ]
+    return head + "".join(lines)
+
+
+def _finding(finding: Finding) -> RenderableType:
+    style = STYLE[finding.level]
+    head = Text.assemble((f"\n{MARK[finding.level]}", f"bold {style}"), f"  {finding.title}  ", (finding.rule, "dim"))
+    grid = Table.grid(padding=(0, 2))
+    lines = {
+        "seen": finding.evidence,
+        "unit": finding.unit,
+        "healthy": finding.healthy,
+        "cause": finding.cause,
+        "remedy": finding.remedy,
+        "": "safe: it cannot change what is learned"
+        if finding.kind == "safe"
+        else "advice: it changes what is learned",
+    }
+    for label, value in lines.items():
+        grid.add_row(Text(label, style="dim"), Text(value, style="" if label else "dim", overflow="fold"))
+    return Group(head, Padding(grid, (0, 0, 0, 2)))
+
+
+def _verdict(findings: Sequence[Finding], more: list[str]) -> Text:
+    bad, warnings = (sum(finding.level == level for finding in findings) for level in ("bad", "warn"))
+    parts = [f"{bad} bad"] * bool(bad) + [f"{warnings} warning{'s' * (warnings > 1)}"] * bool(warnings)
+    words = ", ".join([*(parts or ["nothing found"]), *more])
+    return Text(words, style=f"bold {STYLE['bad' if bad else 'warn' if warnings else 'ok']}")
+
+
+def _others(done: Examination) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    if done.healthy:
+        grid.add_row(Text("healthy", style="dim"), Text(", ".join(done.healthy), style="dim"))
+    reasons: dict[str, list[str]] = {}
+    for rule, why in done.not_judged.items():
+        reasons.setdefault(why, []).append(rule)
+    for at, (why, rules) in enumerate(reasons.items()):
+        label = "" if at else "not judged"
+        grid.add_row(Text(label, style="dim"), Text(f"{', '.join(rules)}: {why}", style="dim"))
+    return grid
+
+
+def _facts(lines: list[tuple[str, str]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for label, value in lines:
+        grid.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
+    return grid
+
+
+def _run_facts(folder: Path, record: Record) -> list[tuple[str, str]]:
+    wanted, done = record.setting("learn.steps", 0), record.steps[-1] if record.steps else 0
+    state = "finished" if record.finished else f"last written {duration(record.quiet_s)} ago"
+    updates = record.updates_per_batch
+    policy = "on-policy" if updates == 1 else f"{updates} updates a batch"
+    device = record.setting("run.device", "?")
+    reward = f"{number(record.early('reward/mean'))} → {number(record.now('reward/mean'))}"
+    return [
+        ("run", str(folder)),
+        ("steps", f"{done} of {wanted or '?'}, {state}"),
+        ("learns", f"{record.setting('learn.algorithm', '?')}, {policy}, on {device}"),
+        *([("reward", reward)] if record.values("reward/mean") else []),
+    ]
+
+
+def _machine_facts(machine: Machine) -> list[tuple[str, str]]:
+    packages = {name: value for name, value in machine.as_json()["packages"].items() if name != "trimtab"}
+    variables = machine.as_json()["variables"]
+    limit = "" if machine.host_limit_gib is None else f", {gib(machine.host_limit_gib)} for this container"
+    return [
+        ("trimtab", f"{machine.packages.get('trimtab', '?')}, Python {machine.python}, {machine.system}"),
+        (
+            "host",
+            f"{machine.cores} cores, {gib(machine.host_available_gib)} of {gib(machine.host_total_gib)} free{limit}",
+        ),
+        *[("disk", f"{gib(disk.free_gib)} free for {disk.what}: {disk.path}") for disk in machine.disks],
+        ("driver", _driver(machine)),
+        *_gpus(machine),
+        ("packages", ", ".join(f"{name} {value}" for name, value in packages.items()) or "none known"),
+        *([("variables", ", ".join(f"{name}={value}" for name, value in variables.items()))] if variables else []),
+    ]
+
+
+def _driver(machine: Machine) -> str:
+    driver = machine.driver
+    if driver.error:
+        return driver.error
+    return f"{driver.version}, CUDA up to {driver.cuda}" if driver.version else "no NVIDIA driver"
+
+
+def _gpus(machine: Machine) -> list[tuple[str, str]]:
+    if not machine.gpus:
+        seen = [("GPU", f"{gpu['name']}, {gib(gpu['total_gib'])}, not usable") for gpu in machine.driver.gpus]
+        cpu = "on the CPU: rollout and update in float32, all algorithms; small models only"
+        return [*seen, ("runs", "nothing, until torch works" if machine.torch.get("error") else cpu)]
+    lines = [("GPU", _gpu(gpu)) for gpu in machine.gpus]
+    return [*lines, ("runs", "on the first GPU" if len(lines) > 1 else "on the GPU")]
+
+
+def _gpu(gpu: Any) -> str:
+    """Memory of the device, then of the process that asked: an allocation that was retried or failed there is told."""
+    capability = ".".join(map(str, gpu["capability"]))
+    if gpu.get("error"):
+        return f"{gpu['name']}, compute capability {capability}: {gpu['error']}"
+    own = f"allocated {gib(gpu['allocated_gib'])}, reserved {gib(gpu['reserved_gib'])}"
+    trouble = f"{gpu['alloc_retries']} allocation retries, {gpu['ooms']} out of memory"
+    free = f"{gib(gpu['free_gib'])} of {gib(gpu['total_gib'])} free"
+    return f"{gpu['name']}, compute capability {capability}, {free}; in a test {own}, {trouble}"

@@ -1,0 +1,70 @@
+"""A rule: a pure function from a run's record to what it saw, or nothing where the run is healthy.
+
+What a rule needs (metrics, steps, settings) is declared, so a rule that cannot judge says so; it never counts as healthy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trimtab.observe.doctor.finding import Finding, Kind, Level
+from trimtab.observe.doctor.record import Record
+
+
+@dataclass(frozen=True)
+class Sick:
+    """What a check saw. `cause` and `remedy` where what was seen says more than the rule does in general."""
+
+    level: Level
+    evidence: str
+    cause: str | None = None
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When something is wrong, and what to do about it."""
+
+    id: str
+    title: str
+    unit: str
+    healthy: str
+    found_when: str
+    """The condition, in words; the check is its definition."""
+    cause: str
+    remedy: str
+    kind: Kind
+    check: Callable[[Record], Sick | None]
+    needs: tuple[str, ...]
+    """Metrics without which it cannot judge."""
+    steps: int = 5
+    """Values of each of them that it takes to judge."""
+    unless: Callable[[Record], str | None] = lambda record: None
+    """Why it does not apply to this run; None where it does."""
+
+    def not_judged(self, record: Record) -> str | None:
+        """Why the rule has nothing to say about this run; None where it can judge."""
+        if why := self.unless(record):
+            return why
+        fewest = min(self.needs, key=lambda name: len(record.values(name)))
+        has = len(record.values(fewest))
+        if has == 0:
+            return f"needs {fewest}"
+        return None if has >= self.steps else f"needs {self.steps} values, has {has}"
+
+    def apply(self, record: Record) -> Finding | None:
+        sick = self.check(record)
+        if sick is None:
+            return None
+        return Finding(
+            rule=self.id,
+            level=sick.level,
+            title=self.title,
+            unit=self.unit,
+            healthy=self.healthy,
+            evidence=sick.evidence,
+            cause=sick.cause or self.cause,
+            remedy=sick.remedy or self.remedy,
+            kind=self.kind,
+        )

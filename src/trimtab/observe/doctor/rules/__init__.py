@@ -1,0 +1,8 @@
+"""The rules of `trimtab doctor RUN`, in the order in which they are told: what is learned first, then how fast."""
+
+from __future__ import annotations
+
+from trimtab.observe.doctor.rule import Rule
+from trimtab.observe.doctor.rules import learning, memory, policy, signal, speed
+
+RULES: tuple[Rule, ...] = (*learning.RULES, *signal.RULES, *policy.RULES, *speed.RULES, *memory.RULES)

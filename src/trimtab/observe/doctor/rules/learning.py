@@ -1,0 +1,142 @@
+"""Is it learning: reward, evaluation, and whether they say the same."""
+
+from __future__ import annotations
+
+from trimtab.observe.doctor.record import Record
+from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rules.common import REWARD, learned, reward_falls, reward_rises, spread
+from trimtab.observe.format import duration, number, percent
+
+SCORE = "eval/pass@1"
+
+
+def reward_falls_check(record: Record) -> Sick | None:
+    return Sick("bad", _reward_seen(record)) if reward_falls(record) else None
+
+
+def reward_flat(record: Record) -> Sick | None:
+    if reward_rises(record) or reward_falls(record) or learned(record):
+        return None
+    return Sick("warn", f"{_reward_seen(record)}; no rise that noise would not give")
+
+
+def _reward_seen(record: Record) -> str:
+    line, steps = record.trend("reward/mean"), len(record.values("reward/mean"))
+    apart = f"samples of a step differ by {number(spread(record))} (std)"
+    return f"{number(line.start)} to {number(line.end)} (fitted) over {steps} steps; {apart}"
+
+
+def eval_behind(record: Record) -> Sick | None:
+    """The mean of the last two evaluations against the first one, in standard errors."""
+    scores, rewards = record.points(SCORE), record.trend("reward/mean")
+    gain = rewards.change / spread(record) if spread(record) else 0.0
+    if not reward_rises(record) or gain < 0.5 or learned(record):
+        return None
+    error = max(record.now("eval/stderr") or 0.0, 1e-3)
+    moved = (scores[-2][1] + scores[-1][1]) / 2 - scores[0][1]
+    if moved > error:
+        return None
+    seen = (
+        f"reward {number(rewards.start)} to {number(rewards.end)}, {number(gain, 1)} std of a step's samples; pass@1 "
+        f"{percent(scores[0][1], 1)} at step {scores[0][0]}, {percent(scores[-1][1], 1)} at step {scores[-1][0]} "
+        f"(±{percent(error, 1)}), {len(scores)} evaluations"
+    )
+    return Sick("bad" if moved < -2 * error else "warn", seen)
+
+
+def eval_past_best(record: Record) -> Sick | None:
+    """Four standard errors of a difference: the best of many evaluations is lucky, too."""
+    scores = record.points(SCORE)
+    best, first, last = max(scores, key=lambda point: point[1]), scores[0], scores[-1]
+    error = max(record.now("eval/stderr") or 0.0, 1e-3) * 2**0.5
+    if best[1] - last[1] < 4 * error:
+        return None
+    seen = f"{percent(best[1], 1)} at step {best[0]}, {percent(last[1], 1)} at step {last[0]} (±{percent(error, 1)})"
+    if first[1] - last[1] < 4 * error:
+        return Sick("warn", seen)
+    began = f"{seen}; it began with {percent(first[1], 1)}" if first != best else seen
+    worse = "training has made the policy worse than it was before the first step"
+    return Sick("bad", began, worse, "lower learn.lr; check the reward against what evaluation counts as success")
+
+
+def stalled(record: Record) -> Sick | None:
+    """Twenty steps' time and a minute without a row; the longest step so far counts, as evaluations and checkpoints do."""
+    wanted, last = record.setting("learn.steps", 0), record.steps[-1]
+    usual = max(record.values("time/total"))
+    if record.finished or not wanted or last >= wanted or record.quiet_s < 60 + 20 * usual:
+        return None
+    resume = f"its newest checkpoint is {record.checkpoint}" if record.checkpoint else "it has no checkpoint yet"
+    seen = (
+        f"step {last} of {wanted}, then nothing for {duration(record.quiet_s)}; its longest step took {duration(usual)}"
+    )
+    return Sick("bad", f"{seen}; {resume}")
+
+
+RULES = (
+    Rule(
+        "stalled",
+        "no step for long",
+        unit="seconds",
+        healthy="a row of metrics every step until the last",
+        found_when="the run is not finished and wrote nothing for 20 times its longest step and a minute",
+        cause="it was killed (out of memory, a time limit), raised an error, or hangs",
+        remedy="read the end of its output; go on with trimtab train CONFIG --resume",
+        kind="safe",
+        check=stalled,
+        needs=("time/total",),
+        steps=1,
+    ),
+    Rule(
+        "reward_falls",
+        "reward falls",
+        unit="mean reward of a step",
+        healthy="rises over hundreds of steps, until success is above 85 %",
+        found_when="a trend downwards over the whole run, by a tenth of the std of a step's samples",
+        cause="updates too large, or pointing the wrong way: the learning rate, a sign in the reward, the engine's log-probs",
+        remedy="lower learn.lr; check the sign of each reward part; see entropy_collapse, kl_ref and mismatch",
+        kind="advice",
+        check=reward_falls_check,
+        needs=REWARD,
+        steps=20,
+    ),
+    Rule(
+        "reward_flat",
+        "reward does not rise",
+        unit="mean reward of a step",
+        healthy="rises over hundreds of steps, until success is above 85 %",
+        found_when="no trend over the whole run, which has at least 50 steps",
+        cause="prompts too hard or too easy, a learning rate too small, batches too small, or a reward that sees no difference",
+        remedy="read RUN/samples; take prompts the model solves sometimes; raise learn.lr or learn.prompts_per_step; "
+        "warm-start by supervised training; as a test that learning works at all, train on a few prompts",
+        kind="advice",
+        check=reward_flat,
+        needs=REWARD,
+        steps=50,
+    ),
+    Rule(
+        "eval_behind",
+        "reward rises, evaluation does not",
+        unit="pass@1 against mean reward",
+        healthy="they move together",
+        found_when="the reward rose by half a std of a step's samples, pass@1 by less than its standard error; bad where it fell",
+        cause="the reward is gamed, or the training prompts are learned by heart, or the two sets differ",
+        remedy="read RUN/samples for what is rewarded; tighten the reward; add data; start learn.kl.coef at 0.001",
+        kind="advice",
+        check=eval_behind,
+        needs=(SCORE, "reward/mean", "reward/std"),
+        steps=3,
+    ),
+    Rule(
+        "eval_past_best",
+        "evaluation is past its best",
+        unit="pass@1",
+        healthy="the last evaluation is among the best",
+        found_when="the last is four standard errors of a difference below the best; bad where it is so far below the first",
+        cause="training went on after the policy had begun to get worse",
+        remedy="trimtab export RUN FOLDER --checkpoint best; then fewer learn.steps or a smaller learn.lr",
+        kind="advice",
+        check=eval_past_best,
+        needs=(SCORE,),
+        steps=3,
+    ),
+)

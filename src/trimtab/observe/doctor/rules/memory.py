@@ -1,0 +1,175 @@
+"""Memory: too little left, too much left, leaks, and predictions that were wrong. GiB are 2^30 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from trimtab.observe.doctor.record import RECENT, Record
+from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rules.common import total
+from trimtab.observe.format import gib, number, percent
+
+TOTAL, HOST, RETRIES, OOMS = "memory/device_total_gib", "memory/host_gib", "memory/alloc_retries", "run/oom_recoveries"
+PREDICTION = "memory/predicted_over_measured"
+PEAKS = tuple(f"memory/{phase}_peak_gib" for phase in ("rollout", "score", "update", "optimizer"))
+
+
+def peak(record: Record) -> tuple[float, str] | None:
+    """The highest peak of recent steps, and the phase it was in."""
+    peaks = [(max(record.recent(name)), name.split("/")[1].split("_")[0]) for name in PEAKS if record.values(name)]
+    return max(peaks) if peaks else None
+
+
+def memory_tight(record: Record) -> Sick | None:
+    size, highest = record.now(TOTAL), peak(record)
+    if not size or highest is None or highest[0] / size <= 0.95:
+        return None
+    return Sick("warn", f"{gib(highest[0])} of {gib(size)} ({percent(highest[0] / size)}) in {highest[1]}")
+
+
+def memory_unused(record: Record) -> Sick | None:
+    """Free memory is no fault in itself: only where the run does something slower for want of it."""
+    size, highest = record.now(TOTAL), peak(record)
+    if not size or highest is None or highest[0] / size >= 0.6:
+        return None
+    spent = list(_savings(record))
+    if not spent:
+        return None
+    seen = f"{gib(highest[0])} of {gib(size)} ({percent(highest[0] / size)}) at the peak, in {highest[1]}; yet "
+    return Sick("warn", seen + ", ".join(spent))
+
+
+def _savings(record: Record) -> Iterable[str]:
+    """What the run does to save memory, and could do without."""
+    per_update = (record.now("run/microbatches") or 0.0) / record.updates_per_batch
+    if per_update >= 4 and (record.now("run/token_budget") or 0.0) < 16384:
+        yield f"{number(per_update, 1)} micro-batches an update"
+    if (
+        record.setting("run.checkpoint_activations", False)
+        or record.setting("run.checkpoint_activations", "") == "some"
+    ):
+        yield "activations are made again"
+    for what in ("optimizer", "reference", "activations"):
+        if record.setting(f"run.offload.{what}", False):
+            yield f"run.offload.{what} is on"
+    if total(record, "rollout/parked"):
+        yield "sequences are parked for want of KV memory"
+
+
+def oom_recoveries(record: Record) -> Sick | None:
+    points = record.points(OOMS)
+    hit = [step for step, value in points if value > 0]
+    if not hit:
+        return None
+    seen = f"{sum(value for _, value in points):.0f} in {len(hit)} of {len(points)} steps, the last in step {hit[-1]}"
+    return Sick("bad" if len(hit) > 0.05 * len(points) and len(hit) > 2 else "warn", seen)
+
+
+def alloc_retries(record: Record) -> Sick | None:
+    """A counter since the process began: it counts where it rises, and a fall is a resume."""
+    points = record.points(RETRIES)[-RECENT:]
+    rises = [(step, now - before) for (_, before), (step, now) in pairwise(points) if now > before]
+    if len(rises) < 2:
+        return None
+    return Sick("warn", f"{sum(more for _, more in rises):.0f} in {len(rises)} of the last {len(points)} steps")
+
+
+def prediction(record: Record) -> Sick | None:
+    now = record.now(PREDICTION) or 1.0
+    if 0.98 <= now <= 1.5:
+        return None
+    seen = f"{number(now, 2)} (median of {record.span(PREDICTION)})"
+    if now > 1:
+        return Sick("warn", seen, "the plan keeps memory free that nothing uses")
+    return Sick("warn", seen, "more is used than was planned for: the next longer batch may not fit")
+
+
+def host_leak(record: Record) -> Sick | None:
+    """A third of the run is left out at the beginning: caches fill. What remains must still rise at its end."""
+    values = record.values(HOST)
+    line, half = record.trend(HOST, skip=len(values) // 3), record.trend(HOST, skip=len(values) * 2 // 3)
+    if not line.rises(max(0.25, 0.1 * line.start)) or half.change < line.change / 3:
+        return None
+    steps = len(values) - len(values) // 3
+    a_thousand = f"{gib(1000 * line.change / steps)} a thousand steps"
+    seen = f"{gib(line.start)} to {gib(line.end)} (fitted) over the last {steps} steps: {a_thousand}"
+    return Sick("bad" if line.end > 2 * line.start else "warn", seen)
+
+
+RULES = (
+    Rule(
+        "oom_recoveries",
+        "ran out of device memory and recovered",
+        unit="recoveries",
+        healthy="0",
+        found_when="any; bad in more than 5 % of steps",
+        cause="micro-batches larger than the memory that is left; each recovery repeats work",
+        remedy="lower run.token_budget, or leave it on auto",
+        kind="safe",
+        check=oom_recoveries,
+        needs=(OOMS,),
+        steps=1,
+    ),
+    Rule(
+        "memory_tight",
+        "device memory nearly full",
+        unit="highest peak over the device's memory",
+        healthy="below 95 %",
+        found_when="above that in a phase of the last 20 steps",
+        cause="budgets at the limit: a longer batch will not fit",
+        remedy="lower run.token_budget or run.rollout.kv_memory by a tenth, or leave them on auto",
+        kind="safe",
+        check=memory_tight,
+        needs=(TOTAL,),
+    ),
+    Rule(
+        "memory_unused",
+        "device memory unused",
+        unit="highest peak over the device's memory",
+        healthy="above 60 %, or nothing that more memory would make faster",
+        found_when="below 60 % while small micro-batches, recomputation, offloading or parking save memory",
+        cause="budgets that were pinned too small, or planned for a device that was not free",
+        remedy="leave run.token_budget, run.checkpoint_activations, run.offload and run.rollout.kv_memory on auto, or raise them",
+        kind="safe",
+        check=memory_unused,
+        needs=(TOTAL,),
+    ),
+    Rule(
+        "alloc_retries",
+        "the allocator is out of memory and tries again",
+        unit="allocations that were repeated after freeing the cache",
+        healthy="0",
+        found_when="in two or more of the last 20 steps",
+        cause="memory nearly full, or in pieces: each retry waits for the device",
+        remedy="lower run.token_budget by a tenth to a quarter; PYTORCH_ALLOC_CONF=expandable_segments:True",
+        kind="safe",
+        check=alloc_retries,
+        needs=(RETRIES,),
+    ),
+    Rule(
+        "prediction",
+        "memory was predicted wrongly",
+        unit="predicted over measured peak",
+        healthy="0.98 to 1.5",
+        found_when="the median of the last 20 steps is outside that",
+        cause="a model or a device that the plan does not know well",
+        remedy="pin run.token_budget for now, and report model, device and this number",
+        kind="safe",
+        check=prediction,
+        needs=(PREDICTION,),
+    ),
+    Rule(
+        "host_leak",
+        "host memory grows without end",
+        unit="GiB of the process tree",
+        healthy="steady after the first third of the run",
+        found_when="rises by a tenth and 0.25 GiB over the last two thirds, and still at the end; bad where it doubled",
+        cause="a leak, most often in a reward function that keeps what it has seen (a cache, a client, a log)",
+        remedy="watch the reward workers' memory (ps); bound their caches; the run can be stopped and resumed meanwhile",
+        kind="safe",
+        check=host_leak,
+        needs=(HOST,),
+        steps=60,
+    ),
+)

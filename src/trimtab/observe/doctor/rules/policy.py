@@ -1,0 +1,275 @@
+"""Is the policy sound: entropy, KL, ratio, clipping, gradients, and whether engine and trainer agree. Nats per token throughout.
+
+Three distances are told apart: KL to the reference (kl_ref), KL to the policy that sampled (kl_old), and the engine's distance
+from the trainer, which is measured as the mean absolute difference of log-probs and not as a KL.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from trimtab.observe.doctor.record import RECENT, Record
+from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rules.common import (
+    learned,
+    on_policy,
+    reward_falls,
+    reward_rises,
+    reward_words,
+)
+from trimtab.observe.format import number, percent
+
+ENTROPY, KL_REF, KL_OLD, RATIO = "policy/entropy", "policy/kl_ref", "policy/kl_old", "policy/ratio_mean"
+CLIPPED, NORM, GAP, SKIPPED = "policy/clip_fraction", "policy/grad_norm", "rollout/logprob_gap", "run/skipped_updates"
+CLIP_LIMITS = {"clip": (0.1, 0.3), "cispo": (0.05, 0.2), "gspo": (0.5, 0.8)}
+"""Share of clipped tokens that is too much, and far too much, by loss: GSPO's bounds are so tight that a seventh is usual."""
+
+
+def entropy_collapse(record: Record) -> Sick | None:
+    """A policy that has learned its task is sure of itself, too: a collapse is a low entropy with the reward still wanting."""
+    early, now = record.early(ENTROPY) or 0.0, record.now(ENTROPY) or 0.0
+    recent = record.recent("reward/mean", 3 * RECENT)
+    stuck = not reward_rises(record) or (
+        len(recent) == 3 * RECENT and median(recent[-RECENT:]) <= median(recent[:RECENT])
+    )
+    if now > 0.25 * early or now > 0.3 or learned(record) or not stuck or not record.trend(ENTROPY).falls():
+        return None
+    seen = f"{number(early)} to {number(now, 4)} nats over {record.span(ENTROPY)}; {reward_words(record)}"
+    return Sick("bad" if now < 0.05 * early and not reward_rises(record) else "warn", seen)
+
+
+def entropy_explosion(record: Record) -> Sick | None:
+    line = record.trend(ENTROPY)
+    if not line.rises(max(0.3, line.start)) or reward_rises(record):
+        return None
+    seen = f"{number(line.start)} to {number(line.end)} nats (fitted); {reward_words(record)}"
+    return Sick("bad" if reward_falls(record) else "warn", seen)
+
+
+def kl_to_reference(record: Record) -> Sick | None:
+    """KL that rises with the reward is what learning costs; KL that rises alone buys nothing."""
+    now, line = record.now(KL_REF) or 0.0, record.trend(KL_REF)
+    if now <= 0.15 or not line.rises(0.05) or reward_rises(record):
+        return None
+    seen = (
+        f"{number(line.start, 4)} to {number(line.end, 4)} nats (fitted), now {number(now, 4)}; {reward_words(record)}"
+    )
+    return Sick("bad" if reward_falls(record) or now > 1.0 else "warn", seen)
+
+
+def step_size(record: Record) -> Sick | None:
+    now = record.now(KL_OLD) or 0.0
+    if now <= 0.02:
+        return None
+    seen = f"{number(now, 4)} nats (median of {record.span(KL_OLD)}), {record.updates_per_batch} updates a batch"
+    return Sick("bad" if now > 0.1 else "warn", seen)
+
+
+def ratio(record: Record) -> Sick | None:
+    recent = record.recent(RATIO)
+    if record.updates_per_batch == 1:
+        off = max(recent, key=lambda value: abs(value - 1))
+        if abs(off - 1) < 1e-3:
+            return None
+        why = "with one update a batch it is 1 by construction: log-probs of the update are not those of the step"
+        return Sick("bad", f"{number(off, 5)} over {record.span(RATIO)}", why, "this is a defect: please report it")
+    off = abs(median(recent) - 1)
+    if off <= 0.1:
+        return None
+    return Sick("bad" if off > 0.5 else "warn", f"{number(median(recent))} (median of {record.span(RATIO)})")
+
+
+def clipping(record: Record) -> Sick | None:
+    loss = record.setting("learn.loss", "clip")
+    much, far_too_much = CLIP_LIMITS.get(loss, CLIP_LIMITS["clip"])
+    now = record.now(CLIPPED) or 0.0
+    if now <= much:
+        return None
+    seen = (
+        f"{percent(now, 1)} of tokens (median of {record.span(CLIPPED)}); for the loss {loss}, {percent(much)} is much"
+    )
+    return Sick("bad" if now > far_too_much else "warn", seen)
+
+
+def gradient_spikes(record: Record) -> Sick | None:
+    """Against the twenty steps before each; a lognormal noise of factor two makes less than one in a hundred runs look so."""
+    points = record.points(NORM)
+    spikes = [
+        (step, value)
+        for at, (step, value) in enumerate(points)
+        if at >= RECENT and value > 10 * median(before for _, before in points[at - RECENT : at]) > 0
+    ]
+    late = [spike for spike in spikes if spike[0] > points[-1][0] - 100]
+    early, now = record.early(NORM) or 0.0, record.now(NORM) or 0.0
+    if now > 10 * early > 0 and record.trend(NORM).rises():
+        return Sick("bad", f"grew from {number(early)} to {number(now)} (medians of the first and the last steps)")
+    if len(late) < 3:
+        return None
+    some = ", ".join(f"{number(value)} at step {step}" for step, value in late[-3:])
+    return Sick("warn", f"{len(late)} of the last 100 steps above ten times the median before: {some}")
+
+
+def gradient_drop(record: Record) -> Sick | None:
+    """The last ten steps all below the forty before. Groups that lost their signal explain it, and have a rule of their own."""
+    values = record.values(NORM)
+    before, last = values[-50:-10], values[-10:]
+    lost_signal = (record.trend("reward/zero_std_groups").change > 0.1) or learned(record)
+    if median(last) > median(before) / 3 or max(last) > sorted(before)[len(before) // 10] or lost_signal:
+        return None
+    return Sick(
+        "warn", f"median {number(median(before), 4)} before, {number(median(last), 4)} in {record.span(NORM, 10)}"
+    )
+
+
+def skipped(record: Record) -> Sick | None:
+    places = [step for step, value in record.points(SKIPPED) if value > 0]
+    if not places:
+        return None
+    many = len(places) > 0.01 * len(record.values(SKIPPED)) and len(places) > 1
+    seen = f"{len(places)} of {len(record.values(SKIPPED))} steps had an update that was not applied, the last step {places[-1]}"
+    return Sick("bad" if many else "warn", seen)
+
+
+def mismatch(record: Record) -> Sick | None:
+    """Mean |difference of log-probs|. In bfloat16 0.01 to 0.05 is rounding (docs/log.md); in float32 1e-7 is."""
+    kind, much, far_too_much = ("bfloat16", 0.08, 0.2) if record.half_precision else ("float32", 1e-3, 1e-2)
+    now, line = record.now(GAP) or 0.0, record.trend(GAP)
+    grows = line.rises(max(abs(line.start), much / 8))
+    if now <= much and not grows:
+        return None
+    seen = f"{number(now, 5)} nats (median of {record.span(GAP)}), {kind}"
+    if grows:
+        seen += f"; grew from {number(line.start, 5)} to {number(line.end, 5)} (fitted)"
+    return Sick("bad" if now > far_too_much else "warn", seen)
+
+
+RULES = (
+    Rule(
+        "entropy_collapse",
+        "entropy collapses before the task is learned",
+        unit="nats per token",
+        healthy="falls with rising reward; not to a quarter of its beginning while success is below 85 %",
+        found_when="below 0.3 and below 25 % of its beginning, and the reward no longer rises; bad below 5 %",
+        cause="symmetric clipping, a high learning rate, many updates a batch, or a low sampling temperature",
+        remedy="learn.clip.high 0.28 (DAPO); lower learn.lr; fewer updates a batch; temperature 1; a small learn.entropy_coef",
+        kind="advice",
+        check=entropy_collapse,
+        needs=(ENTROPY, "reward/mean"),
+        steps=30,
+    ),
+    Rule(
+        "entropy_explosion",
+        "entropy explodes",
+        unit="nats per token",
+        healthy="falls or stays",
+        found_when="the fitted entropy doubled and rose by 0.3 while the reward did not rise; bad where it fell",
+        cause="a learning rate too high, an entropy bonus too large, or engine and trainer that disagree",
+        remedy="lower learn.entropy_coef or learn.lr; see the rule mismatch",
+        kind="advice",
+        check=entropy_explosion,
+        needs=(ENTROPY, "reward/mean"),
+        steps=20,
+    ),
+    Rule(
+        "kl_ref",
+        "drifts from the reference and gains nothing",
+        unit="KL to the reference, nats per token",
+        healthy="below 0.15, or rising with the reward",
+        found_when="above 0.15 and rising while the reward does not; bad where it falls, or above 1",
+        cause="a learning rate too high, too many updates a batch, or a reward that is gamed",
+        remedy="raise learn.kl.coef; lower learn.lr; learn.max_grad_norm 0.5",
+        kind="advice",
+        check=kl_to_reference,
+        needs=(KL_REF, "reward/mean"),
+        steps=20,
+    ),
+    Rule(
+        "kl_old",
+        "steps too large",
+        unit="KL to the policy that sampled, nats per token",
+        healthy="below 0.02 (0 with one update a batch)",
+        found_when="the median of the last 20 steps is above 0.02; bad above 0.1",
+        cause="a learning rate too high, or too many updates on one batch",
+        remedy="lower learn.lr, learn.updates_per_step or learn.epochs_per_step",
+        kind="advice",
+        check=step_size,
+        needs=(KL_OLD,),
+        unless=on_policy,
+    ),
+    Rule(
+        "ratio",
+        "policy ratio away from 1",
+        unit="mean ratio, new over old probability",
+        healthy="1 with one update a batch; 0.9 to 1.1 with more",
+        found_when="the median of the last 20 steps is outside that; bad beyond 0.5 to 1.5, and with one update beyond 0.1 %",
+        cause="updates too drastic, or old log-probs that are not the old policy's",
+        remedy="fewer updates a batch; lower learn.lr; learn.old_logprobs: trainer",
+        kind="advice",
+        check=ratio,
+        needs=(RATIO,),
+    ),
+    Rule(
+        "clipping",
+        "much is clipped",
+        unit="share of tokens whose ratio is clipped (not truncation)",
+        healthy="0 with one update a batch; below 10 % with more; up to 50 % is usual for GSPO",
+        found_when="above 10 % (cispo 5 %, gspo 50 %), median of the last 20 steps; bad above 30 % (20 %, 80 %)",
+        cause="a learning rate too high, or too many updates on one batch",
+        remedy="lower learn.lr; fewer learn.updates_per_step or learn.epochs_per_step",
+        kind="advice",
+        check=clipping,
+        needs=(CLIPPED,),
+        unless=on_policy,
+    ),
+    Rule(
+        "gradient_spikes",
+        "gradient norm spikes",
+        unit="gradient norm before clipping",
+        healthy="steady within a factor of a few",
+        found_when="3 of the last 100 steps above ten times the median of the 20 before; bad where it grew tenfold for good",
+        cause="a few odd samples, a learning rate too high, or engine and trainer that disagree",
+        remedy="lower learn.lr; learn.max_grad_norm 0.5; read RUN/samples of those steps",
+        kind="advice",
+        check=gradient_spikes,
+        needs=(NORM,),
+        steps=25,
+    ),
+    Rule(
+        "gradient_drop",
+        "gradient norm drops suddenly",
+        unit="gradient norm before clipping",
+        healthy="steady within a factor of a few",
+        found_when="the last 10 steps are a third of the 40 before or less, and groups have not lost their signal",
+        cause="it has been seen ahead of a collapse: the policy repeats itself, or rewards stopped to differ within groups",
+        remedy="read RUN/samples of the last steps; evaluate; go back to an earlier checkpoint if they are worse",
+        kind="advice",
+        check=gradient_drop,
+        needs=(NORM,),
+        steps=50,
+    ),
+    Rule(
+        "skipped_updates",
+        "gradients are not finite",
+        unit="steps with a skipped update",
+        healthy="none",
+        found_when="any; bad where it is more than one, and more than 1 % of steps",
+        cause="overflow: a learning rate too high, ratios that explode, or weights that went astray",
+        remedy="lower learn.lr; check the ratio and the mismatch; resume from a checkpoint before the first of them",
+        kind="advice",
+        check=skipped,
+        needs=(SKIPPED,),
+        steps=1,
+    ),
+    Rule(
+        "mismatch",
+        "engine and trainer disagree",
+        unit="mean |log-prob of the engine - of the trainer|, nats per token",
+        healthy="bfloat16: below 0.08 (dense models 0.01 to 0.05); float32: below 0.001; steady",
+        found_when="above that, or doubled; bad above 0.2 (float32: 0.01)",
+        cause="rounding that grows with the weights, mixture-of-experts routing, or weights the engine does not have",
+        remedy="learn.importance.level: token (truncated correction); model.dtype: float32 as a test; if it jumps, report it",
+        kind="advice",
+        check=mismatch,
+        needs=(GAP,),
+    ),
+)

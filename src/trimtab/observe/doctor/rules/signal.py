@@ -1,0 +1,191 @@
+"""What there is to learn from: groups with signal, rewards that fail or dawdle, responses that are cut, grow or vanish."""
+
+from __future__ import annotations
+
+from trimtab.observe.doctor.finding import Level
+from trimtab.observe.doctor.record import Record
+from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rules.common import (
+    learned,
+    reward_falls,
+    reward_rises,
+    reward_words,
+    success_rate,
+    total,
+)
+from trimtab.observe.format import duration, number, percent
+
+LENGTH, CUT, ZERO = "response/length_mean", "response/truncated", "reward/zero_std_groups"
+
+
+def zero_signal(record: Record) -> Sick | None:
+    """Compared with what one success rate for all prompts would give, p^G + (1-p)^G: the least that is possible."""
+    share = record.mean(ZERO) or 0.0
+    if share <= (0.9 if learned(record) else 0.7 if reward_rises(record) else 0.5):
+        return None
+    rate, size = success_rate(record), record.setting("learn.samples_per_prompt", 0)
+    seen = f"{percent(share)} of groups over {record.span(ZERO)}"
+    level: Level = "bad" if share > 0.9 and not learned(record) else "warn"
+    if share > 0.999 and not total(record, "reward/std"):
+        broken = "every sample has the same reward: the reward is constant, or does not see the answer"
+        return Sick("bad", seen, broken, "call the reward by hand on two completions of RUN/samples that should differ")
+    if rate is None or not size:
+        return Sick(level, seen)
+    least = rate**size + (1 - rate) ** size
+    seen += f"; with {percent(rate)} success and groups of {size}, {percent(least)} is the least possible"
+    if share < least + 0.15:
+        side = "hard" if rate < 0.5 else "easy"
+        return Sick(level, seen, f"prompts are too {side} for groups of {size}")
+    return Sick(level, seen, "prompts differ: some are always solved, some never")
+
+
+def refills(record: Record) -> Sick | None:
+    most, now = record.setting("learn.dynamic_sampling.max_refills", 0), record.mean("rollout/refills") or 0.0
+    if not most or now < 0.8 * most:
+        return None
+    return Sick("warn", f"{number(now, 1)} of {most} refills a step over {record.span('rollout/refills')}")
+
+
+def _unfiltered(record: Record) -> str | None:
+    return None if record.setting("learn.dynamic_sampling.enabled", False) else "no dynamic sampling"
+
+
+def reward_failed(record: Record) -> Sick | None:
+    failed, samples = total(record, "reward/failed"), total(record, "run/samples")
+    share = failed / samples if samples else 0.0
+    if share <= 0.01:
+        return None
+    seen = f"{failed:.0f} of {samples:.0f} samples ({percent(share, 1)}) over {record.span('reward/failed')}"
+    return Sick("bad" if share > 0.05 else "warn", seen)
+
+
+def reward_deadline(record: Record) -> Sick | None:
+    parts = record.settings.get("reward")
+    limits = [part.get("timeout_s") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    known = [limit for limit in limits if isinstance(limit, int | float)]
+    slowest = max(record.recent("reward/latency_max_s"))
+    if not known or slowest < 0.5 * max(known):
+        return None
+    return Sick("warn", f"the slowest call took {duration(slowest)}, its deadline is {duration(float(max(known)))}")
+
+
+def truncation(record: Record) -> Sick | None:
+    now, line = record.mean(CUT) or 0.0, record.trend(CUT)
+    rising = line.rises(0.03)
+    if now <= 0.05 and not (rising and now > 0.02):
+        return None
+    limit = record.setting("learn.max_new_tokens", 0)
+    seen = f"{percent(now, 1)} of responses over {record.span(CUT)}" + (f", at {limit} tokens" if limit else "")
+    if rising:
+        seen += f"; rose from {percent(line.start, 1)} to {percent(line.end, 1)} (fitted)"
+    return Sick("bad" if now > 0.2 and not reward_rises(record) else "warn", seen)
+
+
+def length_grows(record: Record) -> Sick | None:
+    line = record.trend(LENGTH)
+    if not line.rises(0.5 * max(line.start, 1.0)) or reward_rises(record):
+        return None
+    seen = f"{number(line.start, 1)} to {number(line.end, 1)} tokens (fitted); {reward_words(record)}"
+    return Sick("bad" if reward_falls(record) else "warn", seen)
+
+
+def length_collapses(record: Record) -> Sick | None:
+    line, early, now = record.trend(LENGTH), record.early(LENGTH) or 0.0, record.now(LENGTH) or 0.0
+    if not line.sure or now > 0.4 * early or reward_rises(record):
+        return None
+    seen = f"{number(early, 1)} to {number(now, 1)} tokens; {reward_words(record)}"
+    return Sick("bad" if reward_falls(record) else "warn", seen)
+
+
+RULES = (
+    Rule(
+        "zero_signal",
+        "groups without signal",
+        unit="share of groups whose rewards are all equal",
+        healthy="below 50 %; below 70 % while the reward rises, 90 % once success is above 85 %",
+        found_when="the mean of the last 20 steps is above that; bad above 90 % before the task is learned",
+        cause="prompts that are always or never solved, a constant reward, or samples that are all the same",
+        remedy="take prompts of fitting difficulty; raise learn.samples_per_prompt; turn on learn.dynamic_sampling.enabled; "
+        "sample at temperature 1",
+        kind="advice",
+        check=zero_signal,
+        needs=(ZERO,),
+    ),
+    Rule(
+        "refills",
+        "dynamic sampling finds too few prompts",
+        unit="refills a step",
+        healthy="well below learn.dynamic_sampling.max_refills",
+        found_when="80 % of the allowed refills are used on average over the last 20 steps",
+        cause="most groups have no signal, so most of what is generated is thrown away",
+        remedy="take prompts of fitting difficulty, or larger groups (learn.samples_per_prompt)",
+        kind="advice",
+        check=refills,
+        needs=("rollout/refills",),
+        unless=_unfiltered,
+    ),
+    Rule(
+        "reward_failed",
+        "rewards fail",
+        unit="share of samples without a reward",
+        healthy="below 1 %",
+        found_when="more than 1 % over the last 20 steps; bad above 5 %",
+        cause="the reward raises or times out on some completions; what is left is a biased sample",
+        remedy="find the failures in RUN/samples (field `failure`) and handle them in the reward; raise the part's timeout_s if "
+        "they are timeouts",
+        kind="advice",
+        check=reward_failed,
+        needs=("reward/failed", "run/samples"),
+    ),
+    Rule(
+        "reward_deadline",
+        "rewards close to their deadline",
+        unit="seconds of the slowest call",
+        healthy="below half of the part's timeout_s",
+        found_when="a call of the last 20 steps took longer than half of the longest deadline",
+        cause="calls that take longer still are ended, and their samples dropped: those are not random ones",
+        remedy="make the reward faster, or raise the part's timeout_s",
+        kind="advice",
+        check=reward_deadline,
+        needs=("reward/latency_max_s",),
+    ),
+    Rule(
+        "truncation",
+        "responses are cut off",
+        unit="share of responses that reach learn.max_new_tokens (not PPO's clipping)",
+        healthy="below 5 % and not rising",
+        found_when="above 5 % over the last 20 steps, or rising by 3 points to above 2 %; bad above 20 % "
+        "while the reward does not rise",
+        cause="learn.max_new_tokens too small, no stop token learned or set, or length that is rewarded",
+        remedy="raise learn.max_new_tokens (memory is planned again); set learn.sampling.stop; or learn.overlong, a soft penalty",
+        kind="advice",
+        check=truncation,
+        needs=(CUT,),
+    ),
+    Rule(
+        "length_grows",
+        "responses grow and gain nothing",
+        unit="tokens a response",
+        healthy="steady, or growing with the reward",
+        found_when="the fitted length grew by half while the reward did not rise; bad where it fell",
+        cause="a loss that favours length (learn.aggregate: sequence_mean), or a reward that does",
+        remedy="learn.aggregate token_mean or constant; learn.overlong",
+        kind="advice",
+        check=length_grows,
+        needs=(LENGTH, "reward/mean"),
+        steps=20,
+    ),
+    Rule(
+        "length_collapses",
+        "responses shrink and gain nothing",
+        unit="tokens a response",
+        healthy="steady, or shrinking while the reward rises",
+        found_when="less than 40 % of the early length is left while the reward did not rise; bad where it fell",
+        cause="ending at once became the best answer: a bug in the reward, or updates that are too large",
+        remedy="read RUN/samples; check what the reward gives an empty answer; lower learn.lr",
+        kind="advice",
+        check=length_collapses,
+        needs=(LENGTH, "reward/mean"),
+        steps=20,
+    ),
+)

@@ -1,0 +1,241 @@
+"""Where the time goes: shares of a step, what holds rollout or the update back, and whether the run slows down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+
+from trimtab.observe.doctor.record import Record
+from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rules.common import total
+from trimtab.observe.format import count, duration, number, percent
+
+SPEED = "rollout/tokens_per_s"
+
+
+def _share(phase: str, limit: float, least_s: float = 0.05) -> Callable[[Record], Sick | None]:
+    """A check of a phase's share of all time; phases of a few milliseconds are nobody's trouble."""
+
+    def check(record: Record) -> Sick | None:
+        share, mean_s = record.share_of_time(phase) or 0.0, fmean(record.values(f"time/{phase}"))
+        if share <= limit or mean_s < least_s:
+            return None
+        return Sick("warn", f"{percent(share)} of all time, {duration(mean_s)} a step over {len(record.steps)} steps")
+
+    return check
+
+
+def occupancy(record: Record) -> float | None:
+    """Share of decode slots in use that could have been: slots beyond a step's samples cannot. None: refills hide it."""
+    raw, samples = record.now("rollout/batch_occupancy"), record.now("run/samples")
+    slots = record.setting("run.rollout.max_sequences", 0)
+    if raw is None or not samples or not slots or total(record, "rollout/refills"):
+        return None
+    return min(1.0, raw * slots / min(slots, samples))
+
+
+def rollout_share(record: Record) -> Sick | None:
+    share = record.share_of_time("rollout") or 0.0
+    if share <= 0.7:
+        return None
+    seen = f"{percent(share)} of all time over {len(record.steps)} steps, {count(record.now(SPEED))} tokens/s"
+    used, longest = occupancy(record), record.now("response/length_max")
+    if used is not None and used < 0.5:
+        mean = record.now("response/length_mean")
+        seen += f"; slots {percent(used)} full, mean {count(mean)} and longest {count(longest)} tokens"
+        return Sick("warn", seen, "a tail: most of the time a few long responses decode alone")
+    if total(record, "rollout/parked"):
+        return Sick("warn", seen, "KV memory is short: see the rule kv_short")
+    return Sick("warn", seen)
+
+
+def kv_short(record: Record) -> Sick | None:
+    parked, samples = total(record, "rollout/parked"), total(record, "run/samples")
+    if not samples or parked / samples <= 0.02:
+        return None
+    use = f", KV cache {percent(record.now('rollout/kv_usage'))} full at its fullest"
+    span = record.span("rollout/parked")
+    return Sick("warn", f"{parked:.0f} times for {samples:.0f} samples over {span}{use}")
+
+
+def decode_graphs(record: Record) -> Sick | None:
+    share = record.now("rollout/graph_share") or 0.0
+    if share >= 0.9:
+        return None
+    return Sick("warn", f"{percent(share)} of decode steps (median of {record.span('rollout/graph_share')})")
+
+
+def _on_cpu(record: Record) -> str | None:
+    return None if record.on_cuda else "runs on a CPU"
+
+
+def small_microbatches(record: Record) -> Sick | None:
+    """Room is known only where the device's size is; without it the numbers alone decide."""
+    per_update = (record.now("run/microbatches") or 0.0) / record.updates_per_batch
+    budget, room = record.now("run/token_budget") or 0.0, _used_memory(record)
+    if budget >= 8192 or per_update < 4 or (room is not None and room > 0.8):
+        return None
+    seen = f"{number(per_update, 1)} micro-batches an update, of at most {budget:.0f} tokens"
+    return Sick("warn", seen if room is None else f"{seen}; {percent(room)} of the device's memory is used at the peak")
+
+
+def _used_memory(record: Record) -> float | None:
+    size, peak = record.now("memory/device_total_gib"), record.now("memory/update_peak_gib")
+    return peak / size if size and peak else None
+
+
+def packing(record: Record) -> Sick | None:
+    """With few micro-batches an even split is what leaves room; with many it is sequences that do not fit side by side."""
+    fill, per_update = (
+        record.now("run/packing_fill") or 1.0,
+        (record.now("run/microbatches") or 0) / record.updates_per_batch,
+    )
+    if fill >= 0.7 or per_update < 4:
+        return None
+    return Sick(
+        "warn", f"{percent(fill)} full (median of {record.span('run/packing_fill')}), {per_update:.0f} an update"
+    )
+
+
+def slows_down(record: Record) -> Sick | None:
+    line, length = record.trend(SPEED), record.trend("response/length_mean")
+    if not line.falls(0.35 * line.start):
+        return None
+    seen = f"{count(line.start)} to {count(line.end)} tokens/s (fitted) over {len(record.values(SPEED))} steps"
+    if length.rises(0.3 * length.start):
+        longer = f"{seen}; responses grew from {number(length.start, 1)} to {number(length.end, 1)} tokens"
+        return Sick("warn", longer, "longer responses: more KV to read a token, and a longer tail")
+    if length.falls(0.3 * length.start):
+        shorter = f"{seen}; responses shrank from {number(length.start, 1)} to {number(length.end, 1)} tokens"
+        return Sick("warn", shorter, "shorter responses: prompts and the start of a call weigh more")
+    return Sick("warn", seen)
+
+
+RULES = (
+    Rule(
+        "rollout_share",
+        "most of the time goes into rollout",
+        unit="share of all time",
+        healthy="40 to 70 %",
+        found_when="above 70 %",
+        cause="decoding itself: little else is done with so many tokens a step",
+        remedy="a smaller learn.max_new_tokens or learn.overlong against the tail; more prompts a step fill the slots",
+        kind="advice",
+        check=rollout_share,
+        needs=("time/rollout", "time/total"),
+    ),
+    Rule(
+        "kv_short",
+        "sequences are parked: KV memory is short",
+        unit="times a sequence lost its KV, a sample",
+        healthy="0",
+        found_when="more than 2 % of samples over the last 20 steps",
+        cause="the KV cache does not hold what decodes at a time, so prompts and responses are prefilled again",
+        remedy="raise run.rollout.kv_memory, or leave it and run.rollout.lend_memory on auto; "
+        "or lower run.rollout.max_sequences",
+        kind="safe",
+        check=kv_short,
+        needs=("rollout/parked", "run/samples"),
+    ),
+    Rule(
+        "decode_graphs",
+        "decodes without CUDA graphs",
+        unit="share of decode steps that replay a graph",
+        healthy="above 90 % on a GPU",
+        found_when="below that, median of the last 20 steps",
+        cause="the model has layers that wait for the host; the start card says which",
+        remedy="an architecture whose layers are known is faster; nothing to set",
+        kind="advice",
+        check=decode_graphs,
+        needs=("rollout/graph_share",),
+        unless=_on_cpu,
+    ),
+    Rule(
+        "reward_share",
+        "waits for rewards",
+        unit="share of all time",
+        healthy="below 15 %",
+        found_when="above that",
+        cause="slow reward calls that outlast the decoding they overlap with",
+        remedy="raise run.reward_workers; make the slowest call faster (reward/latency_max_s)",
+        kind="safe",
+        check=_share("reward", 0.15),
+        needs=("time/reward", "time/total"),
+    ),
+    Rule(
+        "small_microbatches",
+        "micro-batches too small for the device",
+        unit="tokens of a micro-batch",
+        healthy="8,192 and more on a GPU, or one micro-batch an update",
+        found_when="run.token_budget below 8,192, 4 or more micro-batches an update, and memory not nearly full",
+        cause="a token budget that was pinned low, or planned when memory was taken by something else",
+        remedy="raise run.token_budget, or leave it on auto",
+        kind="safe",
+        check=small_microbatches,
+        needs=("run/microbatches", "run/token_budget"),
+        unless=_on_cpu,
+    ),
+    Rule(
+        "packing",
+        "micro-batches are not full",
+        unit="tokens of a micro-batch over run.token_budget",
+        healthy="above 90 %; above 70 % at the least",
+        found_when="below 70 % with 4 or more micro-batches an update",
+        cause="sequences of more than half the budget: no two of them fit into one micro-batch",
+        remedy="raise run.token_budget to a few of the longest sequences",
+        kind="safe",
+        check=packing,
+        needs=("run/packing_fill", "run/microbatches"),
+    ),
+    Rule(
+        "idle",
+        "time that belongs to no phase",
+        unit="share of all time",
+        healthy="below 5 %",
+        found_when="above that, and more than 50 ms a step",
+        cause="the host is busy elsewhere: writing samples to a slow disk, other processes, a debugger",
+        remedy="look at RUN/trace.json; a local disk for observe.dir; a larger observe.samples_every",
+        kind="safe",
+        check=_share("idle", 0.05),
+        needs=("time/idle", "time/total"),
+    ),
+    Rule(
+        "checkpoint_share",
+        "checkpoints take long",
+        unit="share of all time",
+        healthy="below 10 %",
+        found_when="above that",
+        cause="a slow disk, or checkpoints too often (each new best by evaluation is one, too)",
+        remedy="a larger observe.checkpoint_every; a local disk for observe.dir",
+        kind="safe",
+        check=_share("checkpoint", 0.10),
+        needs=("time/checkpoint", "time/total"),
+        steps=10,
+    ),
+    Rule(
+        "eval_share",
+        "evaluation takes long",
+        unit="share of all time",
+        healthy="below 20 %",
+        found_when="above that",
+        cause="many evaluation prompts or samples for so short a run",
+        remedy="a larger observe.eval_every; a smaller eval.limit",
+        kind="safe",
+        check=_share("eval", 0.20),
+        needs=("time/eval", "time/total"),
+        steps=20,
+    ),
+    Rule(
+        "slows_down",
+        "rollout slows down",
+        unit="tokens per second of rollout",
+        healthy="steady, for responses of the same length",
+        found_when="the fitted speed fell by more than 35 % over the run, which has at least 40 steps",
+        cause="something else uses the machine, a GPU that throttles, or memory that fills up",
+        remedy="look at the machine with trimtab doctor; end what else runs on it; check temperature and power limit",
+        kind="safe",
+        check=slows_down,
+        needs=(SPEED,),
+        steps=40,
+    ),
+)
