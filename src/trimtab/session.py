@@ -29,14 +29,17 @@ from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
 from trimtab.model.shapes import layer_shapes
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
+from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import Sinks
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.auto import Choice, Facts, free_memory, physical_cores, pick_device, resolve_run
+from trimtab.recovery import open_guard
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.native.arena import why_not_lendable
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
 from trimtab.work import Inputs as Inputs
 from trimtab.work import Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
@@ -64,6 +67,8 @@ class Session:
     timeline: Timeline
     sinks: Sinks
     meter: MemoryMeter
+    guard: Guard
+    host: HostWatch
 
 
 @dataclass
@@ -167,6 +172,7 @@ def open_session(
         config, folder, state, checkpoint is not None, work.tokenizer, policy, reference, engine, updater, ready.scorer,
         stream, work.eval.prompts, console, timeline, sinks,
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
+        open_guard(updater, engine, state, console, timeline, longest), HostWatch(console.warn),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 
 from trimtab.config.run import Offload, Rollout, Run
 from trimtab.errors import ConfigError, Problem
+from trimtab.model.memory import host_memory
 from trimtab.update.conveyor import SLOTS
 from trimtab.update.optimizer import PIECE
 
@@ -77,7 +78,7 @@ def pick_reward_workers(run: Run) -> int:
 def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return host_memory()[1]
 
 
 def physical_cores() -> int:
