@@ -25,7 +25,7 @@ GIB = 2**30
 CHUNK_FLOOR = 128
 """Tokens whose logits make one tile of a product: below, time is lost and hardly any memory won."""
 SHRINK = 0.7
-"""Of a micro-batch that did not fit. Halving costs more speed than it wins memory (docs/architecture.md)."""
+"""Of a micro-batch that did not fit: halving would often give up more than was missing."""
 LEAST_PIECE = 2**20
 
 
