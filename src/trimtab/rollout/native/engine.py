@@ -105,8 +105,8 @@ class NativeEngine:
         self._prefills: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         """When the device began and ended each prefill of this call."""
         self._lends, self._lent, self._generating = lend_memory, False, False
-        self._retreating = False
-        """Decoding ran out of memory: when all that was launched has been looked at, sequences are parked."""
+        self._too_many = 0
+        """Sequences that could not decode together: when all that was launched has been looked at, they are parked."""
         self._decoder = self._make_decoder(shapes)
         if lend_memory and (reason := getattr(self._decoder, "not_lendable", "")):
             raise EngineError(f"run.rollout.lend_memory: memory cannot be lent here, {reason}; write auto or false")
@@ -232,7 +232,7 @@ class NativeEngine:
                     ended = self._harvest(work, rows, stops, rounds.popleft())
         finally:
             self._release(work)
-            self._generating = self._retreating = False
+            self._generating, self._too_many = False, 0
         self.stats.prefill_s += sum(a.elapsed_time(b) for a, b in self._prefills) / 1e3
         self.stats.decode_s = time.perf_counter() - began - callers - self.stats.prefill_s
         self.stats.cached_prefix_tokens = work.cached_tokens
@@ -257,7 +257,7 @@ class NativeEngine:
         self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request], stops: StopStrings, more: bool
     ) -> _Round | None:
         """Give the device a round of work; None where there is none before earlier rounds (`more`) have been looked at."""
-        if self._retreating:
+        if self._too_many:
             if more:
                 return None
             self._retreat(work)
@@ -353,11 +353,11 @@ class NativeEngine:
 
     def _retreat(self, work: plan.Scheduler) -> None:
         """Park all that runs and let fewer run at a time: whatever the failed steps did to their rows is forgotten."""
-        self._retreating = False
-        before, self.max_sequences = len(work.running), max(1, len(work.running) // 2)
+        failed, self._too_many = self._too_many, 0
+        self.max_sequences = failed // 2
         self.stats.parked += len(work.retreat(self.max_sequences))
         self.on_recovery(
-            f"out of memory in decoding ({before:,} sequences); parked; rollout.max_sequences -> {self.max_sequences:,}"
+            f"out of memory in decoding ({failed:,} sequences); parked; rollout.max_sequences -> {self.max_sequences:,}"
         )
 
     def _decode(self, work: plan.Scheduler, rows: Rows, live: list[plan.Sequence], steps: int) -> bool:
@@ -368,9 +368,9 @@ class NativeEngine:
         rows.set_pages(live)
         outcome = attempt(lambda: self._decoder.run(live, steps))
         if isinstance(outcome, Shortage):
-            if len(work.running) == 1:
+            if len(live) == 1:
                 raise _exhausted("decoding a single sequence", outcome)
-            self._retreating = True
+            self._too_many = len(live)
             free(self.policy.device)
             return False
         for sequence in live:
