@@ -119,6 +119,14 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     assert list(checkpoints(tmp_path)) == [2]
 
 
+def test_a_checkpoint_from_before_a_field_existed_is_resumed_without_it(tmp_path: Path, tokenizer) -> None:
+    saved = save(tmp_path, 4, tokenizer)
+    state = json.loads((saved / checkpoint.STATE).read_text())
+    del state["oom_recoveries"], state["memory"]
+    (saved / checkpoint.STATE).write_text(json.dumps(state))
+    assert load_state(saved) == RunState(step=4)
+
+
 def test_another_format_is_refused(tmp_path: Path, tokenizer) -> None:
     saved = save(tmp_path, 1, tokenizer)
     state = json.loads((saved / checkpoint.STATE).read_text())

@@ -47,6 +47,8 @@ STABLE_NAMES = [
     *(f"time/{n}" for n in ("rollout", "reward", "score", "update", "publish", "checkpoint", "idle", "total")),
     "throughput/tokens_per_s",
     "memory/host_gib",
+    "memory/host_left_gib",
+    "run/oom_recoveries",
     *(f"run/{n}" for n in ("token_budget", "max_microbatch_tokens", "microbatches", "packing_fill")),
 ]
 

@@ -2,6 +2,7 @@
 
 A checkpoint is written into a folder with another name, flushed to disk, and renamed; deleting one renames it away first. So at
 any moment, a kill included, every folder called `step-N` is complete, and the newest of them resumes the run exactly.
+Writing one takes no device memory: tensors are put in order on the host.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ class RunState:
     seconds: float = 0.0
     """Wall time of all sessions up to this checkpoint."""
     completion_tokens: int = 0
+    oom_recoveries: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What running out of memory has taught: `Guard.state`."""
 
     def note_reward(self, mean: float) -> None:
         """Remember the first and the latest mean reward of a step that had any."""
@@ -74,7 +78,7 @@ def save_checkpoint(
         save_adapters(model, aside)
     else:
         save_model(model, tokenizer, aside)
-    save_file({k: v.contiguous() for k, v in optimizer.state_tensors().items()}, aside / OPTIMIZER)
+    save_file({k: v.cpu().contiguous() for k, v in optimizer.state_tensors().items()}, aside / OPTIMIZER)
     (aside / STATE).write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
     flush_to_disk(aside)
     if target.exists():

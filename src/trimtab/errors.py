@@ -53,3 +53,7 @@ class EngineError(TrimtabError):
 
 class TrainingError(TrimtabError):
     """The run cannot go on: repeated non-finite steps, no training signal, a checkpoint of another run."""
+
+
+class MemoryExhausted(TrainingError):
+    """Memory ran out, and all that could be lowered without changing what is learned has been."""

@@ -47,7 +47,7 @@ def train(run: Session) -> dict[str, Any]:
             run.engine.lend()
         metrics |= update(run, groups)
         with run.timeline.phase("publish"):
-            run.engine.publish(state.version)
+            run.guard.run("publish", lambda: run.engine.publish(state.version))
         state.step += 1
         state.data_position = run.stream.position
         last = state.step == learn.steps
@@ -56,7 +56,8 @@ def train(run: Session) -> dict[str, Any]:
         state.seconds = time.monotonic() - started
         if observe.samples_every and (state.step % observe.samples_every == 0 or state.step == 1 or last):
             write_samples(run.folder, state.step, groups)
-        metrics |= run.meter.end_step() | run.timeline.end_step(state.step)
+        metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(learn.steps - state.step)
+        metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
         metrics["throughput/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/total"]
         run.sinks.write(state.step, metrics)
         run.console.step(state.step, metrics)
@@ -64,9 +65,7 @@ def train(run: Session) -> dict[str, Any]:
         best = state.step == state.best_step
         if last or best or (observe.checkpoint_every and state.step % observe.checkpoint_every == 0):
             with run.timeline.phase("checkpoint"):
-                save_checkpoint(
-                    run.folder, state, run.policy.model, run.tokenizer, run.updater.optimizer, observe.keep_checkpoints
-                )
+                run.guard.run("checkpoint", lambda: _save(run))
     return finish(run)
 
 
@@ -144,14 +143,14 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
             for part in np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept))):
                 flat = [s for g in part for s in samples[g]]
                 set_weights([t for g in part for t in kept[g].trajectories], flat, learn)
-                done.append(run.updater.step(flat, learning_rate(learn, state.step), state.kl_coef))
+                done.append(run.guard.step(flat, learning_rate(learn, state.step), state.kl_coef))
                 _note_outcome(run, done[-1])
     if run.reference is not None:
         controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
         state.kl_coef = controller.update(done[0].mean("kl_ref"), ledger.trained).coef
         metrics["policy/kl_coef"] = state.kl_coef
     metrics["policy/lr"] = learning_rate(learn, state.step)
-    return metrics | update_metrics(done, run.updater.token_budget)
+    return metrics | update_metrics(done)
 
 
 def evaluate(run: Session) -> dict[str, float]:
@@ -175,7 +174,7 @@ def finish(run: Session) -> dict[str, Any]:
     """Export the final model and sum the run up."""
     state = run.state
     aside = run.folder / f".writing-{FINAL}"
-    save_model(run.policy.model, run.tokenizer, aside)
+    run.guard.run("export", lambda: save_model(run.policy.model, run.tokenizer, aside))
     if has_adapters(run.policy.model):
         save_adapters(run.policy.model, aside / "adapter")
     flush_to_disk(aside)
@@ -205,6 +204,11 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
         return sorted(run.scorer.collect(), key=lambda group: group.index)
 
 
+def _save(run: Session) -> None:
+    keep = run.config.observe.keep_checkpoints
+    save_checkpoint(run.folder, run.state, run.policy.model, run.tokenizer, run.updater.optimizer, keep)
+
+
 def _score(run: Session, samples: list[Sample]) -> None:
     """Log-probs that the objective needs and that the update itself will not produce."""
     learn = run.config.learn
@@ -213,9 +217,9 @@ def _score(run: Session, samples: list[Sample]) -> None:
             for sample in samples:
                 sample.old_logprobs = sample.engine_logprobs
         else:
-            run.updater.score(samples, run.policy, "old_logprobs")
+            run.guard.score(samples, run.policy, "old_logprobs")
     if run.reference is not None:
-        run.updater.score(samples, run.reference, "ref_logprobs")
+        run.guard.score(samples, run.reference, "ref_logprobs")
 
 
 def _note_outcome(run: Session, stats: UpdateStats) -> None:

@@ -28,6 +28,7 @@ from trimtab.model.load import load_config, load_model, load_tokenizer, resolve_
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
+from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import Sinks
 from trimtab.observe.timeline import Timeline
@@ -37,9 +38,11 @@ from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import plan_here
 from trimtab.plan.report import as_dict
 from trimtab.plan.shape import shape_of_model
+from trimtab.recovery import open_guard
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
 from trimtab.work import EvalSet, Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
 from trimtab.work import Inputs as Inputs
@@ -67,6 +70,8 @@ class Session:
     timeline: Timeline
     sinks: Sinks
     meter: MemoryMeter
+    guard: Guard
+    host: HostWatch
 
 
 @dataclass
@@ -168,6 +173,7 @@ def open_session(
         config, folder, state, checkpoint is not None, work.tokenizer, policy, reference, engine, updater, ready.scorer,
         stream, work.eval.prompts, console, timeline, sinks,
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
+        open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
     )  # fmt: skip
 
 

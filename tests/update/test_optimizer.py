@@ -159,6 +159,78 @@ def test_offloaded_is_the_same_bit_for_bit(dtype: torch.dtype, monkeypatch: pyte
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one, two))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_moves_to_the_host_in_a_run_is_the_same_bit_for_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers, "PIECE", 128)
+    one, two = ([*parameters(dtype), ("large", larger(dtype))] for _ in range(2))
+    here, moved = (MasterAdamW(named, Learn(max_grad_norm=0.5)) for named in (one, two))
+    for step in range(5):
+        if step == 2:
+            moved.offload()
+        if step == 4:
+            moved.piece = optimizers.ALIGNED
+        for named, optimizer in ((one, here), (two, moved)):
+            backward(named, 1.0 - step / 3)
+            optimizer.step(0.01)
+    assert moved.offloaded and not here.offloaded
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one, two))
+    states = here.state_tensors(), moved.state_tensors()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_host_without_room_leaves_the_state_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = parameters(torch.bfloat16)
+    optimizer = MasterAdamW(named, Learn())
+    made = optimizers.HostMemory
+    calls: list[int] = []
+
+    def full(size: int, device: torch.device):
+        calls.append(size)
+        if len(calls) == 2:
+            raise MemoryError("could not be pinned")
+        return made(size, device)
+
+    monkeypatch.setattr(optimizers, "HostMemory", full)
+    with pytest.raises(MemoryError):
+        optimizer.offload()
+    assert not optimizer.offloaded
+    backward(named)
+    assert optimizer.step(0.01).applied
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_step_without_memory_for_itself_changes_nothing_and_can_be_repeated(
+    offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither weights nor state nor gradients, whichever allocation it is that fails."""
+    one, two = ([("large", larger(torch.float32))] for _ in range(2))
+    plain, short = (MasterAdamW(named, Learn(max_grad_norm=0.5), offload=offload) for named in (one, two))
+    for named in (one, two):
+        backward(named)
+        named[0][1].grad = named[0][1].grad.t().contiguous().t()  # a copy has to be made
+    plain.step(0.01)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    before, grad = two[0][1].detach().clone(), two[0][1].grad.clone()
+    targets = [(torch, "empty_strided"), (torch.nn.utils, "get_total_norm"), (optimizers, "_clip_factor")]
+    if offload:
+        targets.append((optimizers.Conveyor, "slots"))
+    for owner, name in targets:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(torch.OutOfMemoryError):
+                short.step(0.01)
+        assert not short.applying
+        assert torch.equal(two[0][1], before) and torch.equal(two[0][1].grad, grad)
+    short.step(0.01)
+    assert torch.equal(one[0][1], two[0][1])
+
+
 def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
     """Neither its step counts nor its weight decays."""
     named = parameters(torch.bfloat16)

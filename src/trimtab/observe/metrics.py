@@ -47,10 +47,11 @@ def reward_metrics(groups: list[Group], parts: Sequence[str], zero_signal: int, 
     }
 
 
-def update_metrics(done: list[UpdateStats], token_budget: int) -> dict[str, float]:
+def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
     """Ratio and clipping over all updates of the step; entropy, KL and the engine's gap of the first, before any change."""
     tokens = sum(stats.tokens for stats in done)
     microbatches = sum(stats.microbatches for stats in done)
+    room = sum(stats.microbatches * stats.token_budget for stats in done)
 
     def over_all(name: str) -> float:
         return sum(float(stats.sums[name]) for stats in done) / max(1, tokens)
@@ -63,10 +64,10 @@ def update_metrics(done: list[UpdateStats], token_budget: int) -> dict[str, floa
         "policy/clip_fraction": over_all("clipped"),
         "policy/grad_norm": sum(stats.grad_norm for stats in done) / len(done),
         "rollout/logprob_gap": done[0].mean("logprob_gap"),
-        "run/token_budget": float(token_budget),
+        "run/token_budget": float(done[-1].token_budget),
         "run/max_microbatch_tokens": float(max(stats.largest for stats in done)),
         "run/microbatches": float(microbatches),
-        "run/packing_fill": sum(stats.row_tokens for stats in done) / (microbatches * token_budget),
+        "run/packing_fill": sum(stats.row_tokens for stats in done) / room,
         "run/skipped_updates": float(sum(not stats.applied for stats in done)),
     }
     if "kl_ref" in done[0].sums:

@@ -10,6 +10,7 @@ import torch
 
 from trimtab.config.run import Run
 from trimtab.errors import ConfigError, Problem
+from trimtab.model.memory import host_memory
 from trimtab.plan.devices import Device, nearest
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import CONTEXT
@@ -40,7 +41,7 @@ def physical_cores() -> int:
 def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return host_memory()[1]
 
 
 def machine_here(device: torch.device) -> Machine:

@@ -7,7 +7,7 @@ them; nothing computed under an older version is reused under a newer one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,6 +77,8 @@ class Engine(Protocol):
 
     stats: RolloutStats
     """Of the latest `generate`."""
+    on_recovery: Callable[[str], None]
+    """Called with what was lowered each time `generate` ran out of memory and goes on."""
 
     @property
     def path(self) -> str:
@@ -98,6 +100,20 @@ class Engine(Protocol):
 
     def publish(self, version: int) -> None:
         """From now on generate with the trainer's current weights, known as `version`."""
+        ...
+
+    def shrink(self, least_tokens: int) -> tuple[int, int] | None:
+        """Give up part of the KV cache for good, but for a sequence of so many tokens. Its bytes before and after; None where
+        there is nothing to give, or where the update has the memory anyway."""
+        ...
+
+    @property
+    def lowered(self) -> dict[str, int]:
+        """What is lower than the engine was made with, because memory ran out."""
+        ...
+
+    def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
+        """Be as an engine whose `lowered` was this, but for a sequence of so many tokens."""
         ...
 
     def close(self) -> None:

@@ -18,19 +18,24 @@ class Conveyor:
         self._device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
-    def run(self, pieces: Sequence[torch.Tensor], work: Callable[[int, torch.Tensor], None]) -> None:
+    def slots(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All the device memory that `run` needs for these pieces, or for any that are no larger and no more."""
+        largest = max((piece.nbytes for piece in pieces), default=0)
+        count = min(SLOTS if self._streams else 1, len(pieces))
+        return [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(count)]
+
+    def run(
+        self, pieces: Sequence[torch.Tensor], work: Callable[[int, torch.Tensor], None], slots: Sequence[torch.Tensor]
+    ) -> None:
         """`work` changes the copy of each piece that it is given; the pieces are changed when `settle` has returned."""
+        here = [slots[i % len(slots)][: p.nbytes].view(p.dtype).view(p.shape) for i, p in enumerate(pieces)]
         if not self._streams:
             for index, piece in enumerate(pieces):
-                copy = piece.to(self._device, copy=True)
-                work(index, copy)
-                piece.copy_(copy)
+                work(index, here[index].copy_(piece))
+                piece.copy_(here[index])
             return
         inward, outward = self._streams
         current = torch.cuda.current_stream(self._device)
-        largest = max(piece.nbytes for piece in pieces)
-        slots = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(min(SLOTS, len(pieces)))]
-        here = [slots[i % len(slots)][: p.nbytes].view(p.dtype).view(p.shape) for i, p in enumerate(pieces)]
         arrived, left = ([torch.cuda.Event() for _ in pieces] for _ in range(2))
         inward.wait_stream(current)
         inward.wait_stream(outward)

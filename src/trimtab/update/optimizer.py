@@ -4,6 +4,10 @@ Guarantees: gradients add up in float32 whatever the model's type, so the number
 that of the whole step; a step whose gradient is not finite leaves weights, moments and step count exactly as they were.
 In float32 (and wider) models the parameters are their own masters. Masters and moments are on the device or, offloaded, in host
 memory, from where a step streams them through the device; the result is the same bit for bit.
+
+A step cannot run out of memory half-way. What it needs beside the gradients (the norm's sums, copies of gradients that lie in
+memory otherwise than their parameters, the slots of the conveyor) is allocated before anything is changed, at a time when the
+activations of the backward pass are gone; from the first change on, nothing is. `applying` says which side of it a step is on.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -43,6 +47,8 @@ class _Member:
     parameter: torch.nn.Parameter
     start: int
     step: torch.Tensor
+    count: torch.Tensor
+    """Room for a copy of `step`: the kernel counts, and would once for every piece of an offloaded step."""
     parts: list[torch.Tensor]
     """Its own of the group's state, row by row, laid out as the parameter is."""
 
@@ -63,6 +69,11 @@ class _Group:
     def has_masters(self) -> bool:
         return self.state.shape[0] == 3
 
+    def moved(self, state: torch.Tensor) -> _Group:
+        """The same group with its state elsewhere."""
+        members = [replace(m, parts=_parts(state, m.parameter, m.start)) for m in self.members]
+        return replace(self, members=members, state=state)
+
 
 class MasterAdamW:
     """Owns masters, gradients and moments of a list of named parameters."""
@@ -81,15 +92,36 @@ class MasterAdamW:
         self.gradients = Gradients(apart)
         """Where products may add a gradient themselves; what autograd makes is taken over by hooks."""
         self._hooks = [_take_over(parameter, self.gradients) for parameter in apart]
-        device = self.params[0].device if self.params else torch.device("cpu")
-        self._conveyor = Conveyor(device) if offload else None
+        self._device = self.params[0].device if self.params else torch.device("cpu")
+        self._conveyor = Conveyor(self._device) if offload else None
+        self.piece = PIECE
+        self.applying = False
+        """Weights or state are being changed; after an error, they may have been in part."""
         self._memories: list[HostMemory] = []
         kinds: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.nn.Parameter]]] = {}
         for name, parameter in named:
             kinds.setdefault((_needs_master(parameter), parameter.ndim >= 2, parameter.dtype), []).append(
                 (name, parameter)
             )
-        self._groups = [self._group(members, device) for members in kinds.values()]
+        self._groups = [self._group(members, self._device) for members in kinds.values()]
+
+    @property
+    def offloaded(self) -> bool:
+        return self._conveyor is not None
+
+    @property
+    def state_bytes(self) -> int:
+        """Of masters and moments, wherever they are."""
+        return sum(group.state.nbytes for group in self._groups)
+
+    def offload(self) -> None:
+        """From now on masters and moments wait in host memory, as if they always had. If that is short too, nothing changes."""
+        if self.offloaded:
+            return
+        memories = [HostMemory(group.state.nbytes, self._device) for group in self._groups]
+        states = [m.tensor(tuple(g.state.shape), g.state.dtype) for m, g in zip(memories, self._groups)]
+        self._groups = [group.moved(state.copy_(group.state)) for group, state in zip(self._groups, states)]
+        self._conveyor, self._memories = Conveyor(self._device), memories
 
     def _group(self, named: list[tuple[str, torch.nn.Parameter]], device: torch.device) -> _Group:
         first = named[0][1]
@@ -103,8 +135,9 @@ class MasterAdamW:
             state = torch.zeros(shape, dtype=dtype, device=device)
         members = []
         for (name, parameter), start in zip(named, starts):
-            parts = [row.as_strided(parameter.shape, parameter.stride(), row.storage_offset() + start) for row in state]
-            members.append(_Member(name, parameter, start, torch.zeros((), device=device), parts))
+            parts = _parts(state, parameter, start)
+            step, count = (torch.zeros((), device=device) for _ in range(2))
+            members.append(_Member(name, parameter, start, step, count, parts))
             if _needs_master(first):
                 parts[2].copy_(parameter.detach())
         return _Group(members, self._settings.weight_decay if first.ndim >= 2 else 0.0, state)
@@ -122,33 +155,55 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, lr: float) -> StepOutcome:
         """Apply the accumulated gradient at the given rate, then clear it."""
+        self._lay_out_gradients()
         by_parameter = {id(p): grad for p, grad in zip(self.params, self.grads()) if grad is not None}
         grads = list(by_parameter.values())
         norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         applied = bool(torch.isfinite(norm))
         if applied and grads:
-            if self.max_grad_norm is not None:
-                _clip(grads, self.max_grad_norm, norm)
+            factor = None if self.max_grad_norm is None else _clip_factor(self.max_grad_norm, norm).to(grads[0].device)
+            slots = (
+                []
+                if self._conveyor is None
+                else self._conveyor.slots([p for g in self._groups for p in self._pieces(g)])
+            )
+            self.applying = True
+            if factor is not None:
+                torch._foreach_mul_(grads, factor)
             for group in self._groups:
-                self._step_group(group, by_parameter, lr)
+                self._step_group(group, by_parameter, lr, slots)
+            self.applying = False
         self.zero_grad()
         return StepOutcome(float(norm), applied)
 
-    def _step_group(self, group: _Group, grads: dict[int, torch.Tensor], lr: float) -> None:
+    def _lay_out_gradients(self) -> None:
+        """Gradients that autograd made lie in memory as their parameters do: the kernel walks through both. One at a time."""
+        for parameter in self.params:
+            if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
+                parameter.grad = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=parameter.grad.dtype, device=parameter.device
+                ).copy_(parameter.grad)
+
+    def _pieces(self, group: _Group) -> list[torch.Tensor]:
+        return list(group.state.split(self.piece, dim=1))
+
+    def _step_group(self, group: _Group, grads: dict[int, torch.Tensor], lr: float, slots: list[torch.Tensor]) -> None:
         """AdamW on the parameters that have a gradient; masters are rounded into the working weights, which the engine reads."""
         members = [member for member in group.members if id(member.parameter) in grads]
         if not members:
             return
         if self._conveyor is None:
-            slopes = [_laid_out_like(grads[id(m.parameter)], m.parameter) for m in members]
+            slopes = [grads[id(m.parameter)] for m in members]
             weights = [m.parts[2] if group.has_masters else m.parameter.data for m in members]
             self._adamw(group, weights, slopes, [m.parts[:2] for m in members], [m.step for m in members], lr)
             if group.has_masters:
                 torch._foreach_copy_([m.parameter for m in members], weights)
             return
-        starts = range(0, group.state.shape[1], PIECE)
-        pieces = [group.state[:, start : start + PIECE] for start in starts]
-        self._conveyor.run(pieces, lambda i, state: self._step_piece(group, members, starts[i], state, grads, lr))
+        self._conveyor.run(
+            self._pieces(group),
+            lambda i, state: self._step_piece(group, members, i * self.piece, state, grads, lr),
+            slots,
+        )
         torch._foreach_add_([m.step for m in members], 1.0)
 
     def _step_piece(
@@ -165,14 +220,15 @@ class MasterAdamW:
             here = [row[begin - first : end - first] for row in state]
             working = _flat(member.parameter.data)[inside]
             weights.append(here[2] if group.has_masters else working)
-            slopes.append(_flat(_laid_out_like(grads[id(member.parameter)], member.parameter))[inside])
+            slopes.append(_flat(grads[id(member.parameter)])[inside])
             moments.append(here[:2])
             copies.append(working)
-            whose.append(member.step)
+            whose.append(member)
         if not weights:
             return
-        steps = torch._foreach_add(whose, 0.0)  # the kernel counts, and would once for every stretch
-        self._adamw(group, weights, slopes, moments, list(steps), lr)
+        counts = [member.count for member in whose]
+        torch._foreach_copy_(counts, [member.step for member in whose])
+        self._adamw(group, weights, slopes, moments, counts, lr)
         if group.has_masters:
             torch._foreach_copy_(copies, weights)
 
@@ -241,11 +297,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _laid_out_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient whose elements lie in memory as the parameter's do: the kernel walks through both."""
-    if grad.stride() == parameter.stride():
-        return grad
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+def _parts(state: torch.Tensor, parameter: torch.Tensor, start: int) -> list[torch.Tensor]:
+    """A parameter's own of its group's state, row by row, laid out as the parameter is."""
+    return [row.as_strided(parameter.shape, parameter.stride(), row.storage_offset() + start) for row in state]
 
 
 def _take_over(parameter: torch.nn.Parameter, gradients: Gradients) -> RemovableHandle:
@@ -264,10 +318,9 @@ def _take_over(parameter: torch.nn.Parameter, gradients: Gradients) -> Removable
     return parameter.register_post_accumulate_grad_hook(hook)
 
 
-def _clip(grads: list[torch.Tensor], most: float, norm: torch.Tensor) -> None:
-    """Scale by most / norm where that is below one, as torch's clipping does."""
-    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(grads, factor.to(grads[0].device))
+def _clip_factor(most: float, norm: torch.Tensor) -> torch.Tensor:
+    """most / norm where that is below one, as torch's clipping has it."""
+    return torch.clamp(most / (norm + 1e-6), max=1.0)
 
 
 def learning_rate(learn: Learn, step: int) -> float:

@@ -1,12 +1,13 @@
 """One optimizer step: pack under the cap, run each micro-batch forward and backward, apply the sum.
 
 Guarantee: the gradient is that of the whole step, whatever the token budget, chunk size or checkpointing. Every weight in the
-loss was fixed before packing, micro-batches only add up, and no quantity is averaged over a micro-batch.
+loss was fixed before packing, micro-batches only add up, and no quantity is averaged over a micro-batch. A step that fails before
+it is applied has changed nothing, neither weights nor samples, and can be repeated; guard.py does that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,6 +35,8 @@ class UpdateStats:
     row_tokens: int = 0
     largest: int = 0
     microbatches: int = 0
+    token_budget: int = 0
+    """The cap they were packed under."""
     grad_norm: float = 0.0
     applied: bool = True
 
@@ -44,6 +47,27 @@ class UpdateStats:
 
     def mean(self, name: str) -> float:
         return float(self.sums[name]) / max(1, self.tokens)
+
+
+Part = Literal["forward", "backward", "optimizer step"]
+
+
+@dataclass
+class Progress:
+    """Where a pass is; numbers only, so that it keeps nothing alive when the pass fails."""
+
+    part: Part = "forward"
+    microbatch: int = 0
+    """Counted from one."""
+    microbatches: int = 0
+    tokens: int = 0
+    """Of this micro-batch."""
+    largest: int = 0
+    """Of the largest micro-batch."""
+
+
+Recompute = bool | Literal["some"]
+KEEP = {False: Keep.ALL, "some": Keep.SOME, True: Keep.INPUT}
 
 
 class Updater:
@@ -57,7 +81,7 @@ class Updater:
         token_budget: int,
         score_token_budget: int,
         logprob_chunk: int,
-        checkpoint_activations: bool | Literal["some"],
+        checkpoint_activations: Recompute,
         offload_optimizer: bool = False,
         offload_activations: bool = False,
     ) -> None:
@@ -68,16 +92,30 @@ class Updater:
         self.logprob_chunk = logprob_chunk
         self.optimizer = MasterAdamW(policy.model.named_parameters(), learn, offload=offload_optimizer)
         policy.gradients = self.optimizer.gradients
-        policy.keep = {False: Keep.ALL, "some": Keep.SOME, True: Keep.INPUT}[checkpoint_activations]
         policy.shelf = Shelf(policy.device) if offload_activations else None
-        if checkpoint_activations:
-            policy.model.gradient_checkpointing_enable(
+        self.checkpoint_activations: Recompute = False
+        self.recompute(checkpoint_activations)
+        self.progress = Progress()
+
+    def recompute(self, activations: Recompute) -> None:
+        """From the next pass on, make so much again in the backward pass instead of keeping it."""
+        self.checkpoint_activations = activations
+        self.policy.keep = KEEP[activations]
+        if activations:
+            self.policy.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
             )
+
+    def abandon(self) -> None:
+        """Keep nothing of a step that failed half-way."""
+        self.optimizer.zero_grad()
+        if self.policy.shelf is not None:
+            self.policy.shelf.clear()
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
         """Write `policy`'s log-probs of the samples' tokens into one of their fields. No gradient, its own budget."""
+        self.progress = Progress()
         with policy.present():
             for batch in self._micro_batches(samples, self.score_token_budget):
                 batch.scatter(self._token_stats(policy, batch).logprobs, field)
@@ -85,22 +123,32 @@ class Updater:
     def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
         """One optimizer step on all of `samples`."""
         stats = UpdateStats()
-        self.optimizer.zero_grad()  # of a step that failed half-way
-        if self.policy.shelf is not None:
-            self.policy.shelf.clear()
+        self.progress = Progress()
+        self.abandon()
+        stats.token_budget = cap(samples, self.token_budget)
         for batch in self._micro_batches(samples, self.token_budget):
-            self._loss(batch, kl_coef, stats).backward()
+            self._backward(self._loss(batch, kl_coef, stats))
             stats.microbatches += 1
             stats.row_tokens += batch.tokens_T.shape[0]
             stats.largest = max(stats.largest, batch.tokens_T.shape[0])
+        self.progress.part = "optimizer step"
         outcome = self.optimizer.step(lr)
         stats.grad_norm, stats.applied = outcome.grad_norm, outcome.applied
         return stats
 
-    def _micro_batches(self, samples: Sequence[Sample], budget: int):  # type: ignore[no-untyped-def]
+    def _micro_batches(self, samples: Sequence[Sample], budget: int) -> Iterator[MicroBatch]:
+        budget = cap(samples, budget)
         parts = list(same_prompt(samples, budget))
-        for indices in pack([row_tokens(part) for part in parts], budget):
+        sizes = [row_tokens(part) for part in parts]
+        packed = pack(sizes, budget)
+        loads = [sum(sizes[i] for i in indices) for indices in packed]
+        for number, (indices, load) in enumerate(zip(packed, loads), 1):
+            self.progress = Progress("forward", number, len(packed), load, max(loads))
             yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.progress.part = "backward"
+        loss.backward()
 
     def _token_stats(self, policy: AnyPolicy, batch: MicroBatch) -> TokenStats:
         hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
@@ -155,3 +203,9 @@ class Updater:
             logprob_gap=(logp.detach() - engine).abs(),
         )
         return weighted.sum()
+
+
+def cap(samples: Sequence[Sample], budget: int) -> int:
+    """A sequence is never cut. One that is longer than the budget, which a run is refused for at its start, comes only after the
+    budget was lowered because memory ran out."""
+    return max([budget, *(row_tokens([sample]) for sample in samples)])

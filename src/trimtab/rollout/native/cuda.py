@@ -173,6 +173,7 @@ class CudaDecoder:
         assert self._rows is not None
         size = next(b for b in self.buckets if b >= len(live)) if self._capturable else len(live)
         if live != self._served:
+            self._served = []  # should memory run out before the device has been told: the same sequences may get other rows
             shared, items = self._find_shared(live)
             self._sharing = bool(items)
             if self._capturable:

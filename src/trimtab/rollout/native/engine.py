@@ -5,6 +5,9 @@ runs, and, while the device works on them, look who ended in the round before an
 device always has its next round in hand: a sequence that reaches its limit is not in it, and one that met a stop token sits it
 out on the device. Nothing here depends on how the batch happens to be composed, so neither do the tokens.
 
+So memory that runs out costs time and no token: prompts are prefilled in smaller chunks, or sequences are parked and fewer run at
+a time, from then on.
+
 Shapes: B running sequences, V vocabulary, E hidden size.
 """
 
@@ -13,19 +16,21 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.errors import EngineError
+from trimtab.errors import EngineError, MemoryExhausted
+from trimtab.model.memory import Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape, layer_shapes
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.native import scheduler as plan
-from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment
+from trimtab.rollout.native.cache import PrefillPlan, PrefillSegment
+from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Outputs, Rows
@@ -33,41 +38,8 @@ from trimtab.rollout.native.sampler import stream_key
 from trimtab.rollout.native.stops import LOOK_EVERY, StopStrings, decode_all
 from trimtab.rollout.trajectory import Finish, Group, Trajectory
 
-
-class Decoder(Protocol):
-    """How a device takes decode steps."""
-
-    cache: KVCache
-    path: str
-    """What runs, and why not something faster, in words for the user."""
-    replays: int
-    """Steps so far that were replays of a graph."""
-
-    @property
-    def outside_bytes(self) -> int:
-        """Device memory held that torch's allocator does not know of."""
-        ...
-
-    most_steps: int
-    """Steps of a round: the host looks at the sequences after these."""
-    rounds_ahead: int
-    """Rounds that may be launched before the host has looked at the ones before."""
-
-    def refresh(self) -> None: ...
-
-    def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None: ...
-
-    def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor: ...
-
-    def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None: ...
-
-    def run(self, live: Sequence[plan.Sequence], steps: int) -> None: ...
-
-    def lend(self) -> None: ...
-
-    def reclaim(self) -> None: ...
-
-    def close(self) -> None: ...
+PREFILL_FLOOR = 16
+"""Tokens of a prefill below which a smaller one would save nothing worth having."""
 
 
 @dataclass
@@ -122,14 +94,19 @@ class NativeEngine:
         self.prefill_tokens = prefill_tokens
         self.version = 0
         self.stats = RolloutStats()
-        shapes = layer_shapes(policy)
+        self.on_recovery: Callable[[str], None] = lambda change: None
+        self._made_with = (max_sequences, prefill_tokens, kv_bytes)
+        self._shapes = shapes = layer_shapes(policy)
         page_bytes = page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
+        self._prefix_cache = prefix_cache
         self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
         self.page_bytes = page_bytes
         self._rows: Rows | None = None
         self._prefills: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         """When the device began and ended each prefill of this call."""
         self._lends, self._lent, self._generating = lend_memory, False, False
+        self._too_many = 0
+        """Sequences that could not decode together: when all that was launched has been looked at, they are parked."""
         self._decoder = self._make_decoder(shapes)
         if lend_memory and (reason := getattr(self._decoder, "not_lendable", "")):
             raise EngineError(f"run.rollout.lend_memory: memory cannot be lent here, {reason}; write auto or false")
@@ -172,6 +149,42 @@ class NativeEngine:
             self._decoder.lend()
             self._lent = True
 
+    def shrink(self, least_tokens: int) -> tuple[int, int] | None:
+        before = self.pool.total
+        pages = max(before // 2, self._least_pages(least_tokens))
+        if self._lends or pages >= before:
+            return None
+        self._refuse_while_generating("shrink")
+        self._set_pages(pages)
+        return before * self.page_bytes, pages * self.page_bytes
+
+    def _set_pages(self, pages: int) -> None:
+        """A new, empty cache, and with it whatever is made for its addresses."""
+        self._decoder.close()
+        self._rows = None
+        free(self.policy.device)
+        self.pool = PagePool(pages, self.pool.page_tokens, self._prefix_cache)
+        self._decoder = self._make_decoder(self._shapes)
+
+    @property
+    def lowered(self) -> dict[str, int]:
+        now = (self.max_sequences, self.prefill_tokens, self.pool.total * self.page_bytes)
+        before = (*self._made_with[:2], self._made_with[2] // self.page_bytes * self.page_bytes)
+        names = ("max_sequences", "prefill_tokens", "kv_memory")
+        return {name: value for name, value, first in zip(names, now, before) if value < first}
+
+    def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
+        self.max_sequences = min(self.max_sequences, limits.get("max_sequences", self.max_sequences))
+        self.prefill_tokens = min(self.prefill_tokens, limits.get("prefill_tokens", self.prefill_tokens))
+        pages = limits.get("kv_memory", self.pool.total * self.page_bytes) // self.page_bytes
+        pages = max(pages, self._least_pages(least_tokens))
+        if pages < self.pool.total:
+            self._set_pages(pages)
+
+    def _least_pages(self, tokens: int) -> int:
+        """Of a pool that can serve one sequence of so many tokens: a fork copies one page more."""
+        return -(-tokens // self.pool.page_tokens) + 1
+
     def close(self) -> None:
         self._decoder.close()
 
@@ -183,7 +196,9 @@ class NativeEngine:
         self.pool.peak_held = 0
         self._prefills.clear()
         if self._lent:
-            self._decoder.reclaim()
+            if isinstance(attempt(self._decoder.reclaim), Shortage):
+                free(self.policy.device)
+                self._decoder.reclaim()
             self._lent = False
         stop_token_ids = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
         rows = self._rows_for(requests, len(stop_token_ids))
@@ -192,7 +207,7 @@ class NativeEngine:
         self._decoder.begin(rows, sampling, longest)
         replays = self._decoder.replays
         stops = StopStrings(sampling.stop, self.tokenizer)
-        work = plan.Scheduler(self.pool, rows.count, self.prefill_tokens, rows.save)
+        work = plan.Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save)
         for index, request in enumerate(requests):
             work.add(plan.PromptGroup(index, request.prompt.tokens, request.limits))
         done: dict[int, list[Trajectory]] = {index: [] for index in range(len(requests))}
@@ -217,7 +232,7 @@ class NativeEngine:
                     ended = self._harvest(work, rows, stops, rounds.popleft())
         finally:
             self._release(work)
-            self._generating = False
+            self._generating, self._too_many = False, 0
         self.stats.prefill_s += sum(a.elapsed_time(b) for a, b in self._prefills) / 1e3
         self.stats.decode_s = time.perf_counter() - began - callers - self.stats.prefill_s
         self.stats.cached_prefix_tokens = work.cached_tokens
@@ -242,6 +257,10 @@ class NativeEngine:
         self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request], stops: StopStrings, more: bool
     ) -> _Round | None:
         """Give the device a round of work; None where there is none before earlier rounds (`more`) have been looked at."""
+        if self._too_many:
+            if more:
+                return None
+            self._retreat(work)
         before, started = self._mark(), time.perf_counter()
         begun = self._prefill(work, rows, requests)
         if begun is not None:
@@ -254,10 +273,8 @@ class NativeEngine:
         if live:
             steps = work.steps_ahead(live, self._decoder.most_steps)
             # Pages are short: who ended gives some back, and nobody is parked whose tokens the host has not seen.
-            if not steps and (more or begun):
+            if (not steps and (more or begun)) or not self._decode(work, rows, live, max(1, steps)):
                 live = []
-            else:
-                self._decode(work, rows, live, max(1, steps))
         asked = list({id(s): s for s in (*(begun or []), *live) if s.row >= 0}.values())
         if not asked:
             return None
@@ -276,26 +293,14 @@ class NativeEngine:
 
     def _prefill(self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request]) -> list[plan.Sequence] | None:
         """Fill what the scheduler chose, then start the samples of every prompt that is complete; None: nothing was done."""
-        chosen = work.next_fill()
-        if chosen:
-            segments = [PrefillSegment(f.tokens[f.done : f.done + n], f.done, f.pages) for f, n in chosen]
-            attention = PrefillPlan(self._decoder.cache, segments, self.policy.device)
-            tokens = rows.to_device([t for s in segments for t in s.tokens])
-            hidden = self._decoder.prefill(tokens, attention.positions, attention)
-            self.stats.prefill_tokens += tokens.shape[0]
-            ends = rows.to_device(torch.tensor(attention.lengths).cumsum(0) - 1)
-            for (filling, count), last in zip(chosen, hidden[ends]):
-                if work.filled(filling, count):
-                    if isinstance(filling.owner, plan.PromptGroup):
-                        filling.owner.hidden = last
-                    else:
-                        rows.restore(filling.owner)
+        filled = self._fill(work, rows)
         forks = work.fork()
         if not forks:
-            return [] if chosen else None
+            return [] if filled else None
         copies = [fork.copy for fork in forks if fork.copy]
         if copies:
-            self._decoder.cache.copy_pages(rows.to_device(copies).t())
+            pairs = rows.to_device(copies).t()
+            self._in_parts(lambda part: self._decoder.cache.copy_pages(pairs[:, part]), len(copies), "copying a page")
         for fork in forks:
             request, sequence = requests[fork.sequence.group.index], fork.sequence
             sample = request.first_sample + sequence.sample
@@ -304,20 +309,74 @@ class NativeEngine:
         groups = list({fork.sequence.group.index: fork.sequence.group for fork in forks}.values())
         place = {group.index: at for at, group in enumerate(groups)}
         prompt_B = rows.to_device([place[fork.sequence.group.index] for fork in forks])
-        self._decoder.draw(index_B, torch.stack([group.hidden for group in groups])[prompt_B])
+        hidden_BE = torch.stack([group.hidden for group in groups])[prompt_B]
+        self._in_parts(lambda part: self._decoder.draw(index_B[part], hidden_BE[part]), len(forks), "drawing a token")
         self.stats.sequences += len(forks)
         return [fork.sequence for fork in forks]
 
-    def _decode(self, work: plan.Scheduler, rows: Rows, live: list[plan.Sequence], steps: int) -> None:
-        """Launch decode steps for everything that runs, as far as there is memory for it."""
+    def _fill(self, work: plan.Scheduler, rows: Rows) -> bool:
+        """Prefill what the scheduler chose, in smaller chunks where memory runs out; False where there was nothing to fill."""
+        while chosen := work.next_fill():
+            outcome = attempt(lambda chosen=chosen: self._fill_chunk(chosen, rows))  # type: ignore[misc]
+            if not isinstance(outcome, Shortage):
+                for (filling, count), last in zip(chosen, outcome):
+                    if work.filled(filling, count):
+                        if isinstance(filling.owner, plan.PromptGroup):
+                            filling.owner.hidden = last
+                        else:
+                            rows.restore(filling.owner)
+                return True
+            free(self.policy.device)
+            tokens = sum(count for _, count in chosen)
+            if tokens <= PREFILL_FLOOR:
+                raise _exhausted(f"a prefill of {tokens} tokens", outcome)
+            before, self.prefill_tokens = self.prefill_tokens, max(PREFILL_FLOOR, tokens // 2)
+            work.prefill_tokens = self.prefill_tokens
+            self.on_recovery(
+                f"out of memory in prefill ({tokens:,} tokens); rollout.prefill_tokens {before:,} -> {self.prefill_tokens:,}"
+            )
+        return False
+
+    def _fill_chunk(self, chosen: list[tuple[plan.Filling, int]], rows: Rows) -> torch.Tensor:
+        """Put tokens into their pages; the last hidden state of each filling."""
+        segments = [PrefillSegment(f.tokens[f.done : f.done + n], f.done, f.pages) for f, n in chosen]
+        attention = PrefillPlan(self._decoder.cache, segments, self.policy.device)
+        tokens = rows.to_device([t for s in segments for t in s.tokens])
+        hidden = self._decoder.prefill(tokens, attention.positions, attention)
+        self.stats.prefill_tokens += tokens.shape[0]
+        return hidden[rows.to_device(torch.tensor(attention.lengths).cumsum(0) - 1)]
+
+    def _in_parts(self, work: Callable[[slice], None], count: int, what: str) -> None:
+        short = in_parts(work, count, self.policy.device)
+        if short is not None:
+            raise _exhausted(what, short)
+
+    def _retreat(self, work: plan.Scheduler) -> None:
+        """Park all that runs and let fewer run at a time: whatever the failed steps did to their rows is forgotten."""
+        failed, self._too_many = self._too_many, 0
+        self.max_sequences = failed // 2
+        self.stats.parked += len(work.retreat(self.max_sequences))
+        self.on_recovery(
+            f"out of memory in decoding ({failed:,} sequences); parked; rollout.max_sequences -> {self.max_sequences:,}"
+        )
+
+    def _decode(self, work: plan.Scheduler, rows: Rows, live: list[plan.Sequence], steps: int) -> bool:
+        """Launch decode steps for everything that runs, as far as there is memory for it; False where there is not."""
         parked = work.make_room(live, steps)
         self.stats.parked += len(parked)
         live[:] = [s for s in live if s.row >= 0]
         rows.set_pages(live)
-        self._decoder.run(live, steps)
+        outcome = attempt(lambda: self._decoder.run(live, steps))
+        if isinstance(outcome, Shortage):
+            if len(live) == 1:
+                raise _exhausted("decoding a single sequence", outcome)
+            self._too_many = len(live)
+            free(self.policy.device)
+            return False
         for sequence in live:
             sequence.stored += steps
         self.stats.decode_steps += steps
+        return True
 
     def _harvest(self, work: plan.Scheduler, rows: Rows, stops: StopStrings, round: _Round) -> _Ended | None:
         """Take sequences that ended in a round off their rows."""
@@ -405,3 +464,10 @@ class NativeEngine:
 
     def _pages_for(self, request: Request) -> int:
         return -(-(len(request.prompt.tokens) + max(request.limits)) // self.pool.page_tokens)
+
+
+def _exhausted(what: str, short: Shortage) -> MemoryExhausted:
+    return MemoryExhausted(
+        f"rollout ran out of memory with nothing left to lower ({what}: {short.message}). Lower run.rollout.kv_memory if it is "
+        "pinned; else, in this order: lower learn.max_new_tokens, train adapters (model.lora), take a smaller model."
+    )

@@ -186,6 +186,16 @@ class Scheduler:
                     parked.append(self._park_youngest())
         return parked
 
+    def retreat(self, rows: int) -> list[Sequence]:
+        """Park everything that runs, and go on with no more than so many rows. Their tokens so far have been seen."""
+        while self._give_up_prompt():
+            pass
+        parked = []
+        while self.filling or self.running:
+            parked.append(self._park_youngest(last=True))
+        self.free_rows = sorted(self.free_rows, reverse=True)[-rows:]
+        return parked
+
     def finish(self, ended: list[Sequence]) -> None:
         """Take sequences off their rows and give their pages back."""
         gone = set(map(id, ended))
@@ -264,7 +274,7 @@ class Scheduler:
             return True
         return False
 
-    def _park_youngest(self) -> Sequence:
+    def _park_youngest(self, last: bool = False) -> Sequence:
         for filling in self.filling:  # a sequence that is just coming back is younger than any that runs
             owner = filling.owner
             assert isinstance(owner, Sequence)
@@ -273,7 +283,7 @@ class Scheduler:
             self._vacate(owner)
             self.parked.appendleft(owner)
             return owner
-        assert len(self.running) > 1, "the pool is smaller than one sequence; refused before the run"
+        assert last or len(self.running) > 1, "the pool is smaller than one sequence; refused before the run"
         youngest = max(self.running, key=lambda s: s.born)
         self._save(youngest)
         self.finish([youngest])

@@ -1,0 +1,202 @@
+"""A step that runs out of memory is done again with less of it, and has the gradient of one that did not.
+
+Nothing of a step is applied before all of it is there (updater.py, optimizer.py), so a step that fails can be forgotten and
+repeated whole. Between the two, outside any `except` block, everything the failed attempt held is given back, and one thing is
+lowered (ladder.py) that changes no gradient. A step is never applied twice: an error after the first weight has changed ends the
+run instead. When there is nothing left to lower, the error says what binds and which keys of `learn` and `model` would help.
+
+An allocator that has to give memory back and ask again, step after step, is about to run out and slow already; that lowers the
+budget too. What was lowered stays so for the run, and for those that resume it on the same machine. `ceiling` has the micro-batch
+sizes that did not fit: whoever raises a budget later stays below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from trimtab.errors import MemoryExhausted
+from trimtab.model.memory import Shortage, attempt, free, host_memory
+from trimtab.model.policy import AnyPolicy
+from trimtab.rollout.engine import Engine
+from trimtab.update.batch import Sample
+from trimtab.update.ladder import GIB, Ladder, Rung, Tried
+from trimtab.update.updater import Updater, UpdateStats, cap
+
+Result = TypeVar("Result")
+THRASHING_STEPS = 2
+"""Steps in a row in which the allocator had to ask again."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What ran out of memory, where, and what was lowered for it."""
+
+    where: str
+    change: str
+    replayed: bool = True
+    """False where nothing failed: the allocator only had a hard time."""
+
+    def __str__(self) -> str:
+        return (
+            f"out of memory in {self.where}; {self.change}, replayed"
+            if self.replayed
+            else f"{self.where}; {self.change}"
+        )
+
+
+class Guard:
+    """Stands between the loop and whatever may run out of memory."""
+
+    def __init__(
+        self,
+        updater: Updater,
+        engine: Engine,
+        *,
+        least_kv_tokens: int,
+        report: Callable[[Recovery], None] = lambda recovery: None,
+        alloc_retries: Callable[[], int] | None = None,
+    ) -> None:
+        """`least_kv_tokens`: of the longest sequence that will be generated. `alloc_retries`: how many there were so far."""
+        self.updater = updater
+        self.ladder = Ladder(updater, engine, least_kv_tokens)
+        self.report = report
+        self.ceiling: dict[str, int] = {}
+        """By the budget's name, the smallest micro-batch that ran out of memory under it."""
+        self._device = updater.policy.device
+        self._alloc_retries = alloc_retries or _retries_of(self._device)
+        self._retries_seen = self._alloc_retries() if self._alloc_retries else 0
+        self._thrashing = 0
+        self._recovered = False
+        self._done = Tried()
+
+    def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
+        """`Updater.step`, for as long as it takes."""
+        freed = [_freed]
+        while True:
+            outcome = attempt(lambda: self.updater.step(samples, lr, kl_coef))
+            if not isinstance(outcome, Shortage):
+                self._done = Tried(cap(samples, 0), self.updater.progress.largest)
+                return outcome
+            self._refuse_half_applied(outcome)
+            at = self.updater.progress
+            tried = Tried(cap(samples, 0), at.largest)
+            if at.part == "optimizer step":
+                self._recover(outcome, "the optimizer step", Tried(), [*freed, *self.ladder.weights])
+                freed = []
+            else:
+                self._lower_ceiling("token_budget", at.tokens)
+                self._recover(outcome, self._place(at.part), tried, self.ladder.update)
+
+    def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
+        """`Updater.score`, likewise. What an attempt that failed has written is written again."""
+        while isinstance(outcome := attempt(lambda: self.updater.score(samples, policy, field)), Shortage):
+            at = self.updater.progress
+            self._lower_ceiling("score_token_budget", at.tokens)
+            self._recover(
+                outcome, self._place(f"scoring {field}"), Tried(cap(samples, 0), at.largest), self.ladder.score
+            )
+
+    def run(self, where: str, work: Callable[[], Result]) -> Result:
+        """Work in one piece that may be repeated (publishing, a checkpoint): once just with what is free, then with less."""
+        freed = [_freed]
+        while isinstance(outcome := attempt(work), Shortage):
+            self._recover(outcome, where, Tried(), [*freed, *self.ladder.weights])
+            freed = []
+        return outcome
+
+    def end_step(self) -> dict[str, float]:
+        """Look how hard the allocator had it since the last call; retries that came with a recovery do not count."""
+        if self._alloc_retries is None:
+            return {}
+        before, self._retries_seen = self._retries_seen, self._alloc_retries()
+        grown = self._retries_seen - before
+        self._thrashing = self._thrashing + 1 if grown and not self._recovered else 0
+        self._recovered = False
+        if self._thrashing == THRASHING_STEPS:
+            self._thrashing = 0
+            change = self.ladder.budget_to_longest(self._done)
+            if change is not None:
+                where = f"the allocator had to free memory and ask again in {THRASHING_STEPS} steps in a row"
+                self.report(Recovery(where, change, replayed=False))
+        return {"run/alloc_retries": float(grown)}
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run starts with, in JSON."""
+        return {
+            "machine": machine(self._device),
+            "ceiling": dict(self.ceiling),
+            "update": dict(self.ladder.lowered),
+            "rollout": self.ladder.engine.lowered,
+        }
+
+    def restore(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Take over what an earlier session found, if it was on such a machine. Returns what is lower for it."""
+        if state.get("machine") == machine(self._device):
+            self.ceiling = dict(state["ceiling"])
+            self.ladder.restore(state["update"], state["rollout"])
+        return self.ladder.lowered | self.ladder.engine.lowered
+
+    def _recover(self, short: Shortage, where: str, tried: Tried, rungs: Sequence[Rung]) -> None:
+        """Give back what the attempt held, then lower one thing."""
+        self._recovered = True
+        self.updater.abandon()
+        free(self._device)
+        change = next((change for rung in rungs if (change := rung(tried))), None)
+        if change is None:
+            raise MemoryExhausted(self._exhausted(short, where, tried))
+        self.report(Recovery(where, change))
+
+    def _place(self, part: str) -> str:
+        at = self.updater.progress
+        if not at.microbatches:  # the policy itself did not fit
+            return part
+        return f"{part} at micro-batch {at.microbatch} of {at.microbatches} ({at.tokens:,} tokens)"
+
+    def _lower_ceiling(self, name: str, tokens: int) -> None:
+        if tokens:
+            self.ceiling[name] = min(tokens, self.ceiling.get(name, tokens))
+
+    def _refuse_half_applied(self, short: Shortage) -> None:
+        if self.updater.optimizer.applying:
+            raise MemoryExhausted(
+                f"out of memory while the optimizer step was being applied ({short.message}). Weights may be changed in part, so "
+                "the step is not repeated. Resume from the last checkpoint."
+            )
+
+    def _exhausted(self, short: Shortage, where: str, tried: Tried) -> str:
+        updater, learn = self.updater, self.updater.learn
+        trained = sum(p.numel() for p in updater.optimizer.params)
+        adapted = trained < updater.policy.parameter_count() // 2
+        state_gib = (updater.optimizer.state_bytes + 4 * trained) / GIB
+        shorter = f"lower learn.max_new_tokens (now {learn.max_new_tokens:,})"
+        lora = f"train adapters, model.lora: {{}} (gradients and optimizer state take {state_gib:.1f} GiB)"
+        fixes = [*([shorter] if tried.longest else []), *([] if adapted else [lora]), "take a smaller model"]
+        binds = f"one sequence of {tried.longest:,} tokens has to fit" if tried.longest else "the weights have to fit"
+        kept = ", ".join(f"{name} {value}" for name, value in self.ladder.lowered.items()) or "it was so from the start"
+        return (
+            f"out of memory in {where}, with everything as low as it goes that does not change what is learned ({kept}). "
+            f"What binds: {binds}. To go on, the least change first: {'; '.join(fixes)}. The error was: {short.message}"
+        )
+
+
+def machine(device: torch.device) -> str:
+    """What a ceiling holds for: other memory, other ceilings."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    return f"{device.type}, {host_memory()[0] / GIB:.0f} GiB"
+
+
+def _freed(tried: Tried) -> str:
+    """A rung for what leaves no garbage and has no size: the cache alone may have been in its way."""
+    return "freed what was cached"
+
+
+def _retries_of(device: torch.device) -> Callable[[], int] | None:
+    if device.type != "cuda":
+        return None
+    return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
