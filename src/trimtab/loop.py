@@ -57,6 +57,7 @@ def train(run: Session) -> dict[str, Any]:
         if observe.samples_every and (state.step % observe.samples_every == 0 or state.step == 1 or last):
             write_samples(run.folder, state.step, groups)
         metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(learn.steps - state.step)
+        metrics |= run.watch.end_step(metrics)
         metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
         metrics["throughput/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/total"]
         run.sinks.write(state.step, metrics)
@@ -145,6 +146,12 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
                 set_weights([t for g in part for t in kept[g].trajectories], flat, learn)
                 done.append(run.guard.step(flat, learning_rate(learn, state.step), state.kl_coef))
                 _note_outcome(run, done[-1])
+                run.watch.saw(
+                    done[-1].sizes,
+                    run.updater.checkpoint_activations,
+                    run.updater.logprob_chunk,
+                    run.policy.shelf is not None,
+                )
     if run.reference is not None:
         controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
         state.kl_coef = controller.update(done[0].mean("kl_ref"), ledger.trained).coef

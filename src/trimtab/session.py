@@ -38,6 +38,7 @@ from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import plan_here
 from trimtab.plan.report import as_dict
 from trimtab.plan.shape import shape_of_model
+from trimtab.plan.watch import PlanWatch
 from trimtab.recovery import open_guard
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
@@ -72,6 +73,7 @@ class Session:
     meter: MemoryMeter
     guard: Guard
     host: HostWatch
+    watch: PlanWatch
 
 
 @dataclass
@@ -174,6 +176,7 @@ def open_session(
         stream, work.eval.prompts, console, timeline, sinks,
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
         open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
+        PlanWatch(plan),
     )  # fmt: skip
 
 

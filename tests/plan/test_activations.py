@@ -63,8 +63,8 @@ def test_the_count_is_what_the_code_allocates() -> None:
 
 def test_rows_of_groups_are_what_is_packed() -> None:
     """64 prompt tokens, eight samples of 100, whose last is only predicted; each sees the prompt."""
-    assert Row.of_groups(1, 64, 8, 100) == Row(64 + 8 * 99, 800, 64 + 8 * 163, 9)
-    assert Row.of_groups(2, 64, 1, 100) == Row(2 * 163, 200, 2 * (64 + 163), 4)
+    assert Row.of_groups(1, 64, 8, 100) == Row(64 + 8 * 99, 800, 64 + 8 * 163, 9, 64 * 64 + 8 * 99 * 163)
+    assert Row.of_groups(2, 64, 1, 100) == Row(2 * 163, 200, 2 * (64 + 163), 4, 2 * (64 * 64 + 99 * 163))
 
 
 @pytest.mark.parametrize("fused", [True, False])

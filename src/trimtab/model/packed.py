@@ -61,6 +61,16 @@ class PackedPlan:
         at = torch.cat([torch.arange(b, b + n) for b, n in zip(self._before, self.lengths)])
         return to_device(at, self.device)
 
+    @property
+    def keys(self) -> int:
+        """That all segments see."""
+        return sum(before + length for before, length in zip(self._before, self.lengths))
+
+    @property
+    def pairs(self) -> int:
+        """Of a query and a key, masked ones included."""
+        return sum(length * (before + length) for before, length in zip(self._before, self.lengths))
+
     @cached_property
     def _offsets(self) -> torch.Tensor:
         return to_device(torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32), self.device)

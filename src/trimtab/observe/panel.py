@@ -143,4 +143,10 @@ def panel_facts(history: History) -> list[tuple[str, str]]:
 def _memory(metrics: Mapping[str, float]) -> str:
     peaks = [get(metrics, name) for name in metrics if name.startswith("memory/") and name.endswith("_peak_gib")]
     device = max((peak for peak in peaks if peak is not None), default=None)
-    return f"device peak {gib(device)}, host {gib(get(metrics, 'memory/host_gib'))}"
+    predicted = get(metrics, "memory/update_predicted_gib")
+    beside = (
+        ""
+        if predicted is None
+        else f" (update {gib(get(metrics, 'memory/update_peak_gib'))}, predicted {gib(predicted)})"
+    )
+    return f"device peak {gib(device)}{beside}, host {gib(get(metrics, 'memory/host_gib'))}"

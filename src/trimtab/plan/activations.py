@@ -11,7 +11,8 @@ prompts are laid out once a sample. E hidden, X queries, keys and values togethe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from trimtab.plan.shape import Block, ModelShape
@@ -32,7 +33,9 @@ class Row:
     predicted: int
     seen: int
     segments: int
-    """Prompts that several samples share, and samples."""
+    """Prompts and samples."""
+    pairs: int = 0
+    """Of a query and a key, over all segments."""
 
     @classmethod
     def of_groups(cls, groups: int, prompt: int, samples: int, completion: int) -> Row:
@@ -43,7 +46,11 @@ class Row:
             groups * samples * completion,
             groups * (prompt + samples * (prompt + own)),
             groups * (samples + 1),
+            groups * (prompt * prompt + samples * own * (prompt + own)),
         )
+
+    def times(self, factor: float) -> Row:
+        return Row(*(math.ceil(factor * getattr(self, field.name)) for field in fields(self)))
 
     @property
     def numbers(self) -> int:
@@ -77,7 +84,7 @@ def kept_by_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
         return 0 if path.away else 4 * E * T
     attention = s * block.projected * (2 if block.head_norm else 1) + s * block.attended + 4 * block.heads
     residuals = 8 * E + 16 + (2 * s * E if block.sandwich else 0)
-    gathered = s * block.kv_elements * row.seen if row.seen != T else 0
+    gathered = _keys_and_scores(block, row, s)
     low = s * path.rank
     if path.kept == "some":
         return T * (attention + residuals + 5 * low) + gathered
@@ -93,8 +100,18 @@ def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: Path) -> i
         s * (block.projected + block.attended) + 4 * block.heads + (2 * s * block.projected if block.head_norm else 0)
     )
     wide = 4 * s * block.used_width + (2 * s * E * block.experts_used if block.experts else 0)
-    gathered = s * block.kv_elements * row.seen if row.seen != T else 0
-    return 0 if path.away else T * (norms + heads + wide + 7 * s * path.rank) + gathered
+    return 0 if path.away else T * (norms + heads + wide + 7 * s * path.rank) + _keys_and_scores(block, row, s)
+
+
+def _keys_and_scores(block: Block, row: Row, itemsize: int) -> int:
+    """Keys and values laid out for every segment, and the scores of attention that no fused kernel does."""
+    laid_out = itemsize * block.kv_elements * row.seen if row.seen != row.tokens else 0
+    return laid_out + (row.pairs * block.heads * _score_bytes(itemsize) if block.dense else 0)
+
+
+def _score_bytes(itemsize: int) -> int:
+    """Of a pair and a head: before and after the softmax in float32, and rounded."""
+    return 8 if itemsize >= 4 else 8 + itemsize
 
 
 def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
@@ -106,15 +123,20 @@ def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> 
         again = kept_by_layer(shape, block, row, whole)
     elif path.kept == "some":
         again = T * (2 * s * E + 2 * s * F + 2 * s * path.rank)
+    scores = _score_bytes(s) * block.heads * row.pairs if block.dense and not again else 0
+    keys = s * block.kv_elements * row.seen
+    if not path.fused:
+        feed_forward = T * (3 * s * E + 2 * s * F)
+        attention = T * (4 * s * E + 3 * s * block.projected) + 3 * keys
+        return again + max(feed_forward, attention + scores)
     feed_forward = T * (2 * s * E + 4 * E + 4 * s * F)
     norm = T * (3 * s * E + 8 * E) + 4 * E * min(T, PROGRAMS) * (2 if block.sandwich else 1)
     waiting = T * (2 * s * E + 8 * E + s * block.attended)
-    keys = s * block.kv_elements
     expanded = 2 * s * block.query_width * row.seen if block.heads != block.kv_heads else 0
     sums = 4 * (T + 128 * row.segments) * (block.query_width + block.heads)
-    flash = sums + T * s * block.query_width + keys * row.seen + expanded
+    flash = sums + T * s * block.query_width + keys + expanded
     turned = T * (s * E + 2 * s * block.projected)
-    return again + max(feed_forward, norm, waiting + flash, waiting + turned)
+    return again + max(feed_forward, norm, waiting + flash + scores, waiting + turned)
 
 
 def head(shape: ModelShape, row: Row, path: Path) -> tuple[int, int]:

@@ -114,8 +114,7 @@ class Job:
             )
         samples = max(1, (budget - self.typical_prompt) // self.completion)
         part = Row.of_groups(1, self.typical_prompt, samples, self.completion)
-        scale = budget / part.tokens
-        return Row(budget, int(scale * part.predicted) + 1, int(scale * part.seen) + 1, part.segments)
+        return part.times(budget / part.tokens)
 
     @property
     def step_row(self) -> Row:

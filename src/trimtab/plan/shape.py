@@ -33,6 +33,8 @@ class Block:
     head_norm: bool = False
     sandwich: bool = False
     """Norms after attention and feed-forward as well as before."""
+    dense: bool = False
+    """Attention that no fused kernel does: soft-capped scores, or sinks."""
     experts: int = 0
     experts_used: int = 0
     shared_width: int = 0
@@ -157,7 +159,9 @@ def _block(config: Mapping[str, Any], kind: str, index: int) -> Block:
         heads, kv_heads, size, size, config.get("intermediate_size") or 4 * hidden, 0, 0, _window(config, kind, index)
     )
     head_norm = kind in ("qwen3", "qwen3_moe", "gemma3_text")
-    block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text"))
+    capped = kind == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
+    dense = capped or kind == "gpt_oss"
+    block = replace(plain, head_norm=head_norm, sandwich=kind in ("gemma2", "gemma3_text"), dense=dense)
     attention = hidden * (block.projected + block.query_width)
     biased = config.get("attention_bias", kind == "gpt_oss")
     if kind == "qwen2":

@@ -104,12 +104,9 @@ class _Clock:
         slots = max(1, min(mine, rollout.max_sequences, rollout.kv_memory * self.place.tensor // max(1, one)))
         longest = job.completion
         mean = min(job.expected_completion, longest)
-        waves, left = divmod(mine, slots)
         ends_together = mean >= 0.95 * longest
         length = mean if ends_together else min(longest, 2 * mean)
-        seconds = waves * self._wave(slots, length, ends_together)
-        if left:
-            seconds += self._wave(left, length, ends_together)
+        seconds = mine / slots * self._wave(slots, length, ends_together)  # slots that become free are filled at once
         return seconds + self._prefill(mine)
 
     def _wave(self, batch: int, length: float, together: bool) -> float:

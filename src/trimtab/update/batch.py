@@ -65,6 +65,12 @@ class MicroBatch:
     sequence_R: torch.Tensor
     """Which sample each completion token belongs to."""
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Tokens, predictions, keys seen, segments and pairs of a query and a key: what memory depends on."""
+        plan = self.plan
+        return len(self.tokens_T), len(self.targets_R), plan.keys, len(plan.lengths), plan.pairs
+
     @classmethod
     def build(cls, samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         """Each prompt is in the row once, however many of its samples there are; what follows a completion's last-but-one

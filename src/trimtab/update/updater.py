@@ -35,6 +35,8 @@ class UpdateStats:
     row_tokens: int = 0
     largest: int = 0
     microbatches: int = 0
+    sizes: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    """Of each micro-batch."""
     token_budget: int = 0
     """The cap they were packed under."""
     grad_norm: float = 0.0
@@ -131,6 +133,7 @@ class Updater:
             stats.microbatches += 1
             stats.row_tokens += batch.tokens_T.shape[0]
             stats.largest = max(stats.largest, batch.tokens_T.shape[0])
+            stats.sizes.append(batch.sizes)
         self.progress.part = "optimizer step"
         outcome = self.optimizer.step(lr)
         stats.grad_norm, stats.applied = outcome.grad_norm, outcome.applied

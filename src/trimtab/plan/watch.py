@@ -1,0 +1,62 @@
+"""A plan against what is measured: for each step the peak that the ledger gives for the micro-batches that really ran, beside the
+meter's. Law 7 is about this ratio; `memory/predicted_over_measured` shows it in every run on a device that has a meter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from trimtab.plan.activations import Path, Row, update_peak
+from trimtab.plan.ledger import GIB, update_path
+from trimtab.plan.planner import Plan
+
+Sizes = tuple[int, int, int, int, int]
+"""Of a micro-batch, in the order of `Row`."""
+
+
+class PlanWatch:
+    """Remembers what a step ran and compares."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._path: Path | None = None
+        self._steps: list[Sequence[Sizes]] = []
+
+    def saw(self, optimizer_step: Sequence[Sizes], kept: bool | str, chunk: int, away: bool) -> None:
+        """The micro-batches of one optimizer step, and the settings they ran with."""
+        path = update_path(self.plan.job, self.plan.run)
+        self._path = replace(path, kept=kept, chunk=chunk, away=away)  # type: ignore[arg-type]
+        self._steps.append(optimizer_step)
+
+    def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Predicted peaks of the phases that were measured since the last call, in GiB as allocated."""
+        steps, self._steps = self._steps, []
+        found: dict[str, float] = {}
+        if "memory/rollout_peak_gib" in metrics:
+            found["memory/rollout_predicted_gib"] = self.plan.ledger["rollout"].allocated / GIB
+        if "memory/update_peak_gib" in metrics and any(steps):
+            predicted = max(self.update_bytes(step) for step in steps if step) / GIB
+            found["memory/update_predicted_gib"] = predicted
+            found["memory/predicted_over_measured"] = predicted / metrics["memory/update_peak_gib"]
+        return found
+
+    def update_bytes(self, optimizer_step: Sequence[Sizes]) -> int:
+        """Allocated at most in these micro-batches. While the first runs, only gradients exist that it has come to: the head's at
+        the fullest moment of its activations, all of them when those are gone."""
+        assert self._path is not None
+        job = self.plan.job
+        held = self.plan.ledger["update"].device
+        states = sum(
+            size
+            for name, size in held.items()
+            if name in ("weights", "adapters", "reference", "masters", "optimizer state")
+        )
+        kv = held.get("KV cache", 0)
+        gradients = held["gradients"]
+        head = 0 if job.rank else 4 * job.shape.table
+        peaks = []
+        for index, sizes in enumerate(optimizer_step):
+            work = sum(update_peak(job.shape, Row(*sizes), self._path).values())
+            peaks.append(max(work + head, gradients) if index == 0 else work + gradients)
+        return states + kv + max(peaks)

@@ -1,0 +1,131 @@
+"""`trimtab plan` from a config alone: what it prints, what it returns, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from trimtab.cli import app
+
+CONFIG = {
+    "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
+    "data": {"train": "task:arithmetic", "max_prompt_tokens": 256},
+    "reward": [{"fn": "task"}],
+    "learn": {"prompts_per_step": 32, "samples_per_prompt": 16, "max_new_tokens": 512},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(CONFIG))
+    return file
+
+
+def plan(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_it_answers_as_the_design_says(config: Path) -> None:
+    code, out, shown = plan(config, "--device", "h200", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert (
+        code == 0
+        and found["fits"]
+        and found["parameters"] == 494_032_768
+        and found["kv_bytes_per_token"] == 24 * 2 * 2 * 64 * 2
+    )
+    assert {phase["name"] for phase in found["phases"]} >= {
+        "load",
+        "rollout",
+        "update",
+        "optimizer",
+        "checkpoint",
+        "export",
+    }
+    update = next(phase for phase in found["phases"] if phase["name"] == "update")
+    assert (
+        update["device_bytes"] == sum(update["components"].values())
+        and update["components"]["weights"] == 2 * 494_032_768
+    )
+    assert found["step_seconds"]["total"] == pytest.approx(
+        sum(found["step_seconds"][k] for k in ("rollout", "score", "update", "publish")), abs=1e-5
+    )
+    assert {choice["key"] for choice in found["choices"]} >= {"run.token_budget", "run.rollout.kv_memory"}
+    assert "a step takes about" in shown and "update" in shown
+
+
+def test_overrides_and_profiles_change_it(config: Path) -> None:
+    def update_bytes(*more: str) -> int:
+        found = json.loads(plan(config, *more, "--device", "rtx4090", "--json")[1].splitlines()[-1])
+        return next(p["device_bytes"] for p in found["phases"] if p["name"] == "update")
+
+    assert update_bytes("run.token_budget=4096") < update_bytes() < update_bytes("--profile", "max")
+    assert update_bytes("--profile", "safe") < update_bytes()
+
+
+def test_what_does_not_fit_says_what_would_and_exits_with_1(config: Path) -> None:
+    code, out, _ = plan(config, "model.path=Qwen/Qwen2.5-7B", "--device-memory", "24GiB")
+    assert code == 1 and "does not fit" in out and "model.lora" in out
+    code, out, _ = plan(config, "model.path=Qwen/Qwen2.5-7B", "--device-memory", "24GiB", "--json")
+    assert code == 1 and json.loads(out.splitlines()[-1])["fits"] is False
+
+
+def test_two_configs_are_compared(config: Path, tmp_path: Path) -> None:
+    other = tmp_path / "longer.yaml"
+    other.write_text(yaml.safe_dump(CONFIG | {"learn": CONFIG["learn"] | {"max_new_tokens": 4096}}))
+    code, out, _ = plan(config, "--compare", other, "--device", "h100")
+    assert code == 0 and "longer.yaml" in out and "seconds a step" in out
+    found = json.loads(plan(config, "--compare", other, "--device", "h100", "--json")[1].splitlines()[-1])
+    assert len(found["plans"]) == 2
+
+
+def test_a_folder_with_a_config_is_enough(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    shape = sizes | {"model_type": "llama", "vocab_size": 1000}
+    (folder / "config.json").write_text(json.dumps(shape))
+    assert plan(config, f"model.path={folder}", "--device", "t4")[0] == 0
+    (folder / "config.json").unlink()
+    code, _, error = plan(config, f"model.path={folder}", "--device", "t4")
+    assert code == 2 and "has no config.json" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "h2000"], "Did you mean h200"),
+        (["--device-memory", "lots"], "is not a size"),
+        (["--device-memory", "40"], "Give a unit"),
+        (["--device", "h200", "--profile", "wild"], "One of safe, balanced, max"),
+        (["--device", "cpu", "--devices", "2"], "a CPU is one device"),
+        (["learn.max_new_tokns=4", "--device", "h200"], "max_new_tokens"),
+    ],
+)
+def test_bad_input_is_told(config: Path, arguments: list[str], message: str) -> None:
+    code, _, error = plan(config, *arguments)
+    assert code == 2 and message in error
+
+
+def test_a_cpu_is_planned_for(config: Path) -> None:
+    code, out, _ = plan(config, "model.path=HuggingFaceTB/SmolLM2-135M", "--device", "cpu", "--host-memory", "64GiB")
+    assert code == 0 and "CPU" in out
+
+
+def test_no_torch_is_needed_for_a_known_architecture(config: Path) -> None:
+    """Which is why it answers at once: torch alone takes longer to import."""
+    code = (
+        "import sys; from pathlib import Path; from trimtab.plan.command import Asked, look; "
+        f"print(look(Path({str(config)!r}), ['model.path=meta-llama/Llama-3.1-70B'], Asked('h100', 1024)).plan.fits); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr

@@ -1,0 +1,79 @@
+"""The time model gives back what was measured on an H200 (docs/log.md) to within a third, and orders plans as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trimtab.config.run import Offload, Run
+from trimtab.plan.devices import find_device
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.ledger import GIB
+from trimtab.plan.planner import make_plan
+from trimtab.plan.shape import read_shape
+from trimtab.plan.source import WELL_KNOWN
+from trimtab.plan.times import predict
+
+NOTHING = Offload(optimizer=False, reference=False, activations=False)
+H200 = Machine(find_device("h200"), 1, 128 * GIB, 16)
+
+
+def work(name: str, **settings) -> Job:
+    usual = {
+        "itemsize": 2,
+        "prompts": 128,
+        "samples": 8,
+        "longest_prompt": 128,
+        "typical_prompt": 128,
+        "completion": 512,
+    }
+    return Job(read_shape(WELL_KNOWN[name]), **usual | settings)
+
+
+@pytest.mark.parametrize(("name", "tokens_per_s"), [("qwen2.5-0.5b", 268_000), ("qwen2.5-1.5b", 113_000)])
+def test_rollout_of_equal_lengths(name: str, tokens_per_s: int) -> None:
+    """Workload R: 128 x 8 samples of 512 tokens."""
+    job = work(name)
+    found = 1024 * 512 / make_plan(Run(), job, H200).times.rollout
+    assert 0.67 < found / tokens_per_s < 1.5
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens_per_s"), [("smollm2-135m", 352_000), ("qwen2.5-0.5b", 146_000), ("qwen2.5-1.5b", 56_000)]
+)
+def test_an_update_of_32k_tokens(name: str, tokens_per_s: int) -> None:
+    """Workload U: forward and backward of one packed row of 32k tokens."""
+    job = work(name, prompts=64, samples=1, longest_prompt=256, typical_prompt=256, completion=257)
+    plan = make_plan(Run(token_budget=32768), job, H200)
+    assert 0.67 < job.step_row.tokens / plan.times.update / tokens_per_s < 1.5
+
+
+def test_what_saves_memory_costs_time() -> None:
+    job = work("qwen2.5-1.5b", prompts=16)
+    run = make_plan(Run(checkpoint_activations=False, offload=NOTHING), job, H200).run
+    base = predict(job, H200, run).update
+    for kept in ("some", True):
+        assert predict(job, H200, run.model_copy(update={"checkpoint_activations": kept})).update > base
+    away = NOTHING.model_copy(update={"optimizer": True})
+    assert predict(job, H200, run.model_copy(update={"offload": away})).update > base
+
+
+def test_longer_completions_and_slower_devices_take_longer() -> None:
+    slow = Machine(find_device("a100-80"), 1, 128 * GIB, 16)
+    fast, slower = (make_plan(Run(), work("qwen2.5-0.5b"), machine).times for machine in (H200, slow))
+    assert slower.rollout > fast.rollout and slower.update > fast.update
+    longer = make_plan(Run(), work("qwen2.5-0.5b", completion=1024), H200).times
+    assert longer.rollout > 1.8 * fast.rollout
+    seen = make_plan(Run(), work("qwen2.5-0.5b", completion=1024, mean_completion=256.0), H200).times
+    assert seen.rollout < longer.rollout
+
+
+def test_a_reference_takes_a_pass_and_a_host_link_takes_longer() -> None:
+    job = work("qwen2.5-1.5b", reference=True, compared=True)
+    plan = make_plan(Run(), job, H200)
+    assert plan.times.score > 0
+    waits = plan.run.model_copy(update={"offload": NOTHING.model_copy(update={"reference": True})})
+    away = predict(job, H200, waits)
+    assert away.score > plan.times.score
+    assert make_plan(Run(), replace(job, reference=False, compared=False), H200).times.score == 0
