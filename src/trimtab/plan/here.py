@@ -58,7 +58,7 @@ def _device_here(device: torch.device) -> Device:
 
     properties = torch.cuda.get_device_properties(device)
     free = free_memory(device) + torch.cuda.memory_reserved(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
+    share = torch.cuda.get_per_process_memory_fraction(device.index)
     memory = min(free, int(share * properties.total_memory)) + CONTEXT
     found = nearest(properties.name, memory)
     return replace(found, lends=not why_not_lendable(device), tiled_head=properties.major >= 9)

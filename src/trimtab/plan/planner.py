@@ -213,8 +213,8 @@ def _chunk(job: Job, machine: Machine, room: int) -> tuple[int, str]:
     """Tokens whose logits, or their gradient, exist at a time: on a GPU whole tiles, enough for a product at full speed."""
     if machine.cpu:
         return max(64, min(4096, 64 * MIB // (12 * job.shape.vocabulary))), "logits of a chunk stay small"
-    most = min(1024 * MIB, room // 32)
-    return max(128, min(8192, most // (4 * job.shape.vocabulary) // 128 * 128)), "logits of a chunk stay small"
+    most, logit = min(1024 * MIB, room // 32), 4 if job.tiled_head else 14
+    return max(128, min(8192, most // (logit * job.shape.vocabulary) // 128 * 128)), "logits of a chunk stay small"
 
 
 def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
