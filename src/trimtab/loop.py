@@ -58,6 +58,8 @@ def train(run: Session) -> dict[str, Any]:
             write_samples(run.folder, state.step, groups)
         metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(learn.steps - state.step)
         metrics |= run.watch.end_step(metrics)
+        budget = run.governor.next_budget(metrics, run.guard.ceiling.get("token_budget"))
+        run.updater.token_budget = budget or run.updater.token_budget
         metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
         metrics["throughput/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/total"]
         run.sinks.write(state.step, metrics)

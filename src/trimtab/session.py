@@ -32,10 +32,11 @@ from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import Sinks
 from trimtab.observe.timeline import Timeline
+from trimtab.plan.governor import Governor
 from trimtab.plan.here import machine_here, pick_device
 from trimtab.plan.job import Job
 from trimtab.plan.planner import Plan
-from trimtab.plan.refusal import plan_here
+from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.report import as_dict
 from trimtab.plan.shape import shape_of_model
 from trimtab.plan.watch import PlanWatch
@@ -74,6 +75,7 @@ class Session:
     guard: Guard
     host: HostWatch
     watch: PlanWatch
+    governor: Governor
 
 
 @dataclass
@@ -126,28 +128,9 @@ def open_session(
     if checkpoint is not None:
         state = load_state(checkpoint)
         _compare(config, ready.device, folder, checkpoint, console)
-    policy, reference = _load_policies(config, ready.device, checkpoint)
-    plan = plan_here(config.run, _job(config, policy, reference, work), machine_here(ready.device))
-    run = plan.run
-    config = config.model_copy(update={"run": run})
-    if run.offload.reference is True and isinstance(reference, Policy):
-        reference = FromHost(reference)
-    torch.set_num_threads(_known(run.threads))
-    engine = make_engine(config, policy, work.tokenizer)
-    stack.callback(engine.close)
+    parts = assemble(config, ready, stack, checkpoint)
+    config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
     engine.publish(state.version)
-    recomputed = run.checkpoint_activations
-    assert recomputed != "auto"
-    updater = Updater(
-        policy,
-        config.learn,
-        token_budget=_known(run.token_budget),
-        score_token_budget=_known(run.score_token_budget),
-        logprob_chunk=_known(run.logprob_chunk),
-        checkpoint_activations=recomputed,
-        offload_optimizer=run.offload.optimizer is True,
-        offload_activations=run.offload.activations is True,
-    )
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
     begin(folder, config, as_dict(plan))
@@ -172,12 +155,52 @@ def open_session(
     stack.callback(timeline.close)
     _spare_the_collector(stack)
     return Session(
-        config, folder, state, checkpoint is not None, work.tokenizer, policy, reference, engine, updater, ready.scorer,
+        config, folder, state, checkpoint is not None, work.tokenizer, policy, parts.reference, engine, updater, ready.scorer,
         stream, work.eval.prompts, console, timeline, sinks,
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
         open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
-        PlanWatch(plan),
+        PlanWatch(plan), Governor(plan, automatic=parts.budget_is_automatic),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What computes: models, engine and updater, as the plan has them."""
+
+    config: Config
+    """With `run` resolved."""
+    plan: Plan
+    policy: Policy
+    reference: AnyPolicy | None
+    engine: Engine
+    updater: Updater
+    budget_is_automatic: bool
+
+
+def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path | None = None) -> Parts:
+    """Load the models, plan with them, and build what the plan says."""
+    policy, reference = _load_policies(config, ready.device, checkpoint)
+    plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
+    automatic, run = config.run.token_budget == "auto", plan.run
+    config = config.model_copy(update={"run": run})
+    if run.offload.reference is True and isinstance(reference, Policy):
+        reference = FromHost(reference)
+    torch.set_num_threads(_known(run.threads))
+    engine = make_engine(config, policy, ready.work.tokenizer)
+    stack.callback(engine.close)
+    recomputed = run.checkpoint_activations
+    assert recomputed != "auto"
+    updater = Updater(
+        policy,
+        config.learn,
+        token_budget=_known(run.token_budget),
+        score_token_budget=_known(run.score_token_budget),
+        logprob_chunk=_known(run.logprob_chunk),
+        checkpoint_activations=recomputed,
+        offload_optimizer=run.offload.optimizer is True,
+        offload_activations=run.offload.activations is True,
+    )
+    return Parts(config, plan, policy, reference, engine, updater, automatic)
 
 
 def open_evaluation(

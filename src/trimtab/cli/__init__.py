@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trimtab.cli import demo, doctor, evaluate, export, plan, train
+from trimtab.cli import demo, doctor, evaluate, export, plan, train, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -14,6 +14,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
+app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)
 app.command("export")(export.export)
 app.command("demo")(demo.demo)

@@ -297,6 +297,10 @@ def _useful(job: Job, machine: Machine, rates: Rates, fill: bool) -> tuple[int, 
     return min(65536, max(16384, 1 << round(launched).bit_length())), "larger micro-batches gain nothing"
 
 
+def useful_tokens(plan: Plan) -> int:
+    return _useful(plan.job, plan.machine, MEASURED, fill=False)[0]
+
+
 def _largest(
     draft: Run, job: Job, machine: Machine, limits: Limits, place: Placement, phase: str, key: str, most: int, why: str
 ) -> tuple[int, str]:

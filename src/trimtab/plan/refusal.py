@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from trimtab.config.run import Run
 from trimtab.errors import ConfigError, Problem
+from trimtab.plan.cache import applied, recall
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB, kv_bytes
-from trimtab.plan.planner import Plan, make_plan, page_tokens, place_over
+from trimtab.plan.planner import Choice, Plan, make_plan, page_tokens, place_over
 
 
 def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
@@ -24,6 +25,19 @@ def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     if not plan.fits and not machine.cpu:  # host memory can be swapped, and what others hold there comes and goes
         raise refuse(plan, run, "max")
     return plan
+
+
+def planned(run: Run, job: Job, machine: Machine) -> Plan:
+    """The same, with what `trimtab tune` has found for this job on such a machine, where that fits."""
+    found = recall(job, machine)
+    if found is None:
+        return plan_here(run, job, machine)
+    tuned, values = applied(run, found)
+    plan = make_plan(tuned, job, machine, run.profile)
+    if not plan.fits:
+        return plan_here(run, job, machine)
+    why = f"measured here with trimtab tune, {found['when']}"
+    return replace(plan, choices=(*plan.choices, *(Choice(key, value, why) for key, value in values.items())))
 
 
 def _refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:

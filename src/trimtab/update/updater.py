@@ -114,6 +114,12 @@ class Updater:
         if self.policy.shelf is not None:
             self.policy.shelf.clear()
 
+    def rehearse(self, samples: Sequence[Sample]) -> None:
+        """Forward and backward passes of one micro-batch that is not applied: what it takes is seen from outside. Gradients stay,
+        as before the second micro-batch of a step, until `abandon`."""
+        batch = MicroBatch.build(samples, self.policy.device)
+        self._loss(batch, 0.0, UpdateStats()).backward()
+
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
         """Write `policy`'s log-probs of the samples' tokens into one of their fields. No gradient, its own budget."""

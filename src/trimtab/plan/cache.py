@@ -1,0 +1,70 @@
+"""What `trimtab tune` found, kept by model, work, device and versions in TRIMTAB_CACHE, or else the user's cache folder. A later
+run of the same on such a device starts with it; anything else about the run stays as planned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trimtab.config.run import Run
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.ledger import GIB
+from trimtab.plan.tuner import Tuned
+
+
+def folder() -> Path:
+    own = os.environ.get("TRIMTAB_CACHE")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trimtab"
+    return base / "tuned"
+
+
+def key_of(job: Job, machine: Machine) -> str:
+    """Of everything that the best sizes depend on."""
+    shape = job.shape
+    facts: dict[str, Any] = {
+        "model": [shape.kind, shape.hidden, shape.vocabulary, shape.layers, shape.parameters, job.itemsize, job.rank],
+        "work": [job.samples, job.longest_prompt, job.typical_prompt, job.completion, job.in_flight, job.reference],
+        "device": ["cpu" if machine.cpu else machine.device.name, machine.cores],
+        "memory": None if machine.cpu else machine.device.memory // (4 * GIB),
+        "versions": [version(name) for name in ("trimtab", "torch", "transformers")],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def keep(tuned: Tuned, job: Job, machine: Machine, when: str) -> Path:
+    file = folder() / f"{key_of(job, machine)}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(f".{os.getpid()}")
+    found = {"token_budget": tuned.token_budget, "max_sequences": tuned.max_sequences, "when": when}
+    aside.write_text(json.dumps(found | {"trials": [vars(trial) for trial in tuned.trials]}, indent=1) + "\n")
+    aside.rename(file)
+    return file
+
+
+def recall(job: Job, machine: Machine) -> dict[str, Any] | None:
+    """What was kept for the same; None where there is nothing, or nothing that can be read."""
+    try:
+        found: dict[str, Any] = json.loads((folder() / f"{key_of(job, machine)}.json").read_text())
+        return (
+            found if int(found["token_budget"]) >= job.longest_sequence and int(found["max_sequences"]) >= 1 else None
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def applied(run: Run, found: dict[str, Any]) -> tuple[Run, dict[str, int]]:
+    """`run` with what was found in the place of `auto`, and which keys that are."""
+    values = {}
+    if run.token_budget == "auto":
+        values["run.token_budget"] = int(found["token_budget"])
+        run = run.model_copy(update={"token_budget": values["run.token_budget"]})
+    if run.rollout.max_sequences == "auto":
+        values["run.rollout.max_sequences"] = int(found["max_sequences"])
+        rollout = run.rollout.model_copy(update={"max_sequences": values["run.rollout.max_sequences"]})
+        run = run.model_copy(update={"rollout": rollout})
+    return run, values

@@ -1,0 +1,51 @@
+"""Keeps learning from what is measured: between steps it moves an automatic token budget to where measured memory would put it.
+
+A budget that the plan had to make small for lack of memory is raised where measured peaks show room, a quarter at a time, and
+lowered where a peak came too near the limit. It stays below every size that has run out of memory (`Guard.ceiling`) and within
+what is useful. What is learned does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trimtab.plan.ledger import GIB
+from trimtab.plan.planner import Plan, useful_tokens
+
+RAISE, LOWER = 1.25, 0.8
+GRAIN = 128
+
+
+@dataclass
+class Governor:
+    """Moves one budget. `automatic`: the user did not pin it."""
+
+    plan: Plan
+    automatic: bool
+
+    @property
+    def _limit(self) -> float:
+        seen = self.plan.ledger["update"]
+        unseen = seen.device_bytes - seen.allocated
+        return (self.plan.limits.device - unseen) / GIB
+
+    def next_budget(self, metrics: Mapping[str, float], ceiling: int | None) -> int | None:
+        """The budget of the next step, if it should be another one."""
+        peak, largest = metrics.get("memory/update_peak_gib"), metrics.get("run/max_microbatch_tokens")
+        budget = int(metrics.get("run/token_budget", 0))
+        if not self.automatic or self.plan.machine.cpu or not peak or not largest or not budget:
+            return None
+        if peak > self._limit:
+            lower = max(self.plan.job.longest_sequence, int(LOWER * largest) // GRAIN * GRAIN)
+            return lower if lower < budget else None
+        filled = largest > 0.9 * budget and metrics.get("run/microbatches", 1) > 1
+        most = useful_tokens(self.plan)
+        if not filled or budget >= most:
+            return None
+        states = sum(size for name, size in self.plan.ledger["optimizer"].device.items()) / GIB
+        room = (self._limit - states) / max(1e-9, peak - states)
+        higher = int(min(most, budget * min(RAISE, 0.98 * room))) // GRAIN * GRAIN
+        if ceiling is not None:
+            higher = min(higher, int(0.9 * ceiling))
+        return higher if higher > budget else None

@@ -1,0 +1,170 @@
+"""Measures on the device what a plan can only predict, with sequences as long as they may be, and takes the fastest.
+
+A micro-batch size is tried by a forward and a backward pass of a full micro-batch that is not applied; the batch in flight by
+decoding a few tokens. Sizes are doubled while that pays and fits, and halved while they do not fit or that pays. Running out of
+memory ends a try and nothing else. Of sizes within a hundredth of the fastest the smallest is taken: memory has other uses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.config.learn import Sampling
+from trimtab.data.prompt import Prompt
+from trimtab.model.memory import Shortage, attempt, free
+from trimtab.plan.job import Job
+from trimtab.rollout.engine import Engine, Request
+from trimtab.update.batch import Sample
+from trimtab.update.updater import Updater
+
+PAYS = 1.01
+DECODED = 32
+"""Tokens of each sequence when decoding is timed."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One size of one key: tokens a second, and the most that was allocated. None: it did not fit, or has no meter."""
+
+    key: str
+    value: int
+    rate: float | None
+    peak: int | None = None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The fastest sizes found, and all that were tried."""
+
+    token_budget: int
+    max_sequences: int
+    trials: tuple[Trial, ...]
+
+
+def tune(
+    updater: Updater,
+    engine: Engine,
+    job: Job,
+    most_sequences: int,
+    report: Callable[[Trial], None] = lambda trial: None,
+) -> Tuned:
+    """Try budgets from the updater's own, and batches from `most_sequences`; sets nothing."""
+    trials: list[Trial] = []
+
+    def noted(trial: Trial) -> Trial:
+        trials.append(trial)
+        report(trial)
+        return trial
+
+    engine.publish(0)
+    batches = climb(
+        most_sequences, max(1, most_sequences // 8), most_sequences, lambda n: noted(time_decode(engine, job, n))
+    )
+    engine.lend()
+    whole = max(job.longest_sequence, job.step_row.tokens)
+    budgets = climb(
+        min(updater.token_budget, whole), job.longest_sequence, whole, lambda n: noted(time_update(updater, job, n))
+    )
+    return Tuned(fastest(budgets), fastest(batches), tuple(trials))
+
+
+def climb(start: int, least: int, most: int, measure: Callable[[int], Trial]) -> list[Trial]:
+    """Double while it fits and pays; from where it did not fit, or did not pay at once, halve while that helps."""
+    found = [measure(start)]
+    for step, limit in ((2.0, most), (0.5, least)):
+        before = found[0]
+        value = before.value
+        while True:
+            value = int(value * step)
+            beyond = value > limit if step > 1 else value < limit
+            if beyond or (step > 1 and before.rate is None):
+                break
+            now = measure(value)
+            found.append(now)
+            if now.rate is not None and before.rate is not None and now.rate < PAYS * before.rate:
+                break
+            if now.rate is None and step > 1:
+                break
+            before = now
+        if len(found) > 2 and step > 1:
+            break  # doubling paid: halving would not
+    return found
+
+
+def fastest(trials: list[Trial]) -> int:
+    """The smallest size within a hundredth of the best; the smallest tried where none fitted."""
+    fitting = [trial for trial in trials if trial.rate is not None]
+    if not fitting:
+        return min(trial.value for trial in trials)
+    best = max(trial.rate or 0.0 for trial in fitting)
+    return min(trial.value for trial in fitting if (trial.rate or 0.0) * PAYS >= best)
+
+
+def time_update(updater: Updater, job: Job, budget: int, repeats: int = 3) -> Trial:
+    """Tokens a second of a full micro-batch, gradients already there; the best of a few, as others use the machine too."""
+    device = updater.policy.device
+    samples = list(longest_samples(job, budget, updater.policy.config.vocab_size))
+    tokens = job.row(budget).tokens
+
+    def once() -> float:
+        started = time.perf_counter()
+        updater.rehearse(samples)
+        _settle(device)
+        return time.perf_counter() - started
+
+    def work() -> float:
+        updater.rehearse(samples)  # compiles, and leaves gradients
+        _settle(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        return min(once() for _ in range(repeats))
+
+    seconds = attempt(work)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    updater.abandon()
+    if isinstance(seconds, Shortage):
+        free(device)
+        return Trial("token_budget", budget, None, peak)
+    return Trial("token_budget", budget, tokens / seconds, peak)
+
+
+def time_decode(engine: Engine, job: Job, sequences: int) -> Trial:
+    """Tokens a second of so many sequences at a time, prompts as long as they may be."""
+    groups = max(1, sequences // job.samples)
+    samples = min(job.samples, sequences)
+    numbers = torch.Generator().manual_seed(0)
+    words = torch.randint(0, job.shape.vocabulary, (groups, job.typical_prompt), generator=numbers).tolist()
+    requests = [
+        Request(Prompt(i, "", row), samples, min(DECODED, job.completion), Sampling(), seed=0, step=0)
+        for i, row in enumerate(words)
+    ]
+    for _ in range(2):  # the first makes graphs
+        for _ in engine.generate(requests):
+            pass
+    stats = engine.stats
+    return Trial("max_sequences", sequences, stats.generated_tokens / max(1e-9, stats.decode_s))
+
+
+def longest_samples(job: Job, budget: int, vocabulary: int) -> Iterator[Sample]:
+    """Groups of random tokens, as long as they may be, that fill a micro-batch; the last group as far as it fits."""
+    numbers, used = torch.Generator().manual_seed(0), 0
+    while True:
+        prompt = torch.randint(0, vocabulary, (job.typical_prompt,), generator=numbers).tolist()
+        used += len(prompt)
+        for _ in range(job.samples):
+            length = min(job.completion, budget - used)
+            if length < 1:
+                return
+            tokens = torch.randint(0, vocabulary, (length,), generator=numbers)
+            ones = torch.ones(length)
+            yield Sample(prompt, tokens, ones, ones / budget, torch.zeros(length))
+            used += length
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

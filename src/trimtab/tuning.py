@@ -1,0 +1,55 @@
+"""`trimtab tune`: the run's own model, engine and update, timed on this machine; what is found is kept for later runs."""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import ExitStack
+from typing import IO, Any
+
+from rich.console import Console
+
+from trimtab.config.load import resolved_yaml
+from trimtab.config.schema import Config
+from trimtab.observe.card import shown
+from trimtab.plan.cache import applied, keep
+from trimtab.plan.planner import make_plan
+from trimtab.plan.tuner import Trial, tune
+from trimtab.session import assemble, check
+from trimtab.work import Inputs
+
+
+def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
+    """Measure, keep, and return the resolved config with what was found."""
+    console = Console(file=file, highlight=False)
+    with ExitStack() as stack:
+        ready = check(config, inputs, stack, resume=True)
+        parts = assemble(ready.config, ready, stack)
+        plan = parts.plan
+        planned = {choice.key: choice.value for choice in plan.choices}
+        console.print(f"{'key':>14}  {'size':>9}  {'tokens/s':>12}  {'peak':>9}")
+
+        def report(trial: Trial) -> None:
+            rate = "did not fit" if trial.rate is None else f"{trial.rate:,.0f}"
+            peak = "" if trial.peak is None else f"{trial.peak / 2**30:.1f} GiB"
+            console.print(f"{trial.key:>14}  {trial.value:>9,}  {rate:>12}  {peak:>9}")
+
+        most = plan.run.rollout.max_sequences
+        assert isinstance(most, int)
+        found = tune(parts.updater, parts.engine, plan.job, min(most, plan.job.in_flight), report)
+    when = datetime.date.today().isoformat()
+    kept = keep(found, plan.job, plan.machine, when)
+    tuned, values = applied(config.run, {"token_budget": found.token_budget, "max_sequences": found.max_sequences})
+    run = make_plan(tuned, plan.job, plan.machine, config.run.profile).run
+    for key, value in values.items():
+        before = f" (planned {shown(key, planned[key])})" if key in planned and planned[key] != value else ""
+        console.print(f"{key}: {shown(key, value)}{before}")
+    console.print(f"kept for later runs in {kept}")
+    resolved = config.model_copy(update={"run": run})
+    trials = [vars(trial) for trial in found.trials]
+    return {
+        "run": run.model_dump(),
+        "tuned": values,
+        "trials": trials,
+        "cache": str(kept),
+        "config": resolved_yaml(resolved),
+    }

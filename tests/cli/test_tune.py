@@ -1,0 +1,47 @@
+"""`trimtab tune` on this machine, with the tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from trimtab.cli import app
+from trimtab.config.load import load_config
+
+
+@pytest.fixture
+def config(tmp_path: Path, model_folder: Path, monkeypatch) -> Path:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "run.yaml"
+    learn = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_new_tokens": 6, "steps": 1}
+    content = {"model": {"path": str(model_folder)}, "data": {"train": "task:arithmetic"}, "reward": [{"fn": "task"}]}
+    file.write_text(yaml.safe_dump(content | {"learn": learn, "observe": {"dir": str(tmp_path / "run")}}))
+    return file
+
+
+def test_what_it_finds_is_written_and_kept_and_used(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tuned.yaml"
+    result = CliRunner().invoke(app, ["tune", str(config), "--out", str(out), "--json"])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert {trial["key"] for trial in found["trials"]} == {"token_budget", "max_sequences"}
+    assert all(trial["rate"] > 0 for trial in found["trials"])
+    run = load_config(out, []).run
+    assert run.token_budget == found["tuned"]["run.token_budget"] and "auto" not in run.model_dump().values()
+    assert Path(found["cache"]).exists() and not (tmp_path / "run").exists()
+    trained = CliRunner().invoke(app, ["train", str(config), "--json"])
+    assert trained.exit_code == 0, trained.stderr
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    words = {choice["key"]: choice["why"] for choice in plan["choices"]}
+    assert words["run.token_budget"].startswith("measured here with trimtab tune")
+
+
+def test_bad_input_is_told_before_anything_is_loaded(config: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["tune", str(config), "--out", str(tmp_path / "no" / "file.yaml")])
+    assert result.exit_code == 2 and "is not a folder" in result.stderr
+    result = CliRunner().invoke(app, ["tune", str(config), "run.token_budget=1"])
+    assert result.exit_code == 2 and "token_budget" in result.stderr

@@ -1,0 +1,177 @@
+"""The tuner finds the fastest size that fits, keeps it, and a later run of the same starts with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiny import tiny_model
+from trimtab.config.algorithms import resolve
+from trimtab.config.learn import Learn
+from trimtab.config.run import Rollout, Run
+from trimtab.model.policy import Policy
+from trimtab.plan import cache
+from trimtab.plan.devices import find_device
+from trimtab.plan.governor import Governor
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.ledger import GIB
+from trimtab.plan.planner import make_plan
+from trimtab.plan.refusal import plan_here, planned
+from trimtab.plan.shape import read_shape, shape_of_model
+from trimtab.plan.source import WELL_KNOWN
+from trimtab.plan.tuner import Trial, Tuned, climb, fastest, longest_samples, time_update
+from trimtab.update.batch import MicroBatch
+from trimtab.update.updater import Updater
+
+
+@given(st.integers(1, 10**5), st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 10**6))
+def test_a_single_peak_is_climbed(least: int, above: int, best: int, fits: int) -> None:
+    """Rates that rise to one size and fall beyond it, in a memory that holds up to another."""
+    start, most = least + above // 2, least + above
+    fits = max(fits, least)
+
+    def measure(value: int) -> Trial:
+        return Trial("size", value, None if value > fits else min(value, best) / max(value, best))
+
+    tried = climb(start, least, most, measure)
+    chosen = fastest(tried)
+    assert all(least <= trial.value <= most for trial in tried[1:])
+    assert len({trial.value for trial in tried}) == len(tried)
+    if any(trial.rate is not None for trial in tried):
+        assert chosen <= fits
+        rates = {trial.value: trial.rate for trial in tried if trial.rate is not None}
+        assert rates[chosen] * 1.01 >= max(rates.values())
+        neighbours = [n for n in (2 * chosen, chosen // 2) if least <= n <= min(most, fits) and n]
+        assert all(measure(n).rate <= 1.02 * rates[chosen] for n in neighbours)
+
+
+def test_of_equals_the_smallest_is_taken() -> None:
+    assert fastest([Trial("x", 8, 1.0), Trial("x", 16, 1.005), Trial("x", 32, 1.009), Trial("x", 64, None)]) == 8
+    assert fastest([Trial("x", 8, None), Trial("x", 4, None)]) == 4
+
+
+def job() -> Job:
+    return Job(shape_of_model(tiny_model("llama")), 4, 4, 3, 20, 20, 16, fused=False, tiled_head=False)
+
+
+@given(st.integers(36, 400))
+def test_rehearsals_fill_the_micro_batch_and_no_more(budget: int) -> None:
+    batch = MicroBatch.build(list(longest_samples(job(), budget, 80)), torch.device("cpu"))
+    samples = batch.samples
+    prompts = {tuple(s.prompt_tokens) for s in samples}
+    packed = sum(map(len, prompts)) + sum(len(s.tokens) for s in samples)
+    assert budget - 20 <= packed <= budget
+
+
+def updater_of_a_tiny_model() -> Updater:
+    learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
+    return Updater(
+        Policy(tiny_model("llama")),
+        learn,
+        token_budget=200,
+        score_token_budget=200,
+        logprob_chunk=32,
+        checkpoint_activations=False,
+    )
+
+
+def test_a_try_changes_nothing_and_survives_running_out_of_memory(monkeypatch) -> None:
+    updater = updater_of_a_tiny_model()
+    before = [p.clone() for p in updater.policy.parameters()]
+    trial = time_update(updater, job(), 100)
+    assert trial.rate is not None and trial.rate > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, updater.policy.parameters()))
+    assert all(grad is None for grad in updater.optimizer.grads())
+
+    def fail(*_args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(updater, "rehearse", fail)
+    assert time_update(updater, job(), 100).rate is None
+    monkeypatch.setattr(updater, "rehearse", lambda samples: (_ for _ in ()).throw(RuntimeError("another error")))
+    with pytest.raises(RuntimeError, match="another error"):
+        time_update(updater, job(), 100)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch) -> Machine:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    return Machine(find_device("h200"), 1, 64 * GIB, 4)
+
+
+def test_what_was_found_is_used_and_explained(machine: Machine) -> None:
+    assert planned(Run(), job(), machine) == plan_here(Run(), job(), machine)
+    cache.keep(Tuned(123, 7, (Trial("token_budget", 123, 1.0),)), job(), machine, "2026-11-15")
+    plan = planned(Run(), job(), machine)
+    assert plan.run.token_budget == 123 and plan.run.rollout.max_sequences == 7
+    words = {choice.key: choice.why for choice in plan.choices}
+    assert (
+        words["run.token_budget"] == "measured here with trimtab tune, 2026-11-15" == words["run.rollout.max_sequences"]
+    )
+    pinned = planned(Run(token_budget=99, rollout=Rollout(max_sequences=3)), job(), machine)
+    assert pinned.run.token_budget == 99 and pinned.run.rollout.max_sequences == 3
+
+
+def test_it_is_not_used_for_anything_else(machine: Machine) -> None:
+    cache.keep(Tuned(123, 7, ()), job(), machine, "2026-11-15")
+    others = [
+        (replace(job(), completion=17), machine),
+        (replace(job(), itemsize=2), machine),
+        (job(), replace(machine, device=find_device("h100"))),
+    ]
+    assert all(cache.recall(other, place) is None for other, place in others)
+    assert cache.recall(job(), machine) is not None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"token_budget": "x", "max_sequences": 1}', '{"token_budget": 1, "max_sequences": 1}']
+)
+def test_a_spoilt_file_is_as_none(machine: Machine, content: str) -> None:
+    file = cache.keep(Tuned(123, 7, ()), job(), machine, "2026-11-15")
+    file.write_text(content)
+    assert planned(Run(), job(), machine).run == plan_here(Run(), job(), machine).run
+
+
+def governed(gib: float) -> Governor:
+    device = replace(find_device("h200"), memory=int(gib * GIB))
+    work = Job(read_shape(WELL_KNOWN["qwen2.5-1.5b"]), 2, 32, 16, 256, 256, 512)
+    return Governor(make_plan(Run(), work, Machine(device, 1, 256 * GIB, 16)), automatic=True)
+
+
+def seen(governor: Governor, peak: float, **changes: float) -> dict[str, float]:
+    budget = float(governor.plan.run.token_budget)
+    usual = {
+        "run/token_budget": budget,
+        "run/max_microbatch_tokens": budget,
+        "run/microbatches": 9.0,
+        "memory/update_peak_gib": peak,
+    }
+    return usual | changes
+
+
+def test_a_budget_is_raised_where_there_is_room_and_lowered_where_there_is_none() -> None:
+    governor = governed(40)
+    budget = governor.plan.run.token_budget
+    assert budget < 16384
+    raised = governor.next_budget(seen(governor, 30.0), None)
+    assert raised is not None and budget < raised <= 1.25 * budget
+    capped = governor.next_budget(seen(governor, 30.0), ceiling=int(1.2 * budget))
+    assert capped is None or capped <= int(0.9 * 1.2 * budget)
+    lowered = governor.next_budget(seen(governor, 39.9), None)
+    assert lowered is not None and lowered < budget
+
+
+def test_a_budget_stays_where_it_cannot_help() -> None:
+    roomy = governed(140)
+    assert roomy.plan.run.token_budget == 16384
+    assert roomy.next_budget(seen(roomy, 60.0), None) is None  # larger ones gain nothing
+    tight = governed(40)
+    assert tight.next_budget(seen(tight, 30.0, **{"run/microbatches": 1.0}), None) is None  # all in one already
+    assert tight.next_budget(seen(tight, 30.0, **{"run/max_microbatch_tokens": 100.0}), None) is None  # not filled
+    assert replace(tight, automatic=False).next_budget(seen(tight, 30.0), None) is None
+    assert tight.next_budget({"run/token_budget": 100.0}, None) is None  # nothing was measured
