@@ -46,7 +46,7 @@ class PlanWatch:
         the fullest moment of its activations, all of them when those are gone."""
         assert self._path is not None
         job = self.plan.job
-        held = self.plan.ledger["update"].device
+        held = self.plan.ledger["update"].device or self.plan.ledger["update"].host
         states = sum(
             size
             for name, size in held.items()

@@ -1,0 +1,63 @@
+"""Predicted peaks of what really ran, beside what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimtab.config.run import Run
+from trimtab.plan.activations import Path, Row, update_peak
+from trimtab.plan.devices import find_device
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.ledger import GIB
+from trimtab.plan.planner import make_plan
+from trimtab.plan.shape import read_shape
+from trimtab.plan.source import WELL_KNOWN
+from trimtab.plan.watch import PlanWatch
+
+
+def watching(rank: int = 0) -> PlanWatch:
+    shape = read_shape(WELL_KNOWN["smollm2-135m"])
+    job = Job(shape, 2, 32, 16, 256, 256, 512, rank=rank, adapters=shape.lora_parameters(rank) if rank else 0)
+    return PlanWatch(make_plan(Run(), job, Machine(find_device("h200"), 1, 64 * GIB, 16)))
+
+
+def test_the_first_micro_batch_has_the_heads_gradient_and_later_ones_all() -> None:
+    watch, sizes = watching(), (16384, 14000, 30000, 40, 9_000_000)
+    shape = watch.plan.job.shape
+    work = sum(update_peak(shape, Row(*sizes), Path(2, True, False, 4096, True)).values())
+    watch.saw([sizes], False, 4096, False)
+    states = 14 * shape.parameters
+    assert watch.update_bytes([sizes]) == states + work + 4 * shape.table
+    assert watch.update_bytes([sizes, sizes]) == states + work + 4 * shape.parameters
+    small = (64, 32, 64, 2, 2000)
+    assert watch.update_bytes([small]) == states + 4 * shape.parameters  # gradients are more than so few tokens keep
+
+
+def test_adapters_have_gradients_of_their_own_alone() -> None:
+    watch, sizes = watching(rank=16), (16384, 14000, 16384, 40, 0)
+    watch.saw([sizes], True, 4096, False)
+    job = watch.plan.job
+    work = sum(update_peak(job.shape, Row(*sizes), Path(2, True, True, 4096, True, 16)).values())
+    assert (
+        watch.update_bytes([sizes, sizes])
+        == 2 * job.shape.parameters + 4 * job.adapters + 8 * job.adapters + work + 4 * job.adapters
+    )
+
+
+def test_a_step_is_compared_with_what_was_measured() -> None:
+    watch, sizes = watching(), (32768, 30000, 60000, 70, 0)
+    watch.saw([sizes, (100, 50, 100, 2, 0)], False, 4096, False)
+    predicted = watch.update_bytes([sizes]) / GIB
+    metrics = watch.end_step({"memory/update_peak_gib": 2 * predicted, "memory/rollout_peak_gib": 3.0})
+    assert metrics["memory/predicted_over_measured"] == pytest.approx(0.5, rel=0.05)
+    assert metrics["memory/rollout_predicted_gib"] == watch.plan.ledger["rollout"].allocated / GIB
+    assert watch.end_step({"memory/update_peak_gib": 1.0}) == {}  # no update since
+    assert watch.end_step({}) == {}
+
+
+def test_what_was_lowered_since_counts() -> None:
+    watch, sizes = watching(), (16384, 14000, 16384, 40, 0)
+    watch.saw([sizes], False, 4096, False)
+    kept = watch.update_bytes([sizes])
+    watch.saw([sizes], True, 128, False)
+    assert watch.update_bytes([sizes]) < kept
