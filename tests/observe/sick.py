@@ -60,7 +60,7 @@ LEVELS = {
     "memory/update_peak_gib": 60.0,
     "memory/rollout_peak_gib": 50.0,
     "memory/host_gib": 6.0,
-    "memory/alloc_retries": 0.0,
+    "run/alloc_retries": 0.0,
     "memory/predicted_over_measured": 1.1,
     "time/rollout": 5.0,
     "time/reward": 0.3,
@@ -200,7 +200,7 @@ SICK: dict[str, Callable[[list[Row]], None]] = {
     "memory_unused": together(
         put("memory/update_peak_gib", 6.4), put("memory/rollout_peak_gib", 5.0), put("run/token_budget", 9000.0)
     ),
-    "alloc_retries": put("memory/alloc_retries", lambda at: round(40 * at)),
+    "alloc_retries": put("run/alloc_retries", lambda at: round(4 * at)),
     "prediction": put("memory/predicted_over_measured", 0.8),
     "host_leak": put("memory/host_gib", lambda at: 4 + 8 * at),
 }

@@ -41,14 +41,12 @@ def device_peak_gib(device: torch.device | str) -> float | None:
 
 
 def device_state(device: torch.device | str) -> dict[str, float]:
-    """The device's size, and how often the allocator freed its cache and tried again since the process began; none on a CPU."""
+    """The device's size; none on a CPU."""
     import torch
 
     if not _is_cuda(device):
         return {}
-    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
-    size = torch.cuda.get_device_properties(device).total_memory
-    return {"memory/device_total_gib": size / GIB, "memory/alloc_retries": float(retries)}
+    return {"memory/device_total_gib": torch.cuda.get_device_properties(device).total_memory / GIB}
 
 
 def reset_device_peak(device: torch.device | str) -> None:

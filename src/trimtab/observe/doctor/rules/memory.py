@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 
 from trimtab.observe.doctor.record import RECENT, Record
 from trimtab.observe.doctor.rule import Rule, Sick
 from trimtab.observe.doctor.rules.common import total
 from trimtab.observe.format import gib, number, percent
 
-TOTAL, HOST, RETRIES, OOMS = "memory/device_total_gib", "memory/host_gib", "memory/alloc_retries", "run/oom_recoveries"
+TOTAL, HOST, RETRIES, OOMS = "memory/device_total_gib", "memory/host_gib", "run/alloc_retries", "run/oom_recoveries"
 PREDICTION = "memory/predicted_over_measured"
 PEAKS = tuple(f"memory/{phase}_peak_gib" for phase in ("rollout", "score", "update", "optimizer"))
 
@@ -58,21 +57,22 @@ def _savings(record: Record) -> Iterable[str]:
 
 
 def oom_recoveries(record: Record) -> Sick | None:
+    """A count over the whole run: a step had some where it rises."""
     points = record.points(OOMS)
-    hit = [step for step, value in points if value > 0]
+    before = [0.0, *(value for _, value in points)]
+    hit = [step for (step, value), last in zip(points, before) if value > last]
     if not hit:
         return None
-    seen = f"{sum(value for _, value in points):.0f} in {len(hit)} of {len(points)} steps, the last in step {hit[-1]}"
+    seen = f"{points[-1][1]:.0f} in {len(hit)} of {len(points)} steps, the last in step {hit[-1]}"
     return Sick("bad" if len(hit) > 0.05 * len(points) and len(hit) > 2 else "warn", seen)
 
 
 def alloc_retries(record: Record) -> Sick | None:
-    """A counter since the process began: it counts where it rises, and a fall is a resume."""
     points = record.points(RETRIES)[-RECENT:]
-    rises = [(step, now - before) for (_, before), (step, now) in pairwise(points) if now > before]
-    if len(rises) < 2:
+    hit = [value for _, value in points if value > 0]
+    if len(hit) < 2:
         return None
-    return Sick("warn", f"{sum(more for _, more in rises):.0f} in {len(rises)} of the last {len(points)} steps")
+    return Sick("warn", f"{sum(hit):.0f} in {len(hit)} of the last {len(points)} steps")
 
 
 def prediction(record: Record) -> Sick | None:
