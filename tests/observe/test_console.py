@@ -70,6 +70,13 @@ def test_a_step_is_one_plain_line_where_there_is_no_terminal(out):
     )
 
 
+def test_a_measured_peak_stands_beside_its_prediction(out):
+    console = Console(200, file=out)
+    console.step(12, STEP | {"memory/update_peak_gib": 18.66, "memory/update_predicted_gib": 18.75})
+    assert "| update peak 18.7 GiB, predicted 18.8 GiB | ETA 9m 40s" in out.getvalue()
+    assert "(update 18.7 GiB, predicted 18.8 GiB)" in dict(panel_facts(console.history))["memory"]
+
+
 def test_missing_and_non_finite_metrics_are_dashes(out):
     console = Console(10, file=out)
     console.step(1, {})

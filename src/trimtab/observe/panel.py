@@ -21,7 +21,9 @@ BAR_WIDTH = 12
 
 
 def step_line(history: History) -> str:
-    """`step 12/200 | reward 0.431 ±0.49 | len 213 | 18.2k tok/s | 3.1 s (rollout 61% ...) | ETA 9m 40s`"""
+    """`step 12/200 | reward 0.431 ±0.49 | len 213 | 18.2k tok/s | 3.1 s (rollout 61% ...) | ETA 9m 40s`
+
+    Memory, where there is a meter: the update's measured peak, and what was predicted for its micro-batches."""
     metrics = history.metrics
     parts = [
         f"step {history.step}/{history.total_steps}",
@@ -31,6 +33,9 @@ def step_line(history: History) -> str:
         f"{duration(get(metrics, 'time/total'))}{_phase_shares(history)}",
         f"ETA {duration(history.eta_s)}",
     ]
+    peak, predicted = get(metrics, "memory/update_peak_gib"), get(metrics, "memory/update_predicted_gib")
+    if peak is not None and predicted is not None:
+        parts.insert(-1, f"update peak {gib(peak)}, predicted {gib(predicted)}")
     return " | ".join(parts)
 
 
