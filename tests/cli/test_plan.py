@@ -120,6 +120,27 @@ def test_a_cpu_is_planned_for(config: Path) -> None:
     assert code == 0 and "CPU" in out
 
 
+def test_completions_can_be_taken_to_be_those_of_a_run(config: Path, tmp_path: Path) -> None:
+    """Time is predicted for them; memory stays that of the longest."""
+    run = tmp_path / "earlier"
+    run.mkdir()
+    row = {"response/length_p50": 60.0, "response/length_p90": 200.0, "response/length_max": 512.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row | {"step": i}) + "\n" for i in range(3)) + '{"torn')
+    longest, seen = (
+        json.loads(plan(config, "--device", "h200", "--json", *more)[1].splitlines()[-1])
+        for more in ([], ["--like", run])
+    )
+    assert seen["step_seconds"]["rollout"] < 0.9 * longest["step_seconds"]["rollout"]
+    assert seen["step_seconds"]["update"] < 0.5 * longest["step_seconds"]["update"]
+    assert [p["device_bytes"] for p in seen["phases"]] == [p["device_bytes"] for p in longest["phases"]]
+    assert any("on average" in note for note in seen["notes"])
+    (run / "metrics.jsonl").write_text("{}\n")
+    code, _, error = plan(config, "--device", "h200", "--like", run)
+    assert code == 2 and "has no step with" in error
+    code, _, error = plan(config, "--device", "h200", "--like", tmp_path / "nowhere")
+    assert code == 2 and "has no metrics.jsonl" in error
+
+
 def test_no_torch_is_needed_for_a_known_architecture(config: Path) -> None:
     """Which is why it answers at once: torch alone takes longer to import."""
     code = (

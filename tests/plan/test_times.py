@@ -65,7 +65,7 @@ def test_longer_completions_and_slower_devices_take_longer() -> None:
     assert slower.rollout > fast.rollout and slower.update > fast.update
     longer = make_plan(Run(), work("qwen2.5-0.5b", completion=1024), H200).times
     assert longer.rollout > 1.8 * fast.rollout
-    seen = make_plan(Run(), work("qwen2.5-0.5b", completion=1024, mean_completion=256.0), H200).times
+    seen = make_plan(Run(), work("qwen2.5-0.5b", completion=1024, lengths=(100.0, 200.0, 250.0, 1024.0)), H200).times
     assert seen.rollout < longer.rollout
 
 

@@ -21,6 +21,9 @@ def plan(
     devices: Annotated[int, typer.Option("--devices", min=1, max=1024, help="How many of them.")] = 1,
     device_memory: Annotated[str | None, typer.Option("--device-memory", help="Of each, such as 40GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option("--host-memory", help="Of each machine, such as 256GiB.")] = None,
+    like: Annotated[
+        Path | None, typer.Option("--like", help="A run whose completions were as long as these will be.")
+    ] = None,
     profile: Annotated[str | None, typer.Option("--profile", help="safe, balanced or max.")] = None,
     compare: Annotated[list[Path] | None, typer.Option("--compare", help="Another config; may be given again.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
@@ -31,7 +34,7 @@ def plan(
 
         from trimtab.plan.command import Asked, look
 
-        asked = Asked(device, devices, device_memory, host_memory, profile)
+        asked = Asked(device, devices, device_memory, host_memory, profile, like)
         looks = [look(file, overrides or [], asked) for file in [config, *(compare or [])]]
         console = Console(file=console_file(as_json), highlight=False)
         for found in looks:

@@ -39,7 +39,7 @@ def reward_metrics(groups: list[Group], parts: Sequence[str], zero_signal: int, 
         "reward/failed": float(ledger.dropped["reward_failed"]),
         **{f"reward/{name}": float(np.mean(found)) for name, found in values.items() if found},
         "response/length_mean": float(np.mean([len(t) for t in trajectories])),
-        "response/length_max": float(max(len(t) for t in trajectories)),
+        **_quantiles([len(t) for t in trajectories]),
         "response/truncated": sum(t.finish == "length" for t in trajectories) / len(trajectories),
         "run/samples": float(ledger.sampled),
         "run/samples_trained": float(ledger.trained),
@@ -73,3 +73,13 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
     if "kl_ref" in done[0].sums:
         metrics["policy/kl_ref"] = done[0].mean("kl_ref")
     return metrics
+
+
+def _quantiles(lengths: list[int]) -> dict[str, float]:
+    """Half and nine tenths of completions are at most so long, and all of them."""
+    half, most, longest = np.quantile(lengths, [0.5, 0.9, 1.0])
+    return {
+        "response/length_p50": float(half),
+        "response/length_p90": float(most),
+        "response/length_max": float(longest),
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import refuse
 from trimtab.plan.report import as_dict, offers
-from trimtab.plan.source import PROMPT, job_of
+from trimtab.plan.source import PROMPT, job_of, lengths_of
 
 HOST = 256 * GIB
 """Of a machine that is not here and of which nothing else is said."""
@@ -35,6 +35,7 @@ class Asked:
     device_memory: str | None = None
     host_memory: str | None = None
     profile: str | None = None
+    like: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     profile = _profile(asked.profile or config.run.profile)
     machine, notes = _machine(asked, config.run)
     job = job_of(config, machine.cpu, machine.device.tiled_head)
+    if asked.like is not None:
+        job = replace(job, lengths=lengths_of(asked.like, job.completion))
+        notes.append(
+            f"Completions are taken to be as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
+        )
     if config.data.max_prompt_tokens is None:
         notes.append(f"Prompts are taken to have {PROMPT} tokens: say data.max_prompt_tokens, or train, which looks.")
     if machine.devices > 1:
@@ -102,8 +108,6 @@ def _machine(asked: Asked, run: Run) -> tuple[Machine, list[str]]:
 
 
 def _here(devices: int, host: int | None) -> tuple[Machine, list[str]]:
-    from dataclasses import replace
-
     import torch
 
     from trimtab.plan.here import machine_here

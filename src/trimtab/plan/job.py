@@ -63,9 +63,8 @@ class Job:
     """The update runs through fused layers."""
     tiled_head: bool = True
     """Log-probs come from kernels that store no logits."""
-    mean_completion: float | None = None
-    """New tokens a sequence, where steps have been seen."""
-    mean_prompt: float | None = None
+    lengths: tuple[float, ...] = ()
+    """New tokens of a sequence at evenly spaced quantiles, where steps have been seen; none: all are as long as they may be."""
 
     @property
     def sequences(self) -> int:
@@ -96,12 +95,13 @@ class Job:
 
     @property
     def expected_completion(self) -> float:
-        """Until steps have been seen, completions are taken to be as long as they may be."""
-        return self.mean_completion or float(self.completion)
+        return sum(self.lengths) / len(self.lengths) if self.lengths else float(self.completion)
 
-    @property
-    def expected_prompt(self) -> float:
-        return self.mean_prompt or float(self.typical_prompt)
+    def still_running(self, token: float) -> float:
+        """Share of a step's sequences that have not ended before that new token."""
+        if not self.lengths:
+            return float(token <= self.completion)
+        return sum(length >= token for length in self.lengths) / len(self.lengths)
 
     def row(self, budget: int) -> Row:
         """A full micro-batch of this budget, in the mix of prompts and completions that keeps the most alive: each sample of a
@@ -118,6 +118,11 @@ class Job:
 
     @property
     def step_row(self) -> Row:
-        """All of a step as one row, at the lengths expected."""
-        prompt, completion = round(self.expected_prompt), round(self.expected_completion)
-        return Row.of_groups(self.prompts, max(1, prompt), self.samples, max(1, completion))
+        """All of a step as one row, as long as it may be."""
+        return Row.of_groups(self.prompts, self.typical_prompt, self.samples, self.completion)
+
+    @property
+    def expected_row(self) -> Row:
+        """The same at the lengths expected: time is predicted for these, memory never."""
+        completion = max(1, round(self.expected_completion))
+        return Row.of_groups(self.prompts, self.typical_prompt, self.samples, completion)

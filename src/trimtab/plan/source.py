@@ -6,11 +6,14 @@ A hub name is looked up in the local cache, then on the hub, then among the well
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from trimtab.config.schema import Config
-from trimtab.errors import ModelError
+from trimtab.errors import ConfigError, ModelError, Problem
 from trimtab.plan.job import Job
 from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
 
@@ -114,6 +117,33 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
 
 FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
 """As model/parts.py has it; a test compares."""
+
+
+def lengths_of(run: Path, most: int, count: int = 20) -> tuple[float, ...]:
+    """Completion lengths at evenly spaced quantiles, from the last steps of a run: lines between half, nine tenths and all."""
+    file = run / "metrics.jsonl"
+    if not file.is_file():
+        raise ConfigError([Problem("--like", f"{run} has no metrics.jsonl", "Name the folder of a run.")])
+    rows = []
+    for line in file.read_text().splitlines()[-20:]:
+        with suppress(ValueError):  # the last line of a killed run may be torn
+            rows.append(json.loads(line))
+    names = ("response/length_p50", "response/length_p90", "response/length_max")
+    seen = [[row[name] for row in rows if isinstance(row.get(name), int | float)] for name in names]
+    if not all(seen):
+        raise ConfigError(
+            [Problem("--like", f"{run} has no step with {', '.join(names)}", "Name a run of this version.")]
+        )
+    half, nine_tenths, longest = (min(float(most), median(values)) for values in seen)
+    points = [(0.0, max(1.0, 2 * half - nine_tenths)), (0.5, half), (0.9, nine_tenths), (1.0, longest)]
+    return tuple(_between(points, (i + 0.5) / count) for i in range(count))
+
+
+def _between(points: list[tuple[float, float]], at: float) -> float:
+    for (left, low), (right, high) in pairwise(points):
+        if at <= right:
+            return low + (high - low) * (at - left) / (right - left)
+    return points[-1][1]
 
 
 def _config_json(path: str) -> dict[str, Any] | None:

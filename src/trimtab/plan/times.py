@@ -96,26 +96,26 @@ class _Clock:
         return max(1, self.machine.devices // self.place.tensor)
 
     def rollout(self) -> float:
-        """Sequences end evenly between a quarter of the mean and its double, or all at once where nothing is known of them."""
         job, rollout = self.job, self.run.rollout
         assert rollout.max_sequences != "auto" and rollout.kv_memory != "auto" and rollout.page_tokens != "auto"
         mine = -(-job.sequences // self.engines)
-        one = kv_bytes(job, 1, round(job.expected_prompt + job.expected_completion), rollout.page_tokens)
+        one = kv_bytes(job, 1, round(job.typical_prompt + job.expected_completion), rollout.page_tokens)
         slots = max(1, min(mine, rollout.max_sequences, rollout.kv_memory * self.place.tensor // max(1, one)))
-        longest = job.completion
-        mean = min(job.expected_completion, longest)
-        ends_together = mean >= 0.95 * longest
-        length = mean if ends_together else min(longest, 2 * mean)
-        seconds = mine / slots * self._wave(slots, length, ends_together)  # slots that become free are filled at once
-        return seconds + self._prefill(mine)
+        # Slots that become free are filled while there is somebody to fill them with; then the batch shrinks.
+        full = self._decode_step(slots, job.typical_prompt + job.expected_completion / 2)
+        refilled = (mine - slots) / slots * job.expected_completion * full
+        return refilled + self._last_batch(slots) + self._prefill(mine)
 
-    def _wave(self, batch: int, length: float, together: bool) -> float:
-        """Decode steps of one batch, in sixteen stretches of equal length."""
-        parts, total = 16, 0.0
-        for part in range(parts):
-            done = (part + 0.5) / parts
-            alive = batch if together else max(1.0, batch * (1 - done))
-            total += length / parts * self._decode_step(alive, self.job.expected_prompt + done * length)
+    def _last_batch(self, batch: int, stretches: int = 24) -> float:
+        """Decode steps from when all slots are full for the last time, in stretches of equal length: the batch shrinks as
+        sequences end."""
+        longest = max(self.job.lengths) if self.job.lengths else float(self.job.completion)
+        total = 0.0
+        for index in range(stretches):
+            token = (index + 0.5) / stretches * longest
+            alive = batch * self.job.still_running(token)
+            if alive > 0:
+                total += longest / stretches * self._decode_step(max(1.0, alive), self.job.typical_prompt + token)
         return total
 
     def _decode_step(self, batch: float, context: float) -> float:
@@ -134,7 +134,7 @@ class _Clock:
         return fixed + max(read / self.bandwidth, products) + (keys + logits) / self.bandwidth + exchange
 
     def _prefill(self, sequences: int) -> float:
-        tokens = sequences / self.job.samples * self.job.expected_prompt
+        tokens = sequences / self.job.samples * self.job.typical_prompt
         return 2 * self.job.shape.active_parameters * tokens / self.place.tensor / self.flops + 0.01
 
     def score(self) -> float:
@@ -162,7 +162,7 @@ class _Clock:
             factor *= 1.35  # the model's own modules, measured against the fused layers
         seconds = self._passes(run.token_budget, factor, LAUNCH)
         if run.offload.activations is True:
-            tokens = job.step_row.tokens / self.machine.devices
+            tokens = job.expected_row.tokens / self.machine.devices
             moved = 2 * tokens * job.shape.layers * 4 * job.shape.hidden / self.machine.device.host_link
             seconds = max(seconds, moved)
         return job.epochs * seconds + self._optimizer_step()
@@ -175,10 +175,10 @@ class _Clock:
     def _passes(self, budget: int, factor: float, launch: float) -> float:
         """A step's tokens through the model in micro-batches."""
         job, shape = self.job, self.job.shape
-        row = job.step_row
+        row = job.expected_row
         tokens = row.tokens / self.machine.devices
         count = max(1, -(-round(tokens) // budget))
-        length = job.expected_prompt + job.expected_completion
+        length = job.typical_prompt + job.expected_completion
         attention = factor * sum(
             n * b.heads * b.head_size * min(length, b.window or length) for b, n in shape.kinds.items()
         )
