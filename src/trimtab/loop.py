@@ -42,6 +42,7 @@ def train(run: Session) -> dict[str, Any]:
         evaluate(run)
         run.timeline.end_step(0)
     while state.step < learn.steps:
+        recovered = state.oom_recoveries
         groups, metrics = rollout(run)
         with run.timeline.phase("publish"):
             run.engine.lend()
@@ -58,8 +59,9 @@ def train(run: Session) -> dict[str, Any]:
             write_samples(run.folder, state.step, groups)
         metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(learn.steps - state.step)
         metrics |= run.watch.end_step(metrics)
-        budget = run.governor.next_budget(metrics, run.guard.ceiling.get("token_budget"))
-        run.updater.token_budget = budget or run.updater.token_budget
+        if state.oom_recoveries == recovered:
+            budget = run.governor.next_budget(metrics, run.updater.token_budget, run.guard.ceiling.get("token_budget"))
+            run.updater.token_budget = budget or run.updater.token_budget
         metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
         metrics["throughput/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/total"]
         run.sinks.write(state.step, metrics)

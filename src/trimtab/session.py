@@ -181,7 +181,8 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     """Load the models, plan with them, and build what the plan says."""
     policy, reference = _load_policies(config, ready.device, checkpoint)
     plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
-    automatic, run = config.run.token_budget == "auto", plan.run
+    tuned = any(choice.key == "run.token_budget" and choice.measured for choice in plan.choices)
+    automatic, run = config.run.token_budget == "auto" and not tuned, plan.run
     config = config.model_copy(update={"run": run})
     if run.offload.reference is True and isinstance(reference, Policy):
         reference = FromHost(reference)

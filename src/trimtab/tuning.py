@@ -11,9 +11,10 @@ from rich.console import Console
 from trimtab.config.load import resolved_yaml
 from trimtab.config.schema import Config
 from trimtab.observe.card import shown
-from trimtab.plan.cache import applied, keep
+from trimtab.plan.cache import applied, keep, prepare
 from trimtab.plan.planner import make_plan
-from trimtab.plan.tuner import Trial, tune
+from trimtab.plan.trials import Trial
+from trimtab.plan.tuner import tune
 from trimtab.session import assemble, check
 from trimtab.work import Inputs
 
@@ -21,6 +22,7 @@ from trimtab.work import Inputs
 def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
     """Measure, keep, and return the resolved config with what was found."""
     console = Console(file=file, highlight=False)
+    prepare()
     with ExitStack() as stack:
         ready = check(config, inputs, stack, resume=True)
         parts = assemble(ready.config, ready, stack)
@@ -36,20 +38,25 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
         most = plan.run.rollout.max_sequences
         assert isinstance(most, int)
         found = tune(parts.updater, parts.engine, plan.job, min(most, plan.job.in_flight), report)
-    when = datetime.date.today().isoformat()
-    kept = keep(found, plan.job, plan.machine, when)
     tuned, values = applied(config.run, {"token_budget": found.token_budget, "max_sequences": found.max_sequences})
-    run = make_plan(tuned, plan.job, plan.machine, config.run.profile).run
+    chosen = make_plan(tuned, plan.job, plan.machine, config.run.profile)
     for key, value in values.items():
         before = f" (planned {shown(key, planned[key])})" if key in planned and planned[key] != value else ""
         console.print(f"{key}: {shown(key, value)}{before}")
-    console.print(f"kept for later runs in {kept}")
+    kept = None
+    if len(values) == 2 and chosen.fits:
+        kept = keep(found, plan.job, plan.machine, config.run, datetime.date.today().isoformat())
+        console.print(f"kept for later runs in {kept}")
+    else:
+        why = "they do not fit beside the rest of the plan" if not chosen.fits else "a size was pinned"
+        console.print(f"not kept for later runs: {why}")
+    run = chosen.run if chosen.fits else plan.run
     resolved = config.model_copy(update={"run": run})
     trials = [vars(trial) for trial in found.trials]
     return {
         "run": run.model_dump(),
         "tuned": values,
         "trials": trials,
-        "cache": str(kept),
+        "cache": kept and str(kept),
         "config": resolved_yaml(resolved),
     }

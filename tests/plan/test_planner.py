@@ -119,7 +119,7 @@ def test_every_auto_is_filled_and_explained_and_every_pin_stays(
 @given(jobs(), machines(), st.sampled_from(list(PROFILES)))
 def test_what_is_chosen_holds_the_longest_sequence(job: Job, machine: Machine, profile: str) -> None:
     run = make_plan(Run(), job, machine, profile).run
-    assert run.token_budget >= job.longest_sequence <= run.score_token_budget
+    assert run.token_budget >= job.longest_trained <= run.score_token_budget
     assert run.rollout.kv_memory >= kv_bytes(job, 1, job.longest_sequence, run.rollout.page_tokens)
 
 
@@ -263,7 +263,21 @@ def test_what_waits_on_the_host_is_counted_there() -> None:
     assert "optimizer state" not in ledger["update"].device and ledger["optimizer"].device["pieces on the way"] > 0
 
 
-@pytest.mark.parametrize("name", ["H200", "h200", "NVIDIA H200", "RTX 4090", "4090", "A100 40GB", "a100-80", "MI300X"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "H200",
+        "h200",
+        "NVIDIA H200",
+        "RTX 4090",
+        "4090",
+        "A100 40GB",
+        "a100-80",
+        "MI300X",
+        "NVIDIA A100-SXM4-80GB",
+        "H100 80GB",
+    ],
+)
 def test_devices_are_found_by_their_letters(name: str) -> None:
     assert find_device(name).memory > 10 * GIB
 
@@ -299,3 +313,36 @@ def test_a_cpu_is_one_memory() -> None:
     assert plan.run.rollout.page_tokens == 36  # one page a sequence
     assert plan.ledger["update"].host["gradients"] == 4 * tiny.parameters
     assert plan.run.rollout.kv_memory < 100 * MIB
+
+
+@given(jobs(), st.integers(1, 100_000), st.integers(0, 100_000))
+def test_a_larger_micro_batch_has_more_of_everything(job: Job, budget: int, more: int) -> None:
+    small, large = job.row(budget), job.row(2 * budget + more)
+    assert small.tokens >= budget and small.pairs > 0
+    assert all(getattr(small, name) <= getattr(large, name) for name in ("tokens", "predicted", "seen", "pairs"))
+
+
+def test_scores_of_attention_without_a_kernel_are_planned_for() -> None:
+    """Soft-capped attention keeps them for every pair of a query and a key."""
+    plain = qwen("qwen2.5-1.5b", samples=8)
+    capped = replace(
+        plain, shape=replace(plain.shape, blocks=tuple(replace(b, dense=True) for b in plain.shape.blocks))
+    )
+    run = make_plan(Run(checkpoint_activations=False), plain, h(80)).run
+    kept = [draw_up(job, h(80), run)["update"].device["activations"] for job in (plain, capped)]
+    assert kept[1] > 1.1 * kept[0]
+
+
+def test_long_evaluations_do_not_make_the_update_larger() -> None:
+    usual, long = (
+        make_plan(Run(), qwen("qwen2.5-1.5b", eval_sequences=8, eval_completion=n), h(24)) for n in (512, 32768)
+    )
+    assert usual.fits and long.fits and long.run.token_budget == usual.run.token_budget
+    assert long.run.rollout.kv_memory >= kv_bytes(long.job, 1, long.job.longest_sequence, 64)
+
+
+def test_a_short_host_is_named_and_more_of_it_offered() -> None:
+    machine = replace(h(80), host_memory=8 * GIB)
+    plan = make_plan(Run(), qwen("qwen2.5-7b", rank=16, adapters=qwen("qwen2.5-7b").shape.lora_parameters(16)), machine)
+    message = str(refuse(plan, Run(), "balanced"))
+    assert not plan.fits and "of host memory" in message and "GiB of host memory" in message.split("would fit")[1]

@@ -24,7 +24,8 @@ from trimtab.plan.planner import make_plan
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.shape import read_shape, shape_of_model
 from trimtab.plan.source import WELL_KNOWN
-from trimtab.plan.tuner import Trial, Tuned, climb, fastest, longest_samples, time_update
+from trimtab.plan.trials import Trial, Tuned
+from trimtab.plan.tuner import climb, fastest, longest_samples, time_update
 from trimtab.update.batch import MicroBatch
 from trimtab.update.updater import Updater
 
@@ -106,7 +107,7 @@ def machine(tmp_path: Path, monkeypatch) -> Machine:
 
 def test_what_was_found_is_used_and_explained(machine: Machine) -> None:
     assert planned(Run(), job(), machine) == plan_here(Run(), job(), machine)
-    cache.keep(Tuned(123, 7, (Trial("token_budget", 123, 1.0),)), job(), machine, "2026-11-15")
+    cache.keep(Tuned(123, 7, (Trial("token_budget", 123, 1.0),)), job(), machine, Run(), "2026-11-15")
     plan = planned(Run(), job(), machine)
     assert plan.run.token_budget == 123 and plan.run.rollout.max_sequences == 7
     words = {choice.key: choice.why for choice in plan.choices}
@@ -118,21 +119,32 @@ def test_what_was_found_is_used_and_explained(machine: Machine) -> None:
 
 
 def test_it_is_not_used_for_anything_else(machine: Machine) -> None:
-    cache.keep(Tuned(123, 7, ()), job(), machine, "2026-11-15")
+    cache.keep(Tuned(123, 7, ()), job(), machine, Run(), "2026-11-15")
     others = [
         (replace(job(), completion=17), machine),
         (replace(job(), itemsize=2), machine),
         (job(), replace(machine, device=find_device("h100"))),
     ]
-    assert all(cache.recall(other, place) is None for other, place in others)
-    assert cache.recall(job(), machine) is not None
+    assert all(cache.recall(other, place, Run()) is None for other, place in others)
+    assert cache.recall(job(), machine, Run()) is not None
+    assert cache.recall(job(), machine, Run(token_budget=99)) is not None  # the sizes themselves are what it is about
+    assert cache.recall(job(), machine, Run(checkpoint_activations=True)) is None
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"token_budget": "x", "max_sequences": 1}', '{"token_budget": 1, "max_sequences": 1}']
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"token_budget": 123, "max_sequences": 7}',
+        '{"token_budget": 1e999, "max_sequences": 1, "when": ""}',
+        '{"token_budget": "x", "max_sequences": 1}',
+        '{"token_budget": 1, "max_sequences": 1}',
+    ],
 )
 def test_a_spoilt_file_is_as_none(machine: Machine, content: str) -> None:
-    file = cache.keep(Tuned(123, 7, ()), job(), machine, "2026-11-15")
+    file = cache.keep(Tuned(123, 7, ()), job(), machine, Run(), "2026-11-15")
     file.write_text(content)
     assert planned(Run(), job(), machine).run == plan_here(Run(), job(), machine).run
 
@@ -158,20 +170,24 @@ def test_a_budget_is_raised_where_there_is_room_and_lowered_where_there_is_none(
     governor = governed(40)
     budget = governor.plan.run.token_budget
     assert budget < 16384
-    raised = governor.next_budget(seen(governor, 30.0), None)
+    raised = governor.next_budget(seen(governor, 30.0), governor.plan.run.token_budget, None)
     assert raised is not None and budget < raised <= 1.25 * budget
-    capped = governor.next_budget(seen(governor, 30.0), ceiling=int(1.2 * budget))
+    capped = governor.next_budget(seen(governor, 30.0), governor.plan.run.token_budget, ceiling=int(1.2 * budget))
     assert capped is None or capped <= int(0.9 * 1.2 * budget)
-    lowered = governor.next_budget(seen(governor, 39.9), None)
+    lowered = governor.next_budget(seen(governor, 39.9), governor.plan.run.token_budget, None)
     assert lowered is not None and lowered < budget
 
 
 def test_a_budget_stays_where_it_cannot_help() -> None:
-    roomy = governed(140)
+    roomy, tight = governed(140), governed(40)
+    budget = tight.plan.run.token_budget
     assert roomy.plan.run.token_budget == 16384
-    assert roomy.next_budget(seen(roomy, 60.0), None) is None  # larger ones gain nothing
-    tight = governed(40)
-    assert tight.next_budget(seen(tight, 30.0, **{"run/microbatches": 1.0}), None) is None  # all in one already
-    assert tight.next_budget(seen(tight, 30.0, **{"run/max_microbatch_tokens": 100.0}), None) is None  # not filled
-    assert replace(tight, automatic=False).next_budget(seen(tight, 30.0), None) is None
-    assert tight.next_budget({"run/token_budget": 100.0}, None) is None  # nothing was measured
+    assert roomy.next_budget(seen(roomy, 60.0), 16384, None) is None  # larger ones gain nothing
+    for metrics in (
+        seen(tight, 30.0, **{"run/microbatches": 1.0}),  # all in one already
+        seen(tight, 30.0, **{"run/max_microbatch_tokens": 100.0}),  # not filled
+        {"run/token_budget": float(budget)},  # nothing was measured
+    ):
+        assert tight.next_budget(metrics, budget, None) is None
+    assert replace(tight, automatic=False).next_budget(seen(tight, 30.0), budget, None) is None
+    assert tight.next_budget(seen(tight, 30.0), budget - 1000, None) is None  # the guard has lowered it since

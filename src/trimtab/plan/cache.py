@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config.run import Run
+from trimtab.errors import ConfigError, Problem
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
-from trimtab.plan.tuner import Tuned
+from trimtab.plan.trials import Tuned
 
 
 def folder() -> Path:
@@ -23,21 +24,33 @@ def folder() -> Path:
     return base / "tuned"
 
 
-def key_of(job: Job, machine: Machine) -> str:
-    """Of everything that the best sizes depend on."""
+def prepare() -> None:
+    """Make the folder, before minutes are spent on what goes into it."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"{folder()} cannot be written ({error.strerror})"
+        raise ConfigError([Problem("TRIMTAB_CACHE", what, "Name a folder that can.")]) from None
+
+
+def key_of(job: Job, machine: Machine, run: Run) -> str:
+    """Of everything that the best sizes depend on: the job, the device, pinned keys other than those sizes, and versions."""
+    pinned = run.model_dump()
+    pinned["token_budget"] = pinned["rollout"]["max_sequences"] = "auto"
     shape = job.shape
     facts: dict[str, Any] = {
-        "model": [shape.kind, shape.hidden, shape.vocabulary, shape.layers, shape.parameters, job.itemsize, job.rank],
-        "work": [job.samples, job.longest_prompt, job.typical_prompt, job.completion, job.in_flight, job.reference],
+        "model": [shape.kind, shape.hidden, shape.vocabulary, shape.layers, shape.parameters],
+        "job": {name: value for name, value in vars(job).items() if name not in ("shape", "lengths")},
         "device": ["cpu" if machine.cpu else machine.device.name, machine.cores],
-        "memory": None if machine.cpu else machine.device.memory // (4 * GIB),
+        "memory": None if machine.cpu else machine.device.memory // (8 * GIB),
+        "run": pinned,
         "versions": [version(name) for name in ("trimtab", "torch", "transformers")],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def keep(tuned: Tuned, job: Job, machine: Machine, when: str) -> Path:
-    file = folder() / f"{key_of(job, machine)}.json"
+def keep(tuned: Tuned, job: Job, machine: Machine, run: Run, when: str) -> Path:
+    file = folder() / f"{key_of(job, machine, run)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_suffix(f".{os.getpid()}")
     found = {"token_budget": tuned.token_budget, "max_sequences": tuned.max_sequences, "when": when}
@@ -46,15 +59,18 @@ def keep(tuned: Tuned, job: Job, machine: Machine, when: str) -> Path:
     return file
 
 
-def recall(job: Job, machine: Machine) -> dict[str, Any] | None:
+def recall(job: Job, machine: Machine, run: Run) -> dict[str, Any] | None:
     """What was kept for the same; None where there is nothing, or nothing that can be read."""
     try:
-        found: dict[str, Any] = json.loads((folder() / f"{key_of(job, machine)}.json").read_text())
-        return (
-            found if int(found["token_budget"]) >= job.longest_sequence and int(found["max_sequences"]) >= 1 else None
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        read = json.loads((folder() / f"{key_of(job, machine, run)}.json").read_text())
+        found: dict[str, Any] = {
+            "token_budget": int(read["token_budget"]),
+            "max_sequences": int(read["max_sequences"]),
+            "when": str(read["when"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
+    return found if found["token_budget"] >= job.longest_trained and found["max_sequences"] >= 1 else None
 
 
 def applied(run: Run, found: dict[str, Any]) -> tuple[Run, dict[str, int]]:

@@ -92,7 +92,7 @@ def _profile(name: str) -> str:
 
 def _machine(asked: Asked, run: Run) -> tuple[Machine, list[str]]:
     memory, host = _bytes("--device-memory", asked.device_memory), _bytes("--host-memory", asked.host_memory)
-    cpu = asked.device == "cpu" or (asked.device is None and memory is None and run.device == "cpu")
+    cpu = (asked.device or "").lower() == "cpu" or (asked.device is None and memory is None and run.device == "cpu")
     if asked.device is None and memory is None and not cpu:
         return _here(asked.devices, host)
     device = of_size(memory or HOST) if asked.device is None or cpu else find_device(asked.device, memory)

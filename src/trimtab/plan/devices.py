@@ -78,6 +78,10 @@ def find_device(name: str, memory: int | None = None) -> Device:
     """The catalogue's device of that name, with another amount of memory where one is given."""
     letters = re.sub(r"nvidia|geforce|amd|instinct|gb$|gib$|[^a-z0-9]", "", name.lower())
     known = {key.replace("-", ""): key for key in CATALOGUE} | SHORT
+    if letters not in known:  # torch's own names say more: a100sxm480
+        more = r"(sxm\d?|pcie|nvl)?(24|32|40|48|80|94|141|180|192)?"
+        begins = max((key for key in known if re.fullmatch(key + more, letters)), key=len, default="")
+        letters = "a10040" if begins == "a100" and letters.endswith("40") else begins or letters
     if letters not in known:
         near = get_close_matches(letters, known, n=1)
         fix = f"Did you mean {known[near[0]]}? " if near else ""

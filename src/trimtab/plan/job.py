@@ -81,7 +81,13 @@ class Job:
 
     @property
     def longest_sequence(self) -> int:
+        """That is generated, in training or evaluation."""
         return self.longest_prompt + self.new_tokens
+
+    @property
+    def longest_trained(self) -> int:
+        """That a micro-batch has to hold."""
+        return self.longest_prompt + self.completion
 
     @property
     def typical_sequence(self) -> int:
@@ -108,10 +114,7 @@ class Job:
         group sees the whole prompt again."""
         whole = Row.of_groups(1, self.typical_prompt, self.samples, self.completion)
         if whole.tokens <= budget:
-            groups = budget / whole.tokens
-            return Row(
-                budget, int(groups * whole.predicted), int(groups * whole.seen) + 1, int(groups * whole.segments) + 1
-            )
+            return whole.times(budget / whole.tokens)
         samples = max(1, (budget - self.typical_prompt) // self.completion)
         part = Row.of_groups(1, self.typical_prompt, samples, self.completion)
         return part.times(budget / part.tokens)

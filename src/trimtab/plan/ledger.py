@@ -123,13 +123,13 @@ def _training_phases(
 ) -> list[Phase]:
     host, path, gathered = _host(job, machine, run, place), update_path(job, run), _gathered(job, place)
     copies = {"rollout weights": job.shape.parameters * job.itemsize // place.tensor} | gathered
-    whole = {"staging": job.shape.parameters * job.itemsize}
+    whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     return [
         _phase("score", _scoring(job, run, place, resident, path), host),
         _phase("update", states | gathered | _updating(job, machine, run, path), host),
         _phase("optimizer", states | _stepping(run), host),
         _phase("publish", resident | ({} if place.shares_weights else copies), host),
-        _phase("checkpoint", resident | gathered, host | _staging(job, machine)),
+        _phase("checkpoint", resident | gathered, host | _staging(job, machine, run)),
         _phase("export", resident | gathered, host | whole),
     ]
 
@@ -150,7 +150,12 @@ def kv_bytes(job: Job, sequences: int, tokens: int, page_tokens: int) -> int:
 
 def optimizer_bytes(job: Job) -> int:
     """Two moments in float32, and masters where the weights are not their own."""
-    return job.trained * (8 if _is_own_master(job) else 12)
+    return job.trained * (2 * _wide(job) if _is_own_master(job) else 12)
+
+
+def _wide(job: Job) -> int:
+    """Bytes of an element of moments and gradients."""
+    return 4 if job.rank else max(4, job.itemsize)
 
 
 def _is_own_master(job: Job) -> bool:
@@ -167,8 +172,8 @@ def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
     if run.offload.optimizer is not True and job.trained:
         if not _is_own_master(job):
             found["masters"] = 4 * job.trained // shards
-        found["optimizer state"] = 8 * job.trained // shards
-    found["gradients"] = 4 * job.trained // shards
+        found["optimizer state"] = 2 * _wide(job) * job.trained // shards
+    found["gradients"] = _wide(job) * job.trained // shards
     return found
 
 
@@ -196,7 +201,7 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
     entry += 4 * block.heads * (2 * block.value_size + 4)
     prefill = min(rollout.prefill_tokens, mine * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
-    rows = mine * (job.new_tokens * 16 + 512)
+    rows = batch * (job.new_tokens * 16 + 512)
     own = {} if place.shares_weights else {"rollout weights": shape.parameters * s // place.tensor}
     return own | {
         "KV cache": rollout.kv_memory,
@@ -217,7 +222,7 @@ def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], pat
     if not (job.compared or job.old_logprobs):
         return resident | _kv_that_stays(run)
     assert run.score_token_budget != "auto"
-    budget = min(run.score_token_budget, max(job.step_row.tokens, job.longest_sequence))
+    budget = min(run.score_token_budget, max(job.step_row.tokens, job.longest_trained))
     work = score_peak(job.shape, job.row(budget), path)
     visiting = {}
     if job.reference and run.offload.reference is True:
@@ -227,7 +232,7 @@ def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], pat
 
 def _updating(job: Job, machine: Machine, run: Run, path: Path) -> dict[str, int]:
     assert run.token_budget != "auto"
-    budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_sequence))
+    budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
     return update_peak(job.shape, job.row(budget), path) | _kv_that_stays(run)
 
 
@@ -257,10 +262,14 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
     return found
 
 
-def _staging(job: Job, machine: Machine) -> dict[str, int]:
-    """A checkpoint passes through host memory, on each machine its own part."""
+def _staging(job: Job, machine: Machine, run: Run) -> dict[str, int]:
+    """What a checkpoint takes through host memory at a time, on each machine its own part: weights, then the optimizer's state,
+    but for what is there already."""
+    if machine.cpu:
+        return {}
     weights = job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
-    return {"staging": (weights + optimizer_bytes(job)) // machine.hosts}
+    state = 0 if run.offload.optimizer is True else optimizer_bytes(job)
+    return {"staging": max(weights, state) // machine.hosts}
 
 
 def _phase(name: str, device: dict[str, int], host: dict[str, int], graphs: bool = False) -> Phase:

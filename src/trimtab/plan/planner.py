@@ -32,6 +32,8 @@ class Choice:
     key: str
     value: Any
     why: str
+    measured: bool = False
+    """By `trimtab tune`, on this device."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,8 @@ def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -
             "engine": "native",
             "threads": machine.cores if run.threads == "auto" else run.threads,
             "reward_workers": max(1, min(8, machine.cores)) if run.reward_workers == "auto" else run.reward_workers,
-            "token_budget": longest if run.token_budget == "auto" else run.token_budget,
-            "score_token_budget": longest if run.score_token_budget == "auto" else run.score_token_budget,
+            "token_budget": job.longest_trained if run.token_budget == "auto" else run.token_budget,
+            "score_token_budget": job.longest_trained if run.score_token_budget == "auto" else run.score_token_budget,
             "logprob_chunk": GRAIN if run.logprob_chunk == "auto" else run.logprob_chunk,
             "checkpoint_activations": kept,
             "offload": offload,
@@ -287,7 +289,7 @@ def _kv_memory(without: Run, job: Job, machine: Machine, limits: Limits, place: 
 def _useful(job: Job, machine: Machine, rates: Rates, fill: bool) -> tuple[int, str]:
     """Tokens of a micro-batch beyond which the update gets no faster: on a GPU it has to outlast the launching of its kernels,
     and gradients are added up once a micro-batch, by their bytes 1.5 % of its time at 16k tokens."""
-    whole = max(job.longest_sequence, -(-job.step_row.tokens // machine.devices // GRAIN) * GRAIN)
+    whole = max(job.longest_trained, -(-job.step_row.tokens // machine.devices // GRAIN) * GRAIN)
     if machine.cpu:
         return 4096, "larger micro-batches gain nothing"
     if fill:
@@ -314,7 +316,7 @@ def _largest(
             return ledger[phase].host_bytes <= limits.host
         return ledger[phase].device_bytes <= limits.device and ledger[phase].host_bytes <= limits.host
 
-    least = job.longest_sequence
+    least = job.longest_trained
     if most <= least or not fits(least):
         return least, "the longest sequence has to fit"
     if fits(most):
@@ -342,7 +344,11 @@ def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced", 
     if machine.devices == 1:
         return make_plan(run, job, machine, profile, rates=rates)
     heads = min(block.kv_heads for block in job.shape.kinds)
-    cuts = [n for n in (1, 2, 4, 8) if n <= min(machine.devices, machine.per_host) and heads % n == 0]
+    cuts = [
+        n
+        for n in (1, 2, 4, 8)
+        if n <= min(machine.devices, machine.per_host) and heads % n == 0 and machine.devices % n == 0
+    ]
     plans = [make_plan(run, job, machine, profile, Placement(machine.devices, cut), rates) for cut in cuts]
     fitting = [plan for plan in plans if plan.fits]
     return min(fitting, key=lambda plan: plan.times.total) if fitting else min(plans, key=lambda plan: plan.short)

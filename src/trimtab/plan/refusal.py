@@ -20,8 +20,7 @@ def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     _refuse_small_kv(run, job, machine)
     plan = make_plan(run, job, machine, run.profile)
     if not plan.fits and run.profile != "max":
-        fuller = make_plan(run, job, machine, "max")
-        plan = fuller if fuller.fits else plan
+        plan = make_plan(run, job, machine, "max")
     if not plan.fits and not machine.cpu:  # host memory can be swapped, and what others hold there comes and goes
         raise refuse(plan, run, "max")
     return plan
@@ -29,7 +28,7 @@ def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
 
 def planned(run: Run, job: Job, machine: Machine) -> Plan:
     """The same, with what `trimtab tune` has found for this job on such a machine, where that fits."""
-    found = recall(job, machine)
+    found = recall(job, machine, run)
     if found is None:
         return plan_here(run, job, machine)
     tuned, values = applied(run, found)
@@ -37,7 +36,9 @@ def planned(run: Run, job: Job, machine: Machine) -> Plan:
     if not plan.fits:
         return plan_here(run, job, machine)
     why = f"measured here with trimtab tune, {found['when']}"
-    return replace(plan, choices=(*plan.choices, *(Choice(key, value, why) for key, value in values.items())))
+    return replace(
+        plan, choices=(*plan.choices, *(Choice(key, value, why, measured=True) for key, value in values.items()))
+    )
 
 
 def _refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
@@ -52,13 +53,14 @@ def _refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
 def refuse(plan: Plan, run: Run, profile: str) -> ConfigError:
     """Why nothing fits, and the smallest changes that would: of `run` first, then of `learn`, by what they save."""
     job, machine = plan.job, plan.machine
-    fullest = plan.ledger.fullest_host if machine.cpu else plan.ledger.fullest
-    have = plan.limits.host if machine.cpu else plan.limits.device
-    parts = fullest.host if machine.cpu else fullest.device
+    host, device = plan.ledger.fullest_host, plan.ledger.fullest
+    on_host = machine.cpu or host.host_bytes - plan.limits.host > device.device_bytes - plan.limits.device
+    fullest, parts = (host, host.host) if on_host else (device, device.device)
+    have = plan.limits.host if on_host else plan.limits.device
     largest = max(parts, key=lambda name: parts[name])
-    need = fullest.host_bytes if machine.cpu else fullest.device_bytes
+    need, where = sum(parts.values()), " of host memory" if on_host and not machine.cpu else ""
     what = (
-        f"{fullest.name} needs {need / GIB:.1f} GiB of {have / GIB:.1f}; most of it is {largest} "
+        f"{fullest.name} needs {need / GIB:.1f} GiB of {have / GIB:.1f}{where}; most of it is {largest} "
         f"({parts[largest] / GIB:.1f} GiB)"
     )
     fixes = [words for words, _ in changes_that_fit(job, machine, run, profile)]
@@ -77,9 +79,15 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
             found.append((words, now.ledger.fullest.device_bytes - plan.ledger.fullest.device_bytes))
 
     sizes = ("token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations")
-    pinned = [key for key in sizes if getattr(run, key) != "auto"]
-    for key in pinned:
-        attempt(f"leave run.{key} to auto", run.model_copy(update={key: "auto"}), job)
+    for key in sizes:
+        if getattr(run, key) != "auto":
+            attempt(f"leave run.{key} to auto", run.model_copy(update={key: "auto"}), job)
+    for name in ("rollout", "offload"):
+        section = getattr(run, name)
+        for key, field in type(section).model_fields.items():
+            if field.default == "auto" and getattr(section, key) != "auto":
+                freed = section.model_copy(update={key: "auto"})
+                attempt(f"leave run.{name}.{key} to auto", run.model_copy(update={name: freed}), job)
     unpinned = Run(device=run.device, profile=run.profile)
     if run != unpinned:
         attempt("leave all of run to auto", unpinned, job)
@@ -90,13 +98,22 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
     if job.reference:
         attempt("learn.kl.coef: 0, which needs no reference policy", run, replace(job, reference=False, compared=False))
     for share in (2, 4, 8):
-        shorter = replace(job, completion=max(1, job.completion // share), eval_completion=job.eval_completion // share)
+        before = len(found)
+        shorter = replace(job, completion=max(1, job.completion // share))
         attempt(f"learn.max_new_tokens: {shorter.completion}", run, shorter)
+        if len(found) > before:
+            break
     found.sort(key=lambda change: -change[1])
     for memory in (24, 32, 40, 48, 80, 141, 192):
         if memory * GIB > machine.device.memory and not machine.cpu:
             before = len(found)
             attempt(f"a device with {memory} GiB", run, job, with_memory(machine, memory * GIB))
+            if len(found) > before:
+                break
+    for memory in (32, 64, 128, 256, 512, 1024, 2048):
+        if memory * GIB > machine.host_memory:
+            before = len(found)
+            attempt(f"{memory} GiB of host memory", run, job, replace(machine, host_memory=memory * GIB))
             if len(found) > before:
                 break
     for devices in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):

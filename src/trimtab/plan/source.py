@@ -1,6 +1,6 @@
 """A job from a config file alone: the model's config.json, the lengths that the config states, no weights and no torch.
 
-A hub name is looked up in the local cache, then on the hub, then among the well-known models below.
+A hub name is looked up among the well-known models below, then in the local cache and on the hub.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     if config is not None:
         kind = (config.get("text_config") or config).get("model_type")
         if kind in FAMILIES:
-            return read_shape(config)
+            try:
+                return read_shape(config)
+            except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+                raise ModelError(
+                    f"The config of {path} is not one of a {kind}: {type(error).__name__}: {error}."
+                ) from None
     elif (known := _well_known(path)) is not None:
         return read_shape(known)
     from trimtab.config.schema import Model
@@ -110,8 +115,8 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
         compared=learn.kl.coef > 0,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,
-        fused=not cpu and shape.kind in FUSED,
-        tiled_head=tiled_head and not cpu,
+        fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED,
+        tiled_head=tiled_head and not cpu and dtype == "bfloat16" and shape.hidden % 8 == 0,
     )
 
 
@@ -152,7 +157,12 @@ def _config_json(path: str) -> dict[str, Any] | None:
         file = folder / "config.json"
         if not file.exists():
             raise ModelError(f"{path} has no config.json: it is not a model's folder.")
-        found: dict[str, Any] = json.loads(file.read_text())
+        try:
+            found = json.loads(file.read_text())
+        except ValueError as error:
+            raise ModelError(f"{file} is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ModelError(f"{file} is not a model's config: it holds a {type(found).__name__}.")
         return found
     if folder.suffix == ".gguf" or folder.exists():
         return None
@@ -170,6 +180,8 @@ def _config_json(path: str) -> dict[str, Any] | None:
 
 
 def _well_known(path: str) -> dict[str, Any] | None:
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        return None  # a folder, which may hold anything
     name = path.split("/")[-1].lower()
     for suffix in ("-instruct", "-base", "-chat", "-it"):
         name = name.removesuffix(suffix)

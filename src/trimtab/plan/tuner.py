@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +16,7 @@ from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.plan.job import Job
+from trimtab.plan.trials import Trial, Tuned
 from trimtab.rollout.engine import Engine, Request
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
@@ -24,25 +24,6 @@ from trimtab.update.updater import Updater
 PAYS = 1.01
 DECODED = 32
 """Tokens of each sequence when decoding is timed."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One size of one key: tokens a second, and the most that was allocated. None: it did not fit, or has no meter."""
-
-    key: str
-    value: int
-    rate: float | None
-    peak: int | None = None
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The fastest sizes found, and all that were tried."""
-
-    token_budget: int
-    max_sequences: int
-    trials: tuple[Trial, ...]
 
 
 def tune(
@@ -65,9 +46,9 @@ def tune(
         most_sequences, max(1, most_sequences // 8), most_sequences, lambda n: noted(time_decode(engine, job, n))
     )
     engine.lend()
-    whole = max(job.longest_sequence, job.step_row.tokens)
+    whole = max(job.longest_trained, job.step_row.tokens)
     budgets = climb(
-        min(updater.token_budget, whole), job.longest_sequence, whole, lambda n: noted(time_update(updater, job, n))
+        min(updater.token_budget, whole), job.longest_trained, whole, lambda n: noted(time_update(updater, job, n))
     )
     return Tuned(fastest(budgets), fastest(batches), tuple(trials))
 
@@ -142,11 +123,13 @@ def time_decode(engine: Engine, job: Job, sequences: int) -> Trial:
         Request(Prompt(i, "", row), samples, min(DECODED, job.completion), Sampling(), seed=0, step=0)
         for i, row in enumerate(words)
     ]
+    before = dict(engine.lowered)
     for _ in range(2):  # the first makes graphs
         for _ in engine.generate(requests):
             pass
     stats = engine.stats
-    return Trial("max_sequences", sequences, stats.generated_tokens / max(1e-9, stats.decode_s))
+    fitted = engine.lowered == before  # an engine that runs out of memory goes on with fewer at a time
+    return Trial("max_sequences", sequences, stats.generated_tokens / max(1e-9, stats.decode_s) if fitted else None)
 
 
 def longest_samples(job: Job, budget: int, vocabulary: int) -> Iterator[Sample]:

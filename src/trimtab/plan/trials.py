@@ -1,0 +1,24 @@
+"""What the tuner tried and found. Apart from it, so that plans can be read without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One size of one key: tokens a second, and the most that was allocated. None: it did not fit, or has no meter."""
+
+    key: str
+    value: int
+    rate: float | None
+    peak: int | None = None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The fastest sizes found, and all that were tried."""
+
+    token_budget: int
+    max_sequences: int
+    trials: tuple[Trial, ...]
