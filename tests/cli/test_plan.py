@@ -117,11 +117,29 @@ def test_a_folder_with_a_config_is_enough(config: Path, tmp_path: Path) -> None:
         (["--device", "h200", "--profile", "wild"], "One of safe, balanced, max"),
         (["--device", "cpu", "--devices", "2"], "a CPU is one device"),
         (["learn.max_new_tokns=4", "--device", "h200"], "max_new_tokens"),
+        (["run.rollout.kv_memory=1KiB", "--device", "h200"], "cannot hold one sequence"),
     ],
 )
 def test_bad_input_is_told(config: Path, arguments: list[str], message: str) -> None:
     code, _, error = plan(config, *arguments)
     assert code == 2 and message in error
+
+
+def test_adapters_are_counted_by_their_targets(config: Path) -> None:
+    def trained(*more: str) -> int:
+        return json.loads(plan(config, "model.lora.r=8", *more, "--device", "h200", "--json")[1].splitlines()[-1])[
+            "trained_parameters"
+        ]
+
+    assert trained("model.lora.targets=[q_proj]") == 24 * 8 * (896 + 896) < trained()
+
+
+def test_what_fits_only_with_more_of_the_memory_is_planned_as_train_would(config: Path) -> None:
+    def fits(gib: float, *more: str) -> int:
+        return plan(config, "model.path=Qwen/Qwen2.5-1.5B", "--device-memory", f"{gib}GiB", *more)[0]
+
+    tight = next(n / 4 for n in range(20, 80) if fits(n / 4) == 0)
+    assert fits(tight, "--profile", "safe") == 1
 
 
 def test_a_cpu_is_planned_for(config: Path) -> None:

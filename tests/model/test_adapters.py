@@ -85,6 +85,15 @@ def test_an_exported_model_has_them_merged_in(architecture: str, tmp_path) -> No
     assert hasattr(policy.model.get_base_model().model.layers[0].self_attn.o_proj, "lora_A")  # training can go on
 
 
+def test_adapters_on_experts_are_refused_before_anything_is_trained() -> None:
+    """They could be trained, and then not be merged."""
+    mixture = tiny_model("mixtral").config
+    with pytest.raises(ConfigError, match="would put adapters on the experts"):
+        refuse_unknown_targets(Lora(r=2), mixture, False)
+    refuse_unknown_targets(Lora(r=2, targets=["q_proj", "v_proj"]), mixture, False)
+    refuse_unknown_targets(Lora(r=2), tiny_model("llama").config, False)
+
+
 def test_targets_may_be_named_and_unknown_ones_are_refused() -> None:
     model = add_adapters(tiny_model("qwen2"), Lora(r=2, targets=["q_proj", "v_proj"]), seed=0)
     found = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}

@@ -83,6 +83,10 @@ def test_adapters_are_counted_apart(kind: str) -> None:
     adapted = add_adapters(model, Lora(r=3), seed=0)
     assert shape_of_model(adapted).parameters == before.parameters
     assert before.lora_parameters(3) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    some = add_adapters(tiny_model(kind), Lora(r=3, targets=["k_proj", "down_proj"]), seed=0)
+    assert before.lora_parameters(3, ["k_proj", "down_proj"]) == sum(
+        p.numel() for p in some.parameters() if p.requires_grad
+    )
 
 
 @pytest.mark.parametrize(

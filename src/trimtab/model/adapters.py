@@ -25,6 +25,12 @@ def has_adapters(model: Any) -> bool:
 def refuse_unknown_targets(lora: Lora, config: Any, trust_remote_code: bool) -> None:
     """Tell a wrong name in `targets` from the architecture alone, before any weight is read."""
     if lora.targets == "all-linear":
+        text = config.get_text_config()
+        if any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+            what = "all-linear would put adapters on the experts, which cannot be merged into them"
+            raise ConfigError(
+                [Problem("model.lora.targets", what, "Name the layers: [q_proj, k_proj, v_proj, o_proj].")]
+            )
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

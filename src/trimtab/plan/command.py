@@ -18,7 +18,7 @@ from trimtab.plan.devices import find_device, of_size
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
-from trimtab.plan.refusal import refuse
+from trimtab.plan.refusal import refuse, refuse_small_kv
 from trimtab.plan.report import as_dict, offers
 from trimtab.plan.source import PROMPT, job_of, lengths_of
 
@@ -80,7 +80,13 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
         notes.append(f"Prompts are taken to have {PROMPT} tokens: say data.max_prompt_tokens, or train, which looks.")
     if machine.devices > 1:
         notes.append("This version trains on one device; the plan shows what more would take.")
+    refuse_small_kv(config.run, job, machine)
     plan = place_over(config.run, job, machine, profile)
+    if not plan.fits and asked.profile is None and profile != "max":
+        fuller = place_over(config.run, job, machine, "max")
+        if fuller.fits:
+            plan, profile = fuller, "max"
+            notes.append("It fits only with more of the memory than run.profile allows; train takes it then.")
     return Look(plan, config, profile, notes)
 
 

@@ -17,7 +17,7 @@ from trimtab.plan.planner import Choice, Plan, make_plan, page_tokens, place_ove
 def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     """The plan of a run that is about to start; raises where nothing fits. A plan that needs more than the profile's share gets
     as much as the fullest profile allows."""
-    _refuse_small_kv(run, job, machine)
+    refuse_small_kv(run, job, machine)
     plan = make_plan(run, job, machine, run.profile)
     if not plan.fits and run.profile != "max":
         plan = make_plan(run, job, machine, "max")
@@ -41,7 +41,7 @@ def planned(run: Run, job: Job, machine: Machine) -> Plan:
     )
 
 
-def _refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
+def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
     pinned = run.rollout.kv_memory
     need = kv_bytes(job, 1, job.longest_sequence, page_tokens(run, job, machine)[0])
     if pinned != "auto" and pinned < need:

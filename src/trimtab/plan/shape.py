@@ -7,7 +7,7 @@ architectures are measured instead, by building them without memory (`measured_s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -105,19 +105,27 @@ class ModelShape:
         """That one token stores in all layers."""
         return sum(b.kv_elements for b in self.blocks)
 
-    def lora_parameters(self, rank: int) -> int:
-        """Of adapters on every linear layer of the blocks."""
-        if any(block.experts for block in self.blocks):
-            raise ModelError("Adapters on experts are not planned yet: plan this model without model.lora.")
+    def lora_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
+        """Of adapters on every linear layer of the blocks, or on those whose names end so."""
         total = 0
-        for block in self.blocks:
+        for block, count in self.kinds.items():
             kv = block.kv_heads * block.head_size, block.kv_heads * block.value_size
-            outputs = [block.query_width, *kv]
-            total += sum(rank * (self.hidden + out) for out in outputs)
-            total += rank * (block.attended + self.hidden)
-            total += (2 if block.gated else 1) * rank * (self.hidden + block.width)
-            total += rank * (block.width + self.hidden)
+            layers = {
+                "self_attn.q_proj": (self.hidden, block.query_width), "self_attn.k_proj": (self.hidden, kv[0]), "self_attn.v_proj": (self.hidden, kv[1]),
+                "self_attn.o_proj": (block.attended, self.hidden),
+            }  # fmt: skip
+            if not block.experts:
+                layers |= {"mlp.up_proj": (self.hidden, block.width), "mlp.down_proj": (block.width, self.hidden)}
+                layers |= {"mlp.gate_proj": (self.hidden, block.width)} if block.gated else {}
+            chosen = [
+                sizes for name, sizes in layers.items() if targets is None or any(name.endswith(end) for end in targets)
+            ]
+            total += count * rank * sum(map(sum, chosen))
         return total
+
+
+def _ends(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
 
 
 FAMILIES = {

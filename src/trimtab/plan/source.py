@@ -96,8 +96,11 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
     shape = shape_of(config.model.path, config.model.trust_remote_code)
     dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
     rank = config.model.lora.r if config.model.lora else 0
-    room = max(1, shape.context - learn.max_new_tokens)
     stated = config.data.max_prompt_tokens
+    room = shape.context - learn.max_new_tokens
+    if room < 1:
+        what = f"{learn.max_new_tokens} leaves no room for a prompt in the model's context of {shape.context} tokens"
+        raise ConfigError([Problem("learn.max_new_tokens", what, "Lower it.")])
     evaluated = config.data.eval is not None
     return Job(
         shape=shape,
@@ -110,7 +113,7 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
         eval_sequences=config.eval.samples_per_prompt if evaluated else 0,
         eval_completion=(config.eval.max_new_tokens or learn.max_new_tokens) if evaluated else 0,
         rank=rank,
-        adapters=shape.lora_parameters(rank) if rank else 0,
+        adapters=_adapters(config, shape),
         reference=learn.kl.coef > 0 and not rank,
         compared=learn.kl.coef > 0,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
@@ -118,6 +121,18 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
         fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED,
         tiled_head=tiled_head and not cpu and dtype == "bfloat16" and shape.hidden % 8 == 0,
     )
+
+
+def _adapters(config: Config, shape: ModelShape) -> int:
+    lora = config.model.lora
+    if lora is None:
+        return 0
+    if lora.targets != "all-linear":
+        return shape.lora_parameters(lora.r, lora.targets)
+    if any(block.experts for block in shape.kinds):
+        what = "all-linear would put adapters on the experts, which cannot be merged into them"
+        raise ConfigError([Problem("model.lora.targets", what, "Name the layers: [q_proj, k_proj, v_proj, o_proj].")])
+    return shape.lora_parameters(lora.r)
 
 
 FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}

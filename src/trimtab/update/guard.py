@@ -118,6 +118,7 @@ class Guard:
         self._recovered = False
         if self._thrashing == THRASHING_STEPS:
             self._thrashing = 0
+            self._lower_ceiling("token_budget", self._done.largest)
             change = self.ladder.budget_to_longest(self._done)
             if change is not None:
                 where = f"the allocator had to free memory and ask again in {THRASHING_STEPS} steps in a row"
