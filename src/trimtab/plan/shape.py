@@ -124,10 +124,6 @@ class ModelShape:
         return total
 
 
-def _ends(name: str, target: str) -> bool:
-    return f".{name}".endswith(f".{target}")
-
-
 FAMILIES = {
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "mixtral", "qwen3_moe", "gpt_oss",
     "deepseek_v3",
