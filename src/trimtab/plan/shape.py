@@ -111,9 +111,10 @@ class ModelShape:
         for block, count in self.kinds.items():
             kv = block.kv_heads * block.head_size, block.kv_heads * block.value_size
             layers = {
-                "self_attn.q_proj": (self.hidden, block.query_width), "self_attn.k_proj": (self.hidden, kv[0]), "self_attn.v_proj": (self.hidden, kv[1]),
+                "self_attn.q_proj": (self.hidden, block.query_width),
                 "self_attn.o_proj": (block.attended, self.hidden),
-            }  # fmt: skip
+            }
+            layers |= {"self_attn.k_proj": (self.hidden, kv[0]), "self_attn.v_proj": (self.hidden, kv[1])}
             if not block.experts:
                 layers |= {"mlp.up_proj": (self.hidden, block.width), "mlp.down_proj": (block.width, self.hidden)}
                 layers |= {"mlp.gate_proj": (self.hidden, block.width)} if block.gated else {}
