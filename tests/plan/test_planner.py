@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trimtab.config.run import Offload, Rollout, Run
 from trimtab.errors import ConfigError
+from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.here import pick_device, pick_reward_workers
 from trimtab.plan.job import Job, Machine
@@ -21,6 +22,7 @@ from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import predict
+from trimtab.update import conveyor, optimizer
 
 
 @st.composite
@@ -253,6 +255,11 @@ def test_devices_share_states() -> None:
     assert not one.fits and eight.fits
     assert eight.ledger["optimizer"].device["optimizer state"] == 8 * qwen("qwen2.5-7b").shape.parameters // 8
     assert predict(qwen("qwen2.5-7b"), eight.machine, eight.run, eight.place).publish > 0
+
+
+def test_pieces_on_the_way_are_those_of_the_optimizer() -> None:
+    assert ledger.PIECE == conveyor.SLOTS * 3 * 4 * optimizer.PIECE
+    assert ledger.PIECE == 2304 * MIB
 
 
 def test_what_waits_on_the_host_is_counted_there() -> None:

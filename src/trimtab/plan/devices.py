@@ -32,8 +32,6 @@ class Device:
     """Memory can be given up and taken back at the same addresses."""
     tiled_head: bool = False
     """The kernels for log-probs without logits serve it."""
-    half: bool = True
-    """Trains in half precision by default."""
 
 
 def _gpu(

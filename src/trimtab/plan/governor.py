@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trimtab.plan.ledger import GIB, UNSEEN
-from trimtab.plan.planner import Plan, useful_tokens
+from trimtab.plan.planner import GRAIN, Plan, useful_tokens
 
 RAISE, LOWER = 1.25, 0.8
-GRAIN = 128
 
 
 @dataclass
