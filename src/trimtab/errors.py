@@ -25,6 +25,13 @@ class Problem:
         return f"{line}. {self.fix}" if self.fix else line
 
 
+ADAPTERS_ON_EXPERTS = Problem(
+    "model.lora.targets",
+    "all-linear would put adapters on the experts, which cannot be merged into them",
+    "Name the layers: [q_proj, k_proj, v_proj, o_proj].",
+)
+
+
 class ConfigError(TrimtabError):
     """The configuration cannot be run. Holds every problem found, not only the first."""
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from trimtab.config.schema import Lora
-from trimtab.errors import ConfigError, Problem
+from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, Problem
 
 
 def has_adapters(model: Any) -> bool:
@@ -27,10 +27,7 @@ def refuse_unknown_targets(lora: Lora, config: Any, trust_remote_code: bool) -> 
     if lora.targets == "all-linear":
         text = config.get_text_config()
         if any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-            what = "all-linear would put adapters on the experts, which cannot be merged into them"
-            raise ConfigError(
-                [Problem("model.lora.targets", what, "Name the layers: [q_proj, k_proj, v_proj, o_proj].")]
-            )
+            raise ConfigError([ADAPTERS_ON_EXPERTS])
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

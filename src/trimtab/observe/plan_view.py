@@ -89,7 +89,7 @@ def _bar(parts: dict[str, int], total: int) -> Text:
 
 def _components(plan: Plan) -> Table:
     """Gigabytes by component, of the phases that differ."""
-    shown = _distinct(plan.ledger.phases, plan.machine.cpu)
+    shown = _distinct(plan.ledger.phases)
     names: dict[str, None] = {}
     for phase in shown:
         names |= dict.fromkeys(phase.host if plan.machine.cpu else phase.device)
@@ -106,7 +106,7 @@ def _components(plan: Plan) -> Table:
     return table
 
 
-def _distinct(phases: Sequence[Phase], cpu: bool) -> list[Phase]:
+def _distinct(phases: Sequence[Phase]) -> list[Phase]:
     wanted = ("rollout", "score", "update", "optimizer", "checkpoint")
     return [phase for phase in phases if phase.name in wanted]
 

@@ -18,7 +18,7 @@ from trimtab.plan.devices import find_device, of_size
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
-from trimtab.plan.refusal import refuse, refuse_small_kv
+from trimtab.plan.refusal import refuse, refuse_small_kv, widest
 from trimtab.plan.report import as_dict, offers
 from trimtab.plan.source import PROMPT, job_of, lengths_of
 
@@ -82,10 +82,10 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
         notes.append("This version trains on one device; the plan shows what more would take.")
     refuse_small_kv(config.run, job, machine)
     plan = place_over(config.run, job, machine, profile)
-    if not plan.fits and asked.profile is None and profile != "max":
-        fuller = place_over(config.run, job, machine, "max")
+    if not plan.fits and asked.profile is None:
+        fuller, filled = widest(config.run, job, machine, profile)
         if fuller.fits:
-            plan, profile = fuller, "max"
+            plan, profile = fuller, filled
             notes.append("It fits only with more of the memory than run.profile allows; train takes it then.")
     return Look(plan, config, profile, notes)
 
@@ -101,27 +101,24 @@ def _machine(asked: Asked, run: Run) -> tuple[Machine, list[str]]:
     cpu = (asked.device or "").lower() == "cpu" or (asked.device is None and memory is None and run.device == "cpu")
     if asked.device is None and memory is None and not cpu:
         return _here(asked.devices, host)
-    device = of_size(memory or HOST) if asked.device is None or cpu else find_device(asked.device, memory)
     if cpu:
-        import psutil
-
         if asked.devices > 1:
             raise ConfigError([Problem("--devices", "a CPU is one device", "Leave it out.")])
-        cores = psutil.cpu_count(logical=False) or 1
-        return Machine(device, 1, host or int(psutil.virtual_memory().available), cores, cpu=True), []
+        return _here(1, host, cpu=True)
+    device = of_size(memory or HOST) if asked.device is None else find_device(asked.device, memory)
     notes = [] if host else [f"Host memory is taken to be {HOST // GIB} GiB: say --host-memory."]
     return Machine(device, asked.devices, host or HOST, 16), notes
 
 
-def _here(devices: int, host: int | None) -> tuple[Machine, list[str]]:
+def _here(devices: int, host: int | None, cpu: bool = False) -> tuple[Machine, list[str]]:
     import torch
 
     from trimtab.plan.here import machine_here
 
-    machine = machine_here(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    machine = machine_here(torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu"))
     if machine.cpu and devices > 1:
         raise ConfigError([Problem("--devices", "there is no GPU here", "Say which with --device, such as h200.")])
-    notes = ["There is no GPU here; --device h200 plans for one."] if machine.cpu else []
+    notes = ["There is no GPU here; --device h200 plans for one."] if machine.cpu and not cpu else []
     return replace(machine, devices=devices, host_memory=host or machine.host_memory), notes
 
 

@@ -14,6 +14,7 @@ from trimtab.model.memory import host_memory
 from trimtab.plan.devices import Device, nearest
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import CONTEXT
+from trimtab.plan.planner import workers_for
 
 
 def pick_device(run: Run) -> torch.device:
@@ -26,7 +27,7 @@ def pick_device(run: Run) -> torch.device:
 
 def pick_reward_workers(run: Run) -> int:
     """Known before the model is: rewards are tried first."""
-    return max(1, min(8, physical_cores())) if run.reward_workers == "auto" else run.reward_workers
+    return workers_for(physical_cores()) if run.reward_workers == "auto" else run.reward_workers
 
 
 def physical_cores() -> int:

@@ -17,8 +17,9 @@ from trimtab.plan.activations import Path, score_peak, update_peak
 from trimtab.plan.job import Job, Machine
 
 MIB, GIB = 2**20, 2**30
+# Assumed, not yet measured: others report 0.5 to 0.9 GiB for a context, and 0.15 to 0.5 for graphs.
 CONTEXT = 560 * MIB
-"""Of the driver and loaded kernels, in a process with torch on an H200 (docs/log.md)."""
+"""Of the driver and loaded kernels."""
 GRAPHS = 256 * MIB
 SLACK = 0.02
 """Between tensors: of what the allocator handed out at most."""

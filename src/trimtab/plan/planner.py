@@ -16,7 +16,7 @@ from trimtab.config.run import Offload, Rollout, Run
 from trimtab.plan.activations import Kept
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import ALONE, MIB, Ledger, Placement, draw_up, kv_bytes
-from trimtab.plan.times import LAUNCH, MEASURED, Rates, Times, predict
+from trimtab.plan.times import FITTED, LAUNCH, Rates, Times, predict
 
 PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
 """Share of a device's memory that a plan may fill."""
@@ -81,7 +81,7 @@ def make_plan(
     machine: Machine,
     profile: str = "balanced",
     place: Placement = ALONE,
-    rates: Rates = MEASURED,
+    rates: Rates = FITTED,
 ) -> Plan:
     """The fastest plan that fits; where none does, the one that lacks the least."""
     limits = limits_of(machine, profile)
@@ -156,7 +156,7 @@ def _with_budgets(
             "engine": fill_in(run, "run", "engine", "native", "shares the trainer's weights"),
             "threads": fill_in(run, "run", "threads", machine.cores, "one a physical core"),
             "reward_workers": fill_in(
-                run, "run", "reward_workers", max(1, min(8, machine.cores)), "one a core, at most eight"
+                run, "run", "reward_workers", workers_for(machine.cores), "one a core, at most eight"
             ),
             "token_budget": fill_in(run, "run", "token_budget", budget, why),
             "score_token_budget": fill_in(run, "run", "score_token_budget", score, why_score),
@@ -193,7 +193,7 @@ def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -
             "device": "cpu" if machine.cpu else "cuda",
             "engine": "native",
             "threads": machine.cores if run.threads == "auto" else run.threads,
-            "reward_workers": max(1, min(8, machine.cores)) if run.reward_workers == "auto" else run.reward_workers,
+            "reward_workers": workers_for(machine.cores) if run.reward_workers == "auto" else run.reward_workers,
             "token_budget": job.longest_trained if run.token_budget == "auto" else run.token_budget,
             "score_token_budget": job.longest_trained if run.score_token_budget == "auto" else run.score_token_budget,
             "logprob_chunk": GRAIN if run.logprob_chunk == "auto" else run.logprob_chunk,
@@ -202,6 +202,11 @@ def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -
             "rollout": rollout.model_copy(update=pinned),
         }
     )
+
+
+def workers_for(cores: int) -> int:
+    """Processes that run reward functions."""
+    return max(1, min(8, cores))
 
 
 def _room(draft: Run, job: Job, machine: Machine, limits: Limits, place: Placement) -> int:
@@ -300,7 +305,7 @@ def _useful(job: Job, machine: Machine, rates: Rates, fill: bool) -> tuple[int, 
 
 
 def useful_tokens(plan: Plan) -> int:
-    return _useful(plan.job, plan.machine, MEASURED, fill=False)[0]
+    return _useful(plan.job, plan.machine, FITTED, fill=False)[0]
 
 
 def _largest(
@@ -338,7 +343,7 @@ def _why_away(key: str, away: bool, job: Job, machine: Machine) -> str:
     return "a step is faster with the room it leaves" if away else "it fits on the device"
 
 
-def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced", rates: Rates = MEASURED) -> Plan:
+def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced", rates: Rates = FITTED) -> Plan:
     """The fastest placement on the devices there are: states sharded over all of them, rollout copies cut over as few as hold
     one."""
     if machine.devices == 1:

@@ -4,6 +4,7 @@ they save, then of the machine. Trimtab makes none of them itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from trimtab.config.run import Run
@@ -14,15 +15,18 @@ from trimtab.plan.ledger import GIB, kv_bytes
 from trimtab.plan.planner import Choice, Plan, make_plan, page_tokens, place_over
 
 
+def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, str]:
+    """The plan under a profile or, where it needs more than that allows, under the fullest; and which of them it is."""
+    plan = place_over(run, job, machine, profile)
+    return (plan, profile) if plan.fits or profile == "max" else (place_over(run, job, machine, "max"), "max")
+
+
 def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
-    """The plan of a run that is about to start; raises where nothing fits. A plan that needs more than the profile's share gets
-    as much as the fullest profile allows."""
+    """The plan of a run that is about to start; raises where nothing fits."""
     refuse_small_kv(run, job, machine)
-    plan = make_plan(run, job, machine, run.profile)
-    if not plan.fits and run.profile != "max":
-        plan = make_plan(run, job, machine, "max")
+    plan, profile = widest(run, job, machine, run.profile)
     if not plan.fits and not machine.cpu:  # host memory can be swapped, and what others hold there comes and goes
-        raise refuse(plan, run, "max")
+        raise refuse(plan, run, profile)
     return plan
 
 
@@ -73,10 +77,15 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
     found: list[tuple[str, int]] = []
     now = place_over(run, job, machine, profile)
 
-    def attempt(words: str, run: Run, job: Job, machine: Machine = machine) -> None:
+    def attempt(words: str, run: Run, job: Job, machine: Machine = machine) -> bool:
         plan = place_over(run, job, machine, profile)
         if plan.fits:
             found.append((words, now.ledger.fullest.device_bytes - plan.ledger.fullest.device_bytes))
+        return plan.fits
+
+    def first(changes: Iterable[tuple[str, Run, Job, Machine]]) -> None:
+        """Of changes from the smallest up, the first with which it fits."""
+        any(attempt(*change) for change in changes)
 
     sizes = ("token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations")
     for key in sizes:
@@ -97,31 +106,15 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
         attempt("model.lora: {r: 16}", run, with_adapters(job, 16))
     if job.reference:
         attempt("learn.kl.coef: 0, which needs no reference policy", run, replace(job, reference=False, compared=False))
-    for share in (2, 4, 8):
-        before = len(found)
-        shorter = replace(job, completion=max(1, job.completion // share))
-        attempt(f"learn.max_new_tokens: {shorter.completion}", run, shorter)
-        if len(found) > before:
-            break
+    halves = [replace(job, completion=max(1, job.completion // share)) for share in (2, 4, 8)]
+    first((f"learn.max_new_tokens: {shorter.completion}", run, shorter, machine) for shorter in halves)
     found.sort(key=lambda change: -change[1])
-    for memory in (24, 32, 40, 48, 80, 141, 192):
-        if memory * GIB > machine.device.memory and not machine.cpu:
-            before = len(found)
-            attempt(f"a device with {memory} GiB", run, job, with_memory(machine, memory * GIB))
-            if len(found) > before:
-                break
-    for memory in (32, 64, 128, 256, 512, 1024, 2048):
-        if memory * GIB > machine.host_memory:
-            before = len(found)
-            attempt(f"{memory} GiB of host memory", run, job, replace(machine, host_memory=memory * GIB))
-            if len(found) > before:
-                break
-    for devices in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
-        if devices > machine.devices and not machine.cpu:
-            before = len(found)
-            attempt(f"{devices} devices", run, job, replace(machine, devices=devices))
-            if len(found) > before:
-                break
+    larger = [] if machine.cpu else [gib for gib in (24, 32, 40, 48, 80, 141, 192) if gib * GIB > machine.device.memory]
+    first((f"a device with {gib} GiB", run, job, with_memory(machine, gib * GIB)) for gib in larger)
+    hosts = [gib for gib in (32, 64, 128, 256, 512, 1024, 2048) if gib * GIB > machine.host_memory]
+    first((f"{gib} GiB of host memory", run, job, replace(machine, host_memory=gib * GIB)) for gib in hosts)
+    more = [] if machine.cpu else [2**n for n in range(1, 11) if 2**n > machine.devices]
+    first((f"{count} devices", run, job, replace(machine, devices=count)) for count in more)
     return found
 
 

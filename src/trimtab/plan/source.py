@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from trimtab.config.schema import Config
-from trimtab.errors import ConfigError, ModelError, Problem
+from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
 from trimtab.plan.job import Job
 from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
 
@@ -130,8 +130,7 @@ def _adapters(config: Config, shape: ModelShape) -> int:
     if lora.targets != "all-linear":
         return shape.lora_parameters(lora.r, lora.targets)
     if any(block.experts for block in shape.kinds):
-        what = "all-linear would put adapters on the experts, which cannot be merged into them"
-        raise ConfigError([Problem("model.lora.targets", what, "Name the layers: [q_proj, k_proj, v_proj, o_proj].")])
+        raise ConfigError([ADAPTERS_ON_EXPERTS])
     return shape.lora_parameters(lora.r)
 
 

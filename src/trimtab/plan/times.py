@@ -1,8 +1,8 @@
 """How long a step takes: counted work over rates, phase by phase, with what launching and waiting add.
 
 Decode is a roofline summed over the shrinking batch of a step; prefill and update are products over a matrix rate that grows with
-the model's width. The shares of a device's peaks that are reached come from measurements on an H200 (docs/log.md) and are taken
-to be the same elsewhere: good to a few tenths, and for comparing plans better than that. Other `Rates` replace them.
+the model's width. The shares of a device's peaks are fitted to what an H200 was measured at (tests/plan/test_times.py) and taken
+to be the same elsewhere: for comparing plans, not for promises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes
 
 LAUNCH = 2.6e-3
-"""Seconds that the host needs to launch a layer's forward and backward passes."""
+"""Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
 LAUNCH_FORWARD = 0.9e-3
 DECODE_LAYER = 16e-6
 """Seconds of a layer of a decode step beyond its bytes and products, in a graph."""
@@ -39,7 +39,7 @@ class Rates:
         return min(self.widest, 0.892 * hidden / (hidden + self.half_width))
 
 
-MEASURED = Rates()
+FITTED = Rates()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Times:
         return {name: round(value, 6) for name, value in (phases | {"total": self.total}).items()}
 
 
-def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE, rates: Rates = MEASURED) -> Times:
+def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE, rates: Rates = FITTED) -> Times:
     """Seconds of a step of a job whose `run` has no `auto` left."""
     clock = _Clock(job, machine, run, place, rates)
     return Times(clock.rollout(), clock.score(), clock.update(), clock.publish())
@@ -159,7 +159,7 @@ class _Clock:
         elif run.checkpoint_activations == "some":
             factor += 2.0 * self._gate_up_share()
         if not job.fused and not self.machine.cpu:
-            factor *= 1.35  # the model's own modules, measured against the fused layers
+            factor *= 1.35  # the model's own modules: 1.3 to 1.8 (docs/log.md)
         seconds = self._passes(run.token_budget, factor, LAUNCH)
         if run.offload.activations is True:
             tokens = job.expected_row.tokens / self.machine.devices
