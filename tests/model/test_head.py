@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
+from trimtab.model import head
 from trimtab.model.head import Head
 
 TOKENS, WIDTH, VOCABULARY = 13, 6, 17
@@ -80,3 +83,19 @@ def test_half_precision_sums_in_float32() -> None:
     from_rounded = whole(hidden.bfloat16().double(), weight.bfloat16().double(), None, targets, 1.0, None, 1.0)[0]
     torch.testing.assert_close(low.double(), from_rounded, atol=1e-5, rtol=0)
     assert (low.double() - exact).abs().max() > 1e-4  # the rounding of the inputs is really there
+
+
+def test_one_chunks_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, alive = head._chunk_grad, []
+
+    def watched(*arguments):
+        alive.append(sum(seen() is not None for seen in grads))
+        out = made(*arguments)
+        grads.append(weakref.ref(out))
+        return out
+
+    grads: list[weakref.ref[torch.Tensor]] = []
+    monkeypatch.setattr(head, "_chunk_grad", watched)
+    hidden, weight, _, targets = parts(bias=False)
+    Head(weight.requires_grad_()).token_stats(hidden.requires_grad_(), targets, 1.0, 2).logprobs.sum().backward()
+    assert len(alive) > 2 and max(alive) == 0

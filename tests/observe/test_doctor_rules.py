@@ -210,3 +210,12 @@ def test_the_rules_need_neither_torch_nor_numpy() -> None:
     code = f"import sys, trimtab.observe.doctor.examine, trimtab.observe.doctor.report; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_recoveries_are_a_count_over_the_whole_run() -> None:
+    """One in step 5 is one, however many steps follow it."""
+    rows = healthy_rows()
+    for row in rows:
+        row["run/oom_recoveries"] = float(row["step"] >= 5)
+    finding = found(record(rows))["oom_recoveries"]
+    assert finding.level == "warn" and finding.evidence == f"1 in 1 of {len(rows)} steps, the last in step 5"

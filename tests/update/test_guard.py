@@ -438,3 +438,12 @@ def test_a_container_s_limit_is_the_host_s(tmp_path) -> None:
     (job / "memory.usage_in_bytes").write_text("7000\n")
     (job / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 500\n")
     assert host_memory(tmp_path, own) == (8000, 1500)
+
+
+def test_gradients_of_a_failed_attempt_are_gone_before_anything_is_lowered() -> None:
+    """A rung may need the memory: the optimizer's state is moved while they would still be there."""
+    guard, left = guarded(), []
+    failing_forward(guard.updater.policy, lambda call, tokens: call == 2)
+    guard.report = lambda recovery: left.append([grad for grad in guard.updater.optimizer.grads() if grad is not None])
+    guard.step(batch([20, 30, 25, 40]), 1e-3, 0.0)
+    assert left == [[]]
