@@ -2,6 +2,7 @@
 
     python bench/memory.py                       # 27 configurations on the CUDA device, one after the other; some minutes
     python bench/memory.py --only smollm2 7b     # those whose name contains a word
+    python bench/memory.py --processes 3         # several at a time: each process has a meter of its own
     python bench/memory.py --tiny                # two small shapes; on a CPU, where there is no meter, it shows that it runs
 
 Models of 0.1 to 7.6B random parameters in bfloat16, whole or with adapters of rank 16; activations kept, in part or recomputed;
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import json
+import multiprocessing
 import statistics
-from dataclasses import asdict, dataclass
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,20 +36,19 @@ from trimtab.config.learn import Learn, Sampling
 from trimtab.config.run import Run
 from trimtab.config.schema import Lora
 from trimtab.data.prompt import Prompt
+from trimtab.errors import ConfigError
 from trimtab.model.adapters import add_adapters
 from trimtab.model.policy import Policy
-from trimtab.plan.activations import Row, update_peak
 from trimtab.plan.here import machine_here
-from trimtab.plan.job import Job
-from trimtab.plan.ledger import update_path
+from trimtab.plan.job import COUNTED, Job
 from trimtab.plan.planner import Plan, make_plan
+from trimtab.plan.probe import probe
 from trimtab.plan.shape import shape_of_model
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.tuner import longest_samples
 from trimtab.plan.watch import PlanWatch
 from trimtab.rollout.engine import Request
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.update.batch import MicroBatch
 from trimtab.update.updater import Updater
 
 GIB = 2**30
@@ -151,24 +153,6 @@ def rollout(engine: NativeEngine, job: Job, meter: Meter) -> int:
     return meter.peak(engine.outside_bytes)
 
 
-def probe(updater: Updater, plan: Plan, meter: Meter) -> tuple[float, float]:
-    """Measured over counted bytes of a micro-batch's work, as a line through two small ones: (slope, bytes at zero)."""
-    job, path = plan.job, update_path(plan.job, plan.run)
-    measured, counted = [], []
-    for budget in (2048, 4096):
-        samples = list(longest_samples(job, budget, job.shape.vocabulary))
-        for _ in range(2):
-            meter.reset()
-            before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-            updater.rehearse(samples)
-        measured.append(meter.peak() - before)
-        row = Row(*MicroBatch.build(samples, updater.policy.device).sizes)
-        counted.append(sum(update_peak(job.shape, row, path).values()))
-    updater.abandon()
-    slope = (measured[1] - measured[0]) / (counted[1] - counted[0])
-    return slope, measured[0] - slope * counted[0]
-
-
 def measure(case: Case, device: torch.device) -> dict[str, Any]:
     meter = Meter(device)
     policy = build(case, device)
@@ -198,7 +182,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     engine.publish(0)
     rolled = rollout(engine, job, meter)
     engine.lend()
-    slope, offset = probe(updater, plan, meter) if device.type == "cuda" else (1.0, 0.0)
+    line = probe(updater, job, run) if device.type == "cuda" else COUNTED
     samples = [s for _ in range(2) for s in longest_samples(job, case.budget, job.shape.vocabulary)]
     meter.reset()
     stats = updater.step(samples, 1e-6, 0.0)
@@ -206,19 +190,28 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     watch = PlanWatch(plan)
     watch.saw(stats.sizes, case.kept, run.logprob_chunk, bool(run.offload.activations))
     predicted = watch.update_bytes(stats.sizes)
-    path = update_path(job, run)
-    work = max(sum(update_peak(job.shape, Row(*sizes), path).values()) for sizes in stats.sizes)
+    probed = PlanWatch(replace(plan, job=replace(job, correction=line)))
+    probed.saw(stats.sizes, case.kept, run.logprob_chunk, bool(run.offload.activations))
     found = {
         "case": case.name,
         "path": policy.path,
         "microbatches": len(stats.sizes),
         "rollout": {"measured": rolled, "analytic": plan.ledger["rollout"].allocated},
-        "update": {"measured": updated, "analytic": predicted, "probed": int(predicted + (slope - 1) * work + offset)},
-        "probe": {"slope": slope, "offset": offset},
+        "update": {"measured": updated, "analytic": predicted, "probed": probed.update_bytes(stats.sizes)},
+        "probe": asdict(line),
         "settings": asdict(case),
     }
     engine.close()
     return found
+
+
+def measured_or_why_not(case: Case) -> dict[str, Any] | str:
+    """In a process of its own, so that no configuration sees what another has left; what went wrong as words."""
+    try:
+        return measure(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, ConfigError) as failed:
+        traceback.print_exc()
+        return f"{type(failed).__name__}: {failed}"[:500]
 
 
 def error(found: dict[str, int], key: str) -> float:
@@ -258,24 +251,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words that a configuration's name must contain one of")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--processes", type=int, default=1, help="configurations at a time")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = [Case("tiny", 0, False, 2048), Case("tiny", 4, True, 1024)] if args.tiny else cases()
     chosen = [case for case in chosen if not args.only or any(word in case.name for word in args.only)]
     found = []
-    for case in chosen:
-        try:
-            found.append(measure(case, device))
-        except torch.OutOfMemoryError as failed:
-            print(f"{case.name}: {str(failed).splitlines()[0]}", flush=True)
-            continue
-        finally:
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        sizes = {phase: {k: round(v / GIB, 3) for k, v in found[-1][phase].items()} for phase in ("rollout", "update")}
-        print(found[-1]["case"], sizes, flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for case, row in zip(chosen, pool.map(measured_or_why_not, chosen), strict=True):
+            if isinstance(row, str):
+                print(f"{case.name}: {row}", flush=True)
+                continue
+            found.append(row)
+            sizes = {phase: {k: round(v / GIB, 3) for k, v in row[phase].items()} for phase in ("rollout", "update")}
+            print(row["case"], sizes, flush=True)
     if device.type != "cuda":
         print("no meter on this device: nothing is written")
         return

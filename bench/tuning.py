@@ -1,7 +1,7 @@
 """Does `auto` find what a search would, and does it always hold?
 
     python bench/tuning.py grid --shapes smollm2 0.5b       # automatic sizes against every other, on the device
-    python bench/tuning.py random --runs 100                # random models, lengths and memory limits: every run must end well
+    python bench/tuning.py random --runs 100 --processes 4  # random models, lengths and memory limits: every run must end well
 
 grid: for each shape, workload G's lengths. The update's tokens/s at every budget from 4k to 64k tokens with activations kept, in
 part or recomputed, and decode tokens/s at every batch from 64 to 256; what the plan chose against the best of them. Goal T: 95 %.
@@ -22,10 +22,13 @@ import datetime
 import gc
 import io
 import json
+import multiprocessing
 import random
+import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +112,10 @@ def grid(shape: str, device: torch.device, budgets: list[int], batches: list[int
 # --- random runs
 
 
-def letters(completions: list[str], **_: Any) -> list[float]:
+LETTERS = """
+def letters(completions, **_):
     return [float(len(set(text))) for text in completions]
+"""
 
 
 def draw(numbers: random.Random, small: bool) -> dict[str, Any]:
@@ -188,6 +193,7 @@ def one_run(
         del policy
         empty(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, found["limit"] / total))
+    (folder / "reward.py").write_text(LETTERS)
     rows = [{"prompt": ("ab+1=" * 100)[: work["prompt"] - i % 3]} for i in range(64)]
     started = time.monotonic()
     try:
@@ -195,7 +201,7 @@ def one_run(
             trimtab.train(
                 model={"path": str(folder / "model"), **({"lora": {"r": work["rank"]}} if work["rank"] else {})},
                 data=rows,
-                reward=letters,
+                reward=f"{folder}/reward.py:letters",
                 learn=work["learn"],
                 run={"reward_workers": 1},
                 observe={"dir": str(folder / "run"), "checkpoint_every": 0, "tensorboard": False},
@@ -269,30 +275,39 @@ def _stats() -> Any:
     return UpdateStats()
 
 
-def runs(count: int, seconds: float, device: torch.device, small: bool, seed: int) -> list[dict[str, Any]]:
-    import sys
-
+def numbered_run(index: int, seed: int, small: bool) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     from tiny import tiny_tokenizer
 
-    found, started = [], time.monotonic()
-    for index in range(count):
-        if time.monotonic() - started > seconds:
-            break
-        with tempfile.TemporaryDirectory() as folder:
-            work = draw(random.Random(seed + index), small)
-            found.append(one_run(work, Path(folder), tiny_tokenizer(), device, index % 10 == 0))
-        row = found[-1]
-        print(
-            index,
-            work["kind"],
-            row["outcome"],
-            row.get("recoveries", ""),
-            row.get("why", "")[:150],
-            f"{row['seconds']:.1f} s",
-            flush=True,
-        )
-    return found
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        work = draw(random.Random(seed + index), small)
+        return one_run(work, Path(folder), tiny_tokenizer(), device, index % 10 == 0) | {"index": index}
+
+
+def runs(count: int, seconds: float, processes: int, small: bool, seed: int) -> list[dict[str, Any]]:
+    """Each process has its own limit of memory. What has not begun after `seconds` is left out, and the count says so."""
+    found, started, waiting = [], time.monotonic(), list(range(count))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        running: set[Future[dict[str, Any]]] = set()
+        while running or waiting:
+            while waiting and len(running) < processes:
+                running.add(pool.submit(numbered_run, waiting.pop(0), seed, small))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            if time.monotonic() - started > seconds:
+                waiting = []
+            for row in (future.result() for future in done):
+                found.append(row)
+                facts = [
+                    row["index"],
+                    row["work"]["kind"],
+                    row["outcome"],
+                    row.get("recoveries", ""),
+                    row.get("why", "")[:150],
+                ]
+                print(*facts, f"{row['seconds']:.1f} s", flush=True)
+    return sorted(found, key=lambda row: int(row["index"]))
 
 
 def main() -> None:
@@ -303,6 +318,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=540, help="random: begin no run after so many")
+    parser.add_argument("--processes", type=int, default=1, help="random: runs at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="random: sizes for a CPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -315,7 +331,7 @@ def main() -> None:
             print({key: found[-1][key] for key in ("shape", "chosen", "update_share", "decode_share")}, flush=True)
             empty(device)
     else:
-        found = runs(args.runs, args.seconds, device, args.small, args.seed)
+        found = runs(args.runs, args.seconds, args.processes, args.small, args.seed)
         outcomes = [row["outcome"] for row in found]
         print(
             {name: outcomes.count(name) for name in set(outcomes)},

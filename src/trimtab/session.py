@@ -36,6 +36,7 @@ from trimtab.plan.governor import Governor
 from trimtab.plan.here import machine_here, pick_device
 from trimtab.plan.job import Job
 from trimtab.plan.planner import Plan
+from trimtab.plan.probe import corrected, probe
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.report import as_dict
 from trimtab.plan.shape import shape_of_model
@@ -182,7 +183,8 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     policy, reference = _load_policies(config, ready.device, checkpoint)
     plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
     tuned = any(choice.key == "run.token_budget" and choice.measured for choice in plan.choices)
-    automatic, run = config.run.token_budget == "auto" and not tuned, plan.run
+    asked, run = config.run, plan.run
+    automatic = asked.token_budget == "auto" and not tuned
     config = config.model_copy(update={"run": run})
     if run.offload.reference is True and isinstance(reference, Policy):
         reference = FromHost(reference)
@@ -201,6 +203,14 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
         offload_optimizer=run.offload.optimizer is True,
         offload_activations=run.offload.activations is True,
     )
+    if ready.device.type == "cuda" and automatic:
+        engine.lend()
+        plan = corrected(plan, asked, probe(updater, plan.job, run))
+        config = config.model_copy(update={"run": plan.run})
+        updater.token_budget = _known(plan.run.token_budget)
+        updater.score_token_budget = _known(plan.run.score_token_budget)
+        assert plan.run.checkpoint_activations != "auto"
+        updater.recompute(plan.run.checkpoint_activations)
     return Parts(config, plan, policy, reference, engine, updater, automatic)
 
 

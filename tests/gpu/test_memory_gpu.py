@@ -42,7 +42,8 @@ def planned(kept: bool | str, budget: int = 8192) -> tuple[Policy, Plan]:
     )
     torch.manual_seed(0)
     with DEVICE:
-        policy = Policy(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    policy = Policy(model)
     policy.fuse()
     job = Job(shape_of_model(policy.model), 2, 16, 8, 128, 128, 256, fused=policy.fused, tiled_head=policy.tiled_head)
     return policy, make_plan(Run(token_budget=budget, checkpoint_activations=kept), job, machine_here(DEVICE))

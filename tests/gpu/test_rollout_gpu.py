@@ -179,7 +179,7 @@ def test_adapters_are_sampled_from_and_followed(merge: bool, monkeypatch: pytest
     decoder = natives[1]._decoder
     monkeypatch.setattr(decoder, "_time_step", lambda size: times[decoder._body.products[0]._merged is not None])
     assert_same(*(generate(native, prompts(6)) for native in natives))
-    assert decoder._merge is merge
+    assert (decoder._copies is not None) is merge
     assert ("merged into a copy" in natives[1].path) is merge
     for native in natives:
         with torch.no_grad():
@@ -188,6 +188,28 @@ def test_adapters_are_sampled_from_and_followed(merge: bool, monkeypatch: pytest
                     parameter.mul_(1.5)
         native.publish(2)
     assert_same(*(generate(native, prompts(6)) for native in natives))
+
+
+def test_a_merged_copy_is_lent_with_the_rest() -> None:
+    """And is as the adapters are when it is back."""
+    model = get_peft_model(tiny_model("qwen2", hidden_size=512), LoraConfig(r=4, target_modules="all-linear")).cuda()
+    native = engine(Policy(model), lend_memory=True)
+    decoder = native._decoder
+    decoder._time_step = lambda size: 0.0 if decoder._copies else 1.0
+    before = generate(native, prompts(6))
+    held = native.outside_bytes
+    assert decoder._copies is not None and held == decoder.arena.nbytes + decoder._body.adapted_bytes
+    native.lend()
+    assert native.outside_bytes == 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.3)
+    native.publish(1)
+    after = generate(native, prompts(6))
+    assert native.outside_bytes == held
+    assert any(before[key].tokens.tolist() != after[key].tokens.tolist() for key in before)
+    assert_same(generate(engine(native.policy), prompts(6)), after)
 
 
 def test_what_a_model_cannot_do_fused_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

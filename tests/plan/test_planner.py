@@ -239,7 +239,7 @@ def test_refusals_name_the_binding_term_and_changes_that_fit() -> None:
 
 
 def test_a_run_that_cannot_fit_does_not_start() -> None:
-    with pytest.raises(ConfigError, match=r"needs 46\.2 GiB of"):
+    with pytest.raises(ConfigError, match=r"needs 46\.6 GiB of"):
         plan_here(Run(), qwen("qwen2.5-7b"), h(24))
     tight = next(gib for gib in range(8, 40) if make_plan(Run(), qwen("qwen2.5-1.5b"), h(gib), "max").fits)
     assert plan_here(Run(profile="safe"), qwen("qwen2.5-1.5b"), h(tight)).fits

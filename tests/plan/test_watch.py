@@ -8,7 +8,7 @@ from trimtab.config.run import Run
 from trimtab.plan.activations import Path, Row, update_peak
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB
+from trimtab.plan.ledger import GIB, ROUNDING, WORKSPACES
 from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
@@ -26,7 +26,7 @@ def test_the_first_micro_batch_has_the_heads_gradient_and_later_ones_all() -> No
     shape = watch.plan.job.shape
     work = sum(update_peak(shape, Row(*sizes), Path(2, True, False, 4096, True)).values())
     watch.saw([sizes], False, 4096, False)
-    states = 14 * shape.parameters
+    states = 14 * shape.parameters + WORKSPACES + 9 * shape.layers * ROUNDING
     assert watch.update_bytes([sizes]) == states + work + 4 * shape.table
     assert watch.update_bytes([sizes, sizes]) == states + work + 4 * shape.parameters
     small = (64, 32, 64, 2, 2000)
@@ -40,7 +40,13 @@ def test_adapters_have_gradients_of_their_own_alone() -> None:
     work = sum(update_peak(job.shape, Row(*sizes), Path(2, True, True, 4096, True, 16)).values())
     assert (
         watch.update_bytes([sizes, sizes])
-        == 2 * job.shape.parameters + 4 * job.adapters + 8 * job.adapters + work + 4 * job.adapters
+        == 2 * job.shape.parameters
+        + 4 * job.adapters
+        + 8 * job.adapters
+        + work
+        + 4 * job.adapters
+        + WORKSPACES
+        + job.shape.layers * ROUNDING
     )
 
 

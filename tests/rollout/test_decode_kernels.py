@@ -21,6 +21,7 @@ from trimtab.model.parts import KNOWN, SILU, Adapter, Linears, Unfusable, Watch,
 from trimtab.model.policy import Policy  # noqa: E402
 from trimtab.model.shapes import layer_shapes  # noqa: E402
 from trimtab.rollout.native import cuda  # noqa: E402
+from trimtab.rollout.native.arena import Arena  # noqa: E402
 from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment  # noqa: E402
 from trimtab.rollout.native.fused import FusedBody, Product  # noqa: E402
 from trimtab.rollout.native.kernels import attention as kernels  # noqa: E402
@@ -198,7 +199,8 @@ def decode_all(policy: Policy, tokens: torch.Tensor, page: int = 4, merge: bool 
     count, length = tokens.shape
     shapes = layer_shapes(policy)
     body = FusedBody(policy, shapes)
-    body.refresh(merge)
+    body.make_room(empty if merge else None)
+    body.refresh()
     body.set_positions(length)
     width = -(-length // page)
     cache = KVCache(shapes, count * width, page, policy.dtype, empty)
@@ -276,9 +278,10 @@ def test_a_product_follows_its_adapters(merge: bool) -> None:
     linear, a, b = torch.nn.Linear(6, 5), torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
     product = Product(Linears([linear.weight], [linear.bias], [Adapter(a, b, 0.5, 1, 4), Adapter(a, b, 0.25, 1, 4)]))
     x = torch.randn(7, 6)
+    product.make_room((lambda shape, dtype: torch.empty(shape, dtype=dtype)) if merge else None)
     with torch.no_grad():
         for _ in range(2):
-            product.refresh(merge)
+            product.refresh()
             expected = linear(x)
             expected[:, 1:4] += 0.75 * b(a(x))
             torch.testing.assert_close(product(x), expected)
@@ -324,7 +327,8 @@ def decoder_of(policy: Policy, forgotten: list[int]) -> cuda.CudaDecoder:
     """As much of a decoder as begins calls, without a device; it notes when it forgets its graphs."""
     decoder = cuda.CudaDecoder.__new__(cuda.CudaDecoder)
     decoder.policy, decoder._shapes = policy, layer_shapes(policy)
-    decoder._rows, decoder._merge, decoder._merge_undecided = None, False, False
+    decoder._rows, decoder._copies, decoder._merge_undecided = None, None, False
+    decoder.arena = Arena(256, torch.device("cpu"))
     decoder._body, decoder.path = decoder._fuse()
     decoder._watch = Watch(policy.model)
     decoder._known_model = decoder._watch.look()

@@ -64,6 +64,14 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def device_room(device: torch.device, outside: int = 0) -> int:
+    """Bytes that can be had now: free on the device, and within this process's share of it, of which `outside` are in use
+    beside torch's own."""
+    share = torch.cuda.get_per_process_memory_fraction(device.index) * torch.cuda.mem_get_info(device)[1]
+    held = torch.cuda.memory_reserved(device)
+    return min(torch.cuda.mem_get_info(device)[0], int(share) - held - outside)
+
+
 def in_parts(work: Callable[[slice], None], count: int, device: torch.device) -> Shortage | None:
     """Do `work` on all of `count` items, in halves of halves where memory runs out; a Shortage if it does on a single one.
 

@@ -155,7 +155,9 @@ class Policy:
 
     def _probe_rows(self) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
-        rows = [torch.randint(0, self.config.vocab_size, (n,), generator=generator) for n in PROBE_LENGTHS]
+        rows = [
+            torch.randint(0, self.config.vocab_size, (n,), generator=generator, device="cpu") for n in PROBE_LENGTHS
+        ]
         return [row.to(self.device) for row in rows]
 
     def _head(self) -> Head:

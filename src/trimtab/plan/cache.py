@@ -7,10 +7,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import trimtab
 from trimtab.config.run import Run
 from trimtab.errors import ConfigError, Problem
 from trimtab.plan.job import Job, Machine
@@ -40,13 +41,20 @@ def key_of(job: Job, machine: Machine, run: Run) -> str:
     shape = job.shape
     facts: dict[str, Any] = {
         "model": [shape.kind, shape.hidden, shape.vocabulary, shape.layers, shape.parameters],
-        "job": {name: value for name, value in vars(job).items() if name not in ("shape", "lengths")},
+        "job": {name: value for name, value in vars(job).items() if name not in ("shape", "lengths", "correction")},
         "device": ["cpu" if machine.cpu else machine.device.name, machine.cores],
         "memory": None if machine.cpu else machine.device.memory // (8 * GIB),
         "run": pinned,
-        "versions": [version(name) for name in ("trimtab", "torch", "transformers")],
+        "versions": [trimtab.__version__, *map(_version, ("torch", "transformers"))],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def keep(tuned: Tuned, job: Job, machine: Machine, run: Run, when: str) -> Path:

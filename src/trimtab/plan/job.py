@@ -30,6 +30,17 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """Of a micro-batch's bytes: measured = factor x counted + rest (probe.py)."""
+
+    factor: float = 1.0
+    rest: int = 0
+
+
+COUNTED = Correction()
+
+
+@dataclass(frozen=True)
 class Job:
     """The model and what a step does with it."""
 
@@ -65,6 +76,8 @@ class Job:
     """Log-probs come from kernels that store no logits."""
     lengths: tuple[float, ...] = ()
     """New tokens of a sequence at evenly spaced quantiles, where steps have been seen; none: all are as long as they may be."""
+
+    correction: Correction = COUNTED
 
     @property
     def sequences(self) -> int:

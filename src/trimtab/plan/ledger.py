@@ -13,14 +13,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from trimtab.config.run import Run
-from trimtab.plan.activations import Path, score_peak, update_peak
-from trimtab.plan.job import Job, Machine
+from trimtab.plan.activations import Path, Row, score_peak, update_peak
+from trimtab.plan.job import COUNTED, Job, Machine
 
 MIB, GIB = 2**20, 2**30
-# Assumed, not yet measured: others report 0.5 to 0.9 GiB for a context, and 0.15 to 0.5 for graphs.
-CONTEXT = 560 * MIB
-"""Of the driver and loaded kernels."""
-GRAPHS = 256 * MIB
+# Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
+# when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
+CONTEXT = 690 * MIB
+"""Of the driver and its libraries."""
+GRAPHS = 140 * MIB
+"""And the kernels in them."""
+WORKSPACES = 3 * 32 * MIB
+"""Of cuBLAS, from torch's allocator: one a thread and stream, which are the update's two passes and the capture of graphs. 32 MiB
+each on Hopper, less before it."""
+ROUNDING = MIB // 4
+"""On average, of a large tensor: torch's allocator hands out a block that is up to 1 MiB larger."""
 SLACK = 0.02
 """Between tensors: of what the allocator handed out at most."""
 PROCESS = 3 * GIB
@@ -108,14 +115,13 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
     host = _host(job, machine, run, place)
     loaded = {name: states[name] for name in ("weights", "adapters", "reference") if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
-    phases = [
-        _phase("load", loaded | _gathered(job, place), host),
-        _with_merged_copy(
-            _phase("rollout", resident | _rollout(job, machine, run, place), host, graphs=True), job, machine
-        ),
-    ]
+    rollout = _phase("rollout", resident | _rollout(job, machine, run, place), host)
+    merged = _merged_copy(rollout, job, machine)
+    rollout = replace(rollout, device=rollout.device | merged)
+    phases = [_phase("load", loaded | _gathered(job, place), host), rollout]
     if job.training:
-        phases += _training_phases(job, machine, run, place, states, resident)
+        stays = {} if run.rollout.lend_memory is True else merged
+        phases += _training_phases(job, machine, run, place, states | stays, resident | stays)
     return Ledger(tuple(_on_host(phase) if machine.cpu else phase for phase in phases))
 
 
@@ -200,7 +206,8 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
         + s * (block.projected + block.attended + 3 * block.used_width)
     )
     entry += 4 * block.heads * (2 * block.value_size + 4)
-    prefill = min(rollout.prefill_tokens, mine * job.typical_prompt)
+    prompts = -(-max(job.prompts, job.eval_sequences) * place.tensor // machine.devices)
+    prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
     rows = batch * (job.new_tokens * 16 + 512)
     own = {} if place.shares_weights else {"rollout weights": shape.parameters * s // place.tensor}
@@ -211,12 +218,12 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
     }
 
 
-def _with_merged_copy(phase: Phase, job: Job, machine: Machine) -> Phase:
+def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     """The engine adds adapters to a copy of the weights where there is room for two: decoding is faster so."""
     size = (job.shape.parameters - job.shape.table * (1 if job.shape.tied else 2)) * job.itemsize
     if not job.rank or machine.cpu or machine.devices > 1 or machine.device.memory - phase.device_bytes <= 2 * size:
-        return phase
-    return replace(phase, device=phase.device | {"merged copy": size})
+        return {}
+    return {"merged copy": size}
 
 
 def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: Path) -> dict[str, int]:
@@ -234,7 +241,23 @@ def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], pat
 def _updating(job: Job, machine: Machine, run: Run, path: Path) -> dict[str, int]:
     assert run.token_budget != "auto"
     budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
-    return update_peak(job.shape, job.row(budget), path) | _kv_that_stays(run)
+    rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
+    return update_work(job, job.row(budget), path) | rounding | _kv_that_stays(run)
+
+
+def update_work(job: Job, row: Row, path: Path) -> dict[str, int]:
+    """`update_peak`, corrected by what was measured."""
+    found = {name: int(job.correction.factor * size) for name, size in update_peak(job.shape, row, path).items()}
+    found["activations"] = max(0, found["activations"] + job.correction.rest)
+    return found
+
+
+def rounding_bytes(job: Job, path: Path) -> int:
+    """Lost by the tensors that layers keep; where that has been measured it is in the correction."""
+    if job.correction != COUNTED:
+        return 0
+    tensors = {False: 9, "some": 7, True: 1}[path.kept]
+    return ROUNDING * tensors * job.shape.layers
 
 
 def _kv_that_stays(run: Run) -> dict[str, int]:
@@ -273,14 +296,15 @@ def _staging(job: Job, machine: Machine, run: Run) -> dict[str, int]:
     return {"staging": max(weights, state) // machine.hosts}
 
 
-def _phase(name: str, device: dict[str, int], host: dict[str, int], graphs: bool = False) -> Phase:
+def _phase(name: str, device: dict[str, int], host: dict[str, int]) -> Phase:
     used = {key: value for key, value in device.items() if value}
-    unseen = {"CUDA context": CONTEXT, "CUDA graphs": GRAPHS if graphs else 0}
+    used["workspaces"] = WORKSPACES
+    unseen = {"CUDA context": CONTEXT, "CUDA graphs": GRAPHS}
     unseen["allocator slack"] = int(SLACK * sum(value for key, value in used.items() if key != "KV cache"))
     return Phase(name, used | {key: value for key, value in unseen.items() if value}, host)
 
 
 def _on_host(phase: Phase) -> Phase:
     """On a machine without a device all of it is host memory."""
-    seen = {key: value for key, value in phase.device.items() if key not in UNSEEN}
+    seen = {key: value for key, value in phase.device.items() if key not in (*UNSEEN, "workspaces")}
     return replace(phase, device={}, host=phase.host | seen)

@@ -7,10 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.plan.activations import Path, Row, update_peak
-from trimtab.plan.ledger import GIB, update_path
+from trimtab.plan.activations import Path, Row
+from trimtab.plan.ledger import GIB, UNSEEN, rounding_bytes, update_path, update_work
 from trimtab.plan.planner import Plan
 
+WORK = ("activations", "log-prob head", "backward work")
+"""Of a micro-batch, as `update_peak` names it."""
+HOSTS = ("processes", "reward workers")
+"""What a machine without a device counts in the same memory."""
 Sizes = tuple[int, int, int, int, int]
 """Of a micro-batch, in the order of `Row`."""
 
@@ -48,15 +52,13 @@ class PlanWatch:
         job = self.plan.job
         held = self.plan.ledger["update"].device or self.plan.ledger["update"].host
         states = sum(
-            size
-            for name, size in held.items()
-            if name in ("weights", "adapters", "reference", "masters", "optimizer state")
+            size for name, size in held.items() if name not in (*UNSEEN, *WORK, "gradients", "rounding", *HOSTS)
         )
-        kv = held.get("KV cache", 0)
-        gradients = held["gradients"]
+        gradients, cuda = held["gradients"], bool(self.plan.ledger["update"].device)
+        rounding = rounding_bytes(job, self._path) if cuda else 0
         head = 0 if job.rank else 4 * job.shape.table
         peaks = []
         for index, sizes in enumerate(optimizer_step):
-            work = sum(update_peak(job.shape, Row(*sizes), self._path).values())
+            work = sum(update_work(job, Row(*sizes), self._path).values())
             peaks.append(max(work + head, gradients) if index == 0 else work + gradients)
-        return states + kv + max(peaks)
+        return states + rounding + max(peaks)

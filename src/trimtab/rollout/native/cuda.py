@@ -23,6 +23,7 @@ import torch
 
 from trimtab.config.learn import Sampling
 from trimtab.model.attention import Rules
+from trimtab.model.memory import device_room
 from trimtab.model.packed import PackedPlan
 from trimtab.model.parts import Unfusable, Watch
 from trimtab.model.policy import TOLERANCE_NATS, Policy
@@ -111,7 +112,8 @@ class CudaDecoder:
         self._served: list[Sequence] = []
         self._sharing = False
         self._rows: Rows | None = None
-        self._merge = False
+        self._copies: Arena | None = None
+        """Of weights with adapters merged in, where that is faster."""
         self.refresh()
         if self._body is not None and not self._agrees():
             self._body = None
@@ -124,17 +126,24 @@ class CudaDecoder:
     @property
     def outside_bytes(self) -> int:
         """Device memory that torch's allocator does not know of."""
-        return self.arena.nbytes if self.arena.lendable and self.arena.mapped else 0
+        return sum(arena.nbytes for arena in self._arenas if arena.lendable and arena.mapped)
+
+    @property
+    def _arenas(self) -> list[Arena]:
+        return [self.arena] if self._copies is None else [self.arena, self._copies]
 
     @property
     def not_lendable(self) -> str:
         return self.arena.not_lendable
 
     def lend(self) -> None:
-        self.arena.lend()
+        for arena in self._arenas:
+            arena.lend()
 
     def reclaim(self) -> None:
-        self.arena.reclaim()
+        for arena in self._arenas:
+            arena.reclaim()
+        self.refresh()
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         """A call with these rows and settings, whose sequences have at most `longest` tokens."""
@@ -151,9 +160,10 @@ class CudaDecoder:
             self._decide_merging()
 
     def refresh(self) -> None:
-        """The trainer's weights have changed: they are seen as they are, but adapters have to be read again."""
-        if self._body is not None:
-            self._body.refresh(self._merge)
+        """The trainer's weights have changed: they are seen as they are, but adapters have to be read again, where not by
+        `reclaim`."""
+        if self._body is not None and all(arena.mapped for arena in self._arenas):
+            self._body.refresh()
 
     def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
         """Last hidden states of a packed row whose keys and values go into their pages."""
@@ -192,6 +202,7 @@ class CudaDecoder:
         self.cache.keys.clear()
         self.cache.values.clear()
         vars(self).pop("_layout", None)
+        self._drop_copies()
         self.arena.close()
 
     def _fuse(self) -> tuple[FusedBody | None, str]:
@@ -206,6 +217,7 @@ class CudaDecoder:
         if self._watch.look() == self._known_model:
             return
         if self._body is not None:
+            self._drop_copies()
             self._body, self.path = self._fuse()
             self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
             self._capturable = self._body is not None
@@ -301,16 +313,30 @@ class CudaDecoder:
     def _decide_merging(self) -> None:
         """Adapters merged into a copy of the weights, or beside them: whichever takes less time, if there is room for a copy."""
         assert self._body is not None
-        room = torch.cuda.mem_get_info(self.policy.device)[0] > 2 * self._body.adapted_bytes
-        times = {}
-        for merge in (False, True) if room else (False,):
-            self._body.refresh(merge)
-            times[merge] = sum(self._time_step(size) for size in {self.batch, min(64, self.batch)})
-            self._forget_graphs()
-        self._merge = min(times, key=lambda merge: times[merge])
-        self._body.refresh(self._merge)
-        how = "merged into a copy of the weights" if self._merge else "applied beside the weights"
+        size = self._body.adapted_bytes
+        beside, merged = self._time_steps(), float("inf")
+        if device_room(self.policy.device, self.outside_bytes) > 2 * size:
+            self._copies = Arena(size, self.policy.device)
+            self._body.make_room(self._copies.tensor)
+            self._body.refresh()
+            merged = self._time_steps()
+            if beside <= merged:
+                self._drop_copies()
+                self._body.refresh()
+        how = "merged into a copy of the weights" if merged < beside else "applied beside the weights"
         self.path += f", adapters {how}"
+
+    def _drop_copies(self) -> None:
+        if self._copies is not None and self._body is not None:
+            self._body.make_room(None)
+            self._copies.close()
+            self._copies = None
+
+    def _time_steps(self) -> float:
+        """Of a full batch and a small one; their graphs are forgotten."""
+        found = sum(self._time_step(size) for size in {self.batch, min(64, self.batch)})
+        self._forget_graphs()
+        return found
 
     def _time_step(self, size: int, repeats: int = 5) -> float:
         """Milliseconds of a step of this size, but for attention: its rows are idle."""

@@ -17,6 +17,7 @@ from trimtab.model.kernels.train import turn
 from trimtab.model.parts import LayerParts, Linears, Norm, Rotary, read_parts, rotary_table
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
+from trimtab.rollout.native.arena import piece_bytes
 from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
 from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
@@ -26,7 +27,8 @@ from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, most_
 class Product:
     """x W^T + b, with what adapters add to it.
 
-    Adapters are either merged into a copy of the weights or applied beside them; both are brought up to date by `refresh`.
+    Adapters are merged into a copy of the weights where there is room for one (`make_room`), or else applied beside them; both
+    are brought up to date by `refresh`.
     """
 
     def __init__(self, linears: Linears) -> None:
@@ -73,15 +75,17 @@ class Product:
         outputs = self.outputs // 2 if gated else self.outputs
         return cut_for(rows, outputs, self.inputs, self.weight.element_size(), gated, whole)
 
+    def make_room(self, empty: Empty | None) -> None:
+        """For a copy that adapters are merged into, or with None for none. `refresh` fills it."""
+        self._merged = empty(tuple(self.weight.shape), self.weight.dtype) if empty and self.adapters else None
+
     @torch.no_grad()
-    def refresh(self, merge: bool) -> None:
+    def refresh(self) -> None:
         """Take over the adapters' current values."""
         if not self.adapters:
             return
-        if merge:
+        if self._merged is not None:
             self._downs, self._ups = None, []
-            if self._merged is None:
-                self._merged = torch.empty_like(self.weight)
             self._merged.copy_(self.weight)
             for start, end in {(a.start, a.end) for a in self.adapters}:
                 part = self.weight[start:end].to(torch.float32, copy=True)
@@ -90,7 +94,6 @@ class Product:
                         part += a.b.weight.float() @ a.a.weight.float() * a.scale
                 self._merged[start:end] = part.to(self.weight.dtype)
         else:
-            self._merged = None
             downs = torch.cat([a.a.weight for a in self.adapters]).to(self.weight.dtype)
             ups = [(a.b.weight.float() * a.scale).to(self.weight.dtype) for a in self.adapters]
             if self._downs is None:
@@ -150,12 +153,16 @@ class FusedBody:
     @property
     def adapted_bytes(self) -> int:
         """Of the weights that adapters add to: what a merged copy takes."""
-        return sum(p.weight.nbytes for p in self.products if p.adapters)
+        return sum(piece_bytes(p.weight.shape, p.weight.dtype) for p in self.products if p.adapters)
 
-    def refresh(self, merge: bool) -> None:
+    def make_room(self, empty: Empty | None) -> None:
+        for product in self.products:
+            product.make_room(empty)
+
+    def refresh(self) -> None:
         """See the adapters' current values; the weights themselves are always current."""
         for product in self.products:
-            product.refresh(merge)
+            product.refresh()
 
     def set_positions(self, positions: int) -> bool:
         """Know the rotation of at least so many positions; True if the tables are new."""

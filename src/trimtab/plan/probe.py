@@ -1,0 +1,75 @@
+"""Two small micro-batches, measured at the start of a run: a line through them corrects what was counted for this model, device
+and set of versions. Budgets are then chosen once more, before the first step. Takes about a second; changes no state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from trimtab.config.run import Run
+from trimtab.model.memory import Shortage, attempt, free
+from trimtab.plan.activations import Row, update_peak
+from trimtab.plan.job import COUNTED, Correction, Job
+from trimtab.plan.ledger import update_path
+from trimtab.plan.planner import Choice, Plan, make_plan
+from trimtab.plan.tuner import longest_samples
+from trimtab.update.batch import MicroBatch, Sample
+from trimtab.update.updater import Updater
+
+SMALL = 2048
+"""Tokens of the smaller micro-batch; the other has twice as many."""
+PLAUSIBLE = (0.5, 3.0)
+"""Measured over counted bytes of a token: beyond it something else has been measured."""
+
+
+def probe(updater: Updater, job: Job, run: Run) -> Correction:
+    """What a micro-batch takes over what was counted for it; nothing is corrected where memory runs out on the way."""
+    path, device = update_path(job, run), updater.policy.device
+    assert run.token_budget != "auto"
+    small = min(SMALL, run.token_budget // 2)
+    if small < 128:
+        return COUNTED
+    measured, counted = [], []
+    for tokens in (small, 2 * small):
+        samples = list(longest_samples(job, tokens, job.shape.vocabulary))
+        peak = attempt(lambda samples=samples: _peak(updater, samples, device))  # type: ignore[misc]
+        updater.abandon()
+        if isinstance(peak, Shortage):
+            free(device)
+            return COUNTED
+        measured.append(peak)
+        row = Row(*MicroBatch.build(samples, device).sizes)
+        counted.append(sum(update_peak(job.shape, row, path).values()))
+    slope = (measured[1] - measured[0]) / (counted[1] - counted[0])
+    if not PLAUSIBLE[0] < slope < PLAUSIBLE[1]:
+        return COUNTED
+    return Correction(slope, int(measured[0] - slope * counted[0]))
+
+
+def _peak(updater: Updater, samples: list[Sample], device: torch.device) -> int:
+    """Bytes beyond gradients and what was there before."""
+    updater.rehearse(samples)  # compiles, and leaves gradients
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    updater.rehearse(samples)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def corrected(plan: Plan, asked: Run, found: Correction) -> Plan:
+    """The plan with what was measured: micro-batches and recomputing anew where they are automatic, all else as it is built."""
+    job = replace(plan.job, correction=found)
+    open_keys = {key: getattr(asked, key) for key in ("token_budget", "score_token_budget", "checkpoint_activations")}
+    again = make_plan(plan.run.model_copy(update=open_keys), job, plan.machine, asked.profile)
+    if not again.fits:  # the guard has more to give up than a plan
+        return replace(plan, job=job)
+    changed = {f"run.{key}": getattr(again.run, key) for key, value in open_keys.items() if value == "auto"}
+    changed = {key: value for key, value in changed.items() if value != getattr(plan.run, key.removeprefix("run."))}
+    why = "two micro-batches, measured"
+    choices = [
+        Choice(choice.key, changed[choice.key], why) if choice.key in changed else choice for choice in plan.choices
+    ]
+    return replace(again, choices=tuple(choices))

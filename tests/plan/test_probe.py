@@ -1,0 +1,108 @@
+"""A line through two measured micro-batches, and what a plan makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from trimtab.config.algorithms import resolve
+from trimtab.config.learn import Learn
+from trimtab.config.run import Run
+from trimtab.model.policy import Policy
+from trimtab.plan import probe as probing
+from trimtab.plan.activations import Row, update_peak
+from trimtab.plan.devices import find_device
+from trimtab.plan.job import COUNTED, Correction, Job, Machine
+from trimtab.plan.ledger import GIB, MIB, update_path
+from trimtab.plan.planner import Plan, make_plan
+from trimtab.plan.probe import corrected, probe
+from trimtab.plan.shape import read_shape, shape_of_model
+from trimtab.plan.source import WELL_KNOWN
+from trimtab.update.batch import MicroBatch
+from trimtab.update.updater import Updater
+
+
+def plan_of(run: Run, device: str = "a100-40") -> Plan:
+    job = Job(read_shape(WELL_KNOWN["qwen2.5-1.5b"]), 2, 64, 8, 512, 512, 1024)
+    return make_plan(run, job, Machine(find_device(device), 1, 256 * GIB, 16))
+
+
+def test_more_than_counted_makes_micro_batches_smaller_or_recomputes() -> None:
+    before = plan_of(Run())
+    after = corrected(before, Run(), Correction(1.6, 512 * MIB))
+    assert after.fits and after.job.correction.factor == 1.6
+    assert after.ledger["update"].device_bytes <= after.limits.device
+    assert after.run.token_budget < before.run.token_budget or after.run.checkpoint_activations is True
+    said = {choice.key: choice for choice in after.choices}
+    assert "measured" in said["run.token_budget"].why and said["run.token_budget"].value == after.run.token_budget
+
+
+def test_what_is_built_stays() -> None:
+    before = plan_of(Run())
+    after = corrected(before, Run(), Correction(1.3, 0))
+    assert (after.run.rollout, after.run.offload) == (before.run.rollout, before.run.offload)
+
+
+def test_pinned_keys_stay() -> None:
+    pinned = Run(token_budget=4096, checkpoint_activations=True)
+    assert corrected(plan_of(pinned), pinned, Correction(1.2, 0)).run == plan_of(pinned).run
+
+
+def test_a_line_that_was_counted_right_changes_nothing() -> None:
+    before = plan_of(Run())
+    assert corrected(before, Run(), COUNTED).run == before.run
+
+
+def test_where_nothing_would_fit_the_plan_stays_and_the_guard_has_its_turn() -> None:
+    before = plan_of(Run())
+    after = corrected(before, Run(), Correction(2.9, 30 * GIB))
+    assert after.run == before.run and after.job.correction.rest == 30 * GIB
+
+
+def updater_of(budget: int) -> tuple[Updater, Job]:
+    policy = Policy(tiny_model("llama", torch.float32, max_position_embeddings=8192))
+    updater = Updater(
+        policy, resolve(Learn()), token_budget=budget, score_token_budget=budget, logprob_chunk=512,
+        checkpoint_activations=False,
+    )  # fmt: skip
+    return updater, Job(shape_of_model(policy.model), 4, 4, 4, 64, 64, 256, fused=False, tiled_head=False)
+
+
+RESOLVED = Run(token_budget=8192, logprob_chunk=512, checkpoint_activations=False)
+
+
+def test_the_line_goes_through_both_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    updater, job = updater_of(8192)
+    path = update_path(job, RESOLVED)
+
+    def measured(updater: Updater, samples: list, device: torch.device) -> int:
+        row = Row(*MicroBatch.build(samples, device).sizes)
+        return int(1.25 * sum(update_peak(job.shape, row, path).values())) + 7 * MIB
+
+    monkeypatch.setattr(probing, "_peak", measured)
+    found = probe(updater, job, RESOLVED)
+    assert found.factor == pytest.approx(1.25, rel=1e-6) and found.rest == pytest.approx(7 * MIB, abs=4)
+
+
+@pytest.mark.parametrize("peaks", [[1, 1], [10**9, 1], [1, 10**12]])
+def test_a_line_that_makes_no_sense_is_not_believed(monkeypatch: pytest.MonkeyPatch, peaks: list[int]) -> None:
+    updater, job = updater_of(8192)
+    monkeypatch.setattr(probing, "_peak", lambda *_: peaks.pop(0))
+    assert probe(updater, job, RESOLVED) == COUNTED
+
+
+def test_memory_that_runs_out_on_the_way_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    updater, job = updater_of(8192)
+
+    def short(*_: object) -> int:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(probing, "_peak", short)
+    assert probe(updater, job, RESOLVED) == COUNTED
+    assert all(p.grad is None for p in updater.policy.parameters())
+
+
+def test_too_small_a_budget_is_not_probed() -> None:
+    updater, job = updater_of(200)
+    assert probe(updater, job, RESOLVED.model_copy(update={"token_budget": 200})) == COUNTED
