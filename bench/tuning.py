@@ -3,8 +3,9 @@
     python bench/tuning.py grid --shapes smollm2 0.5b       # automatic sizes against every other, on the device
     python bench/tuning.py random --runs 100 --processes 4  # random models, lengths and memory limits: every run must end well
 
-grid: for each shape, workload G's lengths. The update's tokens/s at every budget from 4k to 64k tokens with activations kept, in
-part or recomputed, and decode tokens/s at every batch from 64 to 256; what the plan chose against the best of them. Goal T: 95 %.
+grid: for each shape, 128 prompts x 8 samples of 128 and 512 tokens. The update's tokens/s at every budget from 4k to 64k tokens,
+activations kept, in part or recomputed, and decode tokens/s at every batch from 128 to 1,024. What the plan chose against the
+best of them: of decoding (workload R's like), and of a step's decoding and update together (G's like). Goal T: 95 %.
 
 random: a model of random shape, prompts and completions of random length, adapters or not, a reference or not, and a limit on the
 device's memory between what the smallest plan needs and four times that (`set_per_process_memory_fraction`). Two training steps
@@ -29,6 +30,7 @@ import tempfile
 import time
 import traceback
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,9 @@ def empty(device: torch.device) -> None:
 
 def grid(shape: str, device: torch.device, budgets: list[int], batches: list[int]) -> dict[str, Any]:
     policy = build(Case(shape, 0, False, 0), device)
-    plan = make_plan(Run(), plan_of(Case(shape, 0, False, 16384), policy, device).job, machine_here(device))
+    job = plan_of(Case(shape, 0, False, 16384), policy, device).job
+    job = replace(job, prompts=128, longest_prompt=128, typical_prompt=128)
+    plan = make_plan(Run(), job, machine_here(device))
     run, job = plan.run, plan.job
     engine = NativeEngine(
         policy,
@@ -94,6 +98,8 @@ def grid(shape: str, device: torch.device, budgets: list[int], batches: list[int
     chosen = updated[f"{run.token_budget}, {run.checkpoint_activations}"] or 0.0
     best = max(rate for rate in updated.values() if rate)
     fastest = max(rate for rate in decoded.values() if rate)
+    decoding = decoded[run.rollout.max_sequences] or 1e-9
+    generated, trained = job.sequences * job.completion, job.step_row.tokens
     engine.close()
     return {
         "shape": shape,
@@ -105,7 +111,8 @@ def grid(shape: str, device: torch.device, budgets: list[int], batches: list[int
             "max_sequences": run.rollout.max_sequences,
         },
         "update_share": chosen / best,
-        "decode_share": (decoded[run.rollout.max_sequences] or 0.0) / fastest,
+        "decode_share": decoding / fastest,
+        "step_share": (generated / fastest + trained / best) / (generated / decoding + trained / max(1e-9, chosen)),
     }
 
 
@@ -315,7 +322,7 @@ def main() -> None:
     parser.add_argument("what", choices=["grid", "random"])
     parser.add_argument("--shapes", nargs="+", default=["smollm2", "0.5b"])
     parser.add_argument("--budgets", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
-    parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--batches", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=540, help="random: begin no run after so many")
     parser.add_argument("--processes", type=int, default=1, help="random: runs at a time")
@@ -328,7 +335,10 @@ def main() -> None:
     if args.what == "grid":
         for shape in args.shapes:
             found.append(grid(shape, device, args.budgets, args.batches))
-            print({key: found[-1][key] for key in ("shape", "chosen", "update_share", "decode_share")}, flush=True)
+            print(
+                {key: found[-1][key] for key in ("shape", "chosen", "update_share", "decode_share", "step_share")},
+                flush=True,
+            )
             empty(device)
     else:
         found = runs(args.runs, args.seconds, args.processes, args.small, args.seed)

@@ -12,6 +12,7 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn, Sampling
 from trimtab.config.run import Run
 from trimtab.data.prompt import Prompt
+from trimtab.model.memory import free
 from trimtab.model.policy import Policy
 from trimtab.plan.here import machine_here
 from trimtab.plan.job import Job
@@ -60,6 +61,7 @@ def updater_of(policy: Policy, plan: Plan) -> Updater:
 @pytest.mark.parametrize("kept", [False, "some", True])
 def test_an_update_takes_what_was_predicted(kept: bool | str) -> None:
     policy, plan = planned(kept)
+    free(DEVICE)
     updater = updater_of(policy, plan)
     others = (
         torch.cuda.memory_allocated() - sum(p.nbytes for p in policy.model.parameters()) - updater.optimizer.state_bytes
@@ -77,6 +79,7 @@ def test_an_update_takes_what_was_predicted(kept: bool | str) -> None:
 def test_a_rollout_takes_what_was_predicted() -> None:
     policy, plan = planned(False)
     rollout, job = plan.run.rollout, plan.job
+    free(DEVICE)  # of the tests before: `before` must not count what is freed later
     before = torch.cuda.memory_allocated() - sum(p.nbytes for p in policy.model.parameters())
     engine = NativeEngine(
         policy, None, [], kv_bytes=rollout.kv_memory, page_tokens=rollout.page_tokens, max_sequences=rollout.max_sequences,

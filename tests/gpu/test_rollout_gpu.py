@@ -193,9 +193,15 @@ def test_adapters_are_sampled_from_and_followed(merge: bool, monkeypatch: pytest
 def test_a_merged_copy_is_lent_with_the_rest() -> None:
     """And is as the adapters are when it is back."""
     model = get_peft_model(tiny_model("qwen2", hidden_size=512), LoraConfig(r=4, target_modules="all-linear")).cuda()
-    native = engine(Policy(model), lend_memory=True)
+
+    def merging(policy: Policy, lend: bool) -> NativeEngine:
+        native = engine(policy, lend_memory=lend)
+        decoder = native._decoder
+        decoder._time_step = lambda size: 0.0 if decoder._copies else 1.0
+        return native
+
+    native = merging(Policy(model), lend=True)
     decoder = native._decoder
-    decoder._time_step = lambda size: 0.0 if decoder._copies else 1.0
     before = generate(native, prompts(6))
     held = native.outside_bytes
     assert decoder._copies is not None and held == decoder.arena.nbytes + decoder._body.adapted_bytes
@@ -209,7 +215,7 @@ def test_a_merged_copy_is_lent_with_the_rest() -> None:
     after = generate(native, prompts(6))
     assert native.outside_bytes == held
     assert any(before[key].tokens.tolist() != after[key].tokens.tolist() for key in before)
-    assert_same(generate(engine(native.policy), prompts(6)), after)
+    assert_same(generate(merging(native.policy, lend=False), prompts(6)), after)
 
 
 def test_what_a_model_cannot_do_fused_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
