@@ -91,10 +91,9 @@ def test_a_rollout_takes_what_was_predicted() -> None:
     for _ in engine.generate(requests):
         pass
     measured = torch.cuda.max_memory_allocated() - before + engine.outside_bytes
-    trained = sum(
-        size for name, size in plan.ledger["rollout"].device.items() if name in ("masters", "optimizer state")
-    )
-    assert LOWEST < (plan.ledger["rollout"].allocated - trained) / measured < 1.1
+    elsewhere = ("masters", "optimizer state", "workspaces")  # not made here, or before by the policy's own check
+    others = sum(size for name, size in plan.ledger["rollout"].device.items() if name in elsewhere)
+    assert LOWEST < (plan.ledger["rollout"].allocated - others) / measured < HIGHEST
     engine.close()
 
 

@@ -9,6 +9,7 @@ from rollout.test_engine import assert_same, engine, generate, prompts
 from tiny import tiny_model
 
 from trimtab.config.learn import Sampling
+from trimtab.model.memory import free
 from trimtab.model.policy import Policy
 from trimtab.rollout.native import cuda
 from trimtab.rollout.native.arena import ArenaMemoryError
@@ -105,7 +106,7 @@ def test_lent_memory_is_free_and_graphs_go_on(policy: Policy, expected: dict) ->
 def test_memory_that_is_not_there_is_said_and_awaited(policy: Policy, expected: dict) -> None:
     native = engine(policy, lend_memory=True, kv_bytes=2**30)
     native.lend()
-    torch.cuda.empty_cache()  # what torch keeps of earlier tests would be taken first
+    free(torch.device("cuda"))  # what is left of earlier tests would be taken first
     hoard = torch.empty(torch.cuda.mem_get_info()[0] - 2**29, dtype=torch.uint8, device="cuda")
     with pytest.raises(ArenaMemoryError, match=r"the rollout arena needs 1\.\d+ GiB and the device has 0"):
         sample(native)
