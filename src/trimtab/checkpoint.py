@@ -45,6 +45,10 @@ class RunState:
     reward_last: float | None = None
     accuracy_first: float | None = None
     accuracy_last: float | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    eval_loss_first: float | None = None
+    eval_loss_last: float | None = None
     seconds: float = 0.0
     """Wall time of all sessions up to this checkpoint."""
     completion_tokens: int = 0
@@ -64,6 +68,18 @@ class RunState:
         self.accuracy_first = accuracy if self.accuracy_first is None else self.accuracy_first
         if self.step and accuracy > self.best_score:
             self.best_step, self.best_score = self.step, accuracy
+
+    def note_loss(self, loss: float) -> None:
+        """Remember the first and the latest loss of a supervised step."""
+        self.loss_last = loss
+        self.loss_first = loss if self.loss_first is None else self.loss_first
+
+    def note_eval_loss(self, loss: float) -> None:
+        """Remember the first and the latest held-out loss, and the best after training began."""
+        self.eval_loss_last = loss
+        self.eval_loss_first = loss if self.eval_loss_first is None else self.eval_loss_first
+        if self.step and -loss > self.best_score:
+            self.best_step, self.best_score = self.step, -loss
 
 
 def save_checkpoint(

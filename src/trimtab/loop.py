@@ -12,14 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.checkpoint import flush_to_disk, remove_whole, save_checkpoint
+from trimtab.checkpoint import save_checkpoint
 from trimtab.data.prompt import Prompt
-from trimtab.errors import TrainingError
+from trimtab.endings import export, note_outcome
 from trimtab.evaluation import measure
-from trimtab.folder import FINAL
 from trimtab.learn.kl import kl_controller
-from trimtab.model.adapters import has_adapters, save_adapters
-from trimtab.model.load import save_model
 from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics
 from trimtab.observe.samples import write_samples
 from trimtab.reward.scorer import check_failures
@@ -30,8 +27,6 @@ from trimtab.update.batch import Sample
 from trimtab.update.objective import Ledger, set_advantages, set_weights, split_signal, to_samples, usable
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import UpdateStats
-
-MAX_SKIPPED_IN_A_ROW = 5
 
 
 def train(run: Session) -> dict[str, Any]:
@@ -149,7 +144,7 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
                 flat = [s for g in part for s in samples[g]]
                 set_weights([t for g in part for t in kept[g].trajectories], flat, learn)
                 done.append(run.guard.step(flat, learning_rate(learn, state.step), state.kl_coef))
-                _note_outcome(run, done[-1])
+                note_outcome(state, done[-1], run.console, "at RUN/samples for what the model has come to write")
                 run.watch.saw(
                     done[-1].sizes,
                     run.updater.checkpoint_activations,
@@ -184,14 +179,7 @@ def evaluate(run: Session) -> dict[str, float]:
 def finish(run: Session) -> dict[str, Any]:
     """Export the final model and sum the run up."""
     state = run.state
-    aside = run.folder / f".writing-{FINAL}"
-    run.guard.run("export", lambda: save_model(run.policy.model, run.tokenizer, aside))
-    if has_adapters(run.policy.model):
-        save_adapters(run.policy.model, aside / "adapter")
-    flush_to_disk(aside)
-    if (run.folder / FINAL).exists():
-        remove_whole(run.folder / FINAL)
-    aside.rename(run.folder / FINAL)
+    export(run.folder, run.policy, run.tokenizer, run.guard)
     summary = {
         "run_dir": str(run.folder),
         "steps": state.step,
@@ -231,19 +219,3 @@ def _score(run: Session, samples: list[Sample]) -> None:
             run.guard.score(samples, run.policy, "old_logprobs")
     if run.reference is not None:
         run.guard.score(samples, run.reference, "ref_logprobs")
-
-
-def _note_outcome(run: Session, stats: UpdateStats) -> None:
-    """Count what was applied; a gradient that is not finite changes nothing, and too many in a row end the run."""
-    state = run.state
-    if stats.applied:
-        state.version += 1
-        state.skipped_in_a_row = 0
-        return
-    state.skipped_in_a_row += 1
-    run.console.warn(f"step {state.step + 1}: the gradient is not finite; weights and optimizer are unchanged")
-    if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        raise TrainingError(
-            f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a gradient that is not finite. The weights are those of the last good "
-            "step. Lower learn.lr, or look at RUN/samples for what the model has come to write."
-        )

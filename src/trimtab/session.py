@@ -6,8 +6,6 @@ A training session has a run folder, an optimizer and a stream of prompts. An ev
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +14,27 @@ from typing import IO, Any
 import psutil
 import torch
 
+from trimtab.build import (
+    calibrated,
+    compare,
+    is_automatic,
+    known,
+    load_policy,
+    make_updater,
+    refuse_missing_wandb,
+    spare_the_collector,
+)
 from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint
 from trimtab.config.algorithms import resolve
-from trimtab.config.schema import Config, Model
+from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
 from trimtab.errors import ConfigError, Problem
-from trimtab.folder import begin, changes, claim, find_folder, refuse_existing
-from trimtab.model.adapters import add_adapters, load_adapters, refuse_unknown_targets
-from trimtab.model.load import load_config, load_model, load_tokenizer, resolve_dtype, stop_token_ids
+from trimtab.folder import begin, claim, find_folder, refuse_existing
+from trimtab.model.adapters import refuse_unknown_targets
+from trimtab.model.load import load_config, load_model, load_tokenizer, stop_token_ids
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
-from trimtab.observe.card import StartCard
+from trimtab.observe.card import StartCard, rollout_batch
 from trimtab.observe.console import Console
 from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
@@ -36,7 +44,6 @@ from trimtab.plan.governor import Governor
 from trimtab.plan.here import machine_here, pick_device
 from trimtab.plan.job import Job
 from trimtab.plan.planner import Plan
-from trimtab.plan.probe import corrected, probe
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.report import as_dict
 from trimtab.plan.shape import shape_of_model
@@ -106,7 +113,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     device = pick_device(config.run)
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
-    _refuse_missing_wandb(config)
+    refuse_missing_wandb(config.observe)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
     work = read_work(config, inputs)
     if config.model.lora is not None:
@@ -128,7 +135,7 @@ def open_session(
     state = RunState(kl_coef=config.learn.kl.coef)
     if checkpoint is not None:
         state = load_state(checkpoint)
-        _compare(config, ready.device, folder, checkpoint, console)
+        compare(config, ready.device, folder, checkpoint, console)
     parts = assemble(config, ready, stack, checkpoint)
     config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
     engine.publish(state.version)
@@ -154,7 +161,7 @@ def open_session(
         console.note(f"all {config.learn.steps} steps are done; the model is exported again")
     timeline = Timeline(folder, on_phase=console.working)
     stack.callback(timeline.close)
-    _spare_the_collector(stack)
+    spare_the_collector(stack)
     return Session(
         config, folder, state, checkpoint is not None, work.tokenizer, policy, parts.reference, engine, updater, ready.scorer,
         stream, work.eval.prompts, console, timeline, sinks,
@@ -182,35 +189,16 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     """Load the models, plan with them, and build what the plan says."""
     policy, reference = _load_policies(config, ready.device, checkpoint)
     plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
-    tuned = any(choice.key == "run.token_budget" and choice.measured for choice in plan.choices)
     asked, run = config.run, plan.run
-    automatic = asked.token_budget == "auto" and not tuned
-    config = config.model_copy(update={"run": run})
     if run.offload.reference is True and isinstance(reference, Policy):
         reference = FromHost(reference)
-    torch.set_num_threads(_known(run.threads))
-    engine = make_engine(config, policy, ready.work.tokenizer)
+    torch.set_num_threads(known(run.threads))
+    engine = make_engine(config.model_copy(update={"run": run}), policy, ready.work.tokenizer)
     stack.callback(engine.close)
-    recomputed = run.checkpoint_activations
-    assert recomputed != "auto"
-    updater = Updater(
-        policy,
-        config.learn,
-        token_budget=_known(run.token_budget),
-        score_token_budget=_known(run.score_token_budget),
-        logprob_chunk=_known(run.logprob_chunk),
-        checkpoint_activations=recomputed,
-        offload_optimizer=run.offload.optimizer is True,
-        offload_activations=run.offload.activations is True,
-    )
-    if ready.device.type == "cuda" and automatic:
-        engine.lend()
-        plan = corrected(plan, asked, probe(updater, plan.job, run))
-        config = config.model_copy(update={"run": plan.run})
-        updater.token_budget = _known(plan.run.token_budget)
-        updater.score_token_budget = _known(plan.run.score_token_budget)
-        assert plan.run.checkpoint_activations != "auto"
-        updater.recompute(plan.run.checkpoint_activations)
+    updater = make_updater(policy, config.learn, run)
+    automatic = is_automatic(asked, plan)
+    plan = calibrated(plan, asked, updater, engine)
+    config = config.model_copy(update={"run": plan.run})
     return Parts(config, plan, policy, reference, engine, updater, automatic)
 
 
@@ -232,12 +220,12 @@ def open_evaluation(
     job = _measuring_job(config, policy, held_out)
     run = plan_here(config.run, job, machine_here(device)).run
     config = config.model_copy(update={"run": run})
-    torch.set_num_threads(_known(run.threads))
+    torch.set_num_threads(known(run.threads))
     engine = make_engine(config, policy, tokenizer)
     stack.callback(engine.close)
     if held_out.note:
         console.note(held_out.note)
-    _spare_the_collector(stack)
+    spare_the_collector(stack)
     return Evaluation(config, engine, scorer, held_out.prompts, console)
 
 
@@ -248,53 +236,23 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any) -> Engine:
         policy,
         tokenizer,
         stop_token_ids(policy.model, tokenizer),
-        kv_bytes=_known(rollout.kv_memory),
-        page_tokens=_known(rollout.page_tokens),
-        max_sequences=_known(rollout.max_sequences),
-        prefill_tokens=_known(rollout.prefill_tokens),
+        kv_bytes=known(rollout.kv_memory),
+        page_tokens=known(rollout.page_tokens),
+        max_sequences=known(rollout.max_sequences),
+        prefill_tokens=known(rollout.prefill_tokens),
         prefix_cache=rollout.prefix_cache,
-        lend_memory=bool(_known(rollout.lend_memory)),
+        lend_memory=bool(known(rollout.lend_memory)),
     )
 
 
-def _compare(config: Config, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> None:
-    """Say what is no longer as the run was started; refuse what the checkpoint's optimizer cannot continue with."""
-    changed = changes(folder, config)
-    adapters = [change for change in changed if change.startswith("model.lora")]
-    if adapters:
-        what = f"{checkpoint.name} cannot go on with other adapters than it has: {', '.join(adapters)}"
-        raise ConfigError([Problem("model.lora", what, "Write model.lora as it was.")])
-    if config.model.lora is None:
-        trusted = config.model.trust_remote_code
-        saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
-        wanted = resolve_dtype(config.model, device)
-        if saved is not None and saved != wanted:
-            before, now = (str(dtype).removeprefix("torch.") for dtype in (saved, wanted))
-            what = f"{folder} was trained in {before} and cannot go on in {now}"
-            raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
-    if changed:
-        console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
-
-
 def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, AnyPolicy | None]:
+    policy = load_policy(config.model, config.learn.seed, device, checkpoint)
+    if config.learn.kl.coef == 0:
+        return policy, None
     if config.model.lora is not None:
-        model = load_model(config.model, device)
-        if checkpoint is None:
-            policy = Policy(add_adapters(model, config.model.lora, config.learn.seed))
-        else:
-            policy = Policy(load_adapters(model, checkpoint))
-        policy.fuse()
-        return policy, WithoutAdapters(policy) if config.learn.kl.coef > 0 else None
-    source = config.model
-    if checkpoint is not None:
-        source = Model(path=str(checkpoint), dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
-    policy = Policy(load_model(source, device))
-    policy.fuse()
-    reference = None
-    if config.learn.kl.coef > 0:
-        frozen = load_model(config.model, device).requires_grad_(False)
-        reference = Policy(frozen, check=False)
-        reference.fuse()
+        return policy, WithoutAdapters(policy)
+    reference = Policy(load_model(config.model, device).requires_grad_(False), check=False)
+    reference.fuse()
     return policy, reference
 
 
@@ -340,12 +298,6 @@ def _eval_tokens(config: Config) -> int:
     return config.eval.max_new_tokens or config.learn.max_new_tokens
 
 
-def _refuse_missing_wandb(config: Config) -> None:
-    if config.observe.wandb and importlib.util.find_spec("wandb") is None:
-        fix = "Install it with: pip install 'trimtab[wandb]', or remove the key."
-        raise ConfigError([Problem("observe.wandb", "the wandb package is not installed", fix)])
-
-
 def _card(
     config: Config, folder: Path, policy: Policy, work: Work, engine: Engine, plan: Plan, done: int | None
 ) -> StartCard:
@@ -362,10 +314,9 @@ def _card(
         dtype=str(policy.dtype).removeprefix("torch."),
         device=device,
         algorithm=f"{learn.algorithm} ({learn.advantage} advantage, {learn.loss} loss, {learn.aggregate})",
-        prompts_per_step=learn.prompts_per_step,
-        samples_per_prompt=learn.samples_per_prompt,
-        max_new_tokens=learn.max_new_tokens,
-        updates_per_batch=learn.updates_per_batch,
+        batch=rollout_batch(
+            learn.prompts_per_step, learn.samples_per_prompt, learn.max_new_tokens, learn.updates_per_batch
+        ),
         data_rows=len(work.train.rows),
         eval_rows=len(work.eval.prompts) or None,
         device_total_gib=total,
@@ -377,19 +328,3 @@ def _card(
         host_peak_gib=plan.ledger.fullest_host.host_bytes / GIB,
         resumed_from=done,
     )
-
-
-def _spare_the_collector(stack: ExitStack) -> None:
-    """Modules and models live as long as the run. Looking through them again and again for cycles stops the host for 0.2 s at a
-    time, while the device waits (docs/log.md)."""
-    if gc.get_freeze_count():
-        return  # the caller has done it, and decides when it ends
-    gc.collect()
-    gc.freeze()
-    stack.callback(gc.unfreeze)
-
-
-def _known(value: int | str) -> int:
-    """A key that the plan has filled in."""
-    assert isinstance(value, int)
-    return value

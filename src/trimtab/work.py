@@ -111,7 +111,7 @@ def prompt_limit(config: Config) -> int:
 
 def read_train(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> TrainSet:
     """The training rows, checked, with the length of their prompts. A pinned budget that is too small is refused here."""
-    given = _given(inputs.train_rows, config.data.train, "data.train")
+    given = given_rows(inputs.train_rows, config.data.train, "data.train")
     rows = train_rows(config.data, seed=config.learn.seed) if given is None else [dict(row) for row in given]
     rows = rows[: config.data.limit]
     validate_rows(rows, config.data, tokenizer, source_name="data.train")
@@ -143,7 +143,7 @@ def read_train(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> Tr
 
 def read_eval(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> EvalSet:
     """The held-out prompts, all of them tokenised."""
-    given = _given(inputs.eval_rows, config.data.eval, "data.eval")
+    given = given_rows(inputs.eval_rows, config.data.eval, "data.eval")
     if given is None:
         rows = eval_rows(config.data, seed=config.learn.seed, limit=config.eval.limit)
         if config.data.eval is None:
@@ -180,9 +180,10 @@ def open_scorer(config: Config, inputs: Inputs, columns: Iterable[set[str]], wor
     return scorer
 
 
-def _given(
+def given_rows(
     rows: Sequence[Mapping[str, Any]] | None, source: str | None, key: str
 ) -> Sequence[Mapping[str, Any]] | None:
+    """Rows that came from Python, where some did."""
     if rows is None and source == GIVEN_ROWS:
         raise DataError(
             f"{key}: this config was made from Python with rows that it cannot hold. Name a file, or pass the rows."

@@ -15,6 +15,7 @@ from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
 from trimtab.config.base import Section
 from trimtab.config.learn import Learn
 from trimtab.config.schema import Config, Eval, RewardPart
+from trimtab.config.sft import SftConfig
 from trimtab.errors import Problem
 
 TASK_SOURCES = ("task:", "reasoning_gym:")
@@ -33,10 +34,13 @@ class Contradiction:
         return any(mine == key or mine.startswith(f"{key}.") or key.startswith(f"{mine}.") for mine in self.keys)
 
 
-def contradictions(config: Config, ignore: Collection[str] = ()) -> list[Problem]:
+def contradictions(config: Config | SftConfig, ignore: Collection[str] = ()) -> list[Problem]:
     """Every contradiction in a config, except those about a key in `ignore` (already reported as wrong)."""
-    learn = resolve(config.learn)
-    found = [clash for check in CHECKS for clash in check(config, learn)]
+    if isinstance(config, SftConfig):
+        found = list(_supervised(config))
+    else:
+        learn = resolve(config.learn)
+        found = [clash for check in CHECKS for clash in check(config, learn)]
     return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
 
 
@@ -333,6 +337,40 @@ def _observe(config: Config, learn: Learn) -> Iterator[Contradiction]:
             "observe.keep_checkpoints observe.checkpoint_every",
             "has no effect: only the last checkpoint is written",
             "Write observe.checkpoint_every: 50, or leave keep_checkpoints out",
+        )
+
+
+def _supervised(config: SftConfig) -> Iterator[Contradiction]:
+    learn, data, run = config.learn, config.data, config.run
+    if learn.steps is not None and changed(learn, "epochs"):
+        yield clash("learn.steps learn.epochs", "learn.epochs is given as well", "Keep one of the two")
+    if learn.steps is not None and learn.schedule.warmup_steps >= learn.steps:
+        yield clash(
+            "learn.schedule.warmup_steps learn.steps",
+            f"is {learn.schedule.warmup_steps} of {learn.steps} steps, so the rate would never be reached",
+            "Write fewer",
+        )
+    if data.max_prompt_tokens is not None:
+        yield clash(
+            "data.max_prompt_tokens",
+            "has no effect: whole examples are measured",
+            f"Write learn.max_tokens: {data.max_prompt_tokens}",
+        )
+    if len({data.messages, data.prompt, data.completion, data.text}) < 4:
+        yield clash("data.messages data.prompt data.completion data.text", "two of them name one column", "Name others")
+    for name in ("token_budget", "score_token_budget"):
+        budget = getattr(run, name)
+        if budget != "auto" and learn.max_tokens is not None and budget < learn.max_tokens:
+            yield clash(
+                f"run.{name} learn.max_tokens",
+                f"is {budget} tokens, but examples have up to {learn.max_tokens} (learn.max_tokens) and are never cut",
+                f"Write {learn.max_tokens} or more, or auto",
+            )
+    if changed(config.observe, "samples_every", "max_failed_rewards"):
+        yield clash(
+            "observe.samples_every observe.max_failed_rewards",
+            "has no effect: nothing is sampled or scored",
+            "Leave it out",
         )
 
 

@@ -70,6 +70,8 @@ class Job:
     """Passes over a step's batch."""
     training: bool = True
     """False: the model is only measured."""
+    generates: bool = True
+    """There is a rollout."""
     fused: bool = True
     """The update runs through fused layers."""
     tiled_head: bool = True

@@ -115,10 +115,11 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
     host = _host(job, machine, run, place)
     loaded = {name: states[name] for name in ("weights", "adapters", "reference") if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
-    rollout = _phase("rollout", resident | _rollout(job, machine, run, place), host)
-    merged = _merged_copy(rollout, job, machine)
-    rollout = replace(rollout, device=rollout.device | merged)
-    phases = [_phase("load", loaded | _gathered(job, place), host), rollout]
+    phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
+    if job.generates:
+        rollout = _phase("rollout", resident | _rollout(job, machine, run, place), host)
+        merged = _merged_copy(rollout, job, machine)
+        phases.append(replace(rollout, device=rollout.device | merged))
     if job.training:
         stays = {} if run.rollout.lend_memory is True else merged
         phases += _training_phases(job, machine, run, place, states | stays, resident | stays)
@@ -221,7 +222,8 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     """The engine adds adapters to a copy of the weights where there is room for two: decoding is faster so."""
     size = (job.shape.parameters - job.shape.table * (1 if job.shape.tied else 2)) * job.itemsize
-    if not job.rank or machine.cpu or machine.devices > 1 or machine.device.memory - phase.device_bytes <= 2 * size:
+    alone = job.rank and not machine.cpu and machine.devices == 1
+    if not alone or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {"merged copy": size}
 
@@ -261,8 +263,8 @@ def rounding_bytes(job: Job, path: Path) -> int:
 
 
 def _kv_that_stays(run: Run) -> dict[str, int]:
-    assert run.rollout.kv_memory != "auto"
-    return {} if run.rollout.lend_memory is True else {"KV cache": run.rollout.kv_memory}
+    kept = run.rollout.kv_memory  # auto: nothing is generated
+    return {} if run.rollout.lend_memory is True or kept == "auto" else {"KV cache": kept}
 
 
 def _stepping(run: Run) -> dict[str, int]:
@@ -272,11 +274,10 @@ def _stepping(run: Run) -> dict[str, int]:
 def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
     """Of one machine: what its processes hold all the time."""
     here = min(machine.devices, machine.per_host)
-    assert run.reward_workers != "auto" and run.token_budget != "auto"
-    found = {
-        "processes": here * (CPU_PROCESS if machine.cpu else PROCESS),
-        "reward workers": run.reward_workers * WORKER,
-    }
+    assert run.token_budget != "auto"
+    found = {"processes": here * (CPU_PROCESS if machine.cpu else PROCESS)}
+    if run.reward_workers != "auto" and job.generates:
+        found["reward workers"] = run.reward_workers * WORKER
     if run.offload.optimizer is True:
         found["optimizer state"] = optimizer_bytes(job) * here // place.shards
     if run.offload.reference is True and job.reference:

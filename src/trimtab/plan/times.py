@@ -97,6 +97,8 @@ class _Clock:
 
     def rollout(self) -> float:
         job, rollout = self.job, self.run.rollout
+        if not job.generates:
+            return 0.0
         assert rollout.max_sequences != "auto" and rollout.kv_memory != "auto" and rollout.page_tokens != "auto"
         mine = -(-job.sequences // self.engines)
         one = kv_bytes(job, 1, round(job.typical_prompt + job.expected_completion), rollout.page_tokens)
