@@ -12,11 +12,12 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from trimtab.errors import TrainingError
@@ -83,9 +84,15 @@ class RunState:
 
 
 def save_checkpoint(
-    run_dir: Path, state: RunState, model: Any, tokenizer: Any, optimizer: MasterAdamW, keep: int
+    run_dir: Path,
+    state: RunState,
+    model: Any,
+    tokenizer: Any,
+    optimizer: MasterAdamW,
+    keep: int,
+    others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> Path:
-    """Write `step-N`, then remove what is neither among the newest `keep` nor the best."""
+    """Write `step-N`, then remove what is neither among the newest `keep` nor the best. `others`: more files of tensors."""
     folder = run_dir / "checkpoints"
     target, aside = folder / f"step-{state.step}", folder / f".writing-step-{state.step}"
     clear(folder)
@@ -94,7 +101,8 @@ def save_checkpoint(
         save_adapters(model, aside)
     else:
         save_model(model, tokenizer, aside)
-    save_file({k: v.cpu().contiguous() for k, v in optimizer.state_tensors().items()}, aside / OPTIMIZER)
+    for name, tensors in {OPTIMIZER: optimizer.state_tensors(), **(others or {})}.items():
+        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name)
     (aside / STATE).write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
     flush_to_disk(aside)
     if target.exists():

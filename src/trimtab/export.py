@@ -56,7 +56,7 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
         adapted = load_adapters(load_model(settings, torch.device("cpu")), source)
         save_model(adapted, load_tokenizer(settings), aside)
     elif dtype == "same":
-        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(STATE, OPTIMIZER))
+        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(STATE, OPTIMIZER, "critic*.safetensors"))
     else:
         trusted = model.trust_remote_code
         settings = Model.model_validate({"path": str(source), "dtype": dtype, "trust_remote_code": trusted})

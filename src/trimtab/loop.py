@@ -17,13 +17,14 @@ from trimtab.data.prompt import Prompt
 from trimtab.endings import export, note_outcome
 from trimtab.evaluation import measure
 from trimtab.learn.kl import kl_controller
-from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics
+from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics, value_metrics
 from trimtab.observe.samples import write_samples
 from trimtab.reward.scorer import check_failures
 from trimtab.rollout.engine import Request
 from trimtab.rollout.trajectory import Group
 from trimtab.session import Session
 from trimtab.update.batch import Sample
+from trimtab.update.critic import Critic, critic_files
 from trimtab.update.objective import Ledger, set_advantages, set_weights, split_signal, to_samples, usable
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import UpdateStats
@@ -121,7 +122,7 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     learn, state = run.config.learn, run.state
     ledger = Ledger(sum(len(g.trajectories) for g in groups), 0, Counter())
     kept, ledger.dropped = usable(groups)
-    zero_signal = split_signal(kept, learn)[1]
+    zero_signal = [] if learn.advantage == "gae" else split_signal(kept, learn)[1]
     if learn.dynamic_sampling.enabled:
         gone = {id(group) for group in zero_signal}
         kept = [group for group in kept if id(group) not in gone]
@@ -138,11 +139,19 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
         _score(run, [s for group in samples for s in group])
         set_advantages(kept, samples, learn, state.kl_coef)
     done: list[UpdateStats] = []
+    valued: list[UpdateStats] = []
+    warm = run.critic is None or state.step >= learn.critic.warmup_steps
     with run.timeline.phase("update"), run.meter.phase("update"):
         for _ in range(learn.epochs_per_step):
             for part in np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept))):
                 flat = [s for g in part for s in samples[g]]
                 set_weights([t for g in part for t in kept[g].trajectories], flat, learn)
+                if run.critic is not None:
+                    valued.append(run.critic.step(flat, learning_rate(learn, state.step, learn.critic.lr), 0.0))
+                    if not valued[-1].applied:
+                        run.console.warn(f"step {state.step + 1}: the critic's gradient is not finite; it is unchanged")
+                if not warm:
+                    continue
                 done.append(run.guard.step(flat, learning_rate(learn, state.step), state.kl_coef))
                 note_outcome(state, done[-1], run.console, "at RUN/samples for what the model has come to write")
                 run.watch.saw(
@@ -151,6 +160,10 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
                     run.updater.logprob_chunk,
                     run.policy.shelf is not None,
                 )
+    if valued:
+        metrics |= value_metrics([s for group in samples for s in group], valued)
+    if not done:
+        return metrics
     if run.reference is not None:
         controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
         state.kl_coef = controller.update(done[0].mean("kl_ref"), ledger.trained).coef
@@ -205,7 +218,9 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
 
 def _save(run: Session) -> None:
     keep = run.config.observe.keep_checkpoints
-    save_checkpoint(run.folder, run.state, run.policy.model, run.tokenizer, run.updater.optimizer, keep)
+    critic = run.critic.updater if run.critic is not None else None
+    others = critic_files(critic) if isinstance(critic, Critic) else None
+    save_checkpoint(run.folder, run.state, run.policy.model, run.tokenizer, run.updater.optimizer, keep, others)
 
 
 def _score(run: Session, samples: list[Sample]) -> None:
@@ -219,3 +234,5 @@ def _score(run: Session, samples: list[Sample]) -> None:
             run.guard.score(samples, run.policy, "old_logprobs")
     if run.reference is not None:
         run.guard.score(samples, run.reference, "ref_logprobs")
+    if run.critic is not None:
+        run.critic.score(samples, run.critic.updater.policy, "values")

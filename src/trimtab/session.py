@@ -47,11 +47,13 @@ from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.report import as_dict
 from trimtab.plan.shape import shape_of_model
+from trimtab.plan.source import shape_of
 from trimtab.plan.watch import PlanWatch
-from trimtab.recovery import open_guard
+from trimtab.recovery import open_critic_guard, open_guard
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.update.critic import Critic, restore_critic
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
 from trimtab.work import EvalSet, Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
@@ -84,6 +86,8 @@ class Session:
     host: HostWatch
     watch: PlanWatch
     governor: Governor
+    critic: Guard | None
+    """Around PPO's value model."""
 
 
 @dataclass
@@ -141,6 +145,8 @@ def open_session(
     engine.publish(state.version)
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
+        if parts.critic is not None:
+            restore_critic(checkpoint, parts.critic)
     begin(folder, config, as_dict(plan))
     stream = PromptStream(
         work.train.rows,
@@ -168,6 +174,7 @@ def open_session(
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
         open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
         PlanWatch(plan), Governor(plan, automatic=parts.budget_is_automatic),
+        None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline),
     )  # fmt: skip
 
 
@@ -183,6 +190,7 @@ class Parts:
     engine: Engine
     updater: Updater
     budget_is_automatic: bool
+    critic: Critic | None = None
 
 
 def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path | None = None) -> Parts:
@@ -199,7 +207,8 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     automatic = is_automatic(asked, plan)
     plan = calibrated(plan, asked, updater, engine)
     config = config.model_copy(update={"run": plan.run})
-    return Parts(config, plan, policy, reference, engine, updater, automatic)
+    critic = _load_critic(config, policy) if config.learn.advantage == "gae" else None
+    return Parts(config, plan, policy, reference, engine, updater, automatic, critic)
 
 
 def open_evaluation(
@@ -256,6 +265,33 @@ def _load_policies(config: Config, device: torch.device, checkpoint: Path | None
     return policy, reference
 
 
+def _load_critic(config: Config, policy: Policy) -> Critic:
+    """The value model, with the plan's sizes."""
+    learn, run = config.learn, config.run
+    source = config.model.model_copy(update={"path": learn.critic.path or config.model.path})
+    model = load_policy(source, learn.seed, policy.device)
+    if model.config.vocab_size < policy.config.vocab_size:
+        what = f"{source.path} knows {model.config.vocab_size} tokens and the policy {policy.config.vocab_size}"
+        raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
+    assert run.checkpoint_activations != "auto"
+    return Critic(
+        model,
+        learn,
+        token_budget=known(run.token_budget),
+        score_token_budget=known(run.score_token_budget),
+        checkpoint_activations=run.checkpoint_activations,
+        offload_optimizer=run.offload.optimizer is True,
+        offload_activations=run.offload.activations is True,
+    )
+
+
+def _critic_parameters(config: Config, policy: Policy) -> int:
+    if config.learn.advantage != "gae":
+        return 0
+    path = config.learn.critic.path
+    return shape_of(path, config.model.trust_remote_code).parameters if path else policy.parameter_count()
+
+
 def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work) -> Job:
     """The run's work, with the model as it was loaded."""
     learn, evaluated = config.learn, len(work.eval.prompts) * config.eval.samples_per_prompt
@@ -273,6 +309,7 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         rank=config.model.lora.r if config.model.lora else 0,
         adapters=adapters,
         reference=isinstance(reference, Policy),
+        critic=_critic_parameters(config, policy),
         compared=reference is not None,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,

@@ -87,6 +87,22 @@ def _groups(config: Config, learn: Learn) -> Iterator[Contradiction]:
         )
 
 
+def _critic(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    if learn.advantage != "gae":
+        for name in changed(learn.critic):
+            yield clash(
+                f"learn.critic.{name} learn.advantage learn.algorithm",
+                f"has no effect: the advantage {learn.advantage} has no critic",
+                f"Write learn.algorithm: ppo, or leave {name} out",
+            )
+    elif learn.critic.warmup_steps >= learn.steps:
+        yield clash(
+            "learn.critic.warmup_steps learn.steps",
+            f"is {learn.critic.warmup_steps} of {learn.steps} steps, so the policy would never learn",
+            "Write fewer",
+        )
+
+
 def _updates(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if learn.updates_per_step > learn.prompts_per_step:
         yield clash(
@@ -376,6 +392,7 @@ def _supervised(config: SftConfig) -> Iterator[Contradiction]:
 
 CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _groups,
+    _critic,
     _updates,
     _offload,
     _clip,

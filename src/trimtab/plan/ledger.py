@@ -161,6 +161,12 @@ def optimizer_bytes(job: Job) -> int:
     return job.trained * (2 * _wide(job) if _is_own_master(job) else 12)
 
 
+def _critic_state(job: Job) -> int:
+    """Its masters and moments. It is trained as the policy is: whole, or by adapters of the same rank."""
+    trained = (job.adapters if job.rank else job.critic) if job.critic else 0
+    return trained * (2 * _wide(job) if _is_own_master(job) else 12)
+
+
 def _wide(job: Job) -> int:
     """Bytes of an element of moments and gradients."""
     return 4 if job.rank else max(4, job.itemsize)
@@ -177,6 +183,10 @@ def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
         found["adapters"] = job.adapters * 4 // shards
     if job.reference and run.offload.reference is not True:
         found["reference"] = job.shape.parameters * job.itemsize // shards
+    if job.critic:
+        found["critic"] = (job.critic * job.itemsize + (4 * job.adapters if job.rank else 0)) // shards
+        if run.offload.optimizer is not True:
+            found["critic's optimizer"] = _critic_state(job) // shards
     if run.offload.optimizer is not True and job.trained:
         if not _is_own_master(job):
             found["masters"] = 4 * job.trained // shards
@@ -279,7 +289,7 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
     if run.reward_workers != "auto" and job.generates:
         found["reward workers"] = run.reward_workers * WORKER
     if run.offload.optimizer is True:
-        found["optimizer state"] = optimizer_bytes(job) * here // place.shards
+        found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards
     if run.offload.reference is True and job.reference:
         found["reference"] = job.shape.parameters * job.itemsize * here // place.shards
     if run.offload.activations is True:
@@ -293,7 +303,7 @@ def _staging(job: Job, machine: Machine, run: Run) -> dict[str, int]:
     if machine.cpu:
         return {}
     weights = job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
-    state = 0 if run.offload.optimizer is True else optimizer_bytes(job)
+    state = 0 if run.offload.optimizer is True else max(optimizer_bytes(job), _critic_state(job))
     return {"staging": max(weights, state) // machine.hosts}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trimtab.config.algorithms import resolve
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
@@ -118,12 +119,20 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
         rank=rank,
         adapters=_adapters(config, shape),
         reference=learn.kl.coef > 0 and not rank,
+        critic=_critic(config, shape),
         compared=learn.kl.coef > 0,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,
         fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED,
         tiled_head=tiled_head and not cpu and dtype == "bfloat16" and shape.hidden % 8 == 0,
     )
+
+
+def _critic(config: Config, shape: ModelShape) -> int:
+    if resolve(config.learn).advantage != "gae":
+        return 0
+    path = config.learn.critic.path
+    return shape.parameters if path is None else shape_of(path, config.model.trust_remote_code).parameters
 
 
 def sft_job_of(config: SftConfig, cpu: bool = False, tiled_head: bool = True) -> Job:
