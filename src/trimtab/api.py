@@ -18,7 +18,7 @@ from trimtab.evaluation import measure
 from trimtab.observe.format import scores
 from trimtab.session import open_evaluation, open_session
 from trimtab.supervised import run_sft
-from trimtab.work import GIVEN_ROWS, Inputs
+from trimtab.work import GIVEN_ROWS, Callback, Inputs
 
 Source = str | PathLike[str]
 Section = Mapping[str, Any]
@@ -40,15 +40,18 @@ def train(
     observe: Section | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train, and return the summary (`run_dir`, `eval`, `reward_last`, `seconds`, ...).
 
     Start from a config file or dictionary, from keyword arguments, or both; keywords go over the config. `data` is a file
     name or a task, a list of rows, a data set, or a whole `data` section, in which `train` and `eval` may be rows too;
-    `reward` is a function, its path, a `reward` section, or a list of these.
+    `reward` is a function, its path, a `reward` section, or a list of these. Each of `callbacks` is called after every step with
+    its number and its metrics, when these and a checkpoint that is due are written; what it raises ends the run.
     """
     sections = {"model": model, "learn": learn, "run": run, "eval": eval, "observe": observe}
     checked, inputs = _gather(config, sections, data, eval_data, reward, overrides)
+    inputs.callbacks = _callable(callbacks)
     return run_training(checked, inputs, resume=resume)
 
 
@@ -85,6 +88,7 @@ def sft(
     observe: Section | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Learn from worked answers, and return the summary (`run_dir`, `loss_last`, `eval`, `seconds`, ...).
 
@@ -92,6 +96,7 @@ def sft(
     """
     sections = {"model": model, "learn": learn, "run": run, "observe": observe}
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
+    inputs.callbacks = _callable(callbacks)
     return run_sft(load_as(SftConfig, path, overrides, base, tree), inputs, resume=resume)
 
 
@@ -154,6 +159,14 @@ def _arguments(
         inputs.train_rows = _take_rows(tree["data"], "train")
         inputs.eval_rows = _take_rows(tree["data"], "eval")
     return inputs, path, base, tree
+
+
+def _callable(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    for callback in callbacks:
+        if not callable(callback):
+            what = f"got a {type(callback).__name__}"
+            raise ConfigError([Problem("callbacks", what, "Give functions of (step, metrics).")])
+    return tuple(callbacks)
 
 
 def _take_rows(data: dict[str, Any], key: str) -> list[Mapping[str, Any]] | None:

@@ -67,6 +67,8 @@ def train(run: Session) -> dict[str, Any]:
         if last or best or (observe.checkpoint_every and state.step % observe.checkpoint_every == 0):
             with run.timeline.phase("checkpoint"):
                 run.guard.run("checkpoint", lambda: _save(run))
+        for callback in run.callbacks:
+            callback(state.step, dict(metrics))
     return finish(run)
 
 

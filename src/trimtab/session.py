@@ -6,6 +6,7 @@ A training session has a run folder, an optimizer and a stream of prompts. An ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ from trimtab.rollout.native.engine import NativeEngine
 from trimtab.update.critic import Critic, restore_critic
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
-from trimtab.work import EvalSet, Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
+from trimtab.work import Callback, EvalSet, Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
 from trimtab.work import Inputs as Inputs
 
 GIB = 2**30
@@ -88,6 +89,7 @@ class Session:
     governor: Governor
     critic: Guard | None
     """Around PPO's value model."""
+    callbacks: Sequence[Callback] = ()
 
 
 @dataclass
@@ -174,7 +176,7 @@ def open_session(
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
         open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
         PlanWatch(plan), Governor(plan, automatic=parts.budget_is_automatic),
-        None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline),
+        None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline), inputs.callbacks,
     )  # fmt: skip
 
 

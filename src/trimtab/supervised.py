@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ from trimtab.update.batch import Sample
 from trimtab.update.guard import Guard
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import Updater
-from trimtab.work import MEASURED_CHARACTERS, Inputs, given_rows
+from trimtab.work import MEASURED_CHARACTERS, Callback, Inputs, given_rows
 
 GIB = 2**30
 
@@ -90,6 +91,7 @@ class SftRun:
     host: HostWatch
     watch: PlanWatch
     governor: Governor
+    callbacks: Sequence[Callback]
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def open_sft(
         config, learn, folder, state, checkpoint is not None, ready.tokenizer, policy, updater, stream,
         to_samples(ready.held_out, config.learn.aggregate), console, timeline, sinks, MemoryMeter(ready.device),
         open_guard(updater, engine, state, console, timeline, plan.job.longest_trained), HostWatch(console.warn),
-        PlanWatch(plan), Governor(plan, automatic=automatic),
+        PlanWatch(plan), Governor(plan, automatic=automatic), inputs.callbacks,
     )  # fmt: skip
 
 
@@ -248,6 +250,8 @@ def train(run: SftRun) -> dict[str, Any]:
         if last or best or (observe.checkpoint_every and state.step % observe.checkpoint_every == 0):
             with run.timeline.phase("checkpoint"):
                 run.guard.run("checkpoint", lambda: _save(run))
+        for callback in run.callbacks:
+            callback(state.step, dict(metrics))
     return finish(run)
 
 

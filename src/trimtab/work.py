@@ -21,6 +21,8 @@ from trimtab.reward.scorer import Scorer
 MEASURED_CHARACTERS = 8_000_000
 """A training set up to this size is tokenised once at the start, a few seconds, so that sizes come from its real lengths."""
 PROBED_ROWS = 64
+Callback = Callable[[int, Mapping[str, float]], object]
+"""Called after every step with its number and its metrics; what it raises ends the run, as an error of the run would."""
 GIVEN_ROWS = "object:rows"
 """Stands for rows that were handed over from Python."""
 _BATCH = 1024
@@ -36,6 +38,7 @@ class Inputs:
     base_dir: Path = field(default_factory=Path.cwd)
     """Reward files are relative to this: the folder of the config file."""
     name: str = "run"
+    callbacks: Sequence[Callback] = ()
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,9 @@ def test_trains(path: Path, overrides: list[str], model_folder: Path, tmp_path: 
     assert summary["steps"] == 2
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
-    gaps = [row["rollout/logprob_gap"] for row in rows if "rollout/logprob_gap" in row]  # none while only a critic learns
+    gaps = [
+        row["rollout/logprob_gap"] for row in rows if "rollout/logprob_gap" in row
+    ]  # none while only a critic learns
     assert gaps and max(gaps) < 1e-4
     before = load_file(model_folder / "model.safetensors")
     after = load_file(tmp_path / "run" / "final" / "model.safetensors")
