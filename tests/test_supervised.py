@@ -20,7 +20,8 @@ from trimtab.errors import ConfigError, DataError, TrainingError
 from trimtab.export import export_run
 from trimtab.model.policy import Policy
 from trimtab.observe.sinks import read_metrics
-from trimtab.supervised import as_learn, to_samples
+from trimtab.offline import as_learn
+from trimtab.supervised import to_samples
 from trimtab.update.updater import Updater
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(8) for b in range(8)]
@@ -74,7 +75,7 @@ def test_loss_and_gradient_are_those_worked_by_hand(aggregate: str, loss_on: str
     expected.backward()
     policy = Policy(tiny_model("qwen2", torch.float64))
     updater = Updater(
-        policy, as_learn(SftLearn(steps=1, max_grad_norm=None)), token_budget=budget, score_token_budget=budget,
+        policy, as_learn(SftLearn(steps=1, max_grad_norm=None), 3), token_budget=budget, score_token_budget=budget,
         logprob_chunk=7, checkpoint_activations=False,
     )  # fmt: skip
     found: dict[str, torch.Tensor] = {}

@@ -10,12 +10,14 @@ from typing import IO, Any
 
 from trimtab import loop
 from trimtab.config.load import load_as, load_config
+from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 from trimtab.endings import where_it_stands
 from trimtab.errors import ConfigError, Problem, TrimtabError
 from trimtab.evaluation import measure
 from trimtab.observe.format import scores
+from trimtab.preferences import run_reward_model
 from trimtab.session import open_evaluation, open_session
 from trimtab.supervised import run_sft
 from trimtab.work import GIVEN_ROWS, Callback, Inputs
@@ -98,6 +100,29 @@ def sft(
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
     inputs.callbacks = _callable(callbacks)
     return run_sft(load_as(SftConfig, path, overrides, base, tree), inputs, resume=resume)
+
+
+def reward_model(
+    config: Source | Section | None = None,
+    *,
+    model: Source | Section | None = None,
+    data: Rows | Section | None = None,
+    eval_data: Rows | None = None,
+    learn: Section | None = None,
+    run: Section | None = None,
+    observe: Section | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Learn which of two answers is better, and return the summary (`run_dir`, `accuracy`, `eval`, ...).
+
+    Arguments as for `train`; rows are pairs: a prompt, the chosen and the rejected answer.
+    """
+    sections = {"model": model, "learn": learn, "run": run, "observe": observe}
+    inputs, path, base, tree = _arguments(config, sections, data, eval_data)
+    inputs.callbacks = _callable(callbacks)
+    return run_reward_model(load_as(RewardModelConfig, path, overrides, base, tree), inputs, resume=resume)
 
 
 def run_training(

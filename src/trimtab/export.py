@@ -9,9 +9,10 @@ import torch
 
 from trimtab.checkpoint import OPTIMIZER, STATE, checkpoints, flush_to_disk, load_state
 from trimtab.config.load import load_any
+from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Model
 from trimtab.errors import ConfigError, Problem
-from trimtab.folder import CONFIG
+from trimtab.folder import CONFIG, FINAL
 from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
 
@@ -49,6 +50,9 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     aside.parent.mkdir(parents=True, exist_ok=True)
     config = load_any(run / CONFIG)
+    if isinstance(config, RewardModelConfig):
+        what = f"{run} is the run of a reward model, which is written out once, normalised, at its end"
+        raise ConfigError([Problem("RUN", what, f"Take {run / FINAL}.")])
     model = config.model
     if model.lora is not None:
         trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")

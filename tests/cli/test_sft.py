@@ -79,6 +79,24 @@ def test_bad_input_is_told(command: list[str], says: str, config: Path) -> None:
     assert not (config.parent / "run").exists()
 
 
+def test_a_reward_model_from_the_command_line(config: Path) -> None:
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "x"} for row in ROWS]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = yaml.safe_load(config.read_text())
+    tree |= {"stage": "reward-model", "data": {"train": "pairs.jsonl"}, "learn": {"epochs": 1, "pairs_per_step": 8}}
+    Path("rm.yaml").write_text(yaml.safe_dump(tree))
+    done = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 4
+    assert json.loads((config.parent / "run" / "final" / "reward.json").read_text())["std"] > 0
+    look = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--dry-run", "observe.dir=other"])
+    assert look.exit_code == 0 and not (config.parent / "other").exists()
+    plan = CliRunner().invoke(app, ["plan", "rm.yaml", "model.path=qwen2.5-0.5b", "--device", "h200", "--json"])
+    assert json.loads(plan.stdout.splitlines()[-1])["fits"]
+    wrong = CliRunner().invoke(app, ["sft", "rm.yaml"])
+    assert wrong.exit_code == 2 and "this is a configuration of trimtab reward-model" in wrong.stderr
+
+
 def test_a_configuration_of_training_is_not_one_of_this(tmp_path: Path) -> None:
     (tmp_path / "rl.yaml").write_text("model: {path: m}\ndata: {train: a.jsonl}\nreward: [{fn: math}]\n")
     done = CliRunner().invoke(app, ["sft", str(tmp_path / "rl.yaml")])

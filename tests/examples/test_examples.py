@@ -18,7 +18,8 @@ from trimtab.observe.jsonl import read_jsonl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SFT = EXAMPLES / "sft.yaml"
-CONFIGS = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path != SFT]
+PAIRS = EXAMPLES / "reward_model.yaml"
+CONFIGS = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path not in (SFT, PAIRS)]
 GSM8K = EXAMPLES / "gsm8k_smollm2.yaml"
 
 TOY = [
@@ -99,6 +100,25 @@ def test_worked_answers(model_folder: Path, gsm8k_rows: list[str], tmp_path: Pat
         overrides=[*gsm8k_rows[:2], *small, "observe.tensorboard=false", f"observe.dir={tmp_path / 'run'}"],
     )
     assert summary["steps"] == 2 and summary["eval"]["loss after"] < summary["eval"]["loss before"]
+
+
+def test_pairs(model_folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n + 2)} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = [
+        "learn.steps=2",
+        "learn.pairs_per_step=4",
+        "learn.max_tokens=64",
+        "run.device=cpu",
+        "observe.tensorboard=false",
+    ]
+    files = [
+        f"data.train={tmp_path / 'rows.jsonl'}",
+        f"data.eval={tmp_path / 'rows.jsonl'}",
+        f"observe.dir={tmp_path / 'run'}",
+    ]
+    summary = trimtab.reward_model(PAIRS, model=str(model_folder), overrides=[*small, *files])
+    assert summary["steps"] == 2 and 0 <= summary["accuracy"] <= 1
 
 
 @pytest.mark.parametrize("function", ["shows_work", "closeness"])

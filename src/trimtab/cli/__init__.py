@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trimtab.cli import demo, doctor, evaluate, export, plan, sft, train, tune
+from trimtab.cli import demo, doctor, evaluate, export, plan, reward_model, sft, train, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -14,6 +14,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("sft")(sft.sft)
+app.command("reward-model")(reward_model.reward_model)
 app.command("plan")(plan.plan)
 app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)

@@ -27,7 +27,7 @@ def sft(
         from trimtab.config.sft import SftConfig
 
         checked = load_as(SftConfig, config, overrides or [])
-        from trimtab.supervised import dry_run as look
+        from trimtab.supervised import dry_run_sft as look
         from trimtab.supervised import run_sft
         from trimtab.work import Inputs
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
 from trimtab.config.base import Section
 from trimtab.config.learn import Learn
+from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config, Eval, RewardPart
-from trimtab.config.sft import SftConfig
+from trimtab.config.sft import SftConfig, SftData
 from trimtab.errors import Problem
 
 TASK_SOURCES = ("task:", "reasoning_gym:")
@@ -34,13 +35,13 @@ class Contradiction:
         return any(mine == key or mine.startswith(f"{key}.") or key.startswith(f"{mine}.") for mine in self.keys)
 
 
-def contradictions(config: Config | SftConfig, ignore: Collection[str] = ()) -> list[Problem]:
+def contradictions(config: Config | SftConfig | RewardModelConfig, ignore: Collection[str] = ()) -> list[Problem]:
     """Every contradiction in a config, except those about a key in `ignore` (already reported as wrong)."""
-    if isinstance(config, SftConfig):
-        found = list(_supervised(config))
-    else:
+    if isinstance(config, Config):
         learn = resolve(config.learn)
         found = [clash for check in CHECKS for clash in check(config, learn)]
+    else:
+        found = list(_supervised(config))
     return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
 
 
@@ -356,7 +357,7 @@ def _observe(config: Config, learn: Learn) -> Iterator[Contradiction]:
         )
 
 
-def _supervised(config: SftConfig) -> Iterator[Contradiction]:
+def _supervised(config: SftConfig | RewardModelConfig) -> Iterator[Contradiction]:
     learn, data, run = config.learn, config.data, config.run
     if learn.steps is not None and changed(learn, "epochs"):
         yield clash("learn.steps learn.epochs", "learn.epochs is given as well", "Keep one of the two")
@@ -372,8 +373,11 @@ def _supervised(config: SftConfig) -> Iterator[Contradiction]:
             "has no effect: whole examples are measured",
             f"Write learn.max_tokens: {data.max_prompt_tokens}",
         )
-    if len({data.messages, data.prompt, data.completion, data.text}) < 4:
-        yield clash("data.messages data.prompt data.completion data.text", "two of them name one column", "Name others")
+    columns = (
+        ("messages", "prompt", "completion", "text") if isinstance(data, SftData) else ("prompt", "chosen", "rejected")
+    )
+    if len({getattr(data, name) for name in columns}) < len(columns):
+        yield clash(" ".join(f"data.{name}" for name in columns), "two of them name one column", "Name others")
     for name in ("token_budget", "score_token_budget"):
         budget = getattr(run, name)
         if budget != "auto" and learn.max_tokens is not None and budget < learn.max_tokens:

@@ -33,18 +33,22 @@ from trimtab.config.reference import (
     words,
     written,
 )
+from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 from trimtab.errors import ConfigError, Problem
 
 Tree = dict[str, Any]
-AnyConfig = Config | SftConfig
-Schema = TypeVar("Schema", Config, SftConfig)
+Offline = SftConfig | RewardModelConfig
+"""Of stages that learn from a given data set."""
+AnyConfig = Config | Offline
+Schema = TypeVar("Schema", Config, SftConfig, RewardModelConfig)
 REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
 OTHER_NAMES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 SMALLEST: dict[type[Section], str] = {
     Config: 'Write at least model: {path: …}, data: {train: …} and reward: [{fn: "rewards.py:function"}]',
     SftConfig: "Write at least model: {path: …} and data: {train: …}",
+    RewardModelConfig: "Write at least model: {path: …} and data: {train: …}",
 }
 
 
@@ -76,8 +80,13 @@ def load_as(
 
 def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """The configuration of a run of whichever stage it says that it is; without a word, of `trimtab train`."""
-    said = _read(path, Config)[0].get("stage") == "sft" or "stage=sft" in overrides
-    return load_as(SftConfig, path, overrides) if said else load_as(Config, path, overrides)
+    said = [
+        _read(path, Config)[0].get("stage"),
+        *(o.removeprefix("stage=") for o in overrides if o.startswith("stage=")),
+    ][-1]
+    if said == "sft":
+        return load_as(SftConfig, path, overrides)
+    return load_as(RewardModelConfig, path, overrides) if said == "reward-model" else load_as(Config, path, overrides)
 
 
 def config_from_dict(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

@@ -22,11 +22,12 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from trimtab.config.base import Section
+from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.run import parse_bytes
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 
-STAGES: dict[str, type[Section]] = {"train": Config, "sft": SftConfig}
+STAGES: dict[str, type[Section]] = {"train": Config, "sft": SftConfig, "reward-model": RewardModelConfig}
 """The schema of each command that trains."""
 _schema: ContextVar[type[Section]] = ContextVar("schema", default=Config)
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
@@ -267,13 +268,30 @@ learn:  {epochs: 2, lr: 1e-5}
 """
 
 
+REWARD_MODEL = """
+# Configuration of `trimtab reward-model`
+
+```yaml
+stage:  reward-model
+model:  {path: Qwen/Qwen2.5-0.5B-Instruct}
+data:   {train: pairs.jsonl, eval: held_out.jsonl}
+learn:  {epochs: 1, lr: 1e-5}
+```
+
+`model`, `run` and `observe` are as above. `data` and `learn` are these:
+"""
+
+
 def page() -> str:
     """The whole of docs/configuration.md."""
     found = list(entries(Config))
     text = HEAD + "".join(_group(entry, found) for entry in found if entry.nested)
-    found = [entry for entry in entries(SftConfig) if entry.name.split(".")[0] in ("data", "learn")]
-    sft = "".join(_group(entry, found, "sft ") for entry in found if entry.nested)
-    return text + SFT + sft
+    return text + SFT + _stage(SftConfig, "sft ") + REWARD_MODEL + _stage(RewardModelConfig, "reward-model ")
+
+
+def _stage(schema: type[Section], name: str) -> str:
+    found = [entry for entry in entries(schema) if entry.name.split(".")[0] in ("data", "learn")]
+    return "".join(_group(entry, found, name) for entry in found if entry.nested)
 
 
 def _group(group: Entry, found: list[Entry], stage: str = "") -> str:

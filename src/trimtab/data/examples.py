@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.config.sft import SftData
 from trimtab.data.encode import PromptEncoder
 from trimtab.data.files import Row
 from trimtab.data.prompt import Message
+from trimtab.data.stream import Encoder, Item
 from trimtab.data.suggest import did_you_mean
 from trimtab.errors import DataError
 
@@ -54,8 +55,19 @@ class _Piece:
     last: bool = False
 
 
+class Checking(Encoder[Item], Protocol[Item]):
+    """An encoder that can say what is wrong with a row before anything is done with it."""
+
+    most_in_one: int
+    """Sequences of one item."""
+
+    def problem(self, row: Row) -> str: ...
+
+
 class ExampleEncoder:
     """Turns rows into examples as `data` and `learn.loss_on` say."""
+
+    most_in_one = 1
 
     def __init__(self, data: SftData, loss_on: str, tokenizer: PreTrainedTokenizerBase, source_name: str) -> None:
         self.data, self.loss_on, self.tokenizer, self.source_name = data, loss_on, tokenizer, source_name
@@ -113,6 +125,10 @@ class ExampleEncoder:
         if piece.last:
             return ids[: end + 1], marks[: end + 1]
         return ids, [mark and (at <= end or self.loss_on == "all") for at, mark in enumerate(marks)]
+
+    def problem(self, row: Row) -> str:
+        """What is wrong with a row, or nothing."""
+        return _problem(row, self)
 
     def _kind(self, row: Row) -> str:
         data = self.data
@@ -182,12 +198,12 @@ def _common(one: str, two: str) -> str:
     return one[:count]
 
 
-def validate_examples(rows: Sequence[Row], encoder: ExampleEncoder) -> None:
+def validate_examples(rows: Sequence[Row], encoder: Checking[Any]) -> None:
     """Raises DataError at the first row that cannot be learned from; tokenises the first to try the template."""
     if not rows:
         raise DataError(f"{encoder.source_name} holds no rows. A data set needs at least one row.")
     for number, row in enumerate(rows, 1):
-        problem = _problem(row, encoder)
+        problem = encoder.problem(row)
         if problem:
             raise DataError(f"{encoder.source_name}, row {number} (from 1): {problem}")
     encoder.encode([0], [rows[0]])
@@ -198,9 +214,9 @@ def _problem(row: Row, encoder: ExampleEncoder) -> str:
     if data.messages in row:
         if not encoder.templated:
             return "has messages, but the tokenizer has no chat template (or data.chat_template is never)."
-        return _messages_problem(row[data.messages], data.messages)
+        return messages_problem(row[data.messages], data.messages)
     if data.prompt in row or data.completion in row:
-        return _completion_problem(row, encoder)
+        return completion_problem(row, encoder)
     if data.text not in row:
         columns = ", ".join(map(repr, row)) or "none"
         near = did_you_mean(data.messages, row) or did_you_mean(data.completion, row)
@@ -212,7 +228,7 @@ def _problem(row: Row, encoder: ExampleEncoder) -> str:
     return "" if isinstance(text, str) and text else f"column {data.text!r} must be text, but is {text!r}."
 
 
-def _completion_problem(row: Row, encoder: ExampleEncoder) -> str:
+def completion_problem(row: Row, encoder: ExampleEncoder) -> str:
     data = encoder.data
     missing = [name for name in (data.prompt, data.completion) if name not in row]
     if missing:
@@ -226,11 +242,11 @@ def _completion_problem(row: Row, encoder: ExampleEncoder) -> str:
         answered = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if not isinstance(asked, list) or not isinstance(answered, list):
             return f"columns {data.prompt!r} and {data.completion!r} must be text or lists of messages."
-        return _messages_problem([*asked, *answered], data.completion)
+        return messages_problem([*asked, *answered], data.completion)
     return "" if answer else f"column {data.completion!r} is empty: there is nothing to learn."
 
 
-def _messages_problem(messages: Any, column: str) -> str:
+def messages_problem(messages: Any, column: str) -> str:
     if not isinstance(messages, list) or not messages:
         return f"column {column!r} must be a list of {{role, content}} messages, but is {messages!r}."
     for number, message in enumerate(messages, 1):
@@ -249,23 +265,24 @@ class ExampleSet:
 
     count: int
     longest: int
-    """Tokens of the longest example that is used."""
+    """Tokens that the longest one takes in a row."""
     exact: bool
     """Every example was looked at."""
     note: str
     """What is left out, or nothing."""
 
 
-def measure_examples(rows: Sequence[Row], encoder: ExampleEncoder, limit: int, characters: int) -> ExampleSet:
+def measure_examples(rows: Sequence[Row], encoder: Checking[Any], limit: int, characters: int) -> ExampleSet:
     """Lengths of all examples, or of the longest texts where all have more than so many characters."""
     sizes = [sum(len(str(value)) for value in row.values()) for row in rows]
     exact = sum(sizes) <= characters
     chosen = range(len(rows)) if exact else sorted(range(len(rows)), key=sizes.__getitem__)[-64:]
-    lengths: list[int] = []
+    found: list[tuple[int, int]] = []
     for start in range(0, len(chosen), _BATCH):
         ids = list(chosen[start : start + _BATCH])
-        lengths += [len(example.tokens) for example in encoder.encode(ids, [rows[i] for i in ids])]
-    fitting = [length for length in lengths if length <= limit]
+        items = encoder.encode(ids, [rows[i] for i in ids])
+        found += [(len(item.tokens), getattr(item, "row_tokens", len(item.tokens))) for item in items]
+    lengths, fitting = [length for length, _ in found], [room for length, room in found if length <= limit]
     if exact and not fitting:
         raise DataError(
             f"{encoder.source_name}: all {len(rows)} examples are longer than {limit} tokens (the longest has {max(lengths)}). "
@@ -277,5 +294,5 @@ def measure_examples(rows: Sequence[Row], encoder: ExampleEncoder, limit: int, c
         if left_out
         else ""
     )
-    longest = max(fitting, default=limit) if exact else limit
+    longest = max(fitting, default=limit) if exact else limit * encoder.most_in_one
     return ExampleSet(len(rows), longest, exact, note)

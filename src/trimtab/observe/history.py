@@ -13,6 +13,11 @@ ETA_WINDOW = 20
 SHOWN_PHASES = (*PHASES, "idle")
 
 
+def offline_loss(metrics: Mapping[str, Any]) -> str:
+    """The loss of a step that learns from given data; empty where it is one of reinforcement learning."""
+    return next((name for name in ("sft/loss", "rm/loss") if name in metrics), "")
+
+
 @dataclass
 class History:
     total_steps: int
@@ -31,7 +36,7 @@ class History:
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.step, self.metrics = step, dict(metrics)
-        self.rewards.append(get(metrics, "sft/loss" if "sft/loss" in metrics else "reward/mean"))
+        self.rewards.append(get(metrics, offline_loss(metrics) or "reward/mean"))
         total = get(metrics, "time/total")
         if total is not None:
             self.step_seconds.append(total)

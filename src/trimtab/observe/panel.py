@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.observe.format import count, duration, get, gib, number, percent, scores, sparkline
-from trimtab.observe.history import History
+from trimtab.observe.history import History, offline_loss
 
 PART = "  "
 SPARK_WIDTH = 24
@@ -40,9 +40,12 @@ def step_line(history: History) -> str:
 
 def _learned(metrics: Mapping[str, float]) -> list[str]:
     """What a step is about: its rewards, or the loss of a supervised one."""
-    if "sft/loss" in metrics:
+    name = offline_loss(metrics)
+    if name:
         held_out = get(metrics, "eval/loss")
-        shown = [f"loss {number(get(metrics, 'sft/loss'))} nats"]
+        shown = [f"loss {number(get(metrics, name))} nats"]
+        if name == "rm/loss":
+            shown.append(f"right {percent(get(metrics, 'rm/accuracy'))}")
         return shown if held_out is None else [*shown, f"held-out {number(held_out)}"]
     return [
         f"reward {number(get(metrics, 'reward/mean'))} ±{number(get(metrics, 'reward/std'), 2)}",
@@ -138,10 +141,11 @@ def panel_facts(history: History) -> list[tuple[str, str]]:
     """The panel's lines: (label, value with its unit). KL to a reference and evaluation appear once there is one."""
     metrics = history.metrics
     spark = sparkline(history.rewards, SPARK_WIDTH)
-    if "sft/loss" in metrics:
+    if name := offline_loss(metrics):
+        of = "token" if name == "sft/loss" else "pair"
         lines = [
-            ("loss", f"{number(get(metrics, 'sft/loss'))} nats per token  {spark}".rstrip()),
-            ("learned", f"{count(get(metrics, 'sft/tokens'))} tokens a step"),
+            ("loss", f"{number(get(metrics, name))} nats per {of}  {spark}".rstrip()),
+            *([("right", percent(get(metrics, "rm/accuracy")))] if name == "rm/loss" else []),
             ("throughput", f"{count(get(metrics, 'throughput/tokens_per_s'))} tok/s"),
             ("memory", _memory(metrics)),
         ]

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.run import Run, parse_bytes
-from trimtab.config.sft import SftConfig
+from trimtab.config.schema import Config
 from trimtab.errors import ConfigError, Problem
 from trimtab.plan.devices import find_device, of_size
 from trimtab.plan.job import Machine
@@ -20,7 +20,7 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import refuse, refuse_small_kv, widest
 from trimtab.plan.report import as_dict, offers
-from trimtab.plan.source import EXAMPLE, PROMPT, job_of, lengths_of, sft_job_of
+from trimtab.plan.source import EXAMPLE, PROMPT, job_of, lengths_of, offline_job_of
 
 HOST = 256 * GIB
 """Of a machine that is not here and of which nothing else is said."""
@@ -70,8 +70,8 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     config = load_any(file, overrides)
     profile = _profile(asked.profile or config.run.profile)
     machine, notes = _machine(asked, config.run)
-    if isinstance(config, SftConfig):
-        job = sft_job_of(config, machine.cpu, machine.device.tiled_head)
+    if not isinstance(config, Config):
+        job = offline_job_of(config, machine.cpu, machine.device.tiled_head)
         if config.learn.max_tokens is None:
             notes.append(
                 f"Examples are taken to have up to {EXAMPLE:,} tokens: say learn.max_tokens, or train, which looks."

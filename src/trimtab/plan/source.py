@@ -13,8 +13,9 @@ from statistics import median
 from typing import Any
 
 from trimtab.config.algorithms import resolve
+from trimtab.config.load import AnyConfig, Offline
+from trimtab.config.reward_model import PairLearn, RewardModelConfig
 from trimtab.config.schema import Config
-from trimtab.config.sft import SftConfig
 from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
 from trimtab.plan.job import Job
 from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
@@ -135,18 +136,20 @@ def _critic(config: Config, shape: ModelShape) -> int:
     return shape.parameters if path is None else shape_of(path, config.model.trust_remote_code).parameters
 
 
-def sft_job_of(config: SftConfig, cpu: bool = False, tiled_head: bool = True) -> Job:
-    """The same for a supervised run: every token of its examples may be learned."""
+def offline_job_of(config: Offline, cpu: bool = False, tiled_head: bool = True) -> Job:
+    """The same for a run on a given data set: every token may be learned; of a pair both answers are in one micro-batch."""
+    pairs = isinstance(config, RewardModelConfig)
+    longest = config.learn.max_tokens or EXAMPLE
     learn, shape = config.learn, shape_of(config.model.path, config.model.trust_remote_code)
     dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
     return Job(
         shape=shape,
         itemsize=ITEMSIZE[dtype],
-        prompts=learn.sequences_per_step,
+        prompts=learn.pairs_per_step if isinstance(learn, PairLearn) else learn.sequences_per_step,
         samples=1,
         longest_prompt=1,
         typical_prompt=1,
-        completion=max(1, min(shape.context, learn.max_tokens or EXAMPLE) - 1),
+        completion=max(1, (1 + pairs) * min(shape.context, longest) - 1),
         rank=config.model.lora.r if config.model.lora else 0,
         adapters=_adapters(config, shape),
         old_logprobs=config.data.eval is not None,
@@ -156,7 +159,7 @@ def sft_job_of(config: SftConfig, cpu: bool = False, tiled_head: bool = True) ->
     )
 
 
-def _adapters(config: Config | SftConfig, shape: ModelShape) -> int:
+def _adapters(config: AnyConfig, shape: ModelShape) -> int:
     lora = config.model.lora
     if lora is None:
         return 0

@@ -1,0 +1,99 @@
+"""A reward model's update: an answer's score is read after its last token, and both answers of a pair are in one micro-batch.
+
+Two samples make a pair, the better one first. A sample ends with a token that is not read: what predicts it is the hidden state
+after the answer's last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.data.pairs import Pair
+from trimtab.learn.preferences import preference_loss
+from trimtab.model.packed import take_rows
+from trimtab.model.policy import AnyPolicy
+from trimtab.update.batch import MicroBatch, Sample, row_tokens
+from trimtab.update.critic import Critic
+from trimtab.update.packing import pack
+from trimtab.update.updater import Progress, UpdateStats
+
+UNREAD = 0
+"""The token after the end: any will do."""
+
+
+@dataclass(eq=False)
+class Answer(Sample):
+    """One of a pair."""
+
+    mate: Answer | None = None
+    """Of the better one: the worse."""
+    margin: float = 0.0
+    score: torch.Tensor | None = None
+
+
+def to_samples(pairs: Sequence[Pair]) -> list[Sample]:
+    """The better and the worse answer of each pair, in turn, with the pair's share of a step that consumes exactly these."""
+    share, none = torch.tensor([1 / max(1, len(pairs))]), torch.empty(0)
+    samples: list[Sample] = []
+    for pair in pairs:
+        worse = Answer(pair.prompt, torch.tensor([*pair.worse, UNREAD]), none, share, none)
+        better = Answer(
+            pair.prompt, torch.tensor([*pair.better, UNREAD]), none, share, none, mate=worse, margin=pair.margin
+        )
+        samples += [better, worse]
+    return samples
+
+
+class Scores(Critic):
+    """Scores of answers, and their improvement by pairs."""
+
+    center = 0.0
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
+        """Write each sample's score into one of its fields."""
+        self.progress = Progress()
+        for batch in self._micro_batches(samples, self.score_token_budget):
+            for sample, score in zip(batch.samples, self._scores(batch).double().cpu()):
+                setattr(sample, field, score)
+
+    def _micro_batches(self, samples: Sequence[Sample], budget: int) -> Iterator[MicroBatch]:
+        pairs = [list(samples[at : at + 2]) for at in range(0, len(samples), 2)]
+        sizes = [row_tokens(pair) for pair in pairs]
+        budget = max([budget, *sizes])
+        packed = pack(sizes, budget)
+        loads = [sum(sizes[i] for i in indices) for indices in packed]
+        for number, (indices, load) in enumerate(zip(packed, loads), 1):
+            self.progress = Progress("forward", number, len(packed), load, max(loads))
+            yield MicroBatch.build([s for i in indices for s in pairs[i]], self.policy.device)
+
+    def _scores(self, batch: MicroBatch) -> torch.Tensor:
+        """[N]: of each sample of the micro-batch."""
+        hidden_TE = self.policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
+        counts = torch.tensor([s.tokens.shape[0] for s in batch.samples], device=hidden_TE.device)
+        rows_NE = take_rows(hidden_TE, batch.predictors_R[counts.cumsum(0) - 1])
+        scores: torch.Tensor = self.head(rows_NE.to(self.head.weight.dtype)).squeeze(-1)
+        return scores
+
+    def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
+        scores = self._scores(batch)
+        place = {id(sample): at for at, sample in enumerate(batch.samples)}
+        better = [s for s in batch.samples if isinstance(s, Answer) and s.mate is not None]
+        first, second = (
+            torch.tensor([place[id(s)] for s in side], device=scores.device)
+            for side in (better, [s.mate for s in better])
+        )
+        margins = torch.tensor([s.margin for s in better], dtype=scores.dtype, device=scores.device)
+        weights = torch.cat([s.weights for s in better]).to(scores)
+        losses = preference_loss(scores[first], scores[second], margins, self.center)
+        stats.tokens += len(better)
+        stats.add(
+            loss=weights * losses,
+            right=scores[first] > scores[second],
+            apart=scores[first] - scores[second],
+            scores=scores / 2,
+        )
+        return (weights * losses).sum()
