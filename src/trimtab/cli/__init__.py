@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trimtab.cli import demo, doctor, evaluate, export, plan, train, tune
+from trimtab.cli import convert, demo, doctor, evaluate, export, plan, train, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -17,5 +17,6 @@ app.command("plan")(plan.plan)
 app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)
 app.command("export")(export.export)
+app.command("convert")(convert.convert)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

@@ -1,7 +1,8 @@
 """Settings of another framework, flag by flag, as a Trimtab config. Importable without torch.
 
-Guarantees: each setting that is given appears once in `flags`, with what became of it; the config loads once what `fill_in` marks as
-required is written. `learn` keeps what was asked to be learned, the other framework's defaults included; `run` is left to Trimtab.
+Guarantees: each setting that is given appears once in `flags`, with what became of it; the config loads once what `fill_in`
+marks as required is written. `learn` keeps what was asked to be learned, the other framework's defaults included; `run` is
+left to Trimtab.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Conversion:
         }
 
 
-def convert(kind: str, words: Sequence[str] | None = None, text: str | None = None, file: Path | None = None) -> Conversion:
+def convert(
+    kind: str, words: Sequence[str] | None = None, text: str | None = None, file: Path | None = None
+) -> Conversion:
     """Convert settings given as the words of a command line, as a text, or in a file."""
     framework = FRAMEWORKS.get(kind)
     if framework is None:

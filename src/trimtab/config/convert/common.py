@@ -106,9 +106,8 @@ def schedule(sheet: Sheet, kind: str, kinds: dict[Any, str], ratio: str = "", st
         sheet.put("learn.schedule.warmup_steps", int(warm), steps)
     elif warm is not None and 0 < warm < 1:
         _warm_by_ratio(sheet, steps, float(warm))
-    elif steps and warm is not None:
-        if sheet.given(steps):
-            sheet.put("learn.schedule.warmup_steps", 0, steps, note="no warm-up by this one")
+    elif warm is not None and sheet.given(steps):
+        sheet.put("learn.schedule.warmup_steps", 0, steps, note="no warm-up by this one")
     if ratio and not (warm and warm > 0):
         fraction = sheet.read(ratio, real)
         if fraction is not None:
@@ -164,8 +163,18 @@ def clip(sheet: Sheet, both: str, low: str = "", high: str = "") -> None:
         sheet.say(high if high and sheet.line(high) else both, looser(above, below))
 
 
+def without_critic(sheet: Sheet, name: str, algorithm: str) -> None:
+    """PPO asked for: what is nearest to it goes into the config, and the line says that it is not the same."""
+    note = "PPO is not in this version: there is no critic. The config has reinforce_pp, PPO's clipped loss without one"
+    sheet.put("learn.algorithm", algorithm, name, note=note)
+    if line := sheet.line(name):
+        line.outcome = "unsupported"
+
+
 def looser(high: float, low: float) -> str:
-    return f"an upper bound of {high:g} above a lower of {low:g} lets good tokens grow further: looser, not more careful"
+    return (
+        f"an upper bound of {high:g} above a lower of {low:g} lets good tokens grow further: looser, not more careful"
+    )
 
 
 def finish(sheet: Sheet) -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.config.convert.common import adapters, clip, looser, schedule, split_updates, steps_from_epochs
+from trimtab.config.convert.common import (
+    adapters,
+    clip,
+    looser,
+    schedule,
+    split_updates,
+    steps_from_epochs,
+    without_critic,
+)
 from trimtab.config.convert.openrlhf_table import PPO_FLAGS, RULES
 from trimtab.config.convert.rules import number, one_of, pair, real, text, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
@@ -63,8 +71,7 @@ def _algorithm(sheet: Sheet) -> None:
     estimator = sheet.read(name, one_of({choice: choice for choice in ALGORITHMS}), "gae")
     algorithm = ALGORITHMS[estimator]
     if estimator == "gae":
-        note = "PPO is OpenRLHF's default and not in this version: there is no critic. reinforce_pp is PPO's clipped loss without one"
-        sheet.put("learn.algorithm", algorithm, name, note=note)
+        without_critic(sheet, name, algorithm)
     else:
         sheet.put("learn.algorithm", algorithm, name)
     if sheet.read("actor.policy_loss_type", one_of({"ppo": "clip", "gspo": "gspo"}), "clip") == "gspo":
@@ -136,7 +143,9 @@ def _kl(sheet: Sheet) -> None:
     note = "OpenRLHF's own code says that its adaptive controller does not fit its trainer; Trimtab's is Ziegler's"
     tokens = sheet.keys["learn.max_new_tokens"].value
     if target > SEQUENCE_TARGET:
-        note += f". {target:g} can only be nats for a whole completion; Trimtab's are for one token: {target:g} / {tokens}"
+        note += (
+            f". {target:g} can only be nats for a whole completion; Trimtab's are for one token: {target:g} / {tokens}"
+        )
         target = round(target / tokens, 6)
     sheet.put("learn.kl.target", target, "algo.kl.target", note=note)
     if horizon is not None:
@@ -200,7 +209,9 @@ def _data(sheet: Sheet) -> None:
         template = sheet.read("data.apply_chat_template", yes, False)
         sheet.put("data.chat_template", "always" if template else "never", "data.apply_chat_template")
     if "data.eval" in sheet.keys and not sheet.given("eval.temperature"):
-        sheet.put("eval.sampling.temperature", 0.6, "eval.dataset", note="OpenRLHF evaluates at 0.6, 4 samples a prompt")
+        sheet.put(
+            "eval.sampling.temperature", 0.6, "eval.dataset", note="OpenRLHF evaluates at 0.6, 4 samples a prompt"
+        )
     if "data.eval" in sheet.keys and not sheet.given("eval.n_samples_per_prompt"):
         sheet.put("eval.samples_per_prompt", 4, "eval.dataset")
 
@@ -214,7 +225,9 @@ def _reward(sheet: Sheet) -> None:
         )
         sheet.put("reward.0.fn", f"{source}:reward_func", "reward.remote_url", note=note)
     elif source is not None:
-        sheet.refuse("reward.remote_url", f"write a reward function that asks {source}; it may be async: rewards.py:ask")
+        sheet.refuse(
+            "reward.remote_url", f"write a reward function that asks {source}; it may be async: rewards.py:ask"
+        )
     buffer = sheet.read("reward.overlong_buffer_len", number)
     if buffer is not None:
         sheet.put("learn.overlong.buffer", int(buffer), "reward.overlong_buffer_len")
@@ -225,9 +238,13 @@ def _reward(sheet: Sheet) -> None:
         sheet.refuse("reward.overlong_penalty_factor", "has no effect without overlong_buffer_len", "dead")
     limits = sheet.read("algo.dynamic_filtering_range", pair)
     if limits is not None and limits != [0.0, 1.0]:
-        sheet.refuse("algo.dynamic_filtering_range", "here groups are dropped whose rewards are all equal, whatever they are")
+        sheet.refuse(
+            "algo.dynamic_filtering_range", "here groups are dropped whose rewards are all equal, whatever they are"
+        )
     elif limits is not None:
-        sheet.refuse("algo.dynamic_filtering_range", "0 and 1 are what it is anyway: groups with equal rewards go", "dead")
+        sheet.refuse(
+            "algo.dynamic_filtering_range", "0 and 1 are what it is anyway: groups with equal rewards go", "dead"
+        )
 
 
 def _logging(sheet: Sheet) -> None:
@@ -248,9 +265,10 @@ def spelling(name: str) -> str:
 FRAMEWORK = Framework(
     kind="openrlhf",
     title="OpenRLHF",
-    about="The flags of `openrlhf.cli.train_ppo_ray`: today's dotted names, and the underscored ones that they replaced in April 2026.",
+    about="Flags of `openrlhf.cli.train_ppo_ray`: today's dotted names, and the underscored ones they replaced in April 2026.",
     rules=RULES + PPO_FLAGS,
     defaults=DEFAULTS,
     settle=settle,
     spelling=spelling,
+    alias="today's name is {}",
 )

@@ -105,14 +105,19 @@ RULES: tuple[Rule, ...] = (
     automatic("data.label_key label_key", "every column of the data reaches the rewards by its name"),
     together("data.apply_chat_template apply_chat_template", "data.chat_template"),
     mapped("data.max_samples max_samples", "data.limit", positive),
-    unsupported("data.input_template input_template", "write what goes before and after a prompt as data.system and data.suffix"),
+    unsupported(
+        "data.input_template input_template", "write what goes before and after a prompt as data.system and data.suffix"
+    ),
     unsupported("data.prompt_probs prompt_data_probs", "join the data sets into one file, in the shares you want"),
     unsupported("data.image_key image_key", "text models only"),
     unsupported("data.max_images_per_prompt max_images_per_prompt", "text models only"),
     unsupported("actor.freeze_visual_encoder freeze_visual_encoder", "text models only"),
     together("reward.remote_url remote_rm_url", "reward.0.fn"),
     unsupported("train.agent_func_path agent_func_path", "agents and tools are not here: one prompt, one completion"),
-    unsupported("reward.stop_properly_penalty_coef stop_properly_penalty_coef", "learn.mask_truncated or learn.overlong are near"),
+    unsupported(
+        "reward.stop_properly_penalty_coef stop_properly_penalty_coef",
+        "learn.mask_truncated or learn.overlong are near",
+    ),
     mapped("eval.dataset eval_dataset", "data.eval", text),
     mapped("eval.split eval_split", "data.eval_split", text),
     mapped("eval.temperature eval_temperature", "eval.sampling.temperature", number),
@@ -128,7 +133,9 @@ RULES: tuple[Rule, ...] = (
     automatic("ckpt.max_mem max_ckpt_mem", "how many are kept is bounded, not their size", "observe.keep_checkpoints"),
     automatic("ckpt.load_enable load_checkpoint", "trimtab train --resume goes on from the newest checkpoint"),
     automatic("ckpt.best_metric_key best_metric_key", "the best by evaluation is kept", "eval.part"),
-    automatic("ds.use_universal_ckpt use_ds_universal_ckpt", "checkpoints do not depend on how many devices wrote them"),
+    automatic(
+        "ds.use_universal_ckpt use_ds_universal_ckpt", "checkpoints do not depend on how many devices wrote them"
+    ),
     automatic("logger.logging_steps logging_steps", "every step is logged"),
     together("logger.wandb.key use_wandb", "observe.wandb", secret=True),
     together("logger.wandb.project wandb_project", "observe.wandb"),
@@ -172,7 +179,11 @@ RULES: tuple[Rule, ...] = (
         "the optimizer's state waits in host memory where it would leave too little room",
         "run.offload.optimizer",
     ),
-    automatic("vllm.enable_prefix_caching enable_prefix_caching", "on: the samples of a prompt share its KV", "run.rollout.prefix_cache"),
+    automatic(
+        "vllm.enable_prefix_caching enable_prefix_caching",
+        "on: the samples of a prompt share its KV",
+        "run.rollout.prefix_cache",
+    ),
     automatic("vllm.enforce_eager enforce_eager", "the native engine decides what runs as a graph"),
     dead(
         "vllm.sync_backend vllm_sync_backend",
@@ -183,7 +194,11 @@ RULES: tuple[Rule, ...] = (
     automatic("ds.zero_stage zero_stage", "one device holds the whole model; `trimtab plan` says whether it fits"),
     automatic("ds.zpg zpg", "one device holds the whole model"),
     automatic("ds.packing_samples packing_samples", "always: nothing is padded anywhere"),
-    automatic("train.dynamic_batch_enable use_dynamic_batch", "always: micro-batches are filled up to a token budget", "run.token_budget"),
+    automatic(
+        "train.dynamic_batch_enable use_dynamic_batch",
+        "always: micro-batches are filled up to a token budget",
+        "run.token_budget",
+    ),
     automatic(
         "train.max_tokens_per_gpu train_max_tokens_per_gpu",
         "a hard cap from the memory plan; OpenRLHF's may be exceeded",
@@ -194,10 +209,14 @@ RULES: tuple[Rule, ...] = (
         "passes without a gradient have a cap of their own",
         "run.score_token_budget",
     ),
-    automatic("train.micro_batch_size micro_train_batch_size", "follows from the token budget; the gradient is the same", "run.token_budget"),
+    automatic(
+        "train.micro_batch_size micro_train_batch_size",
+        "follows from the token budget; the gradient is the same",
+        "run.token_budget",
+    ),
     automatic(
         "rollout.micro_batch_size micro_rollout_batch_size",
-        "in OpenRLHF it cuts the passes that score, not generation: larger does not generate faster. Here a token budget does that",
+        "in OpenRLHF it cuts the passes that score, not generation: larger does not generate faster. A token budget does it here",
         "run.score_token_budget",
     ),
     automatic(
@@ -205,8 +224,14 @@ RULES: tuple[Rule, ...] = (
         "where memory is short, and only what is cheap for its size",
         "run.checkpoint_activations",
     ),
-    automatic("actor.gradient_checkpointing_reentrant gradient_checkpointing_use_reentrant", "Trimtab's own recomputation", "run.checkpoint_activations"),
-    automatic("ds.adam_offload adam_offload", "streamed from host memory where memory is short", "run.offload.optimizer"),
+    automatic(
+        "actor.gradient_checkpointing_reentrant gradient_checkpointing_use_reentrant",
+        "Trimtab's own recomputation",
+        "run.checkpoint_activations",
+    ),
+    automatic(
+        "ds.adam_offload adam_offload", "streamed from host memory where memory is short", "run.offload.optimizer"
+    ),
     automatic(
         "ref.offload ref_reward_offload",
         "on the device only while it scores, where memory is short. In OpenRLHF it does nothing below ZeRO-3",
@@ -221,18 +246,30 @@ RULES: tuple[Rule, ...] = (
     automatic("ds.experts_implementation", "the model's own"),
     automatic("data.dataloader_num_workers dataloader_num_workers", "prompts are tokenised ahead, in a thread"),
     automatic("data.disable_fast_tokenizer disable_fast_tokenizer", "the tokenizer's own form"),
-    automatic("train.full_determinism_enable full_determinism", "sampling depends on seed, step, prompt and position alone"),
+    automatic(
+        "train.full_determinism_enable full_determinism", "sampling depends on seed, step, prompt and position alone"
+    ),
     automatic("local_rank", "set by a launcher"),
     dead("perf", "OpenRLHF took this flag out; time and memory are on every step's line here"),
     dead("actor_init_on_gpu", "OpenRLHF took this flag out; weights are read to the device"),
     # not here
-    unsupported("ds.ring_attn_size ring_attn_size", "sequences are not cut over devices: learn.max_new_tokens bounds them"),
+    unsupported(
+        "ds.ring_attn_size ring_attn_size", "sequences are not cut over devices: learn.max_new_tokens bounds them"
+    ),
     unsupported("ds.ring_attn_head_stride ring_head_stride", "sequences are not cut over devices"),
-    unsupported("ds.tensor_parallel_size ds_tensor_parallel_size", "training is on one device; a smaller model or model.lora fits it"),
-    unsupported("train.async_enable async_train", "sampling and training take turns: every sample is from the newest weights"),
+    unsupported(
+        "ds.tensor_parallel_size ds_tensor_parallel_size",
+        "training is on one device; a smaller model or model.lora fits it",
+    ),
+    unsupported(
+        "train.async_enable async_train", "sampling and training take turns: every sample is from the newest weights"
+    ),
     unsupported("train.async_queue_size async_queue_size", "sampling and training take turns"),
     unsupported("train.partial_rollout_enable partial_rollout", "sampling and training take turns"),
-    unsupported("rollout.vllm_generate_batch_size vllm_generate_batch_size", "no more is sampled than is trained on; see learn.dynamic_sampling"),
+    unsupported(
+        "rollout.vllm_generate_batch_size vllm_generate_batch_size",
+        "no more is sampled than is trained on; see learn.dynamic_sampling",
+    ),
     unsupported("ds.load_in_4bit load_in_4bit", "weights are not quantised; model.lora with bfloat16 weights is near"),
     unsupported("train.enable_ema enable_ema", "no average of the weights is kept"),
     unsupported("train.ema_beta ema_beta", "no average of the weights is kept"),

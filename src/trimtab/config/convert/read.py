@@ -21,10 +21,14 @@ from trimtab.errors import ConfigError, Problem
 EXAMPLE = "Write the flags after --, or give a script or YAML file with --file"
 PLUMBING = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
 """Arguments of a trainer that name objects made elsewhere in the script; those are read where they are made."""
-CALLS = {"LoraConfig": {"r": "lora_r", "target_modules": "lora_target_modules", "bias": "lora_bias"}}
+CALLS = {
+    "LoraConfig": {"r": "lora_r", "target_modules": "lora_target_modules", "bias": "lora_bias"},
+    "GRPOTrainer": {"model": "model_name_or_path"},
+    "RLOOTrainer": {"model": "model_name_or_path"},
+    "load_dataset": {"name": "dataset_config", "split": "dataset_train_split"},
+}
 """Calls whose arguments go by another name as a flag."""
-READ_CALLS = ("GRPOConfig", "RLOOConfig", "TrainingArguments", "ModelConfig", "ScriptArguments", "GRPOTrainer", "RLOOTrainer")
-READ_CALLS += ("LoraConfig", "load_dataset")
+READ_CALLS = ("GRPOConfig", "RLOOConfig", "TrainingArguments", "ModelConfig", "ScriptArguments", *CALLS)
 
 
 def read_words(words: Sequence[str]) -> list[Setting]:
@@ -59,7 +63,11 @@ def read_text(text: str, source: str) -> list[Setting]:
     tree = None if ending == ".sh" else _python_tree(text)
     if tree and (found := list(_python(tree, text))):
         return found
-    if ending not in (".sh", ".py") and re.search(r"(?m)^\s*[\w.-]+:(\s|$)", text) and not re.search(r"(?m)^\s*--", text):
+    if (
+        ending not in (".sh", ".py")
+        and re.search(r"(?m)^\s*[\w.-]+:(\s|$)", text)
+        and not re.search(r"(?m)^\s*--", text)
+    ):
         return _some(_yaml(text, source), source)
     return _some(_shell(text, source), source)
 
@@ -138,7 +146,7 @@ def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
         targets = [statement.target]
     for target in targets:
         if isinstance(target, ast.Name | ast.Attribute):
-            yield ast.unparse(target), statement.value  # type: ignore[attr-defined, misc]
+            yield ast.unparse(target), statement.value  # type: ignore[attr-defined]
 
 
 def _arguments(call: ast.Call, text: str, constants: dict[str, Any]) -> Iterator[Setting]:
@@ -152,10 +160,7 @@ def _arguments(call: ast.Call, text: str, constants: dict[str, Any]) -> Iterator
     for keyword in call.keywords:
         if keyword.arg is None or (keyword.arg in PLUMBING and not isinstance(keyword.value, ast.Constant)):
             continue
-        flag = CALLS.get(name, {}).get(keyword.arg, keyword.arg)
-        if name == "load_dataset":
-            flag = {"name": "dataset_config", "split": "dataset_train_split"}.get(flag, flag)
-        yield Setting(flag, _written(keyword.value, text, constants))
+        yield Setting(CALLS.get(name, {}).get(keyword.arg, keyword.arg), _written(keyword.value, text, constants))
 
 
 def _written(node: ast.expr, text: str, constants: dict[str, Any]) -> Any:

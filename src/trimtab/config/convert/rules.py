@@ -66,6 +66,11 @@ def unsupported(names: str, note: str) -> Rule:
     return _rule("unsupported", names, "", note, None)
 
 
+def each(rule: Callable[..., Rule], names: str, *said: Any) -> tuple[Rule, ...]:
+    """The same rule for several flags."""
+    return tuple(rule(name, *said) for name in names.split())
+
+
 # --- what a key takes
 
 

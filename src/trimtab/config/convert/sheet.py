@@ -7,6 +7,7 @@ config: its line says why, in the loader's words. Defaults of the other framewor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from trimtab.config.schema import Config
 from trimtab.errors import ConfigError
 
 MASK = "***"
+NAMES = ("trimtab", "verl", "nanochat", "gspo", "false", "true")
+"""Words that are not written with a capital even when a sentence begins with them."""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Line:
         return MASK if self.rule and self.rule.secret and self.setting.value not in (None, True) else self.setting.value
 
     def as_dict(self) -> dict[str, Any]:
-        note = " ".join(note if note.endswith((".", "?")) else f"{note}." for note in self.notes)
+        note = " ".join(map(_sentence, self.notes))
         found = {"flag": self.setting.name, "value": self.value, "outcome": self.outcome, "key": self.key or None}
         return found | {"note": note}
 
@@ -81,6 +84,8 @@ class Framework:
     spelling: Callable[[str], str]
     """A name as the table has it."""
     dashes: str = "--"
+    alias: str = "the same as {}"
+    """What is said of a name that is not the first of its rule."""
 
     @property
     def by_name(self) -> dict[str, Rule]:
@@ -88,7 +93,9 @@ class Framework:
 
 
 class Sheet:
-    def __init__(self, framework: Framework, settings: Sequence[Setting], other: Callable[[Setting], Line | None]) -> None:
+    def __init__(
+        self, framework: Framework, settings: Sequence[Setting], other: Callable[[Setting], Line | None]
+    ) -> None:
         """`other` knows settings that are not the framework's: variables, launchers, whole commands."""
         self.framework, self.known = framework, framework.by_name
         self.lines: list[Line] = []
@@ -117,7 +124,7 @@ class Sheet:
         if spelt in map(self.framework.spelling, rule.never):
             line.notes.append(f"{self.framework.title} has no {setting.name}; {rule.name} is meant")
         elif spelt in map(self.framework.spelling, rule.old):
-            line.notes.append(f"today's name is {self.framework.dashes}{rule.name}")
+            line.notes.append(self.framework.alias.format(f"{self.framework.dashes}{rule.name}"))
         if earlier := self._last.get(rule.name):
             earlier.outcome, earlier.key, earlier.notes = "dead", "", ["given again later; the last one counts"]
         self._last[rule.name] = line
@@ -196,7 +203,7 @@ class Sheet:
         line.notes.append(note)
 
     def need(self, key: str, what: str, required: bool = True) -> None:
-        if key not in self.keys:
+        if key not in self.keys and key not in {missing.key for missing in self.missing}:
             self.missing.append(Missing(key, what, required))
 
     # --- the end
@@ -205,18 +212,21 @@ class Sheet:
         """Leave in the config only what the loader takes, and of the framework's defaults only those that are not Trimtab's."""
         for key, put in list(self.keys.items()):
             if not put.given and put.value == default(key):
-                del self.keys[key]
+                self._take_out(key)
         for line in self.lines:
-            if line.outcome == "mapped" and not line.key:
+            if line.given and line.outcome == "mapped" and not line.key:
                 self._refuse(line, "nothing follows from it by itself", "dead")
         while problem := self._problem():
             key, what = problem
-            for line in self.keys.pop(key).lines:
-                left = [name for name in line.key.split(", ") if name and name != key]
-                line.key = ", ".join(left)
-                if not left:
-                    line.outcome = "unsupported"
+            for line in self._take_out(key):
+                line.outcome = line.outcome if line.key else "unsupported"
                 line.notes.append(f"{key} {what}")
+
+    def _take_out(self, key: str) -> tuple[Line, ...]:
+        lines = self.keys.pop(key).lines
+        for line in lines:
+            line.key = ", ".join(name for name in line.key.split(", ") if name != key)
+        return lines
 
     def _problem(self) -> tuple[str, str] | None:
         """A key that the loader refuses, and why."""
@@ -250,7 +260,12 @@ class Sheet:
     def filled_in(self) -> dict[str, Any]:
         """The config with stand-ins for what is missing."""
         tree = self.tree()
-        stand_ins = {"model.path": "MODEL", "data.train": "train.jsonl", "data.eval": "test.jsonl", "reward": [{"fn": "task"}]}
+        stand_ins = {
+            "model.path": "MODEL",
+            "data.train": "train.jsonl",
+            "data.eval": "test.jsonl",
+            "reward": [{"fn": "task"}],
+        }
         for missing in self.missing:
             if missing.required:
                 section, _, name = missing.key.partition(".")
@@ -259,6 +274,14 @@ class Sheet:
                 else:
                     tree[section] = stand_ins[missing.key]
         return tree
+
+
+def _sentence(note: str) -> str:
+    """With a capital, unless it begins with a name; and a full stop."""
+    first = note.split(" ", 1)[0]
+    if re.fullmatch(r"[a-z]+('s)?[,:;]?", first) and first not in NAMES:
+        note = note[0].upper() + note[1:]
+    return note if note.endswith((".", "?")) else f"{note}."
 
 
 def _inside(node: Any, part: str, empty: Any) -> Any:

@@ -1,6 +1,6 @@
 """Words of a command line to settings: what starts the program is told from what the program is told.
 
-Guarantees that every word ends up in exactly one setting, or is a word that starts something (`python3 -m NAME`) or separates (`--`).
+Guarantees that every word ends up in exactly one setting, or is one that starts something (`python3 -m NAME`) or parts (`--`).
 """
 
 from __future__ import annotations
