@@ -39,16 +39,16 @@ def print_conversion(found: Conversion, file: IO[str]) -> None:
 
 def _table(lines: Sequence[Line], title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("flag", overflow="fold", ratio=3)
-    table.add_column("value", overflow="fold", ratio=2)
+    table.add_column("setting", overflow="fold", ratio=4)
     table.add_column("outcome", no_wrap=True)
     table.add_column("key", overflow="fold", ratio=3)
     table.add_column("note", overflow="fold", ratio=6)
     for line in lines:
         row = line.as_dict()
-        value = "" if row["value"] is True else written(row["value"])
+        alone = row["value"] is None if line.setting.origin in ("command", "stray") else row["value"] is True
+        setting = Text(row["flag"]).append("" if alone else f" {written(row['value'])}", style="bold")
         outcome = Text(line.outcome, style=STYLE[line.outcome])
-        table.add_row(Text(row["flag"]), Text(value), outcome, Text(row["key"] or ""), Text(row["note"], style="dim"))
+        table.add_row(setting, outcome, Text((row["key"] or "").replace(", ", "\n")), Text(row["note"], style="dim"))
     return table
 
 

@@ -85,6 +85,7 @@ def _read(words: Sequence[str] | None, text: str | None, file: Path | None) -> l
 
 def _converted(framework: Framework, settings: list[Setting]) -> Conversion:
     sheet = Sheet(framework, settings, other)
-    framework.settle(sheet)
+    if sheet.says_something:
+        framework.settle(sheet)
     finish(sheet)
     return Conversion(framework, sheet)

@@ -63,7 +63,7 @@ def processes(sheet: Sheet) -> int:
     """How many processes the launcher was told to start; 1 where it does not say."""
     for line in sheet.lines:
         name = line.setting.name.strip("-").replace("-", "_")
-        if line.setting.origin == "launcher" and name in PROCESSES and isinstance(line.setting.value, int):
+        if name in PROCESSES and isinstance(line.setting.value, int):
             return max(line.setting.value, 1)
     return 1
 
@@ -71,7 +71,7 @@ def processes(sheet: Sheet) -> int:
 def split_updates(sheet: Sheet, prompts: int, parts: float, name: str, sum_: str) -> None:
     """`learn.updates_per_step` from a quotient of batch sizes; the nearest valid one where it is not whole."""
     updates = min(max(round(parts), 1), prompts)
-    note = f"{sum_} = {parts:.10g} optimizer steps for each batch"
+    note = f"{sum_} = {parts:.10g} optimizer step{'s' * (parts != 1)} for each batch"
     if updates != parts:
         note += f", which is not possible here: {updates} is the nearest"
     sheet.put("learn.updates_per_step", updates, name, note=note)
@@ -152,6 +152,7 @@ def adapters(sheet: Sheet, rank: str, alpha: str, targets: str, dropout: str = "
 
 def clip(sheet: Sheet, both: str, low: str = "", high: str = "") -> None:
     """`learn.clip` from one bound for both sides, and one for each that wins over it."""
+    usual = 0.2
     bound = sheet.read(both, real) if both else None
     below = sheet.read(low, real, bound) if low else bound
     above = sheet.read(high, real, bound) if high else bound
@@ -159,8 +160,8 @@ def clip(sheet: Sheet, both: str, low: str = "", high: str = "") -> None:
         sheet.put("learn.clip.low", below, *[name for name in (low, both) if name and sheet.line(name)][:1])
     if above is not None:
         sheet.put("learn.clip.high", above, *[name for name in (high, both) if name and sheet.line(name)][:1])
-    if below is not None and above is not None and above > below:
-        sheet.say(high if high and sheet.line(high) else both, looser(above, below))
+    if above is not None and above > (usual if below is None else below):
+        sheet.say(high if high and sheet.line(high) else both, looser(above, usual if below is None else below))
 
 
 def without_critic(sheet: Sheet, name: str, algorithm: str) -> None:

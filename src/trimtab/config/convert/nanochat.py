@@ -38,7 +38,12 @@ RULES: tuple[Rule, ...] = (
     together("eval_every", "observe.eval_every"),
     together("eval_examples", "eval.limit"),
     mapped("save_every", "observe.checkpoint_every", every),
-    together("device_batch_size", "eval.samples_per_prompt"),
+    automatic(
+        "device_batch_size",
+        "there it bounds memory, divides the loss and says how many samples evaluation draws; here memory follows from a token "
+        "budget and the loss does not change with it",
+        "run.token_budget",
+    ),
     mapped("weight_decay", "learn.optimizer.weight_decay", number),
     together("run", "observe.wandb"),
     automatic("device_type", "the first CUDA device, or the CPU", "run.device"),
@@ -104,11 +109,8 @@ def _sizes(sheet: Sheet) -> None:
         kept = samples // rows_at_once * rows_at_once
         happens = f"trains on {kept} samples without a word" if kept else "fails"
         sheet.say("num_samples", f"with device_batch_size {rows_at_once} nanochat {happens}; here all {samples} count")
-    note = (
-        "there it bounds memory and divides the loss; here a token budget does the first (run.token_budget) and nothing the "
-        "second. It is also how many samples nanochat evaluates with"
-    )
-    sheet.put("eval.samples_per_prompt", rows_at_once, "device_batch_size", note=note)
+    if rows_at_once > 0:
+        sheet.put("eval.samples_per_prompt", rows_at_once)
     if sheet.line("eval_every"):
         sheet.put("observe.eval_every", sheet.read("eval_every", whole, 60), "eval_every")
     if sheet.line("eval_examples"):

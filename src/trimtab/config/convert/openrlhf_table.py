@@ -187,7 +187,7 @@ RULES: tuple[Rule, ...] = (
     automatic("vllm.enforce_eager enforce_eager", "the native engine decides what runs as a graph"),
     dead(
         "vllm.sync_backend vllm_sync_backend",
-        "it reaches Ray's collectives only with sync_with_ray, so it must not be nccl. Here no weights are sent at all",
+        "it reaches Ray's collectives only with sync_with_ray, so it need not be nccl. Here no weights are sent at all",
     ),
     automatic("vllm.sync_with_ray vllm_sync_with_ray", "no weights are sent"),
     # memory and speed

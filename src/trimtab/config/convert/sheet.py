@@ -86,6 +86,11 @@ class Framework:
     dashes: str = "--"
     alias: str = "the same as {}"
     """What is said of a name that is not the first of its rule."""
+    in_full: Callable[[str], str] = str
+    """A name of the table as a user writes it."""
+
+    def shown(self, rule: Rule) -> str:
+        return f"{self.dashes}{self.in_full(rule.name)}"
 
     @property
     def by_name(self) -> dict[str, Rule]:
@@ -104,27 +109,32 @@ class Sheet:
         self._last: dict[str, Line] = {}
         for setting in settings:
             self._add(setting, other)
-        for name, value in framework.defaults.items():
+        for name, value in framework.defaults.items() if self.says_something else ():
             if name not in self._last:
                 rule = self.known[framework.spelling(name)]
-                self._last[name] = Line(Setting(name, value), rule, False, rule.outcome, "", [])
+                self._last[name] = Line(Setting(framework.in_full(name), value), rule, False, rule.outcome)
                 self.lines.append(self._last[name])
         for line in self._last.values():
             self._apply(line)
+
+    @property
+    def says_something(self) -> bool:
+        """Whether any setting is about training; a command that looks at a GPU is not."""
+        return any(line.setting.origin not in ("command", "stray") for line in self.lines)
 
     def _add(self, setting: Setting, other: Callable[[Setting], Line | None]) -> None:
         spelt = self.framework.spelling(setting.name)
         rule = self.known.get(spelt)
         if rule is None and setting.value is True and spelt.startswith("no_") and spelt[3:] in self.known:
             rule, setting = self.known[spelt[3:]], Setting(setting.name, False)
-        if rule is None or setting.origin in ("command", "stray"):
+        if rule is None or setting.origin in ("command", "stray", "launcher"):
             self.lines.append(other(setting) or self._unknown(setting, spelt))
             return
         line = Line(setting, rule, True, rule.outcome, "" if rule.outcome == "mapped" else rule.key)
         if spelt in map(self.framework.spelling, rule.never):
-            line.notes.append(f"{self.framework.title} has no {setting.name}; {rule.name} is meant")
+            line.notes.append(f"{self.framework.title} has no {setting.name}; {self.framework.shown(rule)} is meant")
         elif spelt in map(self.framework.spelling, rule.old):
-            line.notes.append(self.framework.alias.format(f"{self.framework.dashes}{rule.name}"))
+            line.notes.append(self.framework.alias.format(self.framework.shown(rule)))
         if earlier := self._last.get(rule.name):
             earlier.outcome, earlier.key, earlier.notes = "dead", "", ["given again later; the last one counts"]
         self._last[rule.name] = line
@@ -133,13 +143,18 @@ class Sheet:
             line.notes.append("only a shell knows what it stands for: write it out")
 
     def _unknown(self, setting: Setting, spelt: str) -> Line:
-        names = [rule.name for rule in self.framework.rules]
+        rules = self.framework.rules
+        names = [rule.name for rule in rules]
         near = nearest(spelt, names, 0.75)
         if not near:
             ends = [name.rsplit(".", 1)[-1] for name in names]
             end = nearest(spelt.rsplit(".", 1)[-1], ends, 0.8)
             near = names[ends.index(end)] if end else ""
-        meant = f"Did you mean {self.framework.dashes}{near}?" if near else "Trimtab does not know what it means"
+        meant = (
+            f"Did you mean {self.framework.shown(rules[names.index(near)])}?"
+            if near
+            else "Trimtab does not know what it means"
+        )
         return Line(setting, None, notes=[f"not a setting of {self.framework.title} that is known here. {meant}"])
 
     def _apply(self, line: Line) -> None:

@@ -143,7 +143,7 @@ class Script:
         """What stands at a dollar sign, worked out; reading goes on behind it."""
         rest = self.text[self.at :]
         if rest.startswith("$(("):
-            raw = rest[: _or_end(rest, rest.find("))")) + 2]
+            raw = rest[: _closing(rest, 1, "(", ")")]
             meant = _arithmetic(NAME.sub(lambda name: self._variable(name[0]), re.sub(r"[${}]", "", raw[3:-2])), raw)
         elif rest.startswith("$("):
             raw = meant = rest[: _closing(rest, 1, "(", ")")]

@@ -80,12 +80,12 @@ def _sizes(sheet: Sheet) -> None:
     if min(per_device, accumulated, samples, devices) < 1:
         return
     generated = whole_batch or per_device * devices * steps
-    sum_ = str(whole_batch) if whole_batch else f"{per_device} × {steps} × {devices} processes"
+    sum_ = "" if whole_batch else f"{per_device} × {steps} × {devices} process{'es' * (devices > 1)} = "
     prompts = max(round(generated / samples), 1)
-    note = f"counted in completions: {sum_} = {generated} / {samples} = {generated / samples:.10g} prompts"
+    note = f"counted in completions: {sum_}{generated} / {samples} = {generated / samples:.10g} prompts"
     if prompts * samples != generated:
         note += f", which TRL refuses; {prompts} is the nearest"
-    elif not any(line.setting.origin == "launcher" for line in sheet.lines) and not whole_batch:
+    elif devices == 1 and not whole_batch:
         note += ". If several processes ran, multiply by their number"
     source = "generation_batch_size" if whole_batch else "per_device_train_batch_size"
     sheet.put(
@@ -202,9 +202,13 @@ def _data(sheet: Sheet) -> None:
     evaluates = sheet.read("eval_strategy", text, "no")
     if evaluates != "no" and name is not None:
         sheet.put("data.eval", sheet.keys["data.train"].value, "eval_strategy")
-        if evaluates == "epoch":
-            sheet.say("eval_strategy", "Trimtab evaluates every so many steps: write observe.eval_every")
-    elif evaluates == "no":
+    if evaluates == "epoch":
+        sheet.refuse("eval_strategy", "Trimtab evaluates every so many steps: write observe.eval_every")
+    elif evaluates != "no":
+        every_ = sheet.keys.get("observe.eval_every")
+        note = "" if every_ else "TRL evaluates as often as it logs, every 10 steps"
+        sheet.put("observe.eval_every", every_.value if every_ else 10, "eval_strategy", "eval_steps", note=note)
+    else:
         for flag in ("eval_steps", "dataset_test_split", "num_generations_eval"):
             sheet.refuse(flag, "has no effect while eval_strategy is no", "dead")
         sheet.keys.pop("observe.eval_every", None)

@@ -218,7 +218,7 @@ RULES: tuple[Rule, ...] = (
         "data.max_prompt_tokens",
     ),
     automatic(
-        "A.rollout.tensor_model_parallel_size | rollout.tensor_parallel_size tensor_parallel_size",
+        "A.rollout.tensor_model_parallel_size | A.rollout.tensor_parallel_size rollout.tensor_parallel_size tensor_parallel_size",
         "the engine is one device",
     ),
     automatic("A.rollout.data_parallel_size", ONE_DEVICE),
