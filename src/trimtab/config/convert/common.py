@@ -52,7 +52,7 @@ def other(setting: Setting) -> Line | None:
     if setting.origin == "launcher":
         return Line(setting, None, outcome="automatic", notes=[LAUNCH])
     if setting.origin == "command":
-        note = COMMANDS.get(setting.name.split()[0].rsplit("/", 1)[-1], "not a training run that is known here")
+        note = COMMANDS.get(setting.name.split(" ")[0].rsplit("/", 1)[-1], "not a training run that is known here")
         return Line(setting, None, notes=[f"a command, not a setting; {note}"])
     if setting.origin == "stray":
         return Line(setting, None, notes=["a word that belongs to no flag"])
@@ -84,7 +84,7 @@ def steps_from_epochs(sheet: Sheet, name: str, prompts: int | None) -> None:
         return
     passes = line.setting.value
     formula = f"{passes} × rows // {prompts or 'learn.prompts_per_step'}"
-    sheet.refuse(name, f"passes over the data; Trimtab counts steps: learn.steps = {formula}")
+    sheet.refuse(name, f"write learn.steps = {formula}")
     sheet.need("learn.steps", f"{formula}, with the rows of the training set (now Trimtab's default, 100)", False)
 
 

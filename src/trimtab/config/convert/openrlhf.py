@@ -93,10 +93,10 @@ def _sizes(sheet: Sheet) -> None:
     prompts = sheet.read("rollout.batch_size", whole, 1024)
     samples = sheet.read("rollout.n_samples_per_prompt", whole, 1)
     trained = sheet.read("train.batch_size", whole, 128)
-    sheet.put("learn.prompts_per_step", prompts, "rollout.batch_size", note="counted in prompts, there and here")
+    sheet.put("learn.prompts_per_step", prompts, "rollout.batch_size")
     sheet.put("learn.samples_per_prompt", samples, "rollout.n_samples_per_prompt")
     if min(prompts, samples, trained) > 0:
-        sum_ = f"counted in samples: {prompts} × {samples} / {trained}"
+        sum_ = f"{prompts} × {samples} / {trained}"
         split_updates(sheet, prompts, prompts * samples / trained, "train.batch_size", sum_)
     steps_from_epochs(sheet, "train.num_episodes", prompts)
 
@@ -109,13 +109,13 @@ def _lengths(sheet: Sheet) -> None:
     if new is not None:
         sheet.put("learn.max_new_tokens", new, "rollout.max_new_tokens")
         if prompt is None and sheet.given("data.max_len") and total > new:
-            note = f"bounds prompt and completion together: {total} - {new} is left for the prompt"
+            note = f"{total} - {new} tokens are left for the prompt"
             sheet.put("data.max_prompt_tokens", total - new, "data.max_len", note=note)
         elif sheet.given("data.max_len"):
             sheet.refuse("data.max_len", "says nothing more: prompt and completion are bounded each by itself", "dead")
     else:
         given = prompt if prompt is not None and prompt < total else total // 2
-        note = f"bounds prompt and completion together; here each has its own: {total - given} and {given} tokens"
+        note = f"here each has its own bound: {total - given} new tokens, {given} of the prompt"
         sheet.put("learn.max_new_tokens", total - given, "data.max_len", note=note)
         if prompt is None:
             sheet.put("data.max_prompt_tokens", given, "data.max_len")
@@ -125,7 +125,7 @@ def _lengths(sheet: Sheet) -> None:
 
 def _kl(sheet: Sheet) -> None:
     coef = sheet.read("algo.kl.init_coef", real, 0.0)
-    sheet.put("learn.kl.coef", coef, "algo.kl.init_coef", note="per nat and token")
+    sheet.put("learn.kl.coef", coef, "algo.kl.init_coef")
     others = ("algo.kl.estimator", "algo.kl.use_loss", "algo.kl.target", "algo.kl.horizon")
     if coef == 0:
         for name in others:
@@ -140,16 +140,14 @@ def _kl(sheet: Sheet) -> None:
     if target is None:
         sheet.refuse("algo.kl.horizon", "has no effect without a target", "dead")
         return
-    note = "OpenRLHF's own code says that its adaptive controller does not fit its trainer; Trimtab's is Ziegler's"
-    tokens = sheet.keys["learn.max_new_tokens"].value
-    if target > SEQUENCE_TARGET:
-        note += (
-            f". {target:g} can only be nats for a whole completion; Trimtab's are for one token: {target:g} / {tokens}"
-        )
+    note = ""
+    tokens = sheet.keys["learn.max_new_tokens"].value if "learn.max_new_tokens" in sheet.keys else 0
+    if target > SEQUENCE_TARGET and tokens > 0:
+        note = f"{target:g} can only be meant for a whole completion: {target:g} / {tokens} new tokens"
         target = round(target / tokens, 6)
     sheet.put("learn.kl.target", target, "algo.kl.target", note=note)
     if horizon is not None:
-        sheet.put("learn.kl.horizon", horizon, "algo.kl.horizon", note="counted in samples, there and here")
+        sheet.put("learn.kl.horizon", horizon, "algo.kl.horizon")
 
 
 def _clip(sheet: Sheet) -> None:

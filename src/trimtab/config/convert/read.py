@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,9 @@ def read_text(text: str, source: str) -> list[Setting]:
     if ending == ".py" and not _python_tree(text):
         raise ConfigError([Problem(source, "is not Python that can be read", "Mend it, or give the flags after --")])
     tree = None if ending == ".sh" else _python_tree(text)
-    if tree and (found := list(_python(tree, text))):
-        return found
+    found = list(_python(tree, text)) if tree else []
+    if found or ending == ".py":
+        return _some(found, source)
     if (
         ending not in (".sh", ".py")
         and re.search(r"(?m)^\s*[\w.-]+:(\s|$)", text)
@@ -119,7 +121,8 @@ def _constructed(node: yaml.Node) -> Any:
 
 def _python_tree(text: str) -> ast.Module | None:
     try:
-        return ast.parse(text)
+        with warnings.catch_warnings(action="ignore"):  # shell text that happens to be Python, oddly spelt
+            return ast.parse(text)
     except (SyntaxError, ValueError):
         return None
 

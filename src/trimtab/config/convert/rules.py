@@ -129,7 +129,7 @@ def texts(value: Any) -> list[str]:
 
 def one_of(choices: Mapping[Any, Any]) -> Take:
     def take(value: Any) -> Any:
-        if value not in choices:
+        if isinstance(value, list | dict) or value not in choices:
             raise ValueError(f"takes one of {', '.join(map(str, choices))}")
         return choices[value]
 

@@ -11,7 +11,8 @@ import yaml
 Origin = Literal["flag", "variable", "launcher", "command", "stray"]
 
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
-WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None}
+WORDS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+WORDS |= {"null": None, "Null": None, "NULL": None, "None": None, "~": None}
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Setting:
 def literal(text: str) -> Any:
     """The value that a text stands for: a number, true or false, nothing, a list, or the text itself."""
     word = text.strip()
-    if word.lower() in WORDS:
-        return WORDS[word.lower()]
+    if word in WORDS:
+        return WORDS[word]
     if NUMBER.fullmatch(word):
         number = float(word.replace("_", ""))
         return number if re.search(r"[.eE]", word) else int(word.replace("_", ""))

@@ -8,7 +8,7 @@ config: its line says why, in the loader's words. Defaults of the other framewor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,7 +215,7 @@ class Sheet:
 
     def _refuse(self, line: Line, note: str, outcome: OutcomeName = "unsupported") -> None:
         line.outcome, line.key = outcome, ""
-        line.notes.append(note)
+        line.notes += [note] * (note not in line.notes)
 
     def need(self, key: str, what: str, required: bool = True) -> None:
         if key not in self.keys and key not in {missing.key for missing in self.missing}:
@@ -249,17 +249,17 @@ class Sheet:
             config_from_dict(self.filled_in())
         except ConfigError as error:
             for problem in error.problems:
-                for key in (problem.where, *self._others(problem.where)):
-                    if key in self.keys:
-                        return key, f"{problem.what}. {problem.fix}".rstrip(". ") + ". It is left out"
+                blamed = problem.where if problem.where in self.keys else self._other(problem.where)
+                if blamed:
+                    return blamed, f"{problem.what}. {problem.fix}".rstrip(". ") + ". It is left out"
             raise
         return None
 
-    def _others(self, where: str) -> Iterable[str]:
-        """The other keys of a contradiction that is reported at `where`."""
+    def _other(self, where: str) -> str | None:
+        """The key to blame for a contradiction that is reported at one which no flag set."""
         config = Config.model_validate(self.filled_in())
         found = [clash for check in CHECKS for clash in check(config, resolve(config.learn))]
-        return [key for clash in found if clash.keys[0] == where for key in clash.keys]
+        return next((key for clash in found if clash.keys[0] == where for key in clash.keys if key in self.keys), None)
 
     def tree(self) -> dict[str, Any]:
         """The config as a nested mapping."""

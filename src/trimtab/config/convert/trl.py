@@ -82,7 +82,7 @@ def _sizes(sheet: Sheet) -> None:
     generated = whole_batch or per_device * devices * steps
     sum_ = "" if whole_batch else f"{per_device} × {steps} × {devices} process{'es' * (devices > 1)} = "
     prompts = max(round(generated / samples), 1)
-    note = f"counted in completions: {sum_}{generated} / {samples} = {generated / samples:.10g} prompts"
+    note = f"{sum_}{generated} / {samples} = {generated / samples:.10g} prompts"
     if prompts * samples != generated:
         note += f", which TRL refuses; {prompts} is the nearest"
     elif devices == 1 and not whole_batch:
@@ -123,7 +123,7 @@ def _periods(sheet: Sheet) -> None:
 
 def _put_period(sheet: Sheet, key: str, name: str, steps: int) -> None:
     updates = _updates(sheet)
-    note = f"counted in optimizer steps, {updates} to a batch: {steps} / {updates}" if updates > 1 else ""
+    note = f"{updates} optimizer steps to a batch: {steps} / {updates}" if updates > 1 else ""
     sheet.put(key, max(round(steps / updates), 1), name, note=note)
 
 

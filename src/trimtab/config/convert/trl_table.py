@@ -30,14 +30,18 @@ RULES: tuple[Rule, ...] = (
     # what to learn
     mapped("model_name_or_path", "model.path", text),
     mapped("trust_remote_code", "model.trust_remote_code", yes),
-    together("per_device_train_batch_size", "learn.prompts_per_step"),
+    together(
+        "per_device_train_batch_size",
+        "learn.prompts_per_step",
+        "counted in completions: × gradient_accumulation_steps × processes / num_generations is the number of prompts",
+    ),
     together("gradient_accumulation_steps", "learn.prompts_per_step"),
-    together("generation_batch_size", "learn.prompts_per_step"),
+    together("generation_batch_size", "learn.prompts_per_step", "counted in completions; / num_generations"),
     together("steps_per_generation", "learn.updates_per_step"),
     together("num_generations", "learn.samples_per_prompt"),
     mapped("num_iterations", "learn.epochs_per_step", whole, "passes over one batch of samples"),
-    together("max_steps", "learn.steps"),
-    together("num_train_epochs", "learn.steps"),
+    together("max_steps", "learn.steps", "TRL counts optimizer steps, Trimtab batches"),
+    together("num_train_epochs", "learn.steps", "passes over the data: the number of rows is needed"),
     mapped("max_completion_length", "learn.max_new_tokens", whole),
     mapped(
         "max_prompt_length",

@@ -102,12 +102,10 @@ def _sizes(sheet: Sheet) -> None:
     prompts = sheet.read("data.train_batch_size", whole, 1024)
     samples = sheet.read("A.rollout.n", whole, 1)
     mini = sheet.read("A.actor.ppo_mini_batch_size", whole, 256)
-    sheet.put("learn.prompts_per_step", prompts, "data.train_batch_size", note="counted in prompts, there and here")
+    sheet.put("learn.prompts_per_step", prompts, "data.train_batch_size")
     sheet.put("learn.samples_per_prompt", samples, "A.rollout.n")
     if min(prompts, mini) > 0:
-        split_updates(
-            sheet, prompts, prompts / mini, "A.actor.ppo_mini_batch_size", f"counted in prompts: {prompts} / {mini}"
-        )
+        split_updates(sheet, prompts, prompts / mini, "A.actor.ppo_mini_batch_size", f"{prompts} / {mini}")
     if "learn.steps" in sheet.keys:
         sheet.refuse("trainer.total_epochs", "total_training_steps wins over it", "dead")
     else:

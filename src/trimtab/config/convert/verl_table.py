@@ -72,14 +72,20 @@ RULES: tuple[Rule, ...] = (
     together("algorithm.norm_adv_by_std_in_grpo", "learn.advantage"),
     together("A.actor.policy_loss.loss_mode", "learn.loss"),
     together("A.actor.loss_agg_mode", "learn.aggregate"),
-    together("data.train_batch_size | rollout.batch_size", "learn.prompts_per_step"),
+    together(
+        "data.train_batch_size | rollout.batch_size", "learn.prompts_per_step", "counted in prompts, there and here"
+    ),
     together("A.rollout.n | generation.group_size", "learn.samples_per_prompt"),
-    together("A.actor.ppo_mini_batch_size | training.batch_size", "learn.updates_per_step"),
+    together(
+        "A.actor.ppo_mini_batch_size | training.batch_size",
+        "learn.updates_per_step",
+        "counted in prompts: train_batch_size / this is the number of optimizer steps for each batch",
+    ),
     mapped(
         "A.actor.ppo_epochs | training.num_epochs", "learn.epochs_per_step", whole, "passes over one batch of samples"
     ),
     mapped("trainer.total_training_steps", "learn.steps", positive),
-    together("trainer.total_epochs", "learn.steps"),
+    together("trainer.total_epochs", "learn.steps", "passes over the data: the number of rows is needed"),
     mapped(
         "data.max_response_length A.rollout.response_length | generation.max_new_tokens", "learn.max_new_tokens", whole
     ),

@@ -32,26 +32,34 @@ HOUSEKEEPING = (
 
 def settings_of(words: Sequence[str]) -> list[Setting]:
     """The settings of one command."""
-    rest = [word for word in _joined(words) if not REDIRECTION.fullmatch(word)]
+    rest = _joined(_without_redirections(words))
     found: list[Setting] = []
     while rest and (rest[0] in DECLARES or _is_variable(rest[0])):
         if name := ASSIGNMENT.fullmatch(rest.pop(0)):
             found.append(Setting(name[1], literal(name[2]), "variable"))
     if not rest:
         return found
+    if _is_setting(rest[0]):
+        return found + _flags(rest, "flag")
     if rest[0].rsplit("/", 1)[-1] in LAUNCHERS or rest[0].endswith(".py"):
         start = _program(rest)
-        if start is None:
-            return [*found, Setting(" ".join(rest), None, "command")]
-        if start == len(rest):  # a program that is told nothing
+        if start in (None, len(rest)):  # nothing that could train, or a program that is told nothing
             return [*found, Setting(" ".join(rest), None, "command")]
         found += _flags(rest[:start], "launcher")
-        rest = rest[start:]
-    elif rest[0] in HOUSEKEEPING or rest[0].endswith(")"):
+        return found + _flags(rest[start:], "flag")
+    if rest[0] in HOUSEKEEPING or rest[0].endswith(")"):
         return found
-    elif not _is_setting(rest[0]):
-        return [*found, Setting(" ".join(rest), None, "command")]
-    return found + _flags(rest, "flag")
+    return [*found, Setting(" ".join(rest), None, "command")]
+
+
+def _without_redirections(words: Sequence[str]) -> list[str]:
+    """`> file`, `2>&1` and the like left out."""
+    before = ["", *words]
+    return [
+        word
+        for word, last in zip(words, before)
+        if not REDIRECTION.fullmatch(word) and not (REDIRECTION.fullmatch(last) and last[-1] in "<>")
+    ]
 
 
 def _is_variable(word: str) -> bool:
@@ -68,7 +76,11 @@ def _joined(words: Sequence[str]) -> list[str]:
     """`key = value`, which documents write, as one word; commas between arguments of Python left out."""
     found: list[str] = []
     for word in words:
-        if found and (word.startswith("=") or found[-1].endswith("=")) and not FLAG.match(word) and len(found[-1]) > 1:
+        if (
+            found
+            and not _is_setting(word)
+            and (word.startswith("=") or (PAIR.fullmatch(found[-1]) and found[-1][-1] == "="))
+        ):
             found[-1] += word
         else:
             found.append(word)
@@ -78,8 +90,10 @@ def _joined(words: Sequence[str]) -> list[str]:
 def _program(words: Sequence[str]) -> int | None:
     """Where the program's own words begin; None where nothing is started that could train."""
     for place, word in enumerate(words):
+        if _is_setting(word):
+            continue
         module = place > 0 and words[place - 1] in ("-m", "--module")
-        if module or (PROGRAMS.fullmatch(word) and not word.startswith("-")):
+        if module or PROGRAMS.fullmatch(word):
             return place + 1
         if word.rsplit("/", 1)[-1] == "trl" and place + 1 < len(words) and words[place + 1] in STAGES:
             return place + 2
