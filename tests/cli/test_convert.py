@@ -108,7 +108,7 @@ def test_a_whole_command_may_be_pasted_in_quotes() -> None:
         (["openrlfh", "--", "--a", "1"], "openrlfh: is no framework that can be converted. Did you mean openrlhf?"),
         (["slime", "--", "--a", "1"], "Write one of openrlhf, verl, trl, nanochat, script"),
         (["verl"], "no settings are given. Write trimtab convert verl -- FLAGS, or trimtab convert verl --file FILE"),
-        (["verl", "--", ""], "holds no settings"),
+        (["verl", "--", ""], "the text given: is empty"),
         (["verl", "--file", "none.sh"], "none.sh: there is no such file"),
         (["verl", "--file", "."], "cannot be read"),
         (["verl", "--file", "empty.sh"], "is empty"),

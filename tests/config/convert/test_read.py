@@ -112,6 +112,15 @@ def test_a_script_with_everything() -> None:
     ]
 
 
+def test_more_of_an_array_a_variable_of_words_and_a_document_in_the_text() -> None:
+    text = (
+        "A=(a.x=1)\nA+=(a.y=2)\nMORE='\n  b.x=1 \\\n  b.y=2'\ncat > f <<'EOF'\n--not a flag\nEOF\n"
+        'python3 -m verl.trainer.main_ppo "${A[@]}" $MORE c.x="$MORE"\n'
+    )
+    found = pairs(read_text(text, "run.sh"))
+    assert found[:4] == [("a.x", 1), ("a.y", 2), ("b.x", 1), ("b.y", 2)] and found[4][0] == "c.x" and len(found) == 5
+
+
 def test_flags_one_to_a_line_without_continuation() -> None:
     text = "# no --adam_offload\n--overlap_comm\n\n--zero_stage 3\n"
     assert pairs(read_text(text, "it")) == [("--overlap_comm", True), ("--zero_stage", 3)]

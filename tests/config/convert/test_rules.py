@@ -353,6 +353,31 @@ def test_an_unknown_flag_comes_with_the_nearest(kind: str, word: str, near: str)
     assert line["outcome"] == "unsupported" and f"Did you mean {near}?" in line["note"]
 
 
+def test_families_of_keys_are_known_by_their_beginning() -> None:
+    found = verl(
+        "A.actor.megatron.tensor_model_parallel_size=4",
+        "A.actor.megatron.param_offload=True",
+        "critic.foo=1",
+        "critic.bar=null",
+    )
+    assert [line.outcome for line in found.lines] == ["automatic", "automatic", "unsupported", "dead"]
+    assert "nothing is asked for" in found.lines[3].as_dict()["note"]
+
+
+def test_a_value_that_refers_to_another_key_counts_there() -> None:
+    found = convert(
+        "verl",
+        text="critic:\n  ppo_epochs: ${oc.select:actor.ppo_epochs,1}\ndata:\n  train_batch_size: ${data.gen_batch_size}\n",
+    )
+    assert [line.outcome for line in found.lines] == ["dead", "dead"] and keys(found)["learn.prompts_per_step"] == 1024
+
+
+def test_what_the_loader_takes_out_is_asked_for_again() -> None:
+    found = openrlhf("--pretrain=", "--remote_rm_url=r.py", "--prompt_data=")
+    assert {item.key for item in found.sheet.missing if item.required} == {"model.path", "data.train"}
+    assert "is empty" in found.lines[0].as_dict()["note"]
+
+
 def test_what_the_loader_refuses_is_left_out_in_its_words() -> None:
     found = openrlhf("--temperature", "0", "--top_p", "1.5", "--actor_learning_rate", "fast")
     assert [line.outcome for line in found.lines] == ["unsupported"] * 3

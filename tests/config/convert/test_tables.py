@@ -49,7 +49,7 @@ def test_defaults_are_flags_of_the_table(framework: Framework) -> None:
 def test_every_flag_alone_is_converted_to_a_config_that_loads(framework: Framework) -> None:
     for rule in framework.rules:
         for value in ("1", "0.5", "true", "some-text", "null", "-1"):
-            found = convert(framework.kind, words=[f"{framework.in_full(rule.name)}={value}"])
+            found = convert(framework.kind, words=[f"{framework.in_full(rule.name).replace('*', 'x')}={value}"])
             assert len(found.lines) == 1, rule.name
             assert found.lines[0].outcome != "mapped" or found.lines[0].key, rule.name
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config.convert import nanochat, openrlhf, script, trl, verl
-from trimtab.config.convert.common import finish, other
+from trimtab.config.convert.common import needs, other
 from trimtab.config.convert.read import read_file, read_text, read_words
 from trimtab.config.convert.settings import Setting
 from trimtab.config.convert.sheet import Framework, Line, Sheet
@@ -87,5 +87,5 @@ def _converted(framework: Framework, settings: list[Setting]) -> Conversion:
     sheet = Sheet(framework, settings, other)
     if sheet.says_something:
         framework.settle(sheet)
-    finish(sheet)
+    sheet.finish(lambda: needs(sheet))
     return Conversion(framework, sheet)

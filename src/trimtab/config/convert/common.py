@@ -25,6 +25,17 @@ ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
     "WANDB_API_KEY": ("automatic", "keep it in the environment; observe.wandb names the project"),
     "WANDB_PROJECT": ("unsupported", "write observe.wandb: PROJECT"),
 }
+PREFIXES: dict[str, tuple[OutcomeName, str]] = {
+    "NCCL_": ("automatic", "one process: nothing is sent between devices"),
+    "HCCL_": ("automatic", "one process: nothing is sent between devices"),
+    "GLOO_": ("automatic", "one process: nothing is sent between devices"),
+    "RAY_": ("automatic", "one process needs no Ray"),
+    "VLLM_": ("automatic", "the native engine generates"),
+    "SGLANG_": ("automatic", "the native engine generates"),
+    "CUDA_": ("automatic", "keep it in the environment if your machine needs it"),
+    "TORCH_": ("automatic", "keep it in the environment if your machine needs it"),
+    "HF_": ("automatic", "keep it in the environment: models and data come from the same hub"),
+}
 LAUNCH = "how processes are started; Trimtab is one process on one device and starts its own workers"
 PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 COMMANDS = {
@@ -43,9 +54,9 @@ GSM8K_ROWS = 7473
 def other(setting: Setting) -> Line | None:
     """The line of a setting that is not the framework's own; None for an unknown flag of it."""
     if setting.origin == "variable":
-        outcome, note = ENVIRONMENT.get(
-            setting.name, ("unsupported", "a variable of the shell that no flag uses; Trimtab does not read it")
-        )
+        unknown: tuple[OutcomeName, str] = ("unsupported", "a variable that no flag uses; Trimtab does not read it")
+        family = next((said for prefix, said in PREFIXES.items() if setting.name.startswith(prefix)), unknown)
+        outcome, note = ENVIRONMENT.get(setting.name, family)
         secret = any(word in setting.name for word in ("KEY", "TOKEN", "SECRET"))
         shown = Setting(setting.name, "***" if secret else setting.value, "variable")
         return Line(shown, None, outcome=outcome, notes=[note])
@@ -178,7 +189,7 @@ def looser(high: float, low: float) -> str:
     )
 
 
-def finish(sheet: Sheet) -> None:
+def needs(sheet: Sheet) -> None:
     """What no config can do without, and an evaluation set where evaluation is spoken of."""
     sheet.need("model.path", "the model to train: a hub name or a folder")
     sheet.need("data.train", "the prompts: a file, or the name of a data set")
@@ -191,4 +202,3 @@ def finish(sheet: Sheet) -> None:
                 sheet.keys.pop(key)
         if any(key in sheet.keys for key in evaluates):
             sheet.need("data.eval", "the evaluation set, which the settings of evaluation need")
-    sheet.finish()

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from trimtab.config.convert import FRAMEWORKS
-from trimtab.config.convert.common import ENVIRONMENT
+from trimtab.config.convert.common import ENVIRONMENT, PREFIXES
 from trimtab.config.convert.rules import Rule
 from trimtab.config.convert.sheet import Framework
 from trimtab.config.reference import written
@@ -53,7 +53,8 @@ def _row(rule: Rule) -> str:
 
 
 def _environment() -> str:
-    rows = "".join(f"| `{name}` | {outcome} | {_cell(note)} |\n" for name, (outcome, note) in ENVIRONMENT.items())
+    known = ENVIRONMENT | {f"{prefix}…": said for prefix, said in PREFIXES.items()}
+    rows = "".join(f"| `{name}` | {outcome} | {_cell(note)} |\n" for name, (outcome, note) in known.items())
     return f"## Environment variables\n\n| variable | outcome | note |\n|---|---|---|\n{rows}"
 
 

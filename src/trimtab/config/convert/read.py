@@ -34,7 +34,7 @@ READ_CALLS = ("GRPOConfig", "RLOOConfig", "TrainingArguments", "ModelConfig", "S
 
 def read_words(words: Sequence[str]) -> list[Setting]:
     """Settings from the words of a command line; one long word is a whole text."""
-    if len(words) == 1 and re.search(r"\s", words[0].strip()):
+    if len(words) == 1 and (re.search(r"\s", words[0].strip()) or not words[0].strip()):
         return read_text(words[0], "the text given")
     return _some(settings_of(words), "the command line")
 

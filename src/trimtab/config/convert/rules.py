@@ -1,6 +1,7 @@
 """The vocabulary of a framework's table: what becomes of a flag, one rule each.
 
 A rule lists a flag's names: today's first, then older ones, and after a bar those that guides use and the framework never had.
+A name that ends in `.*` stands for all names that begin so and have no rule of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ Take = Callable[[Any], Any]
 
 PPO = "Trimtab's PPO is not in this version: there is no critic"
 REWARD_MODEL = "reward models are not in this version. Call the model from a reward function: rewards.py:score"
+
+SFT = "supervised training is not in this version: train that stage elsewhere and name its folder as model.path"
 
 
 @dataclass(frozen=True)

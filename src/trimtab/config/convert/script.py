@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trimtab.config.convert.common import adapters, clip
 from trimtab.config.convert.rules import (
+    SFT,
     Rule,
     automatic,
     each,
@@ -19,7 +20,6 @@ from trimtab.config.convert.rules import (
 )
 from trimtab.config.convert.sheet import Framework, Sheet
 
-SFT = "supervised training is not in this version: train that stage elsewhere and name its folder as model.path"
 SFT_CONSTANTS: tuple[Rule, ...] = (
     *each(unsupported, "sft_maxlen sft_max_length sft_batch_size sft_epochs sft_lr sft_steps sft_learning_rate", SFT),
 )

@@ -11,7 +11,14 @@ import yaml
 Origin = Literal["flag", "variable", "launcher", "command", "stray"]
 
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
-WORDS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+WORDS: dict[str, bool | None] = {
+    "true": True,
+    "True": True,
+    "TRUE": True,
+    "false": False,
+    "False": False,
+    "FALSE": False,
+}
 WORDS |= {"null": None, "Null": None, "NULL": None, "None": None, "~": None}
 
 

@@ -22,6 +22,9 @@ from trimtab.config.schema import Config
 from trimtab.errors import ConfigError
 
 MASK = "***"
+FAMILY = ".*"
+REFERENCE = re.compile(r"\$\{(oc\.|\.|\w+\.)")
+"""A value of Hydra's that stands for another key's: ${oc.select:a.b,1}, ${.c}, ${a.b}."""
 NAMES = ("trimtab", "verl", "nanochat", "gspo", "false", "true")
 """Words that are not written with a capital even when a sentence begins with them."""
 
@@ -124,32 +127,43 @@ class Sheet:
 
     def _add(self, setting: Setting, other: Callable[[Setting], Line | None]) -> None:
         spelt = self.framework.spelling(setting.name)
-        rule = self.known.get(spelt)
+        rule = self.known.get(spelt) or self._family(spelt)
         if rule is None and setting.value is True and spelt.startswith("no_") and spelt[3:] in self.known:
             rule, setting = self.known[spelt[3:]], Setting(setting.name, False)
         if rule is None or setting.origin in ("command", "stray", "launcher"):
             self.lines.append(other(setting) or self._unknown(setting, spelt))
             return
         line = Line(setting, rule, True, rule.outcome, "" if rule.outcome == "mapped" else rule.key)
+        if isinstance(setting.value, str) and REFERENCE.match(setting.value):
+            self._refuse(line, "takes its value from another key, which counts by itself", "dead")
+            self.lines.append(line)
+            return
         if spelt in map(self.framework.spelling, rule.never):
             line.notes.append(f"{self.framework.title} has no {setting.name}; {self.framework.shown(rule)} is meant")
         elif spelt in map(self.framework.spelling, rule.old):
             line.notes.append(self.framework.alias.format(self.framework.shown(rule)))
-        if earlier := self._last.get(rule.name):
+        name = spelt if rule.name.endswith(FAMILY) else rule.name
+        if earlier := self._last.get(name):
             earlier.outcome, earlier.key, earlier.notes = "dead", "", ["given again later; the last one counts"]
-        self._last[rule.name] = line
+        self._last[name] = line
         self.lines.append(line)
         if isinstance(setting.value, str) and "$" in setting.value:
             line.notes.append("only a shell knows what it stands for: write it out")
 
+    def _family(self, spelt: str) -> Rule | None:
+        """The rule of the longest `name.*` that a name begins with."""
+        parts = spelt.split(".")
+        families = (".".join(parts[:length]) + FAMILY for length in range(len(parts), 0, -1))
+        return next((self.known[family] for family in families if family in self.known), None)
+
     def _unknown(self, setting: Setting, spelt: str) -> Line:
-        rules = self.framework.rules
+        rules = [rule for rule in self.framework.rules if not rule.name.endswith(FAMILY)]
         names = [rule.name for rule in rules]
         near = nearest(spelt, names, 0.75)
         if not near:
             ends = [name.rsplit(".", 1)[-1] for name in names]
-            end = nearest(spelt.rsplit(".", 1)[-1], ends, 0.8)
-            near = names[ends.index(end)] if end else ""
+            end = nearest(spelt.rsplit(".", 1)[-1], ends, 0.85)
+            near = names[ends.index(end)] if "_" in end else ""
         meant = (
             f"Did you mean {self.framework.shown(rules[names.index(near)])}?"
             if near
@@ -160,6 +174,9 @@ class Sheet:
     def _apply(self, line: Line) -> None:
         rule = line.rule
         assert rule
+        if rule.outcome == "unsupported" and line.setting.value in (None, False, ""):
+            self._refuse(line, "off or empty: nothing is asked for", "dead")
+            return
         if rule.note:
             line.notes.append(rule.note)
         if rule.outcome == "mapped" and rule.take:
@@ -223,8 +240,12 @@ class Sheet:
 
     # --- the end
 
-    def finish(self) -> None:
-        """Leave in the config only what the loader takes, and of the framework's defaults only those that are not Trimtab's."""
+    def finish(self, needs: Callable[[], None]) -> None:
+        """Leave in the config only what the loader takes, and of the framework's defaults only those that are not Trimtab's.
+
+        `needs` says what is missing, and is asked again after each key that is taken out.
+        """
+        needs()
         for key, put in list(self.keys.items()):
             if not put.given and put.value == default(key):
                 self._take_out(key)
@@ -236,6 +257,14 @@ class Sheet:
             for line in self._take_out(key):
                 line.outcome = line.outcome if line.key else "unsupported"
                 line.notes.append(f"{key} {what}")
+            if key.startswith("reward.") and key.endswith(".fn"):  # a part without a function is none
+                for part in [part for part in self.keys if part.startswith("reward.")]:
+                    self._take_out(part)
+            needs()
+
+        for line in self.lines:
+            if line.given and line.outcome == "mapped" and not line.key:
+                self._refuse(line, "goes with a setting that is left out")
 
     def _take_out(self, key: str) -> tuple[Line, ...]:
         lines = self.keys.pop(key).lines

@@ -17,6 +17,7 @@ from trimtab.errors import ConfigError, Problem
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 CONTINUED = re.compile(r"\\[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
+DOCUMENT = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
 ALL_OF = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[[@*]\]\}")
 DECLARES = ("export", "local", "readonly", "declare", "env")
 OPENS, CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
@@ -38,6 +39,7 @@ class Script:
         self.variables: dict[str, str] = {}
         self.used: set[str] = set()
         self._arrays: dict[str, list[str]] = {}
+        self._here = ""
         self._depth = 0
 
     def commands(self) -> Iterator[list[str]]:
@@ -60,10 +62,19 @@ class Script:
                 self.at = _or_end(self.text, self.text.find("\n", self.at))
             elif self.text[self.at] in "\n;&|":
                 self.at += 1
+                self._pass_document()
                 break
+            elif document := DOCUMENT.match(self.text, self.at):
+                self.at, self._here = document.end(), document[1]
             else:
                 words += self._word(all(_declares(word) for word in words))
         return words
+
+    def _pass_document(self) -> None:
+        """Go past the text of a here-document (`<<EOF`) that the line before opened."""
+        if self._here and self.text[self.at - 1] == "\n":
+            end = re.compile(rf"^\s*{re.escape(self._here)}\s*$", re.MULTILINE).search(self.text, self.at)
+            self.at, self._here = end.end() if end else len(self.text), ""
 
     def _word(self, at_start: bool) -> list[str]:
         """One word, or what it stands for: none for an array that is set, several for one that is used."""
@@ -79,8 +90,8 @@ class Script:
                 self.at += 2
             elif here == "$":
                 text += self._expansion()
-            elif here == "(" and at_start and NAME.fullmatch(text[:-1]) and text.endswith("="):
-                self._array(text[:-1])
+            elif here == "(" and at_start and (array := re.fullmatch(r"(\w+)(\+?)=", text)):
+                self._array(array[1], bool(array[2]))
                 return []
             elif here in " \t\r\n;&|" and not (here == "&" and text.endswith(">")):
                 break
@@ -93,6 +104,8 @@ class Script:
             return self._arrays.get(whole[1], [])
         if raw in ("$@", "$*"):
             return []
+        if self.text[begin] == "$" and re.search(r"\s", text):  # outside quotes, what a variable holds is several words
+            return re.sub(r"\\\s*\n", " ", text).split()
         if at_start and (found := ASSIGNMENT.fullmatch(text)) and not (self._depth and found[1] in self.variables):
             self.variables[found[1]] = found[2]
         return [text]
@@ -117,7 +130,8 @@ class Script:
         self.at += 1
         return text
 
-    def _array(self, name: str) -> None:
+    def _array(self, name: str, more: bool) -> None:
+        """`NAME=(...)`, or `NAME+=(...)` for more of it."""
         self.at += 1
         words: list[str] = []
         while self.at < len(self.text) and self.text[self.at] != ")":
@@ -136,7 +150,9 @@ class Script:
                     self.at -= 1
                     words = [word for word in words if word]
         self.at += 1
-        if not (self._depth and name in self._arrays):
+        if more:
+            self._arrays[name] = self._arrays.get(name, []) + words
+        elif not (self._depth and name in self._arrays):
             self._arrays[name] = words
 
     def _expansion(self) -> str:

@@ -91,7 +91,9 @@ RULES: tuple[Rule, ...] = (
     mapped("dataset_train_split", "data.train_split", text),
     mapped("dataset_test_split", "data.eval_split", text),
     mapped("shuffle_dataset", "data.shuffle", yes),
-    automatic("dataset_streaming", "rows are read whole before the model loads: columns and types are checked first"),
+    automatic(
+        "dataset_streaming streaming", "rows are read whole before the model loads: columns and types are checked first"
+    ),
     together("reward_funcs", "reward.0.fn"),
     together("reward_weights", "reward.0.weight"),
     together("eval_strategy", "data.eval"),
@@ -234,5 +236,7 @@ RULES: tuple[Rule, ...] = (
     *each(unsupported, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "the VESPO loss is not here"),
     unsupported("model_init_kwargs", "write what Trimtab has as model"),
     *each(unsupported, "accelerate_config config", "a file of settings: convert it with --file"),
+    *each(unsupported, "tools environment_factory rollout_func", "one prompt, one completion: no tools and no turns"),
+    unsupported("quantization_config", "weights are not quantised; model.lora with bfloat16 weights is near"),
     *REWARD_MODEL_ARGUMENTS,
 )

@@ -7,7 +7,8 @@ import re
 from trimtab.config.convert.common import adapters, looser, schedule, split_updates, steps_from_epochs, without_critic
 from trimtab.config.convert.rules import one_of, pair, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
-from trimtab.config.convert.verl_table import PPO_KEYS, RULES
+from trimtab.config.convert.verl_run_table import RUN_RULES
+from trimtab.config.convert.verl_table import LEARN_RULES, PPO_KEYS
 
 DEFAULTS = {
     "data.train_batch_size": 1024,
@@ -262,6 +263,8 @@ def _reward(sheet: Sheet) -> None:
 
 def spelling(name: str) -> str:
     plain = name.lstrip("+~-").replace("-", "_")
+    if plain.endswith("._target_"):
+        return f"_target_.{plain.removesuffix('._target_')}"
     return re.sub(r"^actor_rollout_ref\.", "A.", plain)
 
 
@@ -269,7 +272,7 @@ FRAMEWORK = Framework(
     kind="verl",
     title="verl",
     about="Hydra overrides of `verl.trainer.main_ppo`, on a command line or as YAML. `A.` stands for `actor_rollout_ref.`.",
-    rules=RULES + PPO_KEYS,
+    rules=LEARN_RULES + RUN_RULES + PPO_KEYS,
     defaults=DEFAULTS,
     settle=settle,
     spelling=spelling,

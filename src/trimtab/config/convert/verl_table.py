@@ -1,4 +1,4 @@
-"""verl's keys, one rule each. `A.` stands for `actor_rollout_ref.`."""
+"""verl's keys of learning, data, rewards and the trainer, one rule each. `A.` stands for `actor_rollout_ref.`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from trimtab.config.convert.rules import (
     whole,
     yes,
 )
-
-MICRO = "follows from the token budget. In verl it changes the loss: token means are taken in each micro-batch there"
-SCORE = "passes without a gradient have a cap of their own. In verl, other sizes than the update's move the ratio off 1"
-ONE_DEVICE = "one process on one device. `trimtab plan --devices N` predicts several"
-CHUNKED = "always: log-probs and entropy come out of hidden states in chunks, recomputed in the backward pass"
+from trimtab.config.convert.verl_run_table import ONE_DEVICE
 
 PPO_KEYS: tuple[Rule, ...] = (
     unsupported("critic.optim.lr", PPO),
@@ -57,10 +53,13 @@ PPO_KEYS: tuple[Rule, ...] = (
     ),
     unsupported("reward_model.model.use_remove_padding", REWARD_MODEL),
     unsupported("reward_model.ulysses_sequence_parallel_size", REWARD_MODEL),
+    unsupported("critic.*", PPO),
+    unsupported("reward_model.*", REWARD_MODEL),
+    unsupported("reward.reward_model.*", REWARD_MODEL),
 )
 """What needs a critic or a reward model."""
 
-RULES: tuple[Rule, ...] = (
+LEARN_RULES: tuple[Rule, ...] = (
     # what to learn
     mapped("A.model.path", "model.path", text),
     *each(mapped, "A.model.tokenizer_path data.tokenizer", "model.tokenizer", some(text)),
@@ -132,11 +131,18 @@ RULES: tuple[Rule, ...] = (
         "with one update a step no old log-probs are needed at all",
     ),
     together(
-        "reward.reward_kwargs.overlong_buffer_cfg.enable reward_model.overlong_buffer.enable", "learn.overlong.buffer"
+        "reward.reward_kwargs.overlong_buffer_cfg.enable reward_model.reward_kwargs.overlong_buffer_cfg.enable "
+        "reward_model.overlong_buffer.enable",
+        "learn.overlong.buffer",
     ),
-    together("reward.reward_kwargs.overlong_buffer_cfg.len reward_model.overlong_buffer.len", "learn.overlong.buffer"),
     together(
-        "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor reward_model.overlong_buffer.penalty_factor",
+        "reward.reward_kwargs.overlong_buffer_cfg.len reward_model.reward_kwargs.overlong_buffer_cfg.len "
+        "reward_model.overlong_buffer.len",
+        "learn.overlong.buffer",
+    ),
+    together(
+        "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor "
+        "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor reward_model.overlong_buffer.penalty_factor",
         "learn.overlong.penalty",
     ),
     # data, reward, evaluation
@@ -144,7 +150,7 @@ RULES: tuple[Rule, ...] = (
     together("data.val_files", "data.eval"),
     mapped("data.prompt_key", "data.prompt", text),
     mapped("data.shuffle", "data.shuffle", yes),
-    mapped("data.seed", "learn.seed", some(whole)),
+    *each(mapped, "data.seed trainer.seed", "learn.seed", some(whole)),
     mapped("data.train_max_samples", "data.limit", positive),
     mapped("data.val_max_samples", "eval.limit", positive),
     automatic(
@@ -181,7 +187,7 @@ RULES: tuple[Rule, ...] = (
     automatic("trainer.val_before_train", "always: with an evaluation set, before the first step and after the last"),
     unsupported("trainer.val_only", "trimtab eval does that"),
     mapped("trainer.save_freq", "observe.checkpoint_every", every),
-    mapped("trainer.max_actor_ckpt_to_keep", "observe.keep_checkpoints", positive),
+    mapped("trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep", "observe.keep_checkpoints", positive),
     automatic("trainer.max_critic_ckpt_to_keep", "there is no critic"),
     mapped("trainer.default_local_dir", "observe.dir", text, "the run's folder"),
     unsupported("trainer.default_hdfs_dir", "copy the run's folder"),
@@ -200,149 +206,4 @@ RULES: tuple[Rule, ...] = (
     automatic("trainer.use_legacy_worker_impl", "one implementation"),
     automatic("ray_kwargs.ray_init.num_cpus", "one process needs no Ray"),
     automatic("ray_kwargs.ray_init.runtime_env.py_executable", "one process needs no Ray"),
-    # rollout
-    automatic("A.rollout.name | rollout.engine", "the native engine", "run.engine"),
-    automatic("A.rollout.mode", "one native engine, in the trainer's process", "run.engine"),
-    automatic(
-        "A.rollout.gpu_memory_utilization | rollout.gpu_memory_utilization",
-        "no share to guess: the KV cache gets what the plan leaves, in bytes. In verl it means another thing for each engine",
-        "run.rollout.kv_memory",
-    ),
-    automatic(
-        "A.rollout.max_num_seqs | rollout.max_num_seqs max_num_seqs",
-        "as many as the KV cache holds",
-        "run.rollout.max_sequences",
-    ),
-    automatic(
-        "A.rollout.max_num_batched_tokens | max_num_batched_tokens",
-        "the prompt tokens of one pass",
-        "run.rollout.prefill_tokens",
-    ),
-    automatic(
-        "A.rollout.max_model_len | rollout.max_model_len",
-        "the longest prompt and completion together",
-        "data.max_prompt_tokens",
-    ),
-    automatic(
-        "A.rollout.tensor_model_parallel_size | A.rollout.tensor_parallel_size rollout.tensor_parallel_size tensor_parallel_size",
-        "the engine is one device",
-    ),
-    automatic("A.rollout.data_parallel_size", ONE_DEVICE),
-    automatic("A.rollout.disable_log_stats", "tokens a second, batch and KV use are on every step's line"),
-    automatic("A.rollout.enforce_eager", "the native engine decides what runs as a graph"),
-    automatic("A.rollout.free_cache_engine", "the KV cache's memory is lent to the update", "run.rollout.lend_memory"),
-    automatic("A.rollout.enable_chunked_prefill", "long prompts are prefilled in chunks", "run.rollout.prefill_tokens"),
-    automatic("A.rollout.enable_prefix_caching", "on", "run.rollout.prefix_cache"),
-    automatic("A.rollout.load_format", "the engine generates with the trainer's own weights"),
-    automatic("A.rollout.layered_summon", "no weights are sent"),
-    automatic("A.rollout.dtype", "the trainer's", "model.dtype"),
-    automatic(
-        "A.rollout.checkpoint_engine.update_weights_bucket_megabytes A.rollout.update_weights_bucket_megabytes",
-        "no weights are sent",
-    ),
-    automatic("A.rollout.checkpoint_engine.backend", "no weights are sent"),
-    automatic("A.rollout.calculate_log_probs", "always: the engine's log-probs come with the tokens"),
-    automatic("A.rollout.agent.num_workers", "one native engine"),
-    automatic("A.rollout.seed", "sampling depends on learn.seed, step, prompt and position", "learn.seed"),
-    dead("A.rollout.do_sample", "sampling is always on while training; a temperature of 0 is refused"),
-    dead("A.rollout.ignore_eos", "for benchmarks: a completion ends at its end"),
-    unsupported("A.rollout.multi_turn.enable", "one prompt, one completion: no tools and no turns"),
-    unsupported("A.rollout.quantization", "the engine generates with the trainer's own weights"),
-    # batches and memory
-    automatic(
-        "A.actor.ppo_micro_batch_size_per_gpu A.actor.ppo_micro_batch_size "
-        "| training.micro_batch_size ppo_micro_batch_size_per_gpu",
-        MICRO,
-        "run.token_budget",
-    ),
-    automatic(
-        "A.actor.use_dynamic_bsz | use_dynamic_bsz",
-        "always: micro-batches are filled up to a token budget",
-        "run.token_budget",
-    ),
-    automatic(
-        "A.actor.ppo_max_token_len_per_gpu",
-        "a hard cap from the memory plan. verl's was no cap before August 2026: micro-batches could be larger",
-        "run.token_budget",
-    ),
-    automatic(
-        "A.rollout.log_prob_micro_batch_size_per_gpu A.rollout.log_prob_micro_batch_size",
-        SCORE,
-        "run.score_token_budget",
-    ),
-    automatic(
-        "A.ref.log_prob_micro_batch_size_per_gpu A.ref.log_prob_micro_batch_size", SCORE, "run.score_token_budget"
-    ),
-    automatic("A.rollout.log_prob_max_token_len_per_gpu", SCORE, "run.score_token_budget"),
-    automatic("A.ref.log_prob_max_token_len_per_gpu", SCORE, "run.score_token_budget"),
-    automatic("A.rollout.log_prob_use_dynamic_bsz", SCORE, "run.score_token_budget"),
-    automatic("A.ref.log_prob_use_dynamic_bsz", SCORE, "run.score_token_budget"),
-    automatic("A.model.use_remove_padding | use_remove_padding", "always: nothing is padded anywhere"),
-    automatic(
-        "A.model.enable_gradient_checkpointing | actor.gradient_checkpointing",
-        "where memory is short, and only what is cheap for its size",
-        "run.checkpoint_activations",
-    ),
-    automatic(
-        "A.model.enable_activation_offload",
-        "where the longest sequence would not fit otherwise",
-        "run.offload.activations",
-    ),
-    automatic(
-        "A.actor.fsdp_config.optimizer_offload | actor.offload_optimizer_states",
-        "streamed from host memory where memory is short",
-        "run.offload.optimizer",
-    ),
-    automatic(
-        "A.actor.fsdp_config.param_offload | actor.offload_param", "the weights stay: the engine generates with them"
-    ),
-    automatic(
-        "A.ref.fsdp_config.param_offload",
-        "on the device only while it scores, where memory is short",
-        "run.offload.reference",
-    ),
-    automatic(
-        "A.actor.fsdp_config.model_dtype A.actor.fsdp_config.dtype | training.bf16",
-        "bfloat16 with float32 masters on a GPU",
-        "model.dtype",
-    ),
-    automatic("A.actor.fsdp_config.fsdp_size", ONE_DEVICE),
-    automatic("A.actor.fsdp_config.reshard_after_forward", ONE_DEVICE),
-    automatic(
-        "A.actor.fsdp_config.forward_prefetch | fsdp_config.forward_prefetch",
-        "one device: nothing is gathered. On FSDP2 verl ignores it",
-    ),
-    automatic("A.ref.fsdp_config.forward_prefetch", "one device: nothing is gathered"),
-    automatic("A.actor.strategy", ONE_DEVICE),
-    automatic("A.ref.strategy", ONE_DEVICE),
-    automatic("A.hybrid_engine", "always: the engine generates with the trainer's own weights"),
-    automatic("A.model.use_fused_kernels", CHUNKED, "run.logprob_chunk"),
-    automatic("A.model.fused_kernel_options.impl_backend", CHUNKED, "run.logprob_chunk"),
-    automatic("A.model.use_liger | model.use_liger", "known layers are fused in own kernels"),
-    automatic("A.model.use_shm", "weights are read once"),
-    automatic("A.actor.use_torch_compile", "known layers are fused in own kernels"),
-    automatic(
-        "A.actor.entropy_from_logits_with_chunking A.actor.fsdp_config.entropy_from_logits_with_chunking",
-        CHUNKED,
-        "run.logprob_chunk",
-    ),
-    automatic("A.actor.entropy_checkpointing A.actor.fsdp_config.entropy_checkpointing", CHUNKED, "run.logprob_chunk"),
-    dead(
-        "A.ref.entropy_from_logits_with_chunking",
-        "verl's guide names this key, but the reference computes no entropy: the actor's key is the one. Here it is "
-        + CHUNKED,
-    ),
-    dead("A.actor.shuffle", "the batch is split by prompts, in the order in which they were drawn"),
-    unsupported(
-        "A.actor.ulysses_sequence_parallel_size A.actor.fsdp_config.ulysses_sequence_parallel_size "
-        "| ulysses_sequence_parallel_size",
-        "sequences are not cut over devices: learn.max_new_tokens bounds them",
-    ),
-    unsupported("A.ref.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
-    unsupported(
-        "algorithm.rollout_correction.rollout_rs", "samples are not rejected; learn.importance with mode: mask is near"
-    ),
-    unsupported("algorithm.use_pf_ppo", "samples are not weighed anew"),
-    *each(unsupported, "config_name config_path config_dir", "a file of Hydra's: convert it with --file"),
-    *each(automatic, "global_profiler.tool trainer.profile_steps", "every phase of every step is in RUN/trace.json"),
 )

@@ -24,8 +24,9 @@ PROGRAMS = re.compile(r".*\.py|openrlhf\.\S+|verl\.\S+|scripts\.\S+|trl\.\S+")
 STAGES = ("grpo", "rloo", "sft", "dpo", "reward", "kto", "ppo")
 """What `trl` can be told to do, and what `trl` is told first."""
 HOUSEKEEPING = (
-    "cat", "cd", "chmod", "cp", "echo", "exit", "ls", "mkdir", "pwd", "rm", "set", "sleep", "source", "tee", "trap", "ulimit",
-    "unset", "wait", "then", "else", "elif", "do", "{", "}", "[", "[[", "function", *OPENS, *CLOSES,
+    ":", "[", "[[", "cat", "cd", "chmod", "cp", "do", "echo", "elif", "else", "exit", "function", "local", "ls", "mkdir", "mv",
+    "printf", "pwd", "rm", "set", "shift", "sleep", "source", "tee", "then", "trap", "true", "ulimit", "unset", "wait", "{", "}",
+    *OPENS, *CLOSES,
 )  # fmt: skip
 """Commands of a script that say nothing about training; they are passed over."""
 
@@ -34,11 +35,11 @@ def settings_of(words: Sequence[str]) -> list[Setting]:
     """The settings of one command."""
     rest = _joined(_without_redirections(words))
     found: list[Setting] = []
+    if all(word in DECLARES or ASSIGNMENT.fullmatch(word) for word in rest):
+        return [Setting(name[1], literal(name[2]), "variable") for word in rest if (name := ASSIGNMENT.fullmatch(word))]
     while rest and (rest[0] in DECLARES or _is_variable(rest[0])):
         if name := ASSIGNMENT.fullmatch(rest.pop(0)):
             found.append(Setting(name[1], literal(name[2]), "variable"))
-    if not rest:
-        return found
     if _is_setting(rest[0]):
         return found + _flags(rest, "flag")
     if rest[0].rsplit("/", 1)[-1] in LAUNCHERS or rest[0].endswith(".py"):
@@ -47,7 +48,7 @@ def settings_of(words: Sequence[str]) -> list[Setting]:
             return [*found, Setting(" ".join(rest), None, "command")]
         found += _flags(rest[:start], "launcher")
         return found + _flags(rest[start:], "flag")
-    if rest[0] in HOUSEKEEPING or rest[0].endswith(")"):
+    if rest[0] in HOUSEKEEPING or rest[0].endswith(")") or rest[0].startswith("("):
         return found
     return [*found, Setting(" ".join(rest), None, "command")]
 
