@@ -20,6 +20,13 @@ REWARD_MODEL = "reward models are not in this version. Call the model from a rew
 SFT = "supervised training is not in this version: train that stage elsewhere and name its folder as model.path"
 
 
+class Null:
+    """What `take` returns for a key that is to be null; None leaves the key out."""
+
+
+NULL = Null()
+
+
 @dataclass(frozen=True)
 class Rule:
     outcome: OutcomeName
@@ -91,6 +98,11 @@ def whole(value: Any) -> int:
     if number(value) != int(value):
         raise ValueError("takes a whole number")
     return int(value)
+
+
+def norm(value: Any) -> float | Null:
+    """A norm to clip at; 0, -1 and null there are no clipping, which is null here."""
+    return real(value) if value is not None and real(value) > 0 else NULL
 
 
 def yes(value: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.config.algorithms import resolve
 from trimtab.config.check import CHECKS
-from trimtab.config.convert.rules import OutcomeName, Rule
+from trimtab.config.convert.rules import NULL, OutcomeName, Rule
 from trimtab.config.convert.settings import Setting
 from trimtab.config.load import config_from_dict
 from trimtab.config.reference import default, nearest
@@ -186,7 +186,7 @@ class Sheet:
                 self._refuse(line, f"{error}, not {line.setting.value!r}")
                 return
             if value is not None:
-                self.put(rule.key, value, rule.name)
+                self.put(rule.key, None if value is NULL else value, rule.name)
             elif line.given:
                 line.notes.append("says nothing here: the key is left out")
 

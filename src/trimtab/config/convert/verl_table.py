@@ -11,6 +11,7 @@ from trimtab.config.convert.rules import (
     each,
     every,
     mapped,
+    norm,
     number,
     positive,
     real,
@@ -78,7 +79,7 @@ LEARN_RULES: tuple[Rule, ...] = (
     together(
         "A.actor.ppo_mini_batch_size | training.batch_size",
         "learn.updates_per_step",
-        "counted in prompts: train_batch_size / this is the number of optimizer steps for each batch",
+        "counted in prompts, there and here",
     ),
     mapped(
         "A.actor.ppo_epochs | training.num_epochs", "learn.epochs_per_step", whole, "passes over one batch of samples"
@@ -114,7 +115,7 @@ LEARN_RULES: tuple[Rule, ...] = (
     mapped("A.actor.optim.lr", "learn.lr", real),
     mapped("A.actor.optim.weight_decay", "learn.optimizer.weight_decay", real),
     together("A.actor.optim.betas", "learn.optimizer.beta1"),
-    mapped("A.actor.optim.clip_grad A.actor.grad_clip", "learn.max_grad_norm", real),
+    mapped("A.actor.optim.clip_grad A.actor.grad_clip", "learn.max_grad_norm", norm),
     together("A.actor.optim.lr_scheduler_type A.actor.optim.warmup_style", "learn.schedule.kind"),
     together("A.actor.optim.lr_warmup_steps", "learn.schedule.warmup_steps"),
     together("A.actor.optim.lr_warmup_steps_ratio", "learn.schedule.warmup_steps"),
