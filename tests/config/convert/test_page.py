@@ -17,7 +17,7 @@ def test_every_name_is_on_the_page() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
     for framework in FRAMEWORKS.values():
         for rule in framework.rules:
-            assert all(f"`{name}`" in text for name in rule.names), rule.name
+            assert all(f"`{framework.dashes}{name}`" in text for name in rule.names), rule.name
 
 
 def test_check_fails_on_a_stale_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

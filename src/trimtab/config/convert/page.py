@@ -35,19 +35,21 @@ def _framework(framework: Framework) -> str:
     for outcome, title in TITLES.items():
         rules = [rule for rule in framework.rules if rule.outcome == outcome]
         if rules:
-            text += f"\n### {title}\n\n| flag | key | note |\n|---|---|---|\n" + "".join(map(_row, rules))
+            text += f"\n### {title}\n\n| flag | key | note |\n|---|---|---|\n" + "".join(
+                _row(rule, framework.dashes) for rule in rules
+            )
     if framework.defaults:
-        said = "; ".join(f"`{name}` {written(value)}" for name, value in framework.defaults.items())
+        said = "; ".join(f"`{framework.dashes}{name}` {written(value)}" for name, value in framework.defaults.items())
         text += f"\nTaken over from {framework.title}'s defaults where no flag says otherwise: {said}.\n"
     return text
 
 
-def _row(rule: Rule) -> str:
-    names = f"`{rule.name}`"
+def _row(rule: Rule, dashes: str) -> str:
+    names = f"`{dashes}{rule.name}`"
     if rule.old:
-        names += " (" + ", ".join(f"`{name}`" for name in rule.old) + ")"
+        names += " (" + ", ".join(f"`{dashes}{name}`" for name in rule.old) + ")"
     if rule.never:
-        names += "; in guides " + ", ".join(f"`{name}`" for name in rule.never)
+        names += "; in guides " + ", ".join(f"`{dashes}{name}`" for name in rule.never)
     key = f"`{rule.key}`" if rule.key else ""
     return f"| {names} | {key} | {_cell(rule.note)} |\n"
 
