@@ -24,6 +24,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m trimtab.config.reference --check
+	$(BIN)/python -m trimtab.config.convert.page --check
 
 types: install
 	$(BIN)/mypy
@@ -34,6 +35,7 @@ format: install
 
 docs: install
 	$(BIN)/python -m trimtab.config.reference
+	$(BIN)/python -m trimtab.config.convert.page
 
 slow: install
 	$(BIN)/python -m pytest -m slow

@@ -48,7 +48,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_dotted_keys_exist(page: Path) -> None:
     sections = "model|data|reward|learn|run|eval|observe"
-    for key in re.findall(rf"`((?:{sections})\.[a-z_.0-9]+)[=`]", page.read_text()):
+    own = re.sub(r"<!-- tables:start -->.*<!-- tables:end -->", "", page.read_text(), flags=re.DOTALL)  # others' names
+    for key in re.findall(rf"`((?:{sections})\.[a-z_.0-9]+)[=`]", own):
         found = []
         for schema in STAGES.values():
             with reading(schema):

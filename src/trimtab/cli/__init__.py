@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trimtab.cli import demo, doctor, evaluate, export, plan, reward_model, sft, train, tune
+from trimtab.cli import convert, demo, doctor, evaluate, export, plan, reward_model, sft, train, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -19,5 +19,6 @@ app.command("plan")(plan.plan)
 app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)
 app.command("export")(export.export)
+app.command("convert")(convert.convert)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

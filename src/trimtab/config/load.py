@@ -106,6 +106,12 @@ def resolved_yaml(config: AnyConfig) -> str:
     )
 
 
+def one_line(value: object) -> str:
+    """A value on one line of YAML, which loads back to an equal value."""
+    text = yaml.dump(plain(value), Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 # --- building: overrides, unknown keys, wrong values, contradictions; nothing stops before all of them have spoken
 
 

@@ -1,0 +1,41 @@
+"""`trimtab convert KIND -- FLAGS` or `trimtab convert KIND --file FILE`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.output import print_json, user_errors
+
+
+def convert(
+    kind: Annotated[
+        str, typer.Argument(help="openrlhf, verl, trl, nanochat, or script: constants of a script of one's own.")
+    ],
+    flags: Annotated[list[str] | None, typer.Argument(help="After --: the flags, or the whole command.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="A shell script, YAML or Python file with the settings.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the config there; it must not exist.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+) -> None:
+    """Turn another framework's settings into a config, flag by flag: what goes where, what Trimtab decides now, what is left."""
+    with user_errors(as_json):
+        import sys
+
+        from trimtab.config.convert import convert as converted
+        from trimtab.config.convert.write import write_new
+        from trimtab.observe.convert_view import print_conversion
+
+        found = converted(kind, words=flags, file=file)
+        if out is not None:
+            write_new(out, found.yaml)
+        print_conversion(found, sys.stderr)
+        if as_json:
+            print_json(found.as_dict())
+        elif out is None:
+            print(found.yaml, end="")
+        else:
+            print(f"wrote {out}")

@@ -1,0 +1,91 @@
+"""Settings of another framework, flag by flag, as a Trimtab config. Importable without torch.
+
+Guarantees: each setting that is given appears once in `flags`, with what became of it; the config loads once what `fill_in`
+marks as required is written. `learn` keeps what was asked to be learned, the other framework's defaults included; `run` is
+left to Trimtab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.config.convert import nanochat, openrlhf, script, trl, verl
+from trimtab.config.convert.common import needs, other
+from trimtab.config.convert.read import read_file, read_text, read_words
+from trimtab.config.convert.settings import Setting
+from trimtab.config.convert.sheet import Framework, Line, Sheet
+from trimtab.config.convert.write import yaml_text
+from trimtab.config.reference import nearest
+from trimtab.errors import ConfigError, Problem
+
+FRAMEWORKS: dict[str, Framework] = {
+    module.FRAMEWORK.kind: module.FRAMEWORK for module in (openrlhf, verl, trl, nanochat, script)
+}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A finished sheet."""
+
+    framework: Framework
+    sheet: Sheet
+
+    @property
+    def lines(self) -> list[Line]:
+        """A line for each setting that was given."""
+        return [line for line in self.sheet.lines if line.given]
+
+    @property
+    def assumed(self) -> list[Line]:
+        """Defaults of the other framework that matter: in the config, or not possible here."""
+        return [line for line in self.sheet.lines if not line.given and self._matters(line)]
+
+    def _matters(self, line: Line) -> bool:
+        kept = any(line in put.lines for put in self.sheet.keys.values())
+        return kept or (line.outcome == "unsupported" and bool(line.notes))
+
+    @property
+    def yaml(self) -> str:
+        return yaml_text(self.sheet)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {
+            "config": self.sheet.tree(),
+            "flags": [line.as_dict() for line in self.lines],
+            "defaults": [line.as_dict() for line in self.assumed],
+            "fill_in": [{"key": m.key, "what": m.what, "required": m.required} for m in self.sheet.missing],
+        }
+
+
+def convert(
+    kind: str, words: Sequence[str] | None = None, text: str | None = None, file: Path | None = None
+) -> Conversion:
+    """Convert settings given as the words of a command line, as a text, or in a file."""
+    framework = FRAMEWORKS.get(kind)
+    if framework is None:
+        near = nearest(kind, list(FRAMEWORKS), 0.5)
+        fix = f"Did you mean {near}?" if near else f"Write one of {', '.join(FRAMEWORKS)}"
+        raise ConfigError([Problem(kind, "is no framework that can be converted", fix)])
+    if sum(source is not None for source in (words or None, text, file)) != 1:
+        what = "settings are given twice" if words else "no settings are given"
+        fix = f"Write trimtab convert {kind} -- FLAGS, or trimtab convert {kind} --file FILE"
+        raise ConfigError([Problem(f"convert {kind}", what, fix)])
+    return _converted(framework, _read(words, text, file))
+
+
+def _read(words: Sequence[str] | None, text: str | None, file: Path | None) -> list[Setting]:
+    if file is not None:
+        return read_file(file)
+    return read_text(text, "the text given") if text is not None else read_words(words or [])
+
+
+def _converted(framework: Framework, settings: list[Setting]) -> Conversion:
+    sheet = Sheet(framework, settings, other)
+    if sheet.says_something:
+        framework.settle(sheet)
+    sheet.finish(lambda: needs(sheet))
+    return Conversion(framework, sheet)

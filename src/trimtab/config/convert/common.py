@@ -1,0 +1,204 @@
+"""What all frameworks share: environment variables, launchers and commands of a script, and sums that several need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.config.convert.rules import OutcomeName, number, real, text, whole
+from trimtab.config.convert.settings import Setting
+from trimtab.config.convert.sheet import Line, Sheet
+
+ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
+    "NCCL_CUMEM_ENABLE": (
+        "dead",
+        "advice for vLLM before 0.16; with newer ones 0 makes NCCL fail. Trimtab moves no weights over NCCL. `trimtab doctor` "
+        "checks the environment",
+    ),
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": ("dead", "about Ray workers; one process needs no Ray"),
+    "CUDA_VISIBLE_DEVICES": ("automatic", "keep it in the environment: the first device that is visible is used"),
+    "PYTORCH_CUDA_ALLOC_CONF": ("automatic", "Trimtab sets up the allocator itself"),
+    "PYTORCH_ALLOC_CONF": ("automatic", "Trimtab sets up the allocator itself"),
+    "VLLM_ATTENTION_BACKEND": ("automatic", "the native engine and the update use one attention"),
+    "VLLM_USE_V1": ("automatic", "the native engine generates"),
+    "HYDRA_FULL_ERROR": ("dead", "about Hydra; errors of a config are all told at once"),
+    "TOKENIZERS_PARALLELISM": ("automatic", "prompts are tokenised ahead, in a thread"),
+    "WANDB_API_KEY": ("automatic", "keep it in the environment; observe.wandb names the project"),
+    "WANDB_PROJECT": ("unsupported", "write observe.wandb: PROJECT"),
+}
+PREFIXES: dict[str, tuple[OutcomeName, str]] = {
+    "NCCL_": ("automatic", "one process: nothing is sent between devices"),
+    "HCCL_": ("automatic", "one process: nothing is sent between devices"),
+    "GLOO_": ("automatic", "one process: nothing is sent between devices"),
+    "RAY_": ("automatic", "one process needs no Ray"),
+    "VLLM_": ("automatic", "the native engine generates"),
+    "SGLANG_": ("automatic", "the native engine generates"),
+    "CUDA_": ("automatic", "keep it in the environment if your machine needs it"),
+    "TORCH_": ("automatic", "keep it in the environment if your machine needs it"),
+    "HF_": ("automatic", "keep it in the environment: models and data come from the same hub"),
+}
+LAUNCH = "how processes are started; Trimtab is one process on one device and starts its own workers"
+PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
+COMMANDS = {
+    "tensorboard": "events are in RUN/tensorboard: tensorboard --logdir RUN",
+    "nsys": "every phase of every step is in RUN/trace.json, which opens in Perfetto",
+    "watch": "the run's own console shows memory and time; `trimtab doctor` looks at the machine",
+    "nvidia-smi": "`trimtab doctor` looks at the machine",
+    "tail": "the run writes to its console and to RUN/metrics.jsonl",
+    "bash": "give the script itself with --file",
+    "python": "a program without settings",
+    "python3": "a program without settings",
+}
+GSM8K_ROWS = 7473
+
+
+def other(setting: Setting) -> Line | None:
+    """The line of a setting that is not the framework's own; None for an unknown flag of it."""
+    if setting.origin == "variable":
+        unknown: tuple[OutcomeName, str] = ("unsupported", "a variable that no flag uses; Trimtab does not read it")
+        family = next((said for prefix, said in PREFIXES.items() if setting.name.startswith(prefix)), unknown)
+        outcome, note = ENVIRONMENT.get(setting.name, family)
+        secret = any(word in setting.name for word in ("KEY", "TOKEN", "SECRET"))
+        shown = Setting(setting.name, "***" if secret else setting.value, "variable")
+        return Line(shown, None, outcome=outcome, notes=[note])
+    if setting.origin == "launcher":
+        return Line(setting, None, outcome="automatic", notes=[LAUNCH])
+    if setting.origin == "command":
+        note = COMMANDS.get(setting.name.split(" ")[0].rsplit("/", 1)[-1], "not a training run that is known here")
+        return Line(setting, None, notes=[f"a command, not a setting; {note}"])
+    if setting.origin == "stray":
+        return Line(setting, None, notes=["a word that belongs to no flag"])
+    return None
+
+
+def processes(sheet: Sheet) -> int:
+    """How many processes the launcher was told to start; 1 where it does not say."""
+    for line in sheet.lines:
+        name = line.setting.name.strip("-").replace("-", "_")
+        if name in PROCESSES and isinstance(line.setting.value, int):
+            return max(line.setting.value, 1)
+    return 1
+
+
+def split_updates(sheet: Sheet, prompts: int, parts: float, name: str, sum_: str) -> None:
+    """`learn.updates_per_step` from a quotient of batch sizes; the nearest valid one where it is not whole."""
+    updates = min(max(round(parts), 1), prompts)
+    note = f"{sum_} = {parts:.10g} optimizer step{'s' * (parts != 1)} for each batch"
+    if updates != parts:
+        note += f", which is not possible here: {updates} is the nearest"
+    sheet.put("learn.updates_per_step", updates, name, note=note)
+
+
+def steps_from_epochs(sheet: Sheet, name: str, prompts: int | None) -> None:
+    """Passes over the data cannot be steps while the number of rows is not known; say how to get them."""
+    line = sheet.line(name)
+    if line is None:
+        return
+    passes = line.setting.value
+    formula = f"{passes} × rows // {prompts or 'learn.prompts_per_step'}"
+    sheet.refuse(name, f"write learn.steps = {formula}")
+    sheet.need("learn.steps", f"{formula}, with the rows of the training set (now Trimtab's default, 100)", False)
+
+
+def schedule(sheet: Sheet, kind: str, kinds: dict[Any, str], ratio: str = "", steps: str = "", floor: str = "") -> None:
+    """The learning rate's shape from its flags: name, warm-up as a fraction or in steps, and where it ends."""
+    shape = sheet.read(kind, text)
+    if shape is not None:
+        known = kinds.get(shape)
+        sheet.put("learn.schedule.kind", known or "cosine", kind)
+        if known is None:
+            sheet.say(kind, f"{shape} is not here; cosine is the nearest")
+        ends = sheet.read(floor, real) if floor else None
+        if ends is not None and (known or "cosine") != "constant":
+            sheet.put("learn.schedule.final", ends, floor)
+        elif floor and sheet.given(floor):
+            sheet.refuse(floor, "a constant rate has no end to go to", "dead")
+    warm = sheet.read(steps, number) if steps else None
+    if warm is not None and warm >= 1:
+        sheet.put("learn.schedule.warmup_steps", int(warm), steps)
+    elif warm is not None and 0 < warm < 1:
+        _warm_by_ratio(sheet, steps, float(warm))
+    elif warm is not None and sheet.given(steps):
+        sheet.put("learn.schedule.warmup_steps", 0, steps, note="no warm-up by this one")
+    if ratio and not (warm and warm > 0):
+        fraction = sheet.read(ratio, real)
+        if fraction is not None:
+            _warm_by_ratio(sheet, ratio, fraction)
+    elif ratio:
+        sheet.refuse(ratio, f"{steps} wins over it", "dead")
+
+
+def _warm_by_ratio(sheet: Sheet, name: str, fraction: float) -> None:
+    total = sheet.keys.get("learn.steps")
+    if total is not None:
+        sum_ = f"{fraction:g} × {total.value} steps"
+        sheet.put("learn.schedule.warmup_steps", round(fraction * total.value), name, note=sum_)
+    elif fraction == 0:
+        sheet.put("learn.schedule.warmup_steps", 0, name)
+    else:
+        sheet.refuse(name, f"a fraction of the run: write learn.schedule.warmup_steps = {fraction:g} × learn.steps")
+
+
+def adapters(sheet: Sheet, rank: str, alpha: str, targets: str, dropout: str = "") -> None:
+    """`model.lora` where the rank is above 0; its other flags do nothing otherwise."""
+    rest = [name for name in (alpha, targets, dropout) if name]
+    r = sheet.read(rank, whole, 0)
+    if r < 1:
+        for name in (rank, *rest):
+            if sheet.given(name):
+                sheet.refuse(name, "no adapters are trained while the rank is 0", "dead")
+        return
+    sheet.put("model.lora.r", r, rank)
+    scale = sheet.read(alpha, real)
+    if scale is not None:
+        sheet.put("model.lora.alpha", scale, alpha, note=f"what adapters add is scaled by {scale:g} / {r}")
+    layers = sheet.read(targets, lambda value: value if isinstance(value, list | str) else [text(value)])
+    if layers is not None:
+        names = layers if isinstance(layers, list) else [layers]
+        sheet.put("model.lora.targets", "all-linear" if names == ["all-linear"] else names, targets)
+    if dropout and sheet.read(dropout, real, 0.0) > 0:
+        sheet.refuse(dropout, "adapters have no dropout here: the engine and the trainer must agree on every log-prob")
+    elif dropout and sheet.given(dropout):
+        sheet.refuse(dropout, "0 is the only value here", "dead")
+
+
+def clip(sheet: Sheet, both: str, low: str = "", high: str = "") -> None:
+    """`learn.clip` from one bound for both sides, and one for each that wins over it."""
+    usual = 0.2
+    bound = sheet.read(both, real) if both else None
+    below = sheet.read(low, real, bound) if low else bound
+    above = sheet.read(high, real, bound) if high else bound
+    if below is not None:
+        sheet.put("learn.clip.low", below, *[name for name in (low, both) if name and sheet.line(name)][:1])
+    if above is not None:
+        sheet.put("learn.clip.high", above, *[name for name in (high, both) if name and sheet.line(name)][:1])
+    if above is not None and above > (usual if below is None else below):
+        sheet.say(high if high and sheet.line(high) else both, looser(above, usual if below is None else below))
+
+
+def without_critic(sheet: Sheet, name: str, algorithm: str) -> None:
+    """PPO asked for: what is nearest to it goes into the config, and the line says that it is not the same."""
+    note = "PPO is not in this version: there is no critic. The config has reinforce_pp, PPO's clipped loss without one"
+    sheet.put("learn.algorithm", algorithm, name, note=note)
+    if line := sheet.line(name):
+        line.outcome = "unsupported"
+
+
+def looser(high: float, low: float) -> str:
+    return (
+        f"an upper bound of {high:g} above a lower of {low:g} lets good tokens grow further: looser, not more careful"
+    )
+
+
+def needs(sheet: Sheet) -> None:
+    """What no config can do without, and an evaluation set where evaluation is spoken of."""
+    sheet.need("model.path", "the model to train: a hub name or a folder")
+    sheet.need("data.train", "the prompts: a file, or the name of a data set")
+    if not any(key.startswith("reward.") for key in sheet.keys):
+        sheet.need("reward", 'what is rewarded: a list such as [{fn: "rewards.py:score"}]')
+    evaluates = [key for key in sheet.keys if key.startswith("eval.") or key == "observe.eval_every"]
+    if "data.eval" not in sheet.keys:
+        for key in evaluates:
+            if not sheet.keys[key].given or sheet.keys[key].value == 0:
+                sheet.keys.pop(key)
+        if any(key in sheet.keys for key in evaluates):
+            sheet.need("data.eval", "the evaluation set, which the settings of evaluation need")

@@ -1,0 +1,88 @@
+"""The tables of docs/convert.md, written from the code's: `python -m trimtab.config.convert.page [--check]`.
+
+Guarantees that the page says of a flag what the command says; the words around the tables are not touched.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from trimtab.config.convert import FRAMEWORKS
+from trimtab.config.convert.common import ENVIRONMENT, PREFIXES
+from trimtab.config.convert.rules import Rule
+from trimtab.config.convert.sheet import Framework
+from trimtab.config.reference import written
+
+PAGE = Path(__file__).parents[4] / "docs" / "convert.md"
+START, END = "<!-- tables:start -->\n", "<!-- tables:end -->"
+TITLES = {
+    "mapped": "Goes into the config",
+    "automatic": "Trimtab decides now",
+    "dead": "Did nothing, or not what is said of it",
+    "unsupported": "Not here",
+}
+
+
+def tables() -> str:
+    """Every framework's flags, and the environment's."""
+    return "\n".join([*map(_framework, FRAMEWORKS.values()), _environment()])
+
+
+def _framework(framework: Framework) -> str:
+    text = f"## {framework.title[0].upper()}{framework.title[1:]}: `{framework.kind}`\n\n{framework.about}\n"
+    for outcome, title in TITLES.items():
+        rules = [rule for rule in framework.rules if rule.outcome == outcome]
+        if rules:
+            text += f"\n### {title}\n\n| flag | key | note |\n|---|---|---|\n" + "".join(
+                _row(rule, framework.dashes) for rule in rules
+            )
+    if framework.defaults:
+        said = "; ".join(f"`{framework.dashes}{name}` {written(value)}" for name, value in framework.defaults.items())
+        text += f"\nTaken over from {framework.title}'s defaults where no flag says otherwise: {said}.\n"
+    return text
+
+
+def _row(rule: Rule, dashes: str) -> str:
+    names = f"`{dashes}{rule.name}`"
+    if rule.old:
+        names += " (" + ", ".join(f"`{dashes}{name}`" for name in rule.old) + ")"
+    if rule.never:
+        names += "; in guides " + ", ".join(f"`{dashes}{name}`" for name in rule.never)
+    key = f"`{rule.key}`" if rule.key else ""
+    return f"| {names} | {key} | {_cell(rule.note)} |\n"
+
+
+def _environment() -> str:
+    known = ENVIRONMENT | {f"{prefix}…": said for prefix, said in PREFIXES.items()}
+    rows = "".join(f"| `{name}` | {outcome} | {_cell(note)} |\n" for name, (outcome, note) in known.items())
+    return f"## Environment variables\n\n| variable | outcome | note |\n|---|---|---|\n{rows}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def page(text: str) -> str:
+    """The page with its tables as they should be."""
+    new = START + "\n" + tables() + "\n" + END
+    return re.sub(re.escape(START) + r".*?" + re.escape(END), lambda _: new, text, flags=re.DOTALL)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["--check"]):
+        print("usage: python -m trimtab.config.convert.page [--check]", file=sys.stderr)
+        return 2
+    text = PAGE.read_text(encoding="utf-8")
+    if arguments == ["--check"]:
+        current = page(text) == text
+        print(f"{PAGE} is {'current' if current else 'stale: run python -m trimtab.config.convert.page'}")
+        return 0 if current else 1
+    PAGE.write_text(page(text), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,335 @@
+"""The sheet on which a conversion is worked out: a line for each setting, and the keys of the config as they are found.
+
+Guarantees: each setting has exactly one line with one outcome; a key in the config says which flags it comes from; once
+`finish` has run, the config loads when what `missing` lists is filled in. A value that the loader refuses does not stay in the
+config: its line says why, in the loader's words. Defaults of the other framework are lines of their own, marked so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.config.algorithms import resolve
+from trimtab.config.check import CHECKS
+from trimtab.config.convert.rules import NULL, OutcomeName, Rule
+from trimtab.config.convert.settings import Setting
+from trimtab.config.load import config_from_dict
+from trimtab.config.reference import default, nearest
+from trimtab.config.schema import Config
+from trimtab.errors import ConfigError
+
+MASK = "***"
+FAMILY = ".*"
+REFERENCE = re.compile(r"\$\{(oc\.|\.|\w+\.)")
+"""A value of Hydra's that stands for another key's: ${oc.select:a.b,1}, ${.c}, ${a.b}."""
+NAMES = ("trimtab", "verl", "nanochat", "gspo", "false", "true")
+"""Words that are not written with a capital even when a sentence begins with them."""
+
+
+@dataclass
+class Line:
+    """A setting and what becomes of it."""
+
+    setting: Setting
+    rule: Rule | None
+    given: bool = True
+    """False: the framework's own default."""
+    outcome: OutcomeName = "unsupported"
+    key: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> Any:
+        return MASK if self.rule and self.rule.secret and self.setting.value not in (None, True) else self.setting.value
+
+    def as_dict(self) -> dict[str, Any]:
+        note = " ".join(map(_sentence, self.notes))
+        found = {"flag": self.setting.name, "value": self.value, "outcome": self.outcome, "key": self.key or None}
+        return found | {"note": note}
+
+
+@dataclass(frozen=True)
+class Put:
+    """A key's value and the lines it comes from."""
+
+    value: Any
+    lines: tuple[Line, ...]
+
+    @property
+    def given(self) -> bool:
+        return any(line.given for line in self.lines) or not self.lines
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A key that no flag says, and what to write. Without a required one the config does not load."""
+
+    key: str
+    what: str
+    required: bool
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A kind of settings that can be converted."""
+
+    kind: str
+    title: str
+    about: str
+    rules: tuple[Rule, ...]
+    defaults: Mapping[str, Any]
+    """The framework's own, by today's name, where they differ from Trimtab's and change what is learned."""
+    settle: Callable[[Sheet], None]
+    """Works out what takes several flags."""
+    spelling: Callable[[str], str]
+    """A name as the table has it."""
+    dashes: str = "--"
+    alias: str = "the same as {}"
+    """What is said of a name that is not the first of its rule."""
+    in_full: Callable[[str], str] = str
+    """A name of the table as a user writes it."""
+
+    def shown(self, rule: Rule) -> str:
+        return f"{self.dashes}{self.in_full(rule.name)}"
+
+    @property
+    def by_name(self) -> dict[str, Rule]:
+        return {self.spelling(name): rule for rule in self.rules for name in rule.names}
+
+
+class Sheet:
+    def __init__(
+        self, framework: Framework, settings: Sequence[Setting], other: Callable[[Setting], Line | None]
+    ) -> None:
+        """`other` knows settings that are not the framework's: variables, launchers, whole commands."""
+        self.framework, self.known = framework, framework.by_name
+        self.lines: list[Line] = []
+        self.keys: dict[str, Put] = {}
+        self.missing: list[Missing] = []
+        self._last: dict[str, Line] = {}
+        for setting in settings:
+            self._add(setting, other)
+        for name, value in framework.defaults.items() if self.says_something else ():
+            if name not in self._last:
+                rule = self.known[framework.spelling(name)]
+                self._last[name] = Line(Setting(framework.in_full(name), value), rule, False, rule.outcome)
+                self.lines.append(self._last[name])
+        for line in self._last.values():
+            self._apply(line)
+
+    @property
+    def says_something(self) -> bool:
+        """Whether any setting is about training; a command that looks at a GPU is not."""
+        return any(line.setting.origin not in ("command", "stray") for line in self.lines)
+
+    def _add(self, setting: Setting, other: Callable[[Setting], Line | None]) -> None:
+        spelt = self.framework.spelling(setting.name)
+        rule = self.known.get(spelt) or self._family(spelt)
+        if rule is None and setting.value is True and spelt.startswith("no_") and spelt[3:] in self.known:
+            rule, setting = self.known[spelt[3:]], Setting(setting.name, False)
+        if rule is None or setting.origin in ("command", "stray", "launcher"):
+            self.lines.append(other(setting) or self._unknown(setting, spelt))
+            return
+        line = Line(setting, rule, True, rule.outcome, "" if rule.outcome == "mapped" else rule.key)
+        if isinstance(setting.value, str) and REFERENCE.match(setting.value):
+            self._refuse(line, "takes its value from another key, which counts by itself", "dead")
+            self.lines.append(line)
+            return
+        if spelt in map(self.framework.spelling, rule.never):
+            line.notes.append(f"{self.framework.title} has no {setting.name}; {self.framework.shown(rule)} is meant")
+        elif spelt in map(self.framework.spelling, rule.old):
+            line.notes.append(self.framework.alias.format(self.framework.shown(rule)))
+        name = spelt if rule.name.endswith(FAMILY) else rule.name
+        if earlier := self._last.get(name):
+            earlier.outcome, earlier.key, earlier.notes = "dead", "", ["given again later; the last one counts"]
+        self._last[name] = line
+        self.lines.append(line)
+        if isinstance(setting.value, str) and "$" in setting.value:
+            line.notes.append("only a shell knows what it stands for: write it out")
+
+    def _family(self, spelt: str) -> Rule | None:
+        """The rule of the longest `name.*` that a name begins with."""
+        parts = spelt.split(".")
+        families = (".".join(parts[:length]) + FAMILY for length in range(len(parts), 0, -1))
+        return next((self.known[family] for family in families if family in self.known), None)
+
+    def _unknown(self, setting: Setting, spelt: str) -> Line:
+        rules = [rule for rule in self.framework.rules if not rule.name.endswith(FAMILY)]
+        names = [rule.name for rule in rules]
+        near = nearest(spelt, names, 0.75)
+        if not near:
+            ends = [name.rsplit(".", 1)[-1] for name in names]
+            end = nearest(spelt.rsplit(".", 1)[-1], ends, 0.85)
+            near = names[ends.index(end)] if "_" in end else ""
+        meant = (
+            f"Did you mean {self.framework.shown(rules[names.index(near)])}?"
+            if near
+            else "Trimtab does not know what it means"
+        )
+        return Line(setting, None, notes=[f"not a setting of {self.framework.title} that is known here. {meant}"])
+
+    def _apply(self, line: Line) -> None:
+        rule = line.rule
+        assert rule
+        if rule.outcome == "unsupported" and line.setting.value in (None, False, ""):
+            self._refuse(line, "off or empty: nothing is asked for", "dead")
+            return
+        if rule.note:
+            line.notes.append(rule.note)
+        if rule.outcome == "mapped" and rule.take:
+            try:
+                value = rule.take(line.setting.value)
+            except ValueError as error:
+                self._refuse(line, f"{error}, not {line.setting.value!r}")
+                return
+            if value is not None:
+                self.put(rule.key, None if value is NULL else value, rule.name)
+            elif line.given:
+                line.notes.append("says nothing here: the key is left out")
+
+    # --- for `settle`
+
+    def line(self, name: str) -> Line | None:
+        """The line that counts for a flag; given or the framework's default."""
+        return self._last.get(name)
+
+    def given(self, *names: str) -> bool:
+        return any(line.given for name in names if (line := self._last.get(name)))
+
+    def read(self, name: str, take: Callable[[Any], Any], otherwise: Any = None) -> Any:
+        """A flag's value, or `otherwise` where it is not given, is null, or cannot be taken (its line says so then)."""
+        line = self._last.get(name)
+        if line is None or line.setting.value is None:
+            return otherwise
+        try:
+            return take(line.setting.value)
+        except ValueError as error:
+            self._refuse(line, f"{error}, not {line.setting.value!r}")
+            return otherwise
+
+    def put(self, key: str, value: Any, *names: str, note: str = "") -> None:
+        """Set a key from flags. `note` goes to the first of them."""
+        lines = tuple(line for name in names if (line := self._last.get(name)) and line.outcome == "mapped")
+        if names and not lines:
+            return
+        for line in lines:
+            line.key = f"{line.key}, {key}" if line.key and key not in line.key.split(", ") else key
+        if note and lines:
+            lines[0].notes.append(note)
+        self.keys[key] = Put(value, lines)
+
+    def say(self, name: str, note: str) -> None:
+        if line := self._last.get(name):
+            line.notes.append(note)
+
+    def refuse(self, name: str, note: str, outcome: OutcomeName = "unsupported") -> None:
+        """Take a flag out of the config."""
+        if (line := self._last.get(name)) and line.outcome == "mapped":
+            self._refuse(line, note, outcome)
+
+    def _refuse(self, line: Line, note: str, outcome: OutcomeName = "unsupported") -> None:
+        line.outcome, line.key = outcome, ""
+        line.notes += [note] * (note not in line.notes)
+
+    def need(self, key: str, what: str, required: bool = True) -> None:
+        if key not in self.keys and key not in {missing.key for missing in self.missing}:
+            self.missing.append(Missing(key, what, required))
+
+    # --- the end
+
+    def finish(self, needs: Callable[[], None]) -> None:
+        """Leave in the config only what the loader takes, and of the framework's defaults only those that are not Trimtab's.
+
+        `needs` says what is missing, and is asked again after each key that is taken out.
+        """
+        needs()
+        for key, put in list(self.keys.items()):
+            if not put.given and put.value == default(key):
+                self._take_out(key)
+        for line in self.lines:
+            if line.given and line.outcome == "mapped" and not line.key:
+                self._refuse(line, "nothing follows from it by itself", "dead")
+        while problem := self._problem():
+            key, what = problem
+            for line in self._take_out(key):
+                line.outcome = line.outcome if line.key else "unsupported"
+                line.notes.append(f"{key} {what}")
+            if key.startswith("reward.") and key.endswith(".fn"):  # a part without a function is none
+                for part in [part for part in self.keys if part.startswith("reward.")]:
+                    self._take_out(part)
+            needs()
+
+        for line in self.lines:
+            if line.given and line.outcome == "mapped" and not line.key:
+                self._refuse(line, "goes with a setting that is left out")
+
+    def _take_out(self, key: str) -> tuple[Line, ...]:
+        lines = self.keys.pop(key).lines
+        for line in lines:
+            line.key = ", ".join(name for name in line.key.split(", ") if name != key)
+        return lines
+
+    def _problem(self) -> tuple[str, str] | None:
+        """A key that the loader refuses, and why."""
+        try:
+            config_from_dict(self.filled_in())
+        except ConfigError as error:
+            for problem in error.problems:
+                blamed = problem.where if problem.where in self.keys else self._other(problem.where)
+                if blamed:
+                    return blamed, f"{problem.what}. {problem.fix}".rstrip(". ") + ". It is left out"
+            raise
+        return None
+
+    def _other(self, where: str) -> str | None:
+        """The key to blame for a contradiction that is reported at one which no flag set."""
+        config = Config.model_validate(self.filled_in())
+        found = [clash for check in CHECKS for clash in check(config, resolve(config.learn))]
+        return next((key for clash in found if clash.keys[0] == where for key in clash.keys if key in self.keys), None)
+
+    def tree(self) -> dict[str, Any]:
+        """The config as a nested mapping."""
+        tree: dict[str, Any] = {}
+        for key, put in self.keys.items():
+            node: Any = tree
+            *above, name = key.split(".")
+            for part, below in zip(above, [*above[1:], name]):
+                node = _inside(node, part, [] if below.isdecimal() else {})
+            node[name] = put.value
+        return tree
+
+    def filled_in(self) -> dict[str, Any]:
+        """The config with stand-ins for what is missing."""
+        tree = self.tree()
+        stand_ins = {
+            "model.path": "MODEL",
+            "data.train": "train.jsonl",
+            "data.eval": "test.jsonl",
+            "reward": [{"fn": "task"}],
+        }
+        for missing in self.missing:
+            if missing.required:
+                section, _, name = missing.key.partition(".")
+                if name:
+                    tree.setdefault(section, {})[name] = stand_ins[missing.key]
+                else:
+                    tree[section] = stand_ins[missing.key]
+        return tree
+
+
+def _sentence(note: str) -> str:
+    """With a capital, unless it begins with a name; and a full stop."""
+    first = note.split(" ", 1)[0]
+    if re.fullmatch(r"[a-z]+('s)?[,:;]?", first) and first not in NAMES:
+        note = note[0].upper() + note[1:]
+    return note if note.endswith((".", "?")) else f"{note}."
+
+
+def _inside(node: Any, part: str, empty: Any) -> Any:
+    if isinstance(node, list):
+        node.extend({} for _ in range(int(part) + 1 - len(node)))
+        return node[int(part)]
+    return node.setdefault(part, empty)

@@ -1,0 +1,229 @@
+"""Shell text to commands, each a list of words: quotes, comments, continued lines, variables and arrays.
+
+Nothing is run. Variables that the text itself sets are put in where they are used; `${NAME:-default}` and whole-number
+arithmetic are worked out; what only a shell could know ($HOME, `$(command)`) stays as it is written. A backslash with a comment
+behind it continues the line, as people write it in guides (a shell would not).
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Iterator
+
+from trimtab.errors import ConfigError, Problem
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+CONTINUED = re.compile(r"\\[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
+DOCUMENT = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
+ALL_OF = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[[@*]\]\}")
+DECLARES = ("export", "local", "readonly", "declare", "env")
+OPENS, CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class Script:
+    """A shell text being read. `used` are the variables that were put in somewhere: they are settings of the script itself."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self.text, self.source, self.at = text.replace("\r\n", "\n"), source, 0
+        self.variables: dict[str, str] = {}
+        self.used: set[str] = set()
+        self._arrays: dict[str, list[str]] = {}
+        self._here = ""
+        self._depth = 0
+
+    def commands(self) -> Iterator[list[str]]:
+        """Every command's words, in order; then arrays that no command used."""
+        while self.at < len(self.text):
+            words = self._command()
+            if words:
+                self._depth += (words[0] in OPENS) - (words[0] in CLOSES)
+                yield words
+        yield from (words for name, words in self._arrays.items() if name not in self.used)
+
+    def _command(self) -> list[str]:
+        words: list[str] = []
+        while self.at < len(self.text):
+            if continued := CONTINUED.match(self.text, self.at):
+                self.at = continued.end()
+            elif self.text[self.at] in " \t\r":
+                self.at += 1
+            elif self.text[self.at] == "#":
+                self.at = _or_end(self.text, self.text.find("\n", self.at))
+            elif self.text[self.at] in "\n;&|":
+                self.at += 1
+                self._pass_document()
+                break
+            elif document := DOCUMENT.match(self.text, self.at):
+                self.at, self._here = document.end(), document[1]
+            else:
+                words += self._word(all(_declares(word) for word in words))
+        return words
+
+    def _pass_document(self) -> None:
+        """Go past the text of a here-document (`<<EOF`) that the line before opened."""
+        if self._here and self.text[self.at - 1] == "\n":
+            end = re.compile(rf"^\s*{re.escape(self._here)}\s*$", re.MULTILINE).search(self.text, self.at)
+            self.at, self._here = end.end() if end else len(self.text), ""
+
+    def _word(self, at_start: bool) -> list[str]:
+        """One word, or what it stands for: none for an array that is set, several for one that is used."""
+        begin, text = self.at, ""
+        while self.at < len(self.text):
+            here = self.text[self.at]
+            if here in "'\"":
+                text += self._quoted(here)
+            elif here == "\\":
+                if CONTINUED.match(self.text, self.at):
+                    break
+                text += self.text[self.at + 1 : self.at + 2]
+                self.at += 2
+            elif here == "$":
+                text += self._expansion()
+            elif here == "(" and at_start and (array := re.fullmatch(r"(\w+)(\+?)=", text)):
+                self._array(array[1], bool(array[2]))
+                return []
+            elif here in " \t\r\n;&|" and not (here == "&" and text.endswith(">")):
+                break
+            else:
+                text += here
+                self.at += 1
+        raw = self.text[begin : self.at].strip("\"'")
+        if whole := ALL_OF.fullmatch(raw):
+            self.used.add(whole[1])
+            return self._arrays.get(whole[1], [])
+        if raw in ("$@", "$*"):
+            return []
+        if self.text[begin] == "$" and re.search(r"\s", text):  # outside quotes, what a variable holds is several words
+            return re.sub(r"\\\s*\n", " ", text).split()
+        if at_start and (found := ASSIGNMENT.fullmatch(text)) and not (self._depth and found[1] in self.variables):
+            self.variables[found[1]] = found[2]
+        return [text]
+
+    def _quoted(self, quote: str) -> str:
+        begin, text = self.at, ""
+        self.at += 1
+        while self.at < len(self.text) and self.text[self.at] != quote:
+            here = self.text[self.at]
+            if quote == '"' and here == "$":
+                text += self._expansion()
+            elif quote == '"' and here == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`"):
+                text += self.text[self.at + 1]
+                self.at += 2
+            else:
+                text += here
+                self.at += 1
+        if self.at >= len(self.text):
+            where = f"{self.source}, line {self.text.count(chr(10), 0, begin) + 1}"
+            what = f"a quote {quote} is opened and never closed"
+            raise ConfigError([Problem(where, what, "Close it, or write \\ before it")])
+        self.at += 1
+        return text
+
+    def _array(self, name: str, more: bool) -> None:
+        """`NAME=(...)`, or `NAME+=(...)` for more of it."""
+        self.at += 1
+        words: list[str] = []
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            if self.text[self.at] in " \t\r\n":
+                self.at += 1
+            elif self.text[self.at] == "#":
+                self.at = _or_end(self.text, self.text.find("\n", self.at))
+            elif continued := CONTINUED.match(self.text, self.at):
+                self.at = continued.end()
+            else:
+                before = self.at
+                words += self._word(False)
+                self.at += self.at == before  # an operator inside an array is no word of it
+                if words and words[-1].endswith(")") and "(" not in words[-1]:
+                    words[-1] = words[-1][:-1]
+                    self.at -= 1
+                    words = [word for word in words if word]
+        self.at += 1
+        if more:
+            self._arrays[name] = self._arrays.get(name, []) + words
+        elif not (self._depth and name in self._arrays):
+            self._arrays[name] = words
+
+    def _expansion(self) -> str:
+        """What stands at a dollar sign, worked out; reading goes on behind it."""
+        rest = self.text[self.at :]
+        if rest.startswith("$(("):
+            raw = rest[: _closing(rest, 1, "(", ")")]
+            meant = _arithmetic(NAME.sub(lambda name: self._variable(name[0]), re.sub(r"[${}]", "", raw[3:-2])), raw)
+        elif rest.startswith("$("):
+            raw = meant = rest[: _closing(rest, 1, "(", ")")]
+        elif rest.startswith("${"):
+            raw = rest[: _closing(rest, 1, "{", "}")]
+            name, dash, default = re.fullmatch(r"(\w*)(:?-)?(.*)", raw[2:-1], re.DOTALL).groups()  # type: ignore[union-attr]
+            if name not in self.variables and dash:
+                meant = self._put_in(default)
+            else:
+                meant = raw if default and not dash else self._variable(name, raw)
+        else:
+            found = NAME.match(rest, 1)
+            raw = rest[: found.end() if found else 1]
+            meant = self._variable(raw[1:], raw)
+        self.at += len(raw)
+        return meant
+
+    def _variable(self, name: str, unknown: str = "") -> str:
+        if name in self.variables:
+            self.used.add(name)
+        return self.variables.get(name, unknown or name)
+
+    def _put_in(self, text: str) -> str:
+        """A text with its variables put in."""
+        inner, found = Script(text, self.source), ""
+        inner.variables, inner.used = self.variables, self.used
+        while inner.at < len(text):
+            if text[inner.at] == "$":
+                found += inner._expansion()
+            else:
+                found += text[inner.at]
+                inner.at += 1
+        return found
+
+
+def _declares(word: str) -> bool:
+    return word in DECLARES or bool(ASSIGNMENT.fullmatch(word))
+
+
+def _or_end(text: str, at: int) -> int:
+    return at if at >= 0 else len(text)
+
+
+def _closing(text: str, at: int, opens: str, closes: str) -> int:
+    """The length up to and with the bracket that closes the one at `at`."""
+    depth = 0
+    for place in range(at, len(text)):
+        depth += (text[place] == opens) - (text[place] == closes)
+        if depth == 0:
+            return place + 1
+    return len(text)
+
+
+def _arithmetic(text: str, raw: str) -> str:
+    """A sum of whole numbers worked out; anything else stays as it was written."""
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return int(OPERATORS[type(node.op)](value(node.left), value(node.right)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        raise ValueError
+
+    try:
+        return str(value(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return raw

@@ -1,0 +1,281 @@
+"""verl: Hydra overrides and YAML of `verl.trainer.main_ppo`."""
+
+from __future__ import annotations
+
+import re
+
+from trimtab.config.convert.common import adapters, looser, schedule, split_updates, steps_from_epochs, without_critic
+from trimtab.config.convert.rules import one_of, pair, real, text, texts, whole, yes
+from trimtab.config.convert.sheet import Framework, Sheet
+from trimtab.config.convert.verl_run_table import RUN_RULES
+from trimtab.config.convert.verl_table import LEARN_RULES, PPO_KEYS
+
+DEFAULTS = {
+    "data.train_batch_size": 1024,
+    "A.rollout.n": 1,
+    "A.actor.ppo_mini_batch_size": 256,
+    "algorithm.adv_estimator": "gae",
+    "A.actor.loss_agg_mode": "token-mean",
+    "A.actor.clip_ratio_c": 3.0,
+    "A.actor.optim.weight_decay": 0.01,
+}
+ALGORITHMS = {
+    "gae": "reinforce_pp",
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "gpg": "on_policy"}
+AGGREGATES = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "constant",
+    "seq-mean-token-sum-norm": "constant",
+}
+ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
+IN_LOSS = ("A.actor.kl_loss_coef", "A.actor.kl_loss_type")
+IN_REWARD = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type")
+ADAPTIVE = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg."
+
+
+def settle(sheet: Sheet) -> None:
+    _algorithm(sheet)
+    _sizes(sheet)
+    _kl(sheet)
+    _clip(sheet)
+    _optimizer(sheet)
+    _correction(sheet)
+    _data(sheet)
+    _reward(sheet)
+    adapters(sheet, "A.model.lora_rank", "A.model.lora_alpha", "A.model.target_modules")
+    if "model.lora.r" in sheet.keys and "model.lora.alpha" not in sheet.keys:
+        sheet.put("model.lora.alpha", 16.0, "A.model.lora_rank", note="verl's lora_alpha is 16 whatever the rank")
+
+
+def _algorithm(sheet: Sheet) -> None:
+    name = "algorithm.adv_estimator"
+    estimator = sheet.read(name, text, "gae")
+    algorithm = ALGORITHMS.get(estimator, "grpo")
+    if estimator == "gae":
+        without_critic(sheet, name, algorithm)
+    else:
+        note = "" if estimator in ALGORITHMS else f"{estimator} is not here; grpo is the nearest"
+        sheet.put("learn.algorithm", algorithm, name, note=note)
+    by_std = "algorithm.norm_adv_by_std_in_grpo"
+    if not sheet.read(by_std, yes, True) and algorithm == "grpo":
+        sheet.put("learn.advantage", "group_mean", by_std, note="as in Dr. GRPO")
+    elif sheet.given(by_std):
+        sheet.refuse(by_std, "true is what GRPO does anyway; other estimators do not look at it", "dead")
+    _loss(sheet)
+
+
+def _loss(sheet: Sheet) -> None:
+    mode = "A.actor.policy_loss.loss_mode"
+    kind = sheet.read(mode, text, "vanilla")
+    loss = LOSSES.get(kind)
+    if loss is None:
+        sheet.refuse(mode, f"{kind} is not here; the clipped loss is used. There are clip, gspo, cispo and on_policy")
+    else:
+        sheet.put("learn.loss", loss, mode)
+    agg = "A.actor.loss_agg_mode"
+    if loss == "gspo":
+        sheet.put(
+            "learn.aggregate",
+            "sequence_mean",
+            mode,
+            note="verl averages gspo over sequences, whatever loss_agg_mode says",
+        )
+        sheet.refuse(agg, "gspo does not look at it", "dead")
+        return
+    how = sheet.read(agg, one_of(AGGREGATES), "token_mean")
+    note = "verl takes it over micro-batches, Trimtab over the whole update" if sheet.given(agg) else ""
+    if sheet.read(agg, text) == "seq-mean-token-sum":
+        note = "a constant factor (1 / max_new_tokens) apart, which AdamW does not feel; max_grad_norm does"
+    sheet.put("learn.aggregate", how, agg, note=note)
+
+
+def _sizes(sheet: Sheet) -> None:
+    prompts = sheet.read("data.train_batch_size", whole, 1024)
+    samples = sheet.read("A.rollout.n", whole, 1)
+    mini = sheet.read("A.actor.ppo_mini_batch_size", whole, 256)
+    sheet.put("learn.prompts_per_step", prompts, "data.train_batch_size")
+    sheet.put("learn.samples_per_prompt", samples, "A.rollout.n")
+    if min(prompts, mini) > 0:
+        split_updates(sheet, prompts, prompts / mini, "A.actor.ppo_mini_batch_size", f"{prompts} / {mini}")
+    if "learn.steps" in sheet.keys:
+        sheet.refuse("trainer.total_epochs", "total_training_steps wins over it", "dead")
+    else:
+        steps_from_epochs(sheet, "trainer.total_epochs", prompts)
+
+
+def _kl(sheet: Sheet) -> None:
+    """One penalty: in the loss, or in the reward."""
+    in_loss = sheet.read("A.actor.use_kl_loss", yes, False)
+    in_reward = sheet.read("algorithm.use_kl_in_reward", yes, False)
+    if in_loss:
+        _penalty(sheet, "loss", "A.actor.use_kl_loss", *IN_LOSS, "low_var_kl")
+        sheet.refuse(
+            "algorithm.use_kl_in_reward",
+            "one penalty here; the one in the loss is kept" if in_reward else "off",
+            "dead",
+        )
+    else:
+        _off(sheet, ("A.actor.use_kl_loss", *IN_LOSS), "has no effect without use_kl_loss=True")
+    if not in_reward or in_loss:
+        _off(
+            sheet, ("algorithm.use_kl_in_reward", *IN_REWARD, *ADAPTIVE), "has no effect without use_kl_in_reward=True"
+        )
+        return
+    _penalty(sheet, "reward", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl")
+    if sheet.read("algorithm.kl_ctrl.type", text, "fixed") != "adaptive":
+        _off(sheet, ("algorithm.kl_ctrl.type", *ADAPTIVE), "the coefficient is fixed")
+        return
+    target = sheet.read("algorithm.kl_ctrl.target_kl", real, 0.1)
+    sheet.put(
+        "learn.kl.target",
+        target,
+        "algorithm.kl_ctrl.type",
+        "algorithm.kl_ctrl.target_kl",
+        note="nats per token, there and here",
+    )
+    if sheet.line("algorithm.kl_ctrl.horizon"):
+        sheet.put(
+            "learn.kl.horizon", sheet.read("algorithm.kl_ctrl.horizon", whole, 10_000), "algorithm.kl_ctrl.horizon"
+        )
+
+
+def _penalty(sheet: Sheet, where: str, switch: str, coef: str, kind: str, usual: str) -> None:
+    sheet.put("learn.kl.where", where, switch)
+    sheet.put("learn.kl.coef", sheet.read(coef, real, 0.001), coef if sheet.line(coef) else switch)
+    estimator = sheet.read(kind, text, usual)
+    if estimator not in ESTIMATORS:
+        sheet.say(kind, f"{estimator} is not here; k3 is the nearest")
+    sheet.put("learn.kl.estimator", ESTIMATORS.get(estimator, "k3"), kind if sheet.line(kind) else switch)
+
+
+def _off(sheet: Sheet, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        sheet.refuse(name, why, "dead")
+
+
+def _clip(sheet: Sheet) -> None:
+    low, high = sheet.read("A.actor.clip_ratio_low", real), sheet.read("A.actor.clip_ratio_high", real)
+    if low is not None:
+        sheet.put("learn.clip.low", low, "A.actor.clip_ratio_low")
+    if high is not None:
+        sheet.put(
+            "learn.clip.high",
+            high,
+            "A.actor.clip_ratio_high",
+            note=looser(high, low or 0.2) if high > (low or 0.2) else "",
+        )
+    if sheet.given("A.actor.clip_ratio"):
+        bound = sheet.read("A.actor.clip_ratio", real)
+        why = "clip_ratio_low and clip_ratio_high win over it, and verl sets both to 0.2"
+        sheet.refuse("A.actor.clip_ratio", f"{why}. For {bound} write learn.clip.low and learn.clip.high", "dead")
+    dual = sheet.read("A.actor.clip_ratio_c", real)
+    loss = sheet.keys.get("learn.loss")
+    if dual is not None and (loss is None or loss.value == "clip"):
+        sheet.put("learn.clip.dual", dual, "A.actor.clip_ratio_c", note="the dual clip is always on in verl")
+    else:
+        sheet.refuse("A.actor.clip_ratio_c", "only the clipped loss has a dual clip", "dead")
+
+
+def _optimizer(sheet: Sheet) -> None:
+    betas = sheet.read("A.actor.optim.betas", pair)
+    if betas is not None:
+        sheet.put("learn.optimizer.beta1", betas[0], "A.actor.optim.betas")
+        sheet.put("learn.optimizer.beta2", betas[1], "A.actor.optim.betas")
+    optim = "A.actor.optim."
+    schedule(
+        sheet,
+        f"{optim}lr_scheduler_type",
+        SCHEDULES,
+        f"{optim}lr_warmup_steps_ratio",
+        f"{optim}lr_warmup_steps",
+        f"{optim}min_lr_ratio",
+    )
+
+
+def _correction(sheet: Sheet) -> None:
+    level, cap = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
+    kind = sheet.read(level, one_of({"token": "token", "sequence": "sequence"}))
+    if kind is None:
+        sheet.refuse(cap, "has no effect without rollout_is", "dead")
+        return
+    sheet.put("learn.importance.level", kind, level)
+    if sheet.line(cap):
+        sheet.put("learn.importance.cap", sheet.read(cap, real, 2.0), cap)
+
+
+def _data(sheet: Sheet) -> None:
+    for name, key in (("data.train_files", "data.train"), ("data.val_files", "data.eval")):
+        files = sheet.read(name, texts, [])
+        if files:
+            sheet.put(key, files[0], name)
+        if len(files) > 1:
+            sheet.say(name, f"one source here; join the others to it: {', '.join(files[1:])}")
+    refills = sheet.read("algorithm.filter_groups.max_num_gen_batches", whole)
+    if refills is not None and refills > 1:
+        note = f"{refills} batches are the first and {refills - 1} to fill up"
+        sheet.put(
+            "learn.dynamic_sampling.max_refills", refills - 1, "algorithm.filter_groups.max_num_gen_batches", note=note
+        )
+    elif refills is not None:
+        sheet.refuse("algorithm.filter_groups.max_num_gen_batches", "0 is no limit there; here it is at least 1")
+    loggers = sheet.read("trainer.logger", texts, [])
+    project = sheet.read("trainer.project_name", text, "verl_examples")
+    if "wandb" in loggers:
+        sheet.put("observe.wandb", project, "trainer.logger", "trainer.project_name", note="the name of the project")
+    else:
+        sheet.refuse("trainer.project_name", "the run is named for its folder: observe.dir", "automatic")
+        sheet.refuse("trainer.logger", "console, metrics.jsonl and TensorBoard are always written", "automatic")
+
+
+def _reward(sheet: Sheet) -> None:
+    path = sheet.read("reward.custom_reward_function.path", text)
+    function = sheet.read("reward.custom_reward_function.name", text, "compute_score")
+    if path is not None:
+        note = (
+            "Trimtab passes completions and columns as lists, by name, not data_source, solution_str and ground_truth one by "
+            "one: change the function's first line and its last"
+        )
+        source = "reward.custom_reward_function."
+        sheet.put("reward.0.fn", f"{path}:{function}", f"{source}path", f"{source}name", note=note)
+    else:
+        sheet.refuse("reward.custom_reward_function.name", "has no effect without a path", "dead")
+    length, factor = sheet.read(f"{OVERLONG}len", whole), sheet.read(f"{OVERLONG}penalty_factor", real, 1.0)
+    if sheet.read(f"{OVERLONG}enable", yes, False) and length:
+        sheet.put("learn.overlong.buffer", length, f"{OVERLONG}len", f"{OVERLONG}enable")
+        sheet.put("learn.overlong.penalty", factor, f"{OVERLONG}penalty_factor")
+    else:
+        _off(
+            sheet,
+            (f"{OVERLONG}enable", f"{OVERLONG}len", f"{OVERLONG}penalty_factor"),
+            "has no effect unless enabled, with a length",
+        )
+
+
+def spelling(name: str) -> str:
+    plain = name.lstrip("+~-").replace("-", "_")
+    if plain.endswith("._target_"):
+        return f"_target_.{plain.removesuffix('._target_')}"
+    return re.sub(r"^actor_rollout_ref\.", "A.", plain)
+
+
+FRAMEWORK = Framework(
+    kind="verl",
+    title="verl",
+    about="Hydra overrides of `verl.trainer.main_ppo`, on a command line or as YAML. `A.` stands for `actor_rollout_ref.`.",
+    rules=LEARN_RULES + RUN_RULES + PPO_KEYS,
+    defaults=DEFAULTS,
+    settle=settle,
+    spelling=spelling,
+    dashes="",
+    in_full=lambda name: re.sub(r"^A\.", "actor_rollout_ref.", name),
+)

@@ -1,0 +1,245 @@
+"""verl's keys of rollout, memory, placement and profiling, one rule each: what Trimtab decides now, and what it has not.
+
+`A.` stands for `actor_rollout_ref.`.
+"""
+
+from __future__ import annotations
+
+from trimtab.config.convert.rules import SFT, Rule, automatic, dead, each, unsupported
+
+MICRO = "follows from the token budget. In verl it changes the loss: token means are taken in each micro-batch there"
+SCORE = "passes without a gradient have a cap of their own. In verl, other sizes than the update's move the ratio off 1"
+TRACE = "every phase of every step is in RUN/trace.json"
+ENGINE = "the native engine generates with the trainer's own weights"
+CHUNKED = "always: log-probs and entropy come out of hidden states in chunks, recomputed in the backward pass"
+ONE_DEVICE = "one process on one device. `trimtab plan --devices N` predicts several"
+
+RUN_RULES: tuple[Rule, ...] = (
+    # rollout
+    automatic("A.rollout.name | rollout.engine", "the native engine", "run.engine"),
+    automatic("A.rollout.mode", "one native engine, in the trainer's process", "run.engine"),
+    automatic(
+        "A.rollout.gpu_memory_utilization | rollout.gpu_memory_utilization",
+        "no share to guess: the KV cache gets what the plan leaves, in bytes. In verl it means another thing for each engine",
+        "run.rollout.kv_memory",
+    ),
+    automatic(
+        "A.rollout.max_num_seqs | rollout.max_num_seqs max_num_seqs",
+        "as many as the KV cache holds",
+        "run.rollout.max_sequences",
+    ),
+    automatic(
+        "A.rollout.max_num_batched_tokens | max_num_batched_tokens",
+        "the prompt tokens of one pass",
+        "run.rollout.prefill_tokens",
+    ),
+    automatic(
+        "A.rollout.max_model_len | rollout.max_model_len",
+        "the longest prompt and completion together",
+        "data.max_prompt_tokens",
+    ),
+    automatic(
+        "A.rollout.tensor_model_parallel_size | A.rollout.tensor_parallel_size rollout.tensor_parallel_size tensor_parallel_size",
+        "the engine is one device",
+    ),
+    automatic("A.rollout.data_parallel_size", ONE_DEVICE),
+    automatic("A.rollout.disable_log_stats", "tokens a second, batch and KV use are on every step's line"),
+    automatic("A.rollout.enforce_eager", "the native engine decides what runs as a graph"),
+    automatic("A.rollout.free_cache_engine", "the KV cache's memory is lent to the update", "run.rollout.lend_memory"),
+    automatic("A.rollout.enable_chunked_prefill", "long prompts are prefilled in chunks", "run.rollout.prefill_tokens"),
+    automatic("A.rollout.enable_prefix_caching", "on", "run.rollout.prefix_cache"),
+    automatic("A.rollout.load_format", "the engine generates with the trainer's own weights"),
+    automatic("A.rollout.layered_summon", "no weights are sent"),
+    automatic("A.rollout.dtype", "the trainer's", "model.dtype"),
+    automatic(
+        "A.rollout.checkpoint_engine.update_weights_bucket_megabytes A.rollout.update_weights_bucket_megabytes",
+        "no weights are sent",
+    ),
+    automatic("A.rollout.checkpoint_engine.backend", "no weights are sent"),
+    automatic("A.rollout.calculate_log_probs", "always: the engine's log-probs come with the tokens"),
+    automatic("A.rollout.agent.num_workers", "one native engine"),
+    automatic("A.rollout.seed", "sampling depends on learn.seed, step, prompt and position", "learn.seed"),
+    dead("A.rollout.do_sample", "sampling is always on while training; a temperature of 0 is refused"),
+    dead("A.rollout.ignore_eos", "for benchmarks: a completion ends at its end"),
+    unsupported("A.rollout.multi_turn.enable", "one prompt, one completion: no tools and no turns"),
+    unsupported("A.rollout.quantization", "the engine generates with the trainer's own weights"),
+    # batches and memory
+    automatic(
+        "A.actor.ppo_micro_batch_size_per_gpu A.actor.ppo_micro_batch_size "
+        "| training.micro_batch_size ppo_micro_batch_size_per_gpu",
+        MICRO,
+        "run.token_budget",
+    ),
+    automatic(
+        "A.actor.use_dynamic_bsz | use_dynamic_bsz",
+        "always: micro-batches are filled up to a token budget",
+        "run.token_budget",
+    ),
+    automatic(
+        "A.actor.ppo_max_token_len_per_gpu",
+        "a hard cap from the memory plan. verl's was no cap before August 2026: micro-batches could be larger",
+        "run.token_budget",
+    ),
+    automatic(
+        "A.rollout.log_prob_micro_batch_size_per_gpu A.rollout.log_prob_micro_batch_size",
+        SCORE,
+        "run.score_token_budget",
+    ),
+    automatic(
+        "A.ref.log_prob_micro_batch_size_per_gpu A.ref.log_prob_micro_batch_size", SCORE, "run.score_token_budget"
+    ),
+    automatic("A.rollout.log_prob_max_token_len_per_gpu", SCORE, "run.score_token_budget"),
+    automatic("A.ref.log_prob_max_token_len_per_gpu", SCORE, "run.score_token_budget"),
+    automatic("A.rollout.log_prob_use_dynamic_bsz", SCORE, "run.score_token_budget"),
+    automatic("A.ref.log_prob_use_dynamic_bsz", SCORE, "run.score_token_budget"),
+    automatic("A.model.use_remove_padding | use_remove_padding", "always: nothing is padded anywhere"),
+    automatic(
+        "A.model.enable_gradient_checkpointing | actor.gradient_checkpointing",
+        "where memory is short, and only what is cheap for its size",
+        "run.checkpoint_activations",
+    ),
+    automatic(
+        "A.model.enable_activation_offload",
+        "where the longest sequence would not fit otherwise",
+        "run.offload.activations",
+    ),
+    automatic(
+        "A.actor.fsdp_config.optimizer_offload | actor.offload_optimizer_states",
+        "streamed from host memory where memory is short",
+        "run.offload.optimizer",
+    ),
+    automatic(
+        "A.actor.fsdp_config.param_offload | actor.offload_param", "the weights stay: the engine generates with them"
+    ),
+    automatic(
+        "A.ref.fsdp_config.param_offload",
+        "on the device only while it scores, where memory is short",
+        "run.offload.reference",
+    ),
+    automatic(
+        "A.actor.fsdp_config.model_dtype A.actor.fsdp_config.dtype | training.bf16",
+        "bfloat16 with float32 masters on a GPU",
+        "model.dtype",
+    ),
+    automatic("A.actor.fsdp_config.fsdp_size", ONE_DEVICE),
+    automatic("A.actor.fsdp_config.reshard_after_forward", ONE_DEVICE),
+    automatic(
+        "A.actor.fsdp_config.forward_prefetch | fsdp_config.forward_prefetch",
+        "one device: nothing is gathered. On FSDP2 verl ignores it",
+    ),
+    automatic("A.ref.fsdp_config.forward_prefetch", "one device: nothing is gathered"),
+    automatic("A.actor.strategy", ONE_DEVICE),
+    automatic("A.ref.strategy", ONE_DEVICE),
+    automatic("A.hybrid_engine", "always: the engine generates with the trainer's own weights"),
+    automatic("A.model.use_fused_kernels", CHUNKED, "run.logprob_chunk"),
+    automatic("A.model.fused_kernel_options.impl_backend", CHUNKED, "run.logprob_chunk"),
+    automatic("A.model.use_liger | model.use_liger", "known layers are fused in own kernels"),
+    automatic("A.model.use_shm", "weights are read once"),
+    automatic("A.actor.use_torch_compile", "known layers are fused in own kernels"),
+    automatic(
+        "A.actor.entropy_from_logits_with_chunking A.actor.fsdp_config.entropy_from_logits_with_chunking",
+        CHUNKED,
+        "run.logprob_chunk",
+    ),
+    automatic("A.actor.entropy_checkpointing A.actor.fsdp_config.entropy_checkpointing", CHUNKED, "run.logprob_chunk"),
+    dead(
+        "A.ref.entropy_from_logits_with_chunking",
+        "verl's guide names this key, but the reference computes no entropy: the actor's key is the one. Here it is "
+        + CHUNKED,
+    ),
+    dead("A.actor.shuffle", "the batch is split by prompts, in the order in which they were drawn"),
+    unsupported(
+        "A.actor.ulysses_sequence_parallel_size A.actor.fsdp_config.ulysses_sequence_parallel_size "
+        "| ulysses_sequence_parallel_size",
+        "sequences are not cut over devices: learn.max_new_tokens bounds them",
+    ),
+    unsupported("A.ref.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
+    unsupported(
+        "algorithm.rollout_correction.rollout_rs", "samples are not rejected; learn.importance with mode: mask is near"
+    ),
+    unsupported("algorithm.use_pf_ppo", "samples are not weighed anew"),
+    *each(unsupported, "config_name config_path config_dir", "a file of Hydra's: convert it with --file"),
+    *each(automatic, "global_profiler.tool trainer.profile_steps", "every phase of every step is in RUN/trace.json"),
+    # families
+    *each(
+        automatic,
+        "A.actor.megatron.* A.ref.megatron.* A.actor.veomni.* A.ref.veomni.* A.actor.torchtitan.*",
+        ONE_DEVICE,
+    ),
+    *each(
+        automatic, "A.actor.fsdp_config.* A.ref.fsdp_config.* A.actor.engine.* A.ref.engine.* model_engine", ONE_DEVICE
+    ),
+    *each(automatic, "global_profiler.* A.actor.profiler.* A.ref.profiler.* A.rollout.profiler.*", TRACE),
+    *each(
+        automatic,
+        "A.rollout.engine_kwargs.* A.rollout.agent.* A.rollout.checkpoint_engine.* A.rollout.prometheus.*",
+        ENGINE,
+    ),
+    *each(
+        automatic,
+        "A.rollout.expert_parallel_size A.rollout.multi_stage_wake_up A.rollout.cudagraph_capture_sizes",
+        ENGINE,
+    ),
+    *each(
+        automatic,
+        "ray_kwargs.* trainer.ray_wait_register_center_timeout A.nccl_timeout transfer_queue.*",
+        "one process needs no Ray",
+    ),
+    automatic("A.ref.use_torch_compile", "known layers are fused in own kernels"),
+    automatic(
+        "A.actor.checkpoint.*",
+        "checkpoints are whole: model, optimizer and state of the run",
+        "observe.checkpoint_every",
+    ),
+    automatic("data.filter_overlong_prompts_workers", "prompts are tokenised ahead, in a thread"),
+    automatic("A.actor.calculate_entropy", "always: the entropy is a metric of every step"),
+    automatic("reward.reward_kwargs.overlong_buffer_cfg.log", "rewards are logged before and after the penalty"),
+    automatic(
+        "reward.reward_kwargs.max_resp_len",
+        "learn.max_new_tokens is where the penalty is whole",
+        "learn.max_new_tokens",
+    ),
+    unsupported("A.actor.optim.override_optimizer_config.*", "AdamW on float32 masters"),
+    automatic("A.actor.optim.optimizer", "AdamW on float32 masters"),
+    unsupported("A.actor.optim.*", "see learn.optimizer and learn.schedule for what there is"),
+    automatic("A.ref.entropy_checkpointing", "the reference computes no entropy"),
+    *each(
+        unsupported,
+        "async_training.* rollout.*",
+        "sampling and training take turns: every sample is from the newest weights",
+    ),
+    unsupported("hydra.*", "a file of Hydra's: convert it with --file"),
+    unsupported("data.apply_chat_template_kwargs.*", "the tokenizer's template is applied as it is"),
+    unsupported("A.rollout.multi_turn.*", "one prompt, one completion: no tools and no turns"),
+    unsupported("A.model.mtp.*", "one token is predicted at a time"),
+    unsupported("A.model.override_config.*", "the checkpoint's own config is used: change that"),
+    unsupported("distillation.*", "no teacher: rewards are all that is learned from"),
+    unsupported("algorithm.rollout_correction.*", "see learn.importance for what there is"),
+    *each(unsupported, "data.image_key data.video_key data.audio_key data.mm_processor_kwargs.*", "text models only"),
+    unsupported("data.custom_cls.*", "write the rows to a JSONL or Parquet file"),
+    *each(
+        unsupported,
+        "optim model engine optim.* model.* engine.* data.messages_key data.micro_batch_size_per_gpu data.max_token_len_per_gpu",
+        SFT,
+    ),
+    *each(automatic, "A.rollout.disaggregation.* A.rollout.trace.* A.rollout.val_kwargs.*", ENGINE),
+    *each(automatic, "A.model.tiled_mlp.* A.model.fused_kernel_options.*", CHUNKED),
+    *each(
+        unsupported,
+        "A.actor.router_replay.* A.ref.router_replay.*",
+        "the engine and the trainer route by the same weights",
+    ),
+    *each(
+        automatic,
+        "reward.reward_manager.* reward.custom_reward_function.*",
+        "rewards run in worker processes",
+        "run.reward_workers",
+    ),
+    *each(automatic, "trainer.v1.* skip.*", "one loop: sampling and training take turns"),
+    automatic("_target_.*", "the name of a class of verl's"),
+    unsupported("A.actor.policy_loss.*", "for losses that are not here"),
+    unsupported("A.actor.qat.*", "weights are not quantised"),
+    unsupported("A.model.lora.*", "plain adapters: see model.lora"),
+    unsupported("algorithm.pf_ppo.*", "samples are not weighed anew"),
+    *each(unsupported, "reward.sandbox_fusion.* sandbox_fusion.*", "ask the sandbox from a reward function"),
+)

@@ -1,0 +1,399 @@
+"""Each rule that computes something, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trimtab.config.convert import Conversion, convert
+
+
+def keys(found: Conversion) -> dict[str, Any]:
+    return {key: put.value for key, put in found.sheet.keys.items()}
+
+
+def row(found: Conversion, flag: str) -> dict[str, Any]:
+    return next(line.as_dict() for line in found.lines if line.setting.name == flag)
+
+
+def openrlhf(*words: str) -> Conversion:
+    return convert("openrlhf", words=words)
+
+
+def verl(*words: str) -> Conversion:
+    return convert("verl", words=[word.replace("A.", "actor_rollout_ref.") for word in words])
+
+
+def trl(*words: str) -> Conversion:
+    return convert("trl", words=words)
+
+
+# --- OpenRLHF
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "trained", "updates", "note"),
+    [
+        ("128", "8", "256", 4, "128 × 8 / 256 = 4 optimizer steps"),
+        ("128", "8", "1024", 1, "= 1 optimizer step for"),
+        ("100", "8", "128", 6, "= 6.25 optimizer steps for each batch, which is not possible here: 6 is the nearest"),
+        ("16", "4", "128", 1, "= 0.5 optimizer steps for each batch, which is not possible here: 1 is the nearest"),
+        ("2", "16", "4", 2, "2 is the nearest"),
+    ],
+)
+def test_openrlhf_batches_of_samples_become_updates(
+    prompts: str, samples: str, trained: str, updates: int, note: str
+) -> None:
+    found = openrlhf("--rollout_batch_size", prompts, "--n_samples_per_prompt", samples, "--train_batch_size", trained)
+    assert keys(found)["learn.prompts_per_step"] == int(prompts) and keys(found)["learn.samples_per_prompt"] == int(
+        samples
+    )
+    assert keys(found)["learn.updates_per_step"] == updates
+    assert note in row(found, "--train_batch_size")["note"]
+
+
+def test_openrlhf_old_and_new_names_give_the_same_config() -> None:
+    old = openrlhf(
+        "--init_kl_coef",
+        "0.1",
+        "--actor_learning_rate",
+        "1e-7",
+        "--eps_clip",
+        "0.1",
+        "--use_kl_loss",
+        "--kl_estimator",
+        "k2",
+    )
+    new = openrlhf(
+        "--algo.kl.init_coef", "0.1", "--actor.adam.lr", "1e-7", "--actor.eps_clip", "0.1", "--algo.kl.use_loss",
+        "--algo.kl.estimator", "k2"
+    )  # fmt: skip
+    assert old.sheet.tree() == new.sheet.tree()
+    assert "Today's name is --algo.kl.init_coef" in row(old, "--init_kl_coef")["note"]
+    assert row(old, "--init_kl_coef")["key"] == "learn.kl.coef"
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("group_norm", {"learn.algorithm": "grpo", "learn.aggregate": "token_mean"}),
+        ("dr_grpo", {"learn.algorithm": "dr_grpo", "learn.aggregate": "token_mean"}),
+        ("rloo", {"learn.algorithm": "rloo"}),
+        ("reinforce", {"learn.algorithm": "reinforce_pp"}),
+        ("reinforce_baseline", {"learn.algorithm": "reinforce_pp_baseline"}),
+    ],
+)
+def test_openrlhf_estimators(estimator: str, expected: dict[str, str]) -> None:
+    found = openrlhf("--advantage_estimator", estimator, "--n_samples_per_prompt", "4")
+    assert expected.items() <= keys(found).items() and row(found, "--advantage_estimator")["outcome"] == "mapped"
+
+
+def test_openrlhf_ppo_is_not_here_and_says_what_is_used() -> None:
+    found = openrlhf(
+        "--advantage_estimator", "gae", "--critic_learning_rate", "9e-6", "--gamma", "1", "--lambd", "0.95"
+    )
+    assert keys(found)["learn.algorithm"] == "reinforce_pp"
+    assert row(found, "--advantage_estimator")["outcome"] == "unsupported"
+    assert "PPO is not in this version" in row(found, "--critic_learning_rate")["note"]
+    assert not any("ppo" in key for key in keys(found))
+
+
+def test_openrlhf_kl_target_of_a_completion_becomes_one_of_a_token() -> None:
+    found = openrlhf("--init_kl_coef", "0.01", "--kl_target", "6", "--kl_horizon", "5000", "--max_new_tokens", "1000")
+    assert keys(found)["learn.kl.target"] == 0.006 and keys(found)["learn.kl.horizon"] == 5000
+    assert keys(openrlhf("--kl_target", "0.05"))["learn.kl.target"] == 0.05
+    assert row(openrlhf("--kl_horizon", "5000"), "--kl_horizon")["outcome"] == "dead"
+    off = openrlhf("--init_kl_coef", "0", "--kl_target", "6")
+    assert keys(off).get("learn.kl.target") is None and "learn.kl.where" not in keys(off)
+
+
+def test_openrlhf_lengths() -> None:
+    assert keys(openrlhf("--max_len", "3072", "--max_new_tokens", "2048"))["data.max_prompt_tokens"] == 1024
+    only = keys(openrlhf("--max_len", "4096"))
+    assert only["learn.max_new_tokens"] == 2048 and only["data.max_prompt_tokens"] == 2048
+    old = keys(openrlhf("--prompt_max_len", "512", "--generate_max_len", "256"))
+    assert old["learn.max_new_tokens"] == 256 and old["data.max_prompt_tokens"] == 512
+
+
+def test_openrlhf_clip() -> None:
+    assert {"learn.clip.low": 0.1, "learn.clip.high": 0.1}.items() <= keys(openrlhf("--eps_clip", "0.1")).items()
+    found = openrlhf("--eps_clip", "0.1", "--eps_clip_low_high", "0.2", "0.28")
+    assert {"learn.clip.low": 0.2, "learn.clip.high": 0.28}.items() <= keys(found).items()
+    assert "looser" in row(found, "--eps_clip_low_high")["note"] and row(found, "--eps_clip")["outcome"] == "dead"
+    bad = openrlhf("--dual_clip", "0.5")
+    assert row(bad, "--dual_clip")["outcome"] == "unsupported" and "above 1" in row(bad, "--dual_clip")["note"]
+
+
+def test_openrlhf_k1_in_the_loss_penalises_nothing() -> None:
+    found = openrlhf("--use_kl_loss", "--kl_estimator", "k1")
+    assert (
+        row(found, "--kl_estimator")["outcome"] == "unsupported"
+        and "gradient of zero" in row(found, "--kl_estimator")["note"]
+    )
+    assert "learn.kl.estimator" not in keys(found)
+
+
+def test_openrlhf_rewards() -> None:
+    assert keys(openrlhf("--remote_rm_url", "my/rewards.py"))["reward.0.fn"] == "my/rewards.py:reward_func"
+    assert row(openrlhf("--remote_rm_url", "http://h:5000"), "--remote_rm_url")["outcome"] == "unsupported"
+
+
+def test_openrlhf_secrets_are_not_repeated() -> None:
+    found = openrlhf("--use_wandb", "0123456789", "--wandb_project", "mine")
+    assert "0123456789" not in str(found.as_dict()) + found.yaml and keys(found)["observe.wandb"] == "mine"
+
+
+# --- verl
+
+
+@pytest.mark.parametrize(("prompts", "mini", "updates"), [("1024", "256", 4), ("100", "30", 3), ("64", "256", 1)])
+def test_verl_mini_batches_become_updates(prompts: str, mini: str, updates: int) -> None:
+    found = verl(
+        f"data.train_batch_size={prompts}",
+        f"A.actor.ppo_mini_batch_size={mini}",
+        "A.rollout.n=5",
+        "A.actor.ppo_epochs=2",
+    )
+    assert keys(found)["learn.prompts_per_step"] == int(prompts) and keys(found)["learn.updates_per_step"] == updates
+    assert keys(found)["learn.samples_per_prompt"] == 5 and keys(found)["learn.epochs_per_step"] == 2
+
+
+def test_verl_kl_in_the_loss_in_the_reward_and_not_at_all() -> None:
+    loss = keys(verl("A.actor.use_kl_loss=True", "A.actor.kl_loss_coef=0.01", "A.actor.kl_loss_type=mse"))
+    assert {"learn.kl.coef": 0.01, "learn.kl.estimator": "k2", "learn.kl.where": "loss"}.items() <= loss.items()
+    reward = keys(
+        verl("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=5000")
+    )
+    assert {"learn.kl.coef": 0.001, "learn.kl.estimator": "k1", "learn.kl.where": "reward"}.items() <= reward.items()
+    assert reward["learn.kl.target"] == 0.1 and reward["learn.kl.horizon"] == 5000
+    off = verl("A.actor.kl_loss_coef=0.01", "algorithm.kl_ctrl.kl_coef=0.1")
+    assert [line.outcome for line in off.lines] == ["dead", "dead"] and "learn.kl.coef" not in keys(off)
+
+
+def test_verl_clip_ratio_alone_is_dead() -> None:
+    found = verl("A.actor.clip_ratio=0.1")
+    assert found.lines[0].outcome == "dead" and "learn.clip.low" not in keys(found)
+    both = keys(verl("A.actor.clip_ratio_low=0.2", "A.actor.clip_ratio_high=0.28", "A.actor.clip_ratio_c=10"))
+    assert {"learn.clip.low": 0.2, "learn.clip.high": 0.28, "learn.clip.dual": 10.0}.items() <= both.items()
+
+
+def test_verl_keeps_its_defaults_in_sight() -> None:
+    found = verl("algorithm.adv_estimator=grpo", "A.rollout.n=8")
+    assert {
+        "learn.aggregate": "token_mean",
+        "learn.clip.dual": 3.0,
+        "learn.optimizer.weight_decay": 0.01,
+    }.items() <= keys(found).items()
+    assert "actor_rollout_ref.actor.clip_ratio_c" in [line.setting.name for line in found.assumed]
+    assert "# verl's default of actor_rollout_ref.actor.clip_ratio_c" in found.yaml
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["A.actor.loss_agg_mode=seq-mean-token-mean"], {"learn.aggregate": "sequence_mean"}),
+        (["A.actor.loss_agg_mode=seq-mean-token-sum-norm"], {"learn.aggregate": "constant"}),
+        (["A.actor.policy_loss.loss_mode=gspo"], {"learn.loss": "gspo", "learn.aggregate": "sequence_mean"}),
+        (["algorithm.norm_adv_by_std_in_grpo=False"], {"learn.advantage": "group_mean"}),
+        (["algorithm.rollout_correction.rollout_is=token"], {"learn.importance.level": "token"}),
+        (["A.model.lora_rank=32"], {"model.lora.r": 32, "model.lora.alpha": 16.0}),
+        (["trainer.total_training_steps=50", "A.actor.optim.lr_warmup_steps_ratio=0.1"], {"learn.schedule.warmup_steps": 5}),
+        (["custom_reward_function.path=a.py", "custom_reward_function.name=f"], {"reward.0.fn": "a.py:f"}),
+        (["reward.custom_reward_function.path=a.py"], {"reward.0.fn": "a.py:compute_score"}),
+        (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=10"],
+         {"learn.dynamic_sampling.enabled": True, "learn.dynamic_sampling.max_refills": 9}),
+        (["+reward.reward_kwargs.overlong_buffer_cfg.enable=True", "+reward.reward_kwargs.overlong_buffer_cfg.len=64"],
+         {"learn.overlong.buffer": 64}),
+        (["data.train_files=['a.parquet','b.parquet']"], {"data.train": "a.parquet"}),
+    ],
+)  # fmt: skip
+def test_verl_keys(words: list[str], expected: dict[str, Any]) -> None:
+    found = keys(verl("algorithm.adv_estimator=grpo", "A.rollout.n=8", *words))
+    assert expected.items() <= found.items()
+
+
+def test_names_that_guides_use_and_verl_never_had() -> None:
+    found = convert("verl", text="rollout:\n  tensor_parallel_size: 4\ngeneration:\n  max_new_tokens: 1024\n")
+    assert keys(found)["learn.max_new_tokens"] == 1024
+    assert (
+        "verl has no generation.max_new_tokens; data.max_response_length is meant" in found.lines[1].as_dict()["note"]
+    )
+
+
+# --- TRL
+
+
+@pytest.mark.parametrize(
+    ("words", "prompts", "updates"),
+    [
+        (["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8", "--num_generations", "16"], 2, None),
+        (["accelerate", "launch", "--num_processes", "8", "t.py", "--per_device_train_batch_size", "4",
+          "--gradient_accumulation_steps", "8", "--num_generations", "16"], 16, None),
+        (["--generation_batch_size", "256", "--per_device_train_batch_size", "8", "--num_generations", "8"], 32, 32),
+        (["--steps_per_generation", "8", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2",
+          "--num_generations", "8"], 8, 4),
+        (["--per_device_train_batch_size", "6", "--num_generations", "4"], 2, None),
+    ],
+)  # fmt: skip
+def test_trl_completions_become_prompts(words: list[str], prompts: int, updates: int | None) -> None:
+    found = keys(trl(*words))
+    assert found["learn.prompts_per_step"] == prompts and found.get("learn.updates_per_step") == updates
+
+
+def test_trl_says_when_a_batch_holds_no_whole_groups() -> None:
+    found = trl("--per_device_train_batch_size", "6", "--num_generations", "4")
+    assert (
+        "6 / 4 = 1.5 prompts, which TRL refuses; 2 is the nearest"
+        in row(found, "--per_device_train_batch_size")["note"]
+    )
+
+
+def test_trl_counts_optimizer_steps() -> None:
+    words = [
+        "--steps_per_generation",
+        "4",
+        "--gradient_accumulation_steps",
+        "2",
+        "--num_iterations",
+        "2",
+        "--max_steps",
+        "400",
+    ]
+    found = keys(trl(*words, "--save_steps", "40", "--warmup_steps", "20", "--num_generations", "4"))
+    assert (
+        found["learn.steps"] == 100
+        and found["observe.checkpoint_every"] == 10
+        and found["learn.schedule.warmup_steps"] == 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {"learn.aggregate": "token_mean"}),
+        (["--loss_type", "grpo"], {"learn.algorithm": "grpo", "learn.aggregate": "sequence_mean"}),
+        (["--loss_type", "dr_grpo"], {"learn.aggregate": "constant", "learn.advantage": "group_std"}),
+        (["--loss_type", "dr_grpo", "--scale_rewards", "none"], {"learn.aggregate": "constant", "learn.advantage": "group_mean"}),
+        (["--scale_rewards", "batch"], {"learn.advantage": "group_mean_global_std"}),
+        (["--loss_type", "cispo", "--epsilon_high", "5"], {"learn.algorithm": "cispo", "learn.clip.high": 4.0}),
+        (["--importance_sampling_level", "sequence"], {"learn.loss": "gspo"}),
+        (["--epsilon", "0.1"], {"learn.clip.low": 0.1, "learn.clip.high": 0.1}),
+        (["--epsilon", "0.1", "--epsilon_high", "0.3"], {"learn.clip.low": 0.1, "learn.clip.high": 0.3}),
+        (["--max_grad_norm", "0.5"], {"learn.max_grad_norm": 0.5}),
+        (["--max_grad_norm", "0"], {"learn.max_grad_norm": None}),
+        (["--delta", "4"], {"learn.clip.dual": 4.0}),
+        (["--beta", "0.04"], {"learn.kl.coef": 0.04}),
+        (["--use_peft"], {"model.lora.r": 16, "model.lora.alpha": 32.0}),
+        (["--use_peft", "--lora_r", "8", "--lora_alpha", "8"], {"model.lora.r": 8, "model.lora.alpha": 8.0}),
+        (["--dataset_name", "a/b", "--dataset_config", "main"], {"data.train": "a/b:main"}),
+        (["--reward_funcs", "accuracy_reward", "my.mod.fn", "--reward_weights", "1", "0.5"],
+         {"reward.0.fn": "math", "reward.1.fn": "my.mod:fn", "reward.1.weight": 0.5}),
+        (["--vllm_importance_sampling_correction", "--vllm_importance_sampling_mode", "token_truncate"],
+         {"learn.importance.level": "token", "learn.importance.mode": "truncate", "learn.importance.cap": 3.0}),
+    ],
+)  # fmt: skip
+def test_trl_arguments(words: list[str], expected: dict[str, Any]) -> None:
+    assert expected.items() <= keys(trl("--model_name_or_path", "m", *words)).items()
+
+
+def test_trl_evaluation() -> None:
+    found = keys(trl("--dataset_name", "a/b", "--eval_strategy", "steps", "--eval_steps", "50"))
+    assert found["data.eval"] == "a/b" and found["observe.eval_every"] == 50
+    off = trl("--eval_steps", "50", "--dataset_name", "a/b")
+    assert row(off, "--eval_steps")["outcome"] == "dead" and "observe.eval_every" not in keys(off)
+    weights = trl("--reward_funcs", "a.b", "--reward_weights", "1", "2")
+    assert "2 weights for 1 reward functions" in row(weights, "--reward_weights")["note"]
+
+
+# --- nanochat and scripts
+
+
+def test_nanochat_knows_its_task() -> None:
+    found = convert("nanochat", words=["EXAMPLES_PER_STEP=64", "NUM_SAMPLES=32", "DEVICE_BATCH_SIZE=6"])
+    assert keys(found)["learn.steps"] == 7473 // 64 == 116
+    assert {"learn.prompts_per_step": 64, "learn.samples_per_prompt": 32, "learn.max_new_tokens": 256}.items() <= keys(
+        found
+    ).items()
+    assert "trains on 30 samples without a word; here all 32 count" in row(found, "NUM_SAMPLES")["note"]
+    assert row(found, "DEVICE_BATCH_SIZE") | {"note": ""} == {
+        "flag": "DEVICE_BATCH_SIZE", "value": 6, "outcome": "automatic", "key": "run.token_budget", "note": ""
+    }  # fmt: skip
+
+
+def test_a_script_keeps_its_effective_batch() -> None:
+    def prompts(text: str) -> int:
+        return int(keys(convert("script", text=text))["learn.prompts_per_step"])
+
+    assert prompts("GRPO_BATCH_SIZE = 4") == 4
+    assert prompts("GRPO_BATCH_SIZE = 2\nGRADIENT_ACCUMULATION_STEPS = 2") == 4
+    assert prompts("GRPO_BATCH_SIZE = 1\nGRADIENT_ACCUMULATION_STEPS = 4") == 4
+    alone = convert("script", text="GRADIENT_ACCUMULATION_STEPS = 4")
+    assert alone.lines[0].outcome == "unsupported"
+
+
+# --- all
+
+
+def test_the_last_of_two_counts() -> None:
+    found = openrlhf("--temperature", "0.7", "--rollout.temperature", "0.8")
+    assert [line.outcome for line in found.lines] == ["dead", "mapped"]
+    assert keys(found)["learn.sampling.temperature"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "near"),
+    [
+        ("openrlhf", "--zero_stagee=3", "--ds.zero_stage"),
+        ("verl", "actor_rollout_ref.rollout.temperatur=1", "actor_rollout_ref.rollout.temperature"),
+        ("verl", "foo.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        ("trl", "--num_generation=8", "--num_generations"),
+        ("nanochat", "--num-sample=8", "--num_samples"),
+    ],
+)
+def test_an_unknown_flag_comes_with_the_nearest(kind: str, word: str, near: str) -> None:
+    line = convert(kind, words=[word]).lines[0].as_dict()
+    assert line["outcome"] == "unsupported" and f"Did you mean {near}?" in line["note"]
+
+
+def test_families_of_keys_are_known_by_their_beginning() -> None:
+    found = verl(
+        "A.actor.megatron.tensor_model_parallel_size=4",
+        "A.actor.megatron.param_offload=True",
+        "critic.foo=1",
+        "critic.bar=null",
+    )
+    assert [line.outcome for line in found.lines] == ["automatic", "automatic", "unsupported", "dead"]
+    assert "nothing is asked for" in found.lines[3].as_dict()["note"]
+
+
+def test_a_value_that_refers_to_another_key_counts_there() -> None:
+    found = convert(
+        "verl",
+        text="critic:\n  ppo_epochs: ${oc.select:actor.ppo_epochs,1}\ndata:\n  train_batch_size: ${data.gen_batch_size}\n",
+    )
+    assert [line.outcome for line in found.lines] == ["dead", "dead"] and keys(found)["learn.prompts_per_step"] == 1024
+
+
+def test_what_the_loader_takes_out_is_asked_for_again() -> None:
+    found = openrlhf("--pretrain=", "--remote_rm_url=r.py", "--prompt_data=")
+    assert {item.key for item in found.sheet.missing if item.required} == {"model.path", "data.train"}
+    assert "is empty" in found.lines[0].as_dict()["note"]
+
+
+def test_what_the_loader_refuses_is_left_out_in_its_words() -> None:
+    found = openrlhf("--temperature", "0", "--top_p", "1.5", "--actor_learning_rate", "fast")
+    assert [line.outcome for line in found.lines] == ["unsupported"] * 3
+    assert "greedy" in found.lines[0].as_dict()["note"] and "at most 1" in found.lines[1].as_dict()["note"]
+    assert "takes a number, not 'fast'" in found.lines[2].as_dict()["note"].lower()
+
+
+def test_variables_that_only_a_shell_knows_are_pointed_out() -> None:
+    found = convert("verl", text="python3 -m verl.trainer.main_ppo data.train_files=$HOME/train.parquet")
+    assert "Only a shell knows" in found.lines[0].as_dict()["note"]
+
+
+def test_passes_over_the_data_are_worked_out_as_far_as_they_can_be() -> None:
+    found = verl("trainer.total_epochs=15", "data.train_batch_size=512")
+    assert ("learn.steps", False) in [(item.key, item.required) for item in found.sheet.missing]
+    assert "15 × rows // 512" in found.lines[0].as_dict()["note"]

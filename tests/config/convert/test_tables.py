@@ -1,0 +1,59 @@
+"""The tables themselves: every name once, every key in the schema, every default a flag; and no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from trimtab.config.convert import FRAMEWORKS, convert
+from trimtab.config.convert.sheet import Framework
+from trimtab.config.reference import slot
+
+
+@pytest.fixture(params=list(FRAMEWORKS))
+def framework(request: pytest.FixtureRequest) -> Framework:
+    return FRAMEWORKS[request.param]
+
+
+def test_no_name_has_two_rules(framework: Framework) -> None:
+    names = Counter(framework.spelling(name) for rule in framework.rules for name in rule.names)
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_names_are_spelt_as_they_are_looked_up(framework: Framework) -> None:
+    assert [rule.name for rule in framework.rules if framework.spelling(rule.name) != rule.name] == []
+
+
+def test_every_key_is_in_the_schema(framework: Framework) -> None:
+    wrong = [rule.key for rule in framework.rules if rule.key and slot(rule.key.split(".")) is None]
+    assert wrong == []
+
+
+def test_whatever_goes_nowhere_says_why(framework: Framework) -> None:
+    assert [rule.name for rule in framework.rules if rule.outcome != "mapped" and not rule.note] == []
+    assert [rule.name for rule in framework.rules if rule.outcome == "mapped" and not rule.key] == []
+
+
+def test_only_run_keys_and_few_others_pin_what_is_automatic(framework: Framework) -> None:
+    sections = {rule.key.split(".")[0] for rule in framework.rules if rule.outcome == "automatic" and rule.key}
+    assert sections <= {"run", "observe", "model", "data", "eval", "learn"}
+
+
+def test_defaults_are_flags_of_the_table(framework: Framework) -> None:
+    assert set(framework.defaults) <= {rule.name for rule in framework.rules}
+
+
+def test_every_flag_alone_is_converted_to_a_config_that_loads(framework: Framework) -> None:
+    for rule in framework.rules:
+        for value in ("1", "0.5", "true", "some-text", "null", "-1"):
+            found = convert(framework.kind, words=[f"{framework.in_full(rule.name).replace('*', 'x')}={value}"])
+            assert len(found.lines) == 1, rule.name
+            assert found.lines[0].outcome != "mapped" or found.lines[0].key, rule.name
+
+
+def test_conversion_needs_no_torch() -> None:
+    code = "import sys, trimtab.config.convert as c; c.convert('verl', words=['a=1']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
