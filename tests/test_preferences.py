@@ -183,7 +183,7 @@ def test_it_learns_and_other_tools_read_its_scores(lora: dict | None, model_fold
 
 
 def test_without_held_out_pairs_scores_are_normalised_on_training_pairs(model_folder: Path, tmp_path: Path) -> None:
-    summary, metrics = run_of(model_folder, tmp_path, eval_data=None)
+    summary, metrics = run_of(model_folder, tmp_path, eval_data=None, observe={"eval_every": 0})
     facts = json.loads((Path(summary["run_dir"]) / "final" / "reward.json").read_text())
     assert facts["measured_on"] == "data.train" and facts["answers"] == 96 and "eval/loss" not in metrics[-1]
     plain, _ = run_of(model_folder, tmp_path, "plain", learn={"normalize": False})

@@ -205,4 +205,41 @@ def test_a_gradient_that_is_never_finite_ends_the_run(model_folder: Path, tmp_pa
     loss = Updater._loss
     monkeypatch.setattr(Updater, "_loss", lambda *arguments: loss(*arguments) * float("nan"))
     with pytest.raises(TrainingError, match="not finite"):
-        sft(model_folder, tmp_path, learn={"steps": 9}, eval_data=None)
+        sft(model_folder, tmp_path, learn={"steps": 9}, eval_data=None, observe={"eval_every": 0})
+
+
+def test_passes_count_what_is_used(model_folder: Path, tmp_path: Path) -> None:
+    rows = [*ROWS[:16], *({"prompt": "1" * 60, "completion": "2"} for _ in range(40))]
+    summary, _ = sft(model_folder, tmp_path, data=rows, learn={"steps": None, "epochs": 1, "max_tokens": 20})
+    assert summary["steps"] == 2
+
+
+def test_a_warm_up_longer_than_the_run_is_refused_before_it_is_written(model_folder: Path, tmp_path: Path) -> None:
+    learn = {"steps": None, "epochs": 1, "schedule": {"warmup_steps": 6}}
+    with pytest.raises(ConfigError, match="of 6 steps"):
+        sft(model_folder, tmp_path, learn=learn)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_for_scoring_has_to_hold_what_is_scored(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run.score_token_budget: 8 tokens cannot hold the longest example, 42"):
+        sft(model_folder, tmp_path, eval_data=[{"prompt": "1" * 40, "completion": "2"}], run={"score_token_budget": 8})
+
+
+def test_a_folder_of_another_stage_is_not_gone_on_with(model_folder: Path, tmp_path: Path) -> None:
+    sft(model_folder, tmp_path)
+    with pytest.raises(ConfigError, match="holds a run of trimtab sft"):
+        trimtab.train(
+            model=str(model_folder),
+            data=[{"prompt": "1"}, {"prompt": "2"}],
+            reward=lambda completions, **_: [1.0] * len(completions),
+            learn={"steps": 9, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 2},
+            observe={"dir": str(tmp_path / "run")},
+            resume=True,
+        )
+
+
+def test_more_steps_under_a_falling_rate_are_said(model_folder: Path, tmp_path: Path, capsys) -> None:
+    sft(model_folder, tmp_path, learn={"steps": 2})
+    sft(model_folder, tmp_path, learn={"steps": 4}, resume=True)
+    assert "learn.steps 4 (was 2)" in capsys.readouterr().out

@@ -187,6 +187,8 @@ def _arguments(
 
 
 def _callable(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    if callable(callbacks):
+        raise ConfigError([Problem("callbacks", "got one function", "Give a list of functions of (step, metrics).")])
     for callback in callbacks:
         if not callable(callback):
             what = f"got a {type(callback).__name__}"

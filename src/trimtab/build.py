@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from trimtab.config.learn import Learn
-from trimtab.config.load import AnyConfig
+from trimtab.config.load import AnyConfig, load_any
+from trimtab.config.reference import STAGES
 from trimtab.config.run import Run
 from trimtab.config.schema import Model, Observe
 from trimtab.errors import ConfigError, Problem
-from trimtab.folder import changes
+from trimtab.folder import CONFIG, changes
 from trimtab.model.adapters import add_adapters, load_adapters
 from trimtab.model.load import load_config, load_model, resolve_dtype
 from trimtab.model.policy import Policy
@@ -77,6 +78,15 @@ def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan
 def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> None:
     """Say what is no longer as the run was started; refuse what the checkpoint's optimizer cannot continue with."""
     changed = changes(folder, config)
+    held = load_any(folder / CONFIG)
+    if type(held) is not type(config):
+        name = next(name for name, schema in STAGES.items() if isinstance(held, schema))
+        what, fix = f"{folder} holds a run of trimtab {name}", f"Go on with trimtab {name}, or choose another folder."
+        raise ConfigError([Problem("observe.dir", what, fix)])
+    critic = [change for change in changed if change.startswith("learn.critic.path")]
+    if critic:
+        what = f"{checkpoint.name} cannot go on with another critic than it has: {', '.join(critic)}"
+        raise ConfigError([Problem("learn.critic.path", what, "Write it as it was.")])
     adapters = [change for change in changed if change.startswith("model.lora")]
     if adapters:
         what = f"{checkpoint.name} cannot go on with other adapters than it has: {', '.join(adapters)}"

@@ -82,9 +82,11 @@ def begin(folder: Path, config: AnyConfig, plan: dict[str, Any]) -> None:
 
 
 def changes(folder: Path, config: AnyConfig) -> list[str]:
-    """What `config` would learn otherwise than the run in the folder: `learn.lr 0.1 (was 0.2)`. More steps are no change."""
+    """What `config` would learn otherwise than the run in the folder: `learn.lr 0.1 (was 0.2)`. More steps are no change, unless
+    the rate is one that falls until the last of them."""
     before, now = _flat(load_any(folder / CONFIG)), _flat(config)
-    if (before["learn.steps"] or 0) <= (now["learn.steps"] or 0):
+    constant = now["learn.schedule.kind"] == "constant"
+    if constant and (before["learn.steps"] or 0) <= (now["learn.steps"] or 0):
         now["learn.steps"] = before["learn.steps"]
     keys = [key for key in {**before, **now} if not key.startswith(FREE) and before.get(key) != now.get(key)]
     return [f"{key} {now.get(key)} (was {before.get(key)})" for key in keys]

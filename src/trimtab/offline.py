@@ -63,9 +63,11 @@ from trimtab.update.batch import Sample
 from trimtab.update.guard import Guard
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import Updater, UpdateStats
-from trimtab.work import MEASURED_CHARACTERS, Callback, Inputs, given_rows
+from trimtab.work import Callback, Inputs, given_rows
 
 GIB = 2**30
+CHARACTERS = 200_000_000
+"""A training set up to this size is tokenised once at the start, a minute or two; of a larger one the longest texts are."""
 FIRST = 1000
 """Rows of the training set that stand in for a held-out set."""
 
@@ -175,13 +177,19 @@ def check(stage: Stage, config: Offline, inputs: Inputs, *, resume: bool) -> Che
     rows = rows[: data.limit]
     encoder = stage.encoder(config, tokenizer, "data.train")
     validate_examples(rows, encoder)
-    pinned = config.run.token_budget
-    train = measure_examples(rows, encoder, limit, MEASURED_CHARACTERS)
-    if pinned != "auto" and pinned < train.longest:
-        what = f"{pinned} tokens cannot hold the longest example, {train.longest}"
-        raise ConfigError([Problem("run.token_budget", what, f"At least {train.longest}, or auto.")])
+    budgets = {key: getattr(config.run, key) for key in ("token_budget", "score_token_budget")}
+    pinned = {key: value for key, value in budgets.items() if value != "auto"}
+    train = measure_examples(rows, encoder, limit, 2**62 if pinned else CHARACTERS)
     held_out, note = _read_held_out(stage, config, inputs, tokenizer, limit)
-    steps = learn.steps or max(1, math.ceil(learn.epochs * len(rows) / stage.per_step(config)))
+    longest = max(train.longest, *(getattr(item, "row_tokens", len(item.tokens)) for item in held_out), 1)
+    for key, value in pinned.items():
+        if value < longest:
+            what = f"{value} tokens cannot hold the longest {stage.unit}, {longest}"
+            raise ConfigError([Problem(f"run.{key}", what, f"At least {longest}, or auto.")])
+    steps = learn.steps or max(1, math.ceil(learn.epochs * train.fitting / stage.per_step(config)))
+    if learn.schedule.warmup_steps >= steps:
+        what = f"is {learn.schedule.warmup_steps} of {steps} steps, so the rate would never be reached"
+        raise ConfigError([Problem("learn.schedule.warmup_steps", what, "Write fewer, or train longer.")])
     config = config.model_copy(update={"learn": learn.model_copy(update={"steps": steps, "epochs": 1.0})})
     return Checked(config, device, folder, tokenizer, limit, rows, train, held_out, note)
 
@@ -274,7 +282,7 @@ def open_run(
         stage, config, learn, folder, state, checkpoint is not None, ready.tokenizer, policy, updater, stream,
         stage.samples(config, ready.held_out), stage.samples(config, measured_on), console, timeline, sinks,
         MemoryMeter(ready.device),
-        open_guard(updater, engine, state, console, timeline, plan.job.longest_trained), HostWatch(console.warn),
+        _guard(updater, engine, state, console, timeline, plan), HostWatch(console.warn),
         PlanWatch(plan), Governor(plan, automatic=automatic), inputs.callbacks,
     )  # fmt: skip
 
@@ -466,6 +474,14 @@ def _card(
         host_peak_gib=plan.ledger.fullest_host.host_bytes / GIB,
         resumed_from=done,
     )
+
+
+def _guard(
+    updater: Updater, engine: NoRollout, state: RunState, console: Console, timeline: Timeline, plan: Plan
+) -> Guard:
+    guard = open_guard(updater, engine, state, console, timeline, plan.job.longest_trained)
+    guard.shorter = "lower learn.max_tokens"
+    return guard
 
 
 def _save(run: Run) -> None:

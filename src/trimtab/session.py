@@ -47,7 +47,7 @@ from trimtab.plan.job import Job
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.report import as_dict
-from trimtab.plan.shape import shape_of_model
+from trimtab.plan.shape import ModelShape, shape_of_model
 from trimtab.plan.source import shape_of
 from trimtab.plan.watch import PlanWatch
 from trimtab.recovery import open_critic_guard, open_guard
@@ -124,6 +124,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     work = read_work(config, inputs)
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
+    _refuse_small_critic(config, work)
     scorer = open_scorer(config, inputs, work.columns)
     stack.callback(scorer.close)
     return Checked(config, device, folder, work, scorer)
@@ -267,6 +268,19 @@ def _load_policies(config: Config, device: torch.device, checkpoint: Path | None
     return policy, reference
 
 
+def _refuse_small_critic(config: Config, work: Work) -> None:
+    """A critic that is named has to be there, and to read what the policy reads."""
+    path = config.learn.critic.path
+    if config.learn.advantage != "gae" or path is None:
+        return
+    read = load_config(config.model.model_copy(update={"path": path})).get_text_config()
+    context = int(getattr(read, "max_position_embeddings", None) or 2**31)
+    longest = work.train.longest + config.learn.max_new_tokens
+    if context < longest:
+        what = f"{path} reads {context} tokens, and sequences have up to {longest}"
+        raise ConfigError([Problem("learn.critic.path", what, "Name a model with a longer context.")])
+
+
 def _load_critic(config: Config, policy: Policy) -> Critic:
     """The value model, with the plan's sizes."""
     learn, run = config.learn, config.run
@@ -287,11 +301,11 @@ def _load_critic(config: Config, policy: Policy) -> Critic:
     )
 
 
-def _critic_parameters(config: Config, policy: Policy) -> int:
+def _critic_shape(config: Config, policy: Policy) -> ModelShape | None:
     if config.learn.advantage != "gae":
-        return 0
+        return None
     path = config.learn.critic.path
-    return shape_of(path, config.model.trust_remote_code).parameters if path else policy.parameter_count()
+    return shape_of(path, config.model.trust_remote_code) if path else shape_of_model(policy.model)
 
 
 def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work) -> Job:
@@ -311,7 +325,7 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         rank=config.model.lora.r if config.model.lora else 0,
         adapters=adapters,
         reference=isinstance(reference, Policy),
-        critic=_critic_parameters(config, policy),
+        critic=_critic_shape(config, policy),
         compared=reference is not None,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tiny import tiny_tokenizer
+from tokenizers import AddedToken, normalizers
 
 from trimtab.config.sft import SftData
 from trimtab.data.encode import PromptEncoder
@@ -99,7 +100,7 @@ def test_messages_and_strings_may_be_prompt_and_completion() -> None:
     made = encoder(CHAT)
     asked, answered = TALK[:3], TALK[3:]
     whole = one(made, {"prompt": asked, "completion": answered})
-    assert whole.tokens == one(made, {"messages": TALK}).tokens
+    assert text(whole, made, True) == "2<eos>"
     assert one(made, {"prompt": asked, "completion": "2"}).tokens == whole.tokens
 
 
@@ -167,3 +168,44 @@ def test_lengths_are_measured_and_long_examples_counted() -> None:
     assert measure_examples(rows, encoder(), limit=20, characters=10).longest == 20
     with pytest.raises(DataError, match="all 3 examples are longer than 2"):
         measure_examples(rows, encoder(), limit=2, characters=1000)
+
+
+def test_text_is_never_cut_at_a_special_token() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<mid>", special=True)])
+    made = ExampleEncoder(SftData(train="x.jsonl"), "assistant", tokenizer, "data.train")
+    assert text(one(made, {"text": "ab<mid>cd"}), made, True) == "b<mid>cd<eos>"
+    assert text(one(made, {"prompt": "a", "completion": "b<mid>c"}), made, True) == "b<mid>c<eos>"
+    assert text(one(made, {"text": "ab<eos>"}), made, True) == "b<eos>"
+
+
+def test_an_end_that_is_special_only_among_added_tokens_is_one() -> None:
+    tokenizer = tiny_tokenizer(CHAT.replace("<eos>", "<eot>"))
+    tokenizer.add_tokens([AddedToken("<eot>", special=True)])
+    made = ExampleEncoder(SftData(train="x.jsonl"), "assistant", tokenizer, "data.train")
+    assert text(one(made, {"messages": TALK}), made, True) == "yo<eot>2<eot>"
+
+
+@pytest.mark.parametrize("template", [None, CHAT])
+def test_a_space_that_a_tokenizer_puts_before_every_text_is_in_no_answer(template: str | None) -> None:
+    tokenizer = tiny_tokenizer(template)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    made = ExampleEncoder(SftData(train="x.jsonl"), "assistant", tokenizer, "data.train")
+    example = one(made, {"prompt": "1+1=", "completion": "2"})
+    assert text(example, made, True) == "2<eos>"
+    whole = "1+1=2<eos>" if template is None else "(user:1+1=<eos>\n(assistant:2<eos>"
+    assert example.tokens == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+def test_a_suffix_goes_to_the_question_that_is_answered() -> None:
+    made = encoder(CHAT, suffix="!")
+    more = [*TALK[:2], {"role": "user", "content": "bye"}]
+    assert "(user:hi!<eos>" in text(one(made, {"messages": more}), made, False)
+    with pytest.raises(DataError, match=r"data.suffix could be added"):
+        one(made, {"messages": [{"role": "assistant", "content": "a"}]})
+
+
+def test_turns_of_a_prompt_are_not_learned() -> None:
+    made = encoder(CHAT, system="s")
+    example = one(made, {"prompt": TALK[:3], "completion": TALK[3:]})
+    assert text(example, made, True) == "2<eos>"

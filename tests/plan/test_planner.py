@@ -354,3 +354,27 @@ def test_a_short_host_is_named_and_more_of_it_offered() -> None:
     message = str(refuse(plan, Run(), "balanced"))
     what, fixes = message.split("Any of these would fit")
     assert not plan.fits and "of host memory; most of it is" in what and "GiB of host memory" in fixes
+
+
+def test_a_critic_is_counted_with_its_own_gradients_and_passes() -> None:
+    alone = make_plan(Run(token_budget=8192), qwen("qwen2.5-0.5b"), h(140))
+    shape = qwen("qwen2.5-0.5b").shape
+    with_one = make_plan(Run(token_budget=8192), replace(qwen("qwen2.5-0.5b"), critic=shape), h(140))
+    more = with_one.ledger["update"].allocated - alone.ledger["update"].allocated
+    assert more == pytest.approx(
+        14 * shape.parameters, rel=0.02
+    )  # weights, masters and moments; one set of gradients at a time
+    assert with_one.ledger["load"].device["critic"] == 2 * shape.parameters
+    assert "activations" in with_one.ledger["score"].device and with_one.times.update > 1.9 * alone.times.update
+    large = replace(qwen("qwen2.5-0.5b"), critic=qwen("qwen2.5-7b").shape)
+    assert not make_plan(Run(), large, h(40)).fits
+    assert make_plan(Run(), large, h(180)).ledger["update"].device["gradients"] == 4 * large.critic.parameters
+
+
+def test_a_run_that_generates_nothing_has_no_cache() -> None:
+    job = replace(qwen("qwen2.5-0.5b"), generates=False)
+    pinned = Run(rollout={"kv_memory": "100GiB"})
+    assert (
+        make_plan(pinned, job, h(140)).ledger.fullest.device_bytes
+        == make_plan(Run(), job, h(140)).ledger.fullest.device_bytes
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import tiny_model
@@ -106,3 +108,18 @@ def test_memory_that_runs_out_on_the_way_is_no_reason_to_stop(monkeypatch: pytes
 def test_too_small_a_budget_is_not_probed() -> None:
     updater, job = updater_of(200)
     assert probe(updater, job, RESOLVED.model_copy(update={"token_budget": 200})) == COUNTED
+
+
+@pytest.mark.parametrize("prompt", [1024, 2048, 5000])
+def test_prompts_may_be_longer_than_the_probe(monkeypatch: pytest.MonkeyPatch, prompt: int) -> None:
+    updater, job = updater_of(16384)
+    job = replace(job, typical_prompt=prompt, longest_prompt=prompt)
+    run = RESOLVED.model_copy(update={"token_budget": 16384})
+    path = update_path(job, run)
+
+    def measured(updater: Updater, samples: list, device: torch.device) -> int:
+        return int(1.5 * sum(update_peak(job.shape, Row(*MicroBatch.build(samples, device).sizes), path).values()))
+
+    monkeypatch.setattr(probing, "_peak", measured)
+    assert probe(updater, job, run).factor == pytest.approx(1.5, rel=1e-6)
+    assert probe(updater, job, run.model_copy(update={"token_budget": prompt + 50})) == COUNTED

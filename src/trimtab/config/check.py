@@ -19,6 +19,7 @@ from trimtab.config.schema import Config, Eval, RewardPart
 from trimtab.config.sft import SftConfig, SftData
 from trimtab.errors import Problem
 
+Offline = SftConfig | RewardModelConfig
 TASK_SOURCES = ("task:", "reasoning_gym:")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -35,13 +36,14 @@ class Contradiction:
         return any(mine == key or mine.startswith(f"{key}.") or key.startswith(f"{mine}.") for mine in self.keys)
 
 
-def contradictions(config: Config | SftConfig | RewardModelConfig, ignore: Collection[str] = ()) -> list[Problem]:
+def contradictions(config: Config | Offline, ignore: Collection[str] = ()) -> list[Problem]:
     """Every contradiction in a config, except those about a key in `ignore` (already reported as wrong)."""
     if isinstance(config, Config):
         learn = resolve(config.learn)
         found = [clash for check in CHECKS for clash in check(config, learn)]
     else:
-        found = list(_supervised(config))
+        shared = (_offload, _data, _texts, _observe)
+        found = [clash for check in shared for clash in check(config, None)] + list(_supervised(config))
     return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
 
 
@@ -68,7 +70,7 @@ def _groups(config: Config, learn: Learn) -> Iterator[Contradiction]:
             f"is 1, but the advantage {learn.advantage} compares the samples of one prompt, so it would always be 0",
             "Write learn.samples_per_prompt: 8, or learn.algorithm: reinforce",
         )
-    if not grouped and learn.sequences_per_step == 1:
+    if not grouped and learn.advantage != "gae" and learn.sequences_per_step == 1:
         yield clash(
             "learn.prompts_per_step learn.samples_per_prompt learn.advantage learn.algorithm",
             f"a step of one sample has nothing to be compared with: the advantage {learn.advantage} would always be 0",
@@ -139,14 +141,15 @@ def _updates(config: Config, learn: Learn) -> Iterator[Contradiction]:
             )
 
 
-def _offload(config: Config, learn: Learn) -> Iterator[Contradiction]:
+def _offload(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
     if config.run.offload.activations is True and config.run.checkpoint_activations in (False, "some"):
         yield clash(
             "run.offload.activations run.checkpoint_activations",
             "moves the inputs of layers whose activations are recomputed, but not all of them are",
             "Write run.checkpoint_activations: true, or leave one of the two to Trimtab",
         )
-    if config.run.offload.reference is True and (learn.kl.coef == 0 or config.model.lora is not None):
+    unneeded = learn is None or learn.kl.coef == 0 or config.model.lora is not None
+    if config.run.offload.reference is True and unneeded:
         yield clash(
             "run.offload.reference learn.kl.coef model.lora",
             "there is no reference policy to move: it exists with a KL penalty, and with adapters it is the model itself",
@@ -285,7 +288,7 @@ def _eval(config: Config, learn: Learn) -> Iterator[Contradiction]:
             )
 
 
-def _data(config: Config, learn: Learn) -> Iterator[Contradiction]:
+def _data(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
     data = config.data
     if data.options and not any(source and source.startswith(TASK_SOURCES) for source in (data.train, data.eval)):
         yield clash(
@@ -303,7 +306,7 @@ def _data(config: Config, learn: Learn) -> Iterator[Contradiction]:
             )
 
 
-def _texts(config: Config, learn: Learn) -> Iterator[Contradiction]:
+def _texts(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
     """Texts that the schema takes as they are, but that cannot name anything."""
     data, observe = config.data, config.observe
     texts = {
@@ -313,7 +316,8 @@ def _texts(config: Config, learn: Learn) -> Iterator[Contradiction]:
         "observe.dir": observe.dir,
     }
     texts |= {} if data.eval is None else {"data.eval": data.eval}
-    texts |= {f"reward.{place}.fn": part.fn for place, part in enumerate(config.reward)}
+    rewards = config.reward if isinstance(config, Config) else []
+    texts |= {f"reward.{place}.fn": part.fn for place, part in enumerate(rewards)}
     for key, text in texts.items():
         if not text.strip():
             yield clash(key, "is empty", "Write a name, or leave the key out if it has a default")
@@ -348,7 +352,7 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
         )
 
 
-def _observe(config: Config, learn: Learn) -> Iterator[Contradiction]:
+def _observe(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
     if config.observe.checkpoint_every == 0 and changed(config.observe, "keep_checkpoints"):
         yield clash(
             "observe.keep_checkpoints observe.checkpoint_every",
@@ -357,7 +361,7 @@ def _observe(config: Config, learn: Learn) -> Iterator[Contradiction]:
         )
 
 
-def _supervised(config: SftConfig | RewardModelConfig) -> Iterator[Contradiction]:
+def _supervised(config: Offline) -> Iterator[Contradiction]:
     learn, data, run = config.learn, config.data, config.run
     if learn.steps is not None and changed(learn, "epochs"):
         yield clash("learn.steps learn.epochs", "learn.epochs is given as well", "Keep one of the two")
@@ -386,6 +390,10 @@ def _supervised(config: SftConfig | RewardModelConfig) -> Iterator[Contradiction
                 f"is {budget} tokens, but examples have up to {learn.max_tokens} (learn.max_tokens) and are never cut",
                 f"Write {learn.max_tokens} or more, or auto",
             )
+    if config.observe.eval_every and data.eval is None:
+        yield clash(
+            "observe.eval_every data.eval", "has no effect: there is no evaluation set", "Name one, or leave it out"
+        )
     if changed(config.observe, "samples_every", "max_failed_rewards"):
         yield clash(
             "observe.samples_every observe.max_failed_rewards",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH = 1024
+ANCHOR = "\n"
 AFTER_THE_END = 4
 """Tokens, at most, that a template writes after the one that ends a turn, and that one."""
 
@@ -79,9 +80,14 @@ class ExampleEncoder:
             )
         self._eos = int(tokenizer.eos_token_id)
         others = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
-        self._ends = (set(tokenizer.all_special_ids) - set(others)) | {self._eos}
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(
+            tokenizer.all_special_ids
+        )
+        self._ends = (special - set(others)) | {self._eos}
         opening = list(tokenizer("a")["input_ids"][:1])
         self._opening = opening if opening == [tokenizer.bos_token_id] else []
+        alone, anchor, behind = self._ids(["a", ANCHOR, ANCHOR + "a"])
+        self._anchored = behind[: len(anchor)] == anchor and behind[len(anchor) :] != alone
 
     @property
     def templated(self) -> bool:
@@ -90,9 +96,24 @@ class ExampleEncoder:
     def encode(self, ids: Sequence[int], rows: Sequence[Row]) -> list[Example]:
         """One example a row; `ids` are the rows' numbers."""
         pieces = [self._pieces(number, row) for number, row in zip(ids, rows, strict=True)]
-        texts = [piece.text for each in pieces for piece in each]
-        found = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else iter([])
+        found = iter(self._tokenised(pieces))
         return [self._example(*each, found) for each in zip(ids, rows, pieces, strict=True)]
+
+    def _tokenised(self, pieces: list[list[_Piece]]) -> list[list[int]]:
+        """The tokens of every piece. Some tokenizers put a space before every text: after the first piece of an example there is
+        none, so pieces are then read behind an anchor, which is taken off again."""
+        behind = [bool(at) or not self.templated for each in pieces for at, _ in enumerate(each)]
+        texts = [piece.text for each in pieces for piece in each]
+        if not self._anchored:
+            return self._ids(texts)
+        found = self._ids([ANCHOR + text if anchored else text for text, anchored in zip(texts, behind)])
+        anchor = self._ids([ANCHOR])[0]
+        return [ids[len(anchor) :] if anchored else ids for ids, anchored in zip(found, behind)]
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return list(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _example(self, number: int, row: Row, pieces: list[_Piece], found: Iterator[list[int]]) -> Example:
         tokens: list[int] = []
@@ -103,8 +124,10 @@ class ExampleEncoder:
         for piece in pieces:
             ids = list(next(found))
             marks = [piece.learned] * len(ids)
-            if piece.ends:
+            if piece.ends and (self.templated and self._kind(row) != "text"):
                 ids, marks = self._ended(ids, marks, piece)
+            elif piece.ends and ids[-1:] != [self._eos]:
+                ids, marks = [*ids, self._eos], [*marks, True]
             tokens += ids
             learned += marks
         if self._kind(row) == "text":
@@ -167,17 +190,17 @@ class ExampleEncoder:
         """The messages up to the last answer, and where answers are."""
         data = self.data
         if data.messages in row:
-            messages = self._prompts.shown({data.prompt: row[data.messages]})
+            given, first = row[data.messages], 0
         else:
             shown, answer = row[data.prompt], row[data.completion]
             asked = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
             answered = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            messages = self._prompts.shown({data.prompt: [*asked]})
-            assert isinstance(messages, list)
-            messages = [*messages, *answered]
+            given, first = [*asked, *answered], len(asked)
+        last = max(at for at, message in enumerate(given) if message["role"] == "assistant")
+        messages = self._prompts.shown({data.prompt: given[: last + 1]})
         assert isinstance(messages, list)
-        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        return messages[: answers[-1] + 1], answers
+        first += len(messages) - last - 1  # a system message of data.system
+        return messages, [at for at, m in enumerate(messages) if at >= first and m["role"] == "assistant"]
 
     def _render(self, messages: list[Message], answer: bool) -> str:
         if not messages:
@@ -214,7 +237,9 @@ def _problem(row: Row, encoder: ExampleEncoder) -> str:
     if data.messages in row:
         if not encoder.templated:
             return "has messages, but the tokenizer has no chat template (or data.chat_template is never)."
-        return messages_problem(row[data.messages], data.messages)
+        found = messages_problem(row[data.messages], data.messages)
+        asks = found or any(message["role"] == "user" for message in row[data.messages])
+        return found or ("" if asks or not data.suffix else "has no user message that data.suffix could be added to.")
     if data.prompt in row or data.completion in row:
         return completion_problem(row, encoder)
     if data.text not in row:
@@ -264,6 +289,8 @@ class ExampleSet:
     """What is known of a data set before it is used."""
 
     count: int
+    fitting: int
+    """Those that are used, as far as is known."""
     longest: int
     """Tokens that the longest one takes in a row."""
     exact: bool
@@ -295,4 +322,4 @@ def measure_examples(rows: Sequence[Row], encoder: Checking[Any], limit: int, ch
         else ""
     )
     longest = max(fitting, default=limit) if exact else limit * encoder.most_in_one
-    return ExampleSet(len(rows), longest, exact, note)
+    return ExampleSet(len(rows), len(fitting) if exact else len(rows), longest, exact, note)

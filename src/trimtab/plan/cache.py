@@ -41,7 +41,10 @@ def key_of(job: Job, machine: Machine, run: Run) -> str:
     shape = job.shape
     facts: dict[str, Any] = {
         "model": [shape.kind, shape.hidden, shape.vocabulary, shape.layers, shape.parameters],
-        "job": {name: value for name, value in vars(job).items() if name not in ("shape", "lengths", "correction")},
+        "job": {
+            name: value for name, value in vars(job).items() if name not in ("shape", "lengths", "correction", "critic")
+        },
+        "critic": None if job.critic is None else [job.critic.kind, job.critic.hidden, job.critic.parameters],
         "device": ["cpu" if machine.cpu else machine.device.name, machine.cores],
         "memory": None if machine.cpu else machine.device.memory // (8 * GIB),
         "run": pinned,

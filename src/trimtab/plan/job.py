@@ -62,8 +62,8 @@ class Job:
     """Their parameters."""
     reference: bool = False
     """There is a second set of weights to compare with."""
-    critic: int = 0
-    """Parameters of a critic; 0: there is none."""
+    critic: ModelShape | None = None
+    """Of PPO's value model."""
     compared: bool = False
     """Samples are scored by a reference policy: those weights, or the model without its adapters."""
     old_logprobs: bool = False

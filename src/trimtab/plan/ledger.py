@@ -113,7 +113,7 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
     """The ledger of a job whose `run` has no `auto` left."""
     states = _states(job, run, place)
     host = _host(job, machine, run, place)
-    loaded = {name: states[name] for name in ("weights", "adapters", "reference") if name in states}
+    loaded = {name: states[name] for name in ("weights", "adapters", "reference", "critic") if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
     phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
     if job.generates:
@@ -134,8 +134,17 @@ def _training_phases(
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     return [
         _phase("score", _scoring(job, run, place, resident, path), host),
-        _phase("update", states | gathered | _updating(job, machine, run, path), host),
-        _phase("optimizer", states | _stepping(run), host),
+        max(
+            (
+                _phase("update", resident | gathered | work, host)
+                for work in (
+                    {"gradients": states["gradients"]} | _updating(job, machine, run, path),
+                    *_improving_critic(job, machine, run, path),
+                )
+            ),
+            key=lambda phase: phase.device_bytes,
+        ),
+        _phase("optimizer", states | _stepping(job, run), host),
         _phase("publish", resident | ({} if place.shares_weights else copies), host),
         _phase("checkpoint", resident | gathered, host | _staging(job, machine, run)),
         _phase("export", resident | gathered, host | whole),
@@ -163,8 +172,11 @@ def optimizer_bytes(job: Job) -> int:
 
 def _critic_state(job: Job) -> int:
     """Its masters and moments. It is trained as the policy is: whole, or by adapters of the same rank."""
-    trained = (job.adapters if job.rank else job.critic) if job.critic else 0
-    return trained * (2 * _wide(job) if _is_own_master(job) else 12)
+    return _critic_trained(job) * (2 * _wide(job) if _is_own_master(job) else 12)
+
+
+def _critic_trained(job: Job) -> int:
+    return 0 if job.critic is None else job.adapters if job.rank else job.critic.parameters
 
 
 def _wide(job: Job) -> int:
@@ -183,8 +195,8 @@ def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
         found["adapters"] = job.adapters * 4 // shards
     if job.reference and run.offload.reference is not True:
         found["reference"] = job.shape.parameters * job.itemsize // shards
-    if job.critic:
-        found["critic"] = (job.critic * job.itemsize + (4 * job.adapters if job.rank else 0)) // shards
+    if job.critic is not None:
+        found["critic"] = (job.critic.parameters * job.itemsize + (4 * job.adapters if job.rank else 0)) // shards
         if run.offload.optimizer is not True:
             found["critic's optimizer"] = _critic_state(job) // shards
     if run.offload.optimizer is not True and job.trained:
@@ -239,22 +251,39 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
 
 
 def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: Path) -> dict[str, int]:
-    if not (job.compared or job.old_logprobs):
-        return resident | _kv_that_stays(run)
+    if not (job.compared or job.old_logprobs or job.critic):
+        return resident | _kv_that_stays(job, run)
     assert run.score_token_budget != "auto"
     budget = min(run.score_token_budget, max(job.step_row.tokens, job.longest_trained))
-    work = score_peak(job.shape, job.row(budget), path)
+    row = job.row(budget)
+    work = max(
+        (score_peak(shape, row, path) for shape in (job.shape, job.critic) if shape is not None),
+        key=lambda found: sum(found.values()),
+    )
     visiting = {}
     if job.reference and run.offload.reference is True:
         visiting["reference"] = job.shape.parameters * job.itemsize // place.shards
-    return resident | visiting | _gathered(job, place) | work | _kv_that_stays(run)
+    return resident | visiting | _gathered(job, place) | work | _kv_that_stays(job, run)
 
 
 def _updating(job: Job, machine: Machine, run: Run, path: Path) -> dict[str, int]:
     assert run.token_budget != "auto"
     budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
-    return update_work(job, job.row(budget), path) | rounding | _kv_that_stays(run)
+    return update_work(job, job.row(budget), path) | rounding | _kv_that_stays(job, run)
+
+
+def _improving_critic(job: Job, machine: Machine, run: Run, path: Path) -> list[dict[str, int]]:
+    """A critic's own micro-batch, with its gradients in the place of the policy's."""
+    if job.critic is None:
+        return []
+    trained = {"gradients": _wide(job) * _critic_trained(job)}
+    return [trained | _updating(replace(job, shape=job.critic), machine, run, critic_path(path))]
+
+
+def critic_path(path: Path) -> Path:
+    """One number a token needs no logits."""
+    return replace(path, chunk=1, tiled_head=True)
 
 
 def update_work(job: Job, row: Row, path: Path) -> dict[str, int]:
@@ -272,13 +301,15 @@ def rounding_bytes(job: Job, path: Path) -> int:
     return ROUNDING * tensors * job.shape.layers
 
 
-def _kv_that_stays(run: Run) -> dict[str, int]:
-    kept = run.rollout.kv_memory  # auto: nothing is generated
-    return {} if run.rollout.lend_memory is True or kept == "auto" else {"KV cache": kept}
+def _kv_that_stays(job: Job, run: Run) -> dict[str, int]:
+    if not job.generates or run.rollout.lend_memory is True:
+        return {}
+    assert run.rollout.kv_memory != "auto"
+    return {"KV cache": run.rollout.kv_memory}
 
 
-def _stepping(run: Run) -> dict[str, int]:
-    return ({"pieces on the way": PIECE} if run.offload.optimizer is True else {}) | _kv_that_stays(run)
+def _stepping(job: Job, run: Run) -> dict[str, int]:
+    return ({"pieces on the way": PIECE} if run.offload.optimizer is True else {}) | _kv_that_stays(job, run)
 
 
 def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:

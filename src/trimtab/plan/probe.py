@@ -20,6 +20,8 @@ from trimtab.update.updater import Updater
 
 SMALL = 2048
 """Tokens of the smaller micro-batch; the other has twice as many."""
+LEAST = 128
+"""Tokens that are learned, at least, after a prompt as long as they come."""
 PLAUSIBLE = (0.5, 3.0)
 """Measured over counted bytes of a token: beyond it something else has been measured."""
 
@@ -28,8 +30,8 @@ def probe(updater: Updater, job: Job, run: Run) -> Correction:
     """What a micro-batch takes over what was counted for it; nothing is corrected where memory runs out on the way."""
     path, device = update_path(job, run), updater.policy.device
     assert run.token_budget != "auto"
-    small = min(SMALL, run.token_budget // 2)
-    if small < 128:
+    small = max(min(SMALL, run.token_budget // 2), job.typical_prompt + LEAST)
+    if 2 * small > run.token_budget:
         return COUNTED
     measured, counted = [], []
     for tokens in (small, 2 * small):

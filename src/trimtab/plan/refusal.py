@@ -109,14 +109,15 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
     if job.reference:
         attempt("learn.kl.coef: 0, which needs no reference policy", run, replace(job, reference=False, compared=False))
     halves = [replace(job, completion=max(1, job.completion // share)) for share in (2, 4, 8)]
-    first((f"learn.max_new_tokens: {shorter.completion}", run, shorter, machine) for shorter in halves)
+    key, more = ("learn.max_new_tokens", 0) if job.generates else ("learn.max_tokens", 1)
+    first((f"{key}: {shorter.completion + more}", run, shorter, machine) for shorter in halves)
     found.sort(key=lambda change: -change[1])
     larger = [] if machine.cpu else [gib for gib in (24, 32, 40, 48, 80, 141, 192) if gib * GIB > machine.device.memory]
     first((f"a device with {gib} GiB", run, job, with_memory(machine, gib * GIB)) for gib in larger)
     hosts = [gib for gib in (32, 64, 128, 256, 512, 1024, 2048) if gib * GIB > machine.host_memory]
     first((f"{gib} GiB of host memory", run, job, replace(machine, host_memory=gib * GIB)) for gib in hosts)
-    more = [] if machine.cpu else [2**n for n in range(1, 11) if 2**n > machine.devices]
-    first((f"{count} devices", run, job, replace(machine, devices=count)) for count in more)
+    counts = [] if machine.cpu else [2**n for n in range(1, 11) if 2**n > machine.devices]
+    first((f"{count} devices", run, job, replace(machine, devices=count)) for count in counts)
     return found
 
 

@@ -129,11 +129,11 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
     )
 
 
-def _critic(config: Config, shape: ModelShape) -> int:
+def _critic(config: Config, shape: ModelShape) -> ModelShape | None:
     if resolve(config.learn).advantage != "gae":
-        return 0
+        return None
     path = config.learn.critic.path
-    return shape.parameters if path is None else shape_of(path, config.model.trust_remote_code).parameters
+    return shape if path is None else shape_of(path, config.model.trust_remote_code)
 
 
 def offline_job_of(config: Offline, cpu: bool = False, tiled_head: bool = True) -> Job:

@@ -140,7 +140,7 @@ class _Clock:
         return 2 * self.job.shape.active_parameters * tokens / self.place.tensor / self.flops + 0.01
 
     def score(self) -> float:
-        passes = int(self.job.compared) + int(self.job.old_logprobs) + int(self.job.critic > 0)
+        passes = int(self.job.compared) + int(self.job.old_logprobs) + int(self.job.critic is not None)
         if not passes:
             return 0.0
         assert self.run.score_token_budget != "auto"
@@ -168,7 +168,9 @@ class _Clock:
             moved = 2 * tokens * job.shape.layers * 4 * job.shape.hidden / self.machine.device.host_link
             seconds = max(seconds, moved)
         once = job.epochs * seconds + self._optimizer_step()
-        return once * (1 + job.critic / job.shape.parameters)  # a critic is trained as the policy is
+        if job.critic is None:
+            return once
+        return once * (1 + job.critic.parameters / job.shape.parameters)  # a critic is trained as the policy is
 
     def _gate_up_share(self) -> float:
         shape = self.job.shape

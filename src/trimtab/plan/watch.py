@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.plan.activations import Path, Row
-from trimtab.plan.ledger import GIB, UNSEEN, rounding_bytes, update_path, update_work
+from trimtab.plan.ledger import GIB, UNSEEN, critic_path, rounding_bytes, update_path, update_work
 from trimtab.plan.planner import Plan
 
 WORK = ("activations", "log-prob head", "backward work")
@@ -45,6 +45,14 @@ class PlanWatch:
             found["memory/predicted_over_measured"] = predicted / metrics["memory/update_peak_gib"]
         return found
 
+    def _critic_bytes(self, optimizer_step: Sequence[Sizes]) -> int:
+        """Of a critic's passes over the same micro-batches, its own gradients among them."""
+        assert self._path is not None and self.plan.job.critic is not None
+        job = replace(self.plan.job, shape=self.plan.job.critic)
+        trained = job.adapters if job.rank else job.shape.parameters
+        work = max(sum(update_work(job, Row(*s), critic_path(self._path)).values()) for s in optimizer_step)
+        return work + 4 * trained
+
     def update_bytes(self, optimizer_step: Sequence[Sizes]) -> int:
         """Allocated at most in these micro-batches. While the first runs, only gradients exist that it has come to: the head's at
         the fullest moment of its activations, all of them when those are gone."""
@@ -54,11 +62,13 @@ class PlanWatch:
         states = sum(
             size for name, size in held.items() if name not in (*UNSEEN, *WORK, "gradients", "rounding", *HOSTS)
         )
-        gradients, cuda = held["gradients"], bool(self.plan.ledger["update"].device)
+        gradients, cuda = 4 * job.trained if job.critic else held["gradients"], bool(self.plan.ledger["update"].device)
         rounding = rounding_bytes(job, self._path) if cuda else 0
         head = 0 if job.rank else 4 * job.shape.table
         peaks = []
         for index, sizes in enumerate(optimizer_step):
             work = sum(update_work(job, Row(*sizes), self._path).values())
             peaks.append(max(work + head, gradients) if index == 0 else work + gradients)
+        if job.critic is not None:
+            peaks.append(self._critic_bytes(optimizer_step))
         return states + rounding + max(peaks)

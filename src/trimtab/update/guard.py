@@ -72,6 +72,8 @@ class Guard:
         self._thrashing = 0
         self._recovered = False
         self._done = Tried()
+        self.shorter = ""
+        """What to write for shorter sequences, where it is not learn.max_new_tokens."""
 
     def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
         """`Updater.step`, for as long as it takes."""
@@ -173,7 +175,7 @@ class Guard:
         trained = sum(p.numel() for p in updater.optimizer.params)
         adapted = trained < updater.policy.parameter_count() // 2
         state_gib = (updater.optimizer.state_bytes + 4 * trained) / GIB
-        shorter = f"lower learn.max_new_tokens (now {learn.max_new_tokens:,})"
+        shorter = self.shorter or f"lower learn.max_new_tokens (now {learn.max_new_tokens:,})"
         lora = f"train adapters, model.lora: {{}} (gradients and optimizer state take {state_gib:.1f} GiB)"
         fixes = [*([shorter] if tried.longest else []), *([] if adapted else [lora]), "take a smaller model"]
         binds = f"one sequence of {tried.longest:,} tokens has to fit" if tried.longest else "the weights have to fit"
