@@ -18,6 +18,7 @@ from trimtab.errors import TrainingError
 from trimtab.evaluation import measure
 from trimtab.folder import FINAL
 from trimtab.learn.kl import kl_controller
+from trimtab.learn.parts import Part
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics
@@ -90,7 +91,7 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
         tokens += run.engine.stats.generated_tokens
         groups += new
         check_failures(new, run.config.observe.max_failed_rewards)
-        kept += split_signal(usable(new)[0], learn)[0] if learn.dynamic_sampling.enabled else new
+        kept += split_signal(usable(new)[0], learn, _parts(run))[0] if learn.dynamic_sampling.enabled else new
         if len(kept) >= learn.prompts_per_step or refills == learn.dynamic_sampling.max_refills:
             break
         refills += 1
@@ -126,7 +127,7 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     learn, state = run.config.learn, run.state
     ledger = Ledger(sum(len(g.trajectories) for g in groups), 0, Counter())
     kept, ledger.dropped = usable(groups)
-    zero_signal = split_signal(kept, learn)[1]
+    zero_signal = split_signal(kept, learn, _parts(run))[1]
     if learn.dynamic_sampling.enabled:
         gone = {id(group) for group in zero_signal}
         kept = [group for group in kept if id(group) not in gone]
@@ -141,7 +142,7 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
         return metrics
     with run.timeline.phase("score"), run.meter.phase("score"):
         _score(run, [s for group in samples for s in group])
-        set_advantages(kept, samples, learn, state.kl_coef)
+        set_advantages(kept, samples, learn, state.kl_coef, _parts(run))
     done: list[UpdateStats] = []
     with run.timeline.phase("update"), run.meter.phase("update"):
         for _ in range(learn.epochs_per_step):
@@ -213,6 +214,11 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
     with run.timeline.phase("reward"):
         # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
         return sorted(run.scorer.collect(), key=lambda group: group.index)
+
+
+def _parts(run: Session) -> list[Part]:
+    """How the reward's parts are summed."""
+    return [Part(name, part.weight, part.normalize) for name, part in zip(run.scorer.names, run.config.reward)]
 
 
 def _save(run: Session) -> None:
