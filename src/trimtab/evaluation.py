@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from trimtab.config.schema import Config, Eval
 from trimtab.data.prompt import Prompt
+from trimtab.observe.judges import judge_metrics
 from trimtab.reward.scorer import Scorer, check_failures
 from trimtab.rollout.engine import Engine, Request
 from trimtab.rollout.trajectory import Group
@@ -35,7 +36,8 @@ def measure(
         scorer.submit(group)
     groups = scorer.collect()
     check_failures(groups, config.observe.max_failed_rewards)
-    return scores(groups, settings, settings.part or scorer.names[0]), groups
+    found = scores(groups, settings, settings.part or scorer.names[0])
+    return found | judge_metrics(scorer.stats.judges, "eval"), groups
 
 
 def pass_at_k(n: int, successes: int, k: int) -> float:

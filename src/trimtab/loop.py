@@ -21,9 +21,11 @@ from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
+from trimtab.observe.judges import gather, judge_metrics
 from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics
 from trimtab.observe.samples import write_samples
 from trimtab.reward.scorer import check_failures
+from trimtab.reward.wire import Tally
 from trimtab.rollout.engine import Request
 from trimtab.rollout.trajectory import Group
 from trimtab.session import Session
@@ -83,12 +85,14 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
     seen: Counter[int] = Counter()
     refills = 0
     prefill_s, decode_s, tokens = 0.0, 0.0, 0
+    judged: list[dict[str, Tally]] = []
     while True:
         prompts = run.stream.take(learn.prompts_per_step - len(kept))
         new = sample(run, prompts, seen)
         prefill_s += run.engine.stats.prefill_s
         decode_s += run.engine.stats.decode_s
         tokens += run.engine.stats.generated_tokens
+        judged.append(run.scorer.stats.judges)
         groups += new
         check_failures(new, run.config.observe.max_failed_rewards)
         kept += split_signal(usable(new)[0], learn, _parts(run))[0] if learn.dynamic_sampling.enabled else new
@@ -98,7 +102,7 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
     run.state.completion_tokens += tokens
     metrics = rollout_metrics(run.engine.stats, tokens, prefill_s, decode_s)
     metrics |= {"rollout/refills": float(refills), "reward/latency_max_s": run.scorer.stats.latency_max_s}
-    return groups, metrics
+    return groups, metrics | judge_metrics(gather(judged))
 
 
 def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Group]:

@@ -111,7 +111,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     work = read_work(config, inputs)
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
-    scorer = open_scorer(config, inputs, work.columns)
+    scorer = open_scorer(config, inputs, work.columns, run_dir=folder)
     stack.callback(scorer.close)
     return Checked(config, device, folder, work, scorer)
 

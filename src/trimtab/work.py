@@ -163,13 +163,20 @@ def with_found_rewards(config: Config, inputs: Inputs) -> Config:
     return config.model_copy(update={"reward": parts})
 
 
-def open_scorer(config: Config, inputs: Inputs, columns: Iterable[set[str]], workers: int | None = None) -> Scorer:
+def open_scorer(
+    config: Config,
+    inputs: Inputs,
+    columns: Iterable[set[str]],
+    workers: int | None = None,
+    run_dir: Path | None = None,
+) -> Scorer:
     """Reward workers with every function loaded and its columns present in every row; closed again where not."""
     scorer = Scorer(
         config.reward,
         workers=workers or pick_reward_workers(config.run),
         base_dir=inputs.base_dir,
         functions=inputs.rewards,
+        run_dir=run_dir,
     )
     try:
         for there in columns:

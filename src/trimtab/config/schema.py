@@ -128,8 +128,8 @@ class Observe(Section):
     max_failed_rewards: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Stop the run when more than this fraction of a step's samples has no reward because reward calls failed."""
     kl_bands: dict[str, tuple[float, float]] = {}
-    """By task: the lowest and the highest KL to the reference, in nats per token, that is as it should be. `trimtab doctor RUN` says
-    where a task leaves its band."""
+    """By task: the lowest and the highest KL to the reference, in nats per token, that is as it should be. `trimtab doctor RUN`
+    says where a task leaves its band."""
 
 
 class Config(Section):
