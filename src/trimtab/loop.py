@@ -24,6 +24,7 @@ from trimtab.model.load import save_model
 from trimtab.observe.judges import gather, judge_metrics
 from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics
 from trimtab.observe.samples import write_samples
+from trimtab.observe.tasks import task_kl, task_metrics
 from trimtab.reward.scorer import check_failures
 from trimtab.reward.wire import Tally
 from trimtab.rollout.engine import Request
@@ -140,6 +141,8 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     ledger.trained = sum(map(len, samples))
     ledger.check()
     metrics = reward_metrics(groups, run.scorer.names, len(zero_signal), ledger)
+    if run.tasks is not None:
+        metrics |= task_metrics(run.tasks, groups, zero_signal)
     state.note_reward(metrics["reward/mean"])
     if not kept:
         run.console.warn(f"step {state.step + 1}: no group has a usable reward; nothing is learned from it")
@@ -165,6 +168,8 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
         controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
         state.kl_coef = controller.update(done[0].mean("kl_ref"), ledger.trained).coef
         metrics["policy/kl_coef"] = state.kl_coef
+        if run.tasks is not None:
+            metrics |= task_kl(run.tasks, kept, samples, done[: len(done) // learn.epochs_per_step])
     metrics["policy/lr"] = learning_rate(learn, state.step)
     return metrics | update_metrics(done)
 
@@ -175,7 +180,7 @@ def evaluate(run: Session) -> dict[str, float]:
     if not run.eval_prompts:
         return {}
     with run.timeline.phase("eval"), run.meter.phase("rollout"):
-        result, groups = measure(run.config, run.eval_prompts, run.engine, run.scorer)
+        result, groups = measure(run.config, run.eval_prompts, run.engine, run.scorer, run.tasks)
     accuracy = result.get("eval/pass@1")
     if accuracy is not None:
         state.note_accuracy(accuracy)

@@ -1,17 +1,22 @@
-"""The built-in reward `judge`, and the one request that tries it before the run starts."""
+"""The built-in reward `judge`, and the one request that tries it before the run starts.
+
+Every reward worker imports this, so the client and asyncio are imported where there is a judge.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trimtab.data.suggest import did_you_mean
 from trimtab.errors import RewardError
-from trimtab.reward.judge.client import Call, Judge, Trouble, current
-from trimtab.reward.judge.options import Options, read_options
 from trimtab.reward.wire import Cell
+
+if TYPE_CHECKING:
+    from trimtab.reward.judge.client import Judge, Trouble
+    from trimtab.reward.judge.options import Options
 
 _judges: dict[str, Judge] = {}
 """Those of this process, by their options: a judge's places, cache and connections are shared by all calls."""
@@ -59,6 +64,9 @@ def judge(
 
 
 def judge_of(args: dict[str, Any]) -> Judge:
+    from trimtab.reward.judge.client import Judge
+    from trimtab.reward.judge.options import read_options
+
     name = json.dumps(args, sort_keys=True, default=str)
     if name not in _judges:
         try:
@@ -75,6 +83,8 @@ def columns_needed(args: dict[str, Any]) -> frozenset[str]:
 
 async def attempt(args: dict[str, Any], limit_s: float) -> None:
     """Ask once, as every later request does but for its text; a RewardError with what to change where nothing comes of it."""
+    from trimtab.reward.judge.client import Call, Trouble, current
+
     one = judge_of(args)
     options = one.options
     current.set(Call(limit_s))
