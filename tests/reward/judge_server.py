@@ -96,6 +96,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, None, raw=b"<html>gateway</html>")
         elif mode == "nonsense" or (mode == "half" and float(score) % 2):
             self.complete("I would say that it is quite good, 9 out of 10 people agree.")
+        elif mode == "varied":
+            self.complete(str(sum(map(ord, text)) % 11))
         elif mode == "say":
             self.complete(argument)
         else:

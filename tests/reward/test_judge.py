@@ -277,6 +277,26 @@ def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(judged, group)
     assert [t.reward for t in given.trajectories] == [0.1, 0.2]
 
 
+def test_a_process_that_is_killed_while_calls_come_in_answers_them_all(judged, group) -> None:
+    one, _ = judged("slow:0.01", timeout_s=30.0)
+    groups = [numbered(group, k / 20, 1 + k / 20) for k in range(60)]
+    for place, given in enumerate(groups):
+        one.submit(given)
+        if place == 20:
+            judge_process().kill()
+    one.collect()
+    assert [[t.reward for t in g.trajectories] for g in groups] == [
+        [pytest.approx(k / 200), pytest.approx(0.1 + k / 200)] for k in range(60)
+    ]
+
+
+def test_what_no_request_can_hold_fails_alone(judged, group) -> None:
+    one, _ = judged()
+    rewards, tally = rate(one, group("score 3", "half a character: \ud800", "score 4"))
+    assert rewards == [[0.3, None, 0.4]]
+    assert tally.counts["failed_error"] == 1
+
+
 def test_a_process_that_is_blocked_is_killed_and_its_calls_fail(judged, group, monkeypatch) -> None:
     one, server = judged("slow:600", timeout_s=500.0)
     monkeypatch.setattr(lane, "SILENCE_S", 2.0)

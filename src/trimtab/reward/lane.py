@@ -94,10 +94,11 @@ class Lane:
         worker: Worker | None = None
         try:
             while not self._stop.is_set():
-                if worker is None:
-                    worker = self._start()
-                    self._send_again(worker)
+                fresh = worker is None
+                worker = worker or self._start()
                 try:
+                    if fresh:
+                        self._send_again(worker)
                     self._turn(worker)
                 except (EOFError, ConnectionError, TimeoutError) as error:
                     worker.kill()
@@ -117,7 +118,7 @@ class Lane:
         ready = select.select([worker.fileno(), self._bell.fileno()], [], [], SLICE_S)[0]
         if self._bell.fileno() in ready:
             self._bell.recv(1 << 16)
-            self._send_new(worker)
+        self._send_new(worker)  # also what was left when the process before this one ended
         if worker.fileno() in ready:
             self._heard = time.monotonic()
             answer = worker.hear(SILENCE_S)

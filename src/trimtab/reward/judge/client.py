@@ -10,7 +10,7 @@ Guarantees:
 - The key is in the request's header and nowhere else: it is cut out of whatever an endpoint answers.
 
 Counted for each completion: `scored`, `cache_hits` or `failed` and `failed_KIND`; for each try `requests` and its latency, and
-`retries` after the first. The kinds are timeout, refused, http_STATUS, unparsable and row.
+`retries` after the first. The kinds are timeout, refused, http_STATUS, unparsable, row (it lacks a column's value) and error.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ class Judge:
         except Trouble as trouble:
             counts.update(["failed", f"failed_{trouble.kind}"])
             return Failure(FAILURE_KINDS.get(trouble.kind, "raised"), f"has no score: {self.clean(str(trouble))}")
+        except (
+            Exception
+        ) as error:  # half of a character in a row, say: no request can hold it. It costs this completion alone
+            counts.update(["failed", "failed_error"])
+            return Failure("raised", f"has no score: {type(error).__name__}: {self.clean(str(error))}")
         low, high = self.options.scale
         return (score - low) / (high - low)
 
