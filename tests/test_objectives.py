@@ -152,15 +152,25 @@ def dying(server: LocalJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "update", update)
 
 
-def test_a_judge_that_dies_in_the_middle_stops_the_run(
+def test_a_judge_that_dies_stops_the_run_and_when_it_is_back_the_run_goes_on(
     model_folder: Path, tmp_path: Path, server: LocalJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(server, monkeypatch)
-    with pytest.raises(
-        RewardError, match=r"(?s)16 of 16 samples have no reward .*max_failed_rewards.*reward 'judge' has no"
-    ):
-        train(model_folder, tmp_path / "run", reward=with_judge(server, cache=False), learn={"steps": 4})
-    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+    reward, folder = with_judge(server, cache=False), tmp_path / "run"
+    changes = {"reward": reward, "learn": {"steps": 3}, "observe": {"checkpoint_every": 1}}
+    stopped = r"(?s)16 of 16 samples have no reward .*max_failed_rewards.*reward 'judge' has no score"
+    with pytest.raises(RewardError, match=stopped):
+        train(model_folder, folder, **changes)
+    assert [row["step"] for row in read_metrics(folder)] == [1]
+    monkeypatch.undo()
+    with pytest.raises(RewardError, match=r"cannot be reached .* Start it, or correct url"):
+        train(model_folder, folder, **changes, resume=True)
+    again = LocalJudge(port=server.port)
+    try:
+        metrics = train(model_folder, folder, **changes, resume=True)
+    finally:
+        again.stop()
+    assert [row["step"] for row in metrics] == [1, 2, 3]
 
 
 def test_a_judge_that_fails_for_some_costs_those_and_the_run_goes_on(

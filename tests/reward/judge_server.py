@@ -1,7 +1,7 @@
-"""An OpenAI-compatible endpoint to test against: `python judge_server.py MODE`, a process of its own on a free port.
+"""An OpenAI-compatible endpoint to test against: `python judge_server.py MODE [PORT]`, a process of its own.
 
-Its first line of output is the port. GET /seen tells what it saw: requests, the most at a time, keys and bodies.
-POST /mode/NAME changes what it does. A completion `score 7` is given a 7; the modes say what is answered instead.
+Its first line of output is the port, a free one if none is given. GET /seen tells what it saw: requests, the most at a time, keys
+and bodies. POST /mode/NAME changes what it does. A completion `score 7` is given a 7; the modes say what is answered instead.
 """
 
 from __future__ import annotations
@@ -69,6 +69,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, asked: dict[str, Any], number: int) -> None:
         mode, _, argument = self.state.mode.partition(":")
+        if mode == "flaky":
+            troubles = (
+                "good",
+                "status:500",
+                "good",
+                "closes",
+                "429:0",
+                "nonsense",
+                "good",
+                "garbage",
+                "slow:0.2",
+                "hang",
+            )
+            mode, _, argument = troubles[number % len(troubles)].partition(":")
         if asked["model"] != MODEL:
             self.reply(404, {"object": "error", "message": f"The model `{asked['model']}` does not exist."})
             return
@@ -127,7 +141,8 @@ class Server(ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
-    Handler.state = State(sys.argv[1] if len(sys.argv) > 1 else "good")
-    server = Server(("127.0.0.1", 0), Handler)
+    mode, port = (*sys.argv[1:], "0")[:2]
+    Handler.state = State(mode)
+    server = Server(("127.0.0.1", int(port)), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()

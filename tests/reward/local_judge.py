@@ -16,8 +16,9 @@ PROMPT = 'Rate from 0 to 10. Answer with {"score": N}.\nQuestion: {prompt}\nAnsw
 
 
 class LocalJudge:
-    def __init__(self, mode: str = "good") -> None:
-        self._process = subprocess.Popen([sys.executable, str(SCRIPT), mode], stdout=subprocess.PIPE, text=True)
+    def __init__(self, mode: str = "good", port: int = 0) -> None:
+        command = [sys.executable, str(SCRIPT), mode, str(port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout
         self.port = int(self._process.stdout.readline())
         self.url = f"http://127.0.0.1:{self.port}/v1"

@@ -192,6 +192,19 @@ def test_a_wait_beyond_the_deadline_is_not_waited_for(judged, group) -> None:
     assert server.seen()["requests"] == 2, "nobody asks while the endpoint says to wait"
 
 
+def test_a_server_with_every_trouble_at_once(judged, group) -> None:
+    """No score is another's, none is 0, and what is missing is counted."""
+    one, server = judged("flaky", timeout_s=2.0, retries=2, concurrency=12)
+    groups = [numbered(group, *(1 + k / 10 + j for j in range(6))) for k in range(8)]
+    rewards, tally = rate(one, *groups)
+    for k, row in enumerate(rewards):
+        assert all(value is None or value == pytest.approx((1 + k / 10 + j) / 10) for j, value in enumerate(row))
+    missing = sum(value is None for row in rewards for value in row)
+    assert 0 < missing == tally.counts["failed"] < 48
+    assert tally.counts["requests"] == 48 + tally.counts["retries"]
+    assert server.seen()["requests"] - 1 <= tally.counts["requests"], "one may be given up before the server sees it"
+
+
 def test_a_server_that_dies_in_the_middle(judged, group) -> None:
     one, server = judged(timeout_s=2.0, retries=1)
     assert rate(one, numbered(group, 1, 2))[0] == [[0.1, 0.2]]

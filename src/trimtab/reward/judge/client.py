@@ -173,9 +173,9 @@ class Judge:
         return score
 
     async def _pause(self, pause_s: float, deadline: float, trouble: Trouble) -> None:
-        """Wait, and as long as the endpoint asked everyone to; not where there would be no time left after it."""
+        """Wait, first as long as the endpoint asked everyone to; not where there would be no time left after it."""
         now = time.monotonic()
-        until = max(now + pause_s, self._closed_until)
+        until = max(now, self._closed_until) + pause_s
         if until >= deadline:
             wait = f"; the next try would come in {until - now:.1f} s, after the deadline (the part's timeout_s)"
             raise Trouble(trouble.kind, f"{trouble}{wait}")
