@@ -103,9 +103,8 @@ class Judge:
         except Trouble as trouble:
             counts.update(["failed", f"failed_{trouble.kind}"])
             return Failure(FAILURE_KINDS.get(trouble.kind, "raised"), f"has no score: {self.clean(str(trouble))}")
-        except (
-            Exception
-        ) as error:  # half of a character in a row, say: no request can hold it. It costs this completion alone
+        except Exception as error:
+            # Half of a character in a row, say, which no request can hold. It costs this completion alone.
             counts.update(["failed", "failed_error"])
             return Failure("raised", f"has no score: {type(error).__name__}: {self.clean(str(error))}")
         low, high = self.options.scale
