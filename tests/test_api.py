@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,42 @@ def test_empty_rows_are_told(here: Path, model_folder: Path) -> None:
     with pytest.raises(DataError, match=r"data\.eval holds no rows"):
         trimtab.train(model=model_folder, data=ROWS, eval_data=[], reward="exact_match", learn=LEARN)
     assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("stage", ["train", "sft"])
+def test_callbacks_see_every_step_and_may_end_the_run(stage: str, model_folder: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, dict]] = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(step: int, metrics: dict) -> None:
+        seen.append((step, dict(metrics)))
+        metrics.clear()  # a copy: nothing of the run
+        if step == 2:
+            raise Enough
+
+    common = {
+        "model": str(model_folder),
+        "callbacks": [stop],
+        "observe": {"dir": str(tmp_path / "run"), "checkpoint_every": 1},
+    }
+    if stage == "train":
+        run = partial(
+            trimtab.train,
+            data=[{"prompt": "1+1="}, {"prompt": "2+2="}],
+            reward=lambda completions, **_: [float(len(c)) for c in completions],
+            learn={"steps": 3, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 3},
+        )
+    else:
+        run = partial(trimtab.sft, data=[{"text": "abc"}, {"text": "de"}], learn={"steps": 3, "sequences_per_step": 2})
+    with pytest.raises(Enough):
+        run(**common)
+    assert [step for step, _ in seen] == [1, 2]
+    assert seen[1][1]["time/total"] > 0
+    assert (tmp_path / "run" / "checkpoints" / "step-2").exists()
+
+
+def test_a_callback_that_cannot_be_called_is_refused(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="callbacks: got a int"):
+        trimtab.sft(model=str(model_folder), data=[{"text": "abc"}], callbacks=[3])

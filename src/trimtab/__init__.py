@@ -15,12 +15,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trimtab.api import evaluate as evaluate
+    from trimtab.api import sft as sft
     from trimtab.api import train as train
 
 
 def __getattr__(name: str) -> Any:
     """Load the API on first use: reward workers and `trimtab --help` import this package and must not pay for torch."""
-    if name in ("train", "evaluate"):
+    if name in ("train", "sft", "evaluate"):
         from trimtab import api
 
         return getattr(api, name)

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from trimtab import loop
-from trimtab.checkpoint import newest_checkpoint
-from trimtab.config.load import load_config
+from trimtab.config.load import load_as, load_config
 from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
+from trimtab.endings import where_it_stands
 from trimtab.errors import ConfigError, Problem, TrimtabError
 from trimtab.evaluation import measure
 from trimtab.observe.format import scores
-from trimtab.session import Session, open_evaluation, open_session
-from trimtab.work import GIVEN_ROWS, Inputs
+from trimtab.session import open_evaluation, open_session
+from trimtab.supervised import run_sft
+from trimtab.work import GIVEN_ROWS, Callback, Inputs
 
 Source = str | PathLike[str]
 Section = Mapping[str, Any]
@@ -38,15 +40,18 @@ def train(
     observe: Section | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train, and return the summary (`run_dir`, `eval`, `reward_last`, `seconds`, ...).
 
     Start from a config file or dictionary, from keyword arguments, or both; keywords go over the config. `data` is a file
     name or a task, a list of rows, a data set, or a whole `data` section, in which `train` and `eval` may be rows too;
-    `reward` is a function, its path, a `reward` section, or a list of these.
+    `reward` is a function, its path, a `reward` section, or a list of these. Each of `callbacks` is called after every step with
+    its number and its metrics, when these and a checkpoint that is due are written; what it raises ends the run.
     """
     sections = {"model": model, "learn": learn, "run": run, "eval": eval, "observe": observe}
     checked, inputs = _gather(config, sections, data, eval_data, reward, overrides)
+    inputs.callbacks = _callable(callbacks)
     return run_training(checked, inputs, resume=resume)
 
 
@@ -72,6 +77,29 @@ def evaluate(
     return run_evaluation(checked, inputs)
 
 
+def sft(
+    config: Source | Section | None = None,
+    *,
+    model: Source | Section | None = None,
+    data: Rows | Section | None = None,
+    eval_data: Rows | None = None,
+    learn: Section | None = None,
+    run: Section | None = None,
+    observe: Section | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Learn from worked answers, and return the summary (`run_dir`, `loss_last`, `eval`, `seconds`, ...).
+
+    Arguments as for `train`; rows are conversations, prompts with completions, or texts.
+    """
+    sections = {"model": model, "learn": learn, "run": run, "observe": observe}
+    inputs, path, base, tree = _arguments(config, sections, data, eval_data)
+    inputs.callbacks = _callable(callbacks)
+    return run_sft(load_as(SftConfig, path, overrides, base, tree), inputs, resume=resume)
+
+
 def run_training(
     config: Config, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
@@ -82,7 +110,7 @@ def run_training(
             return loop.train(session)
         except (KeyboardInterrupt, TrimtabError):
             session.console.close()
-            session.console.warn(_where_it_stands(session))
+            session.console.warn(where_it_stands(session.folder, session.state, session.config.learn.steps))
             raise
 
 
@@ -95,16 +123,6 @@ def run_evaluation(config: Config, inputs: Inputs, *, console_file: IO[str] | No
         return result
 
 
-def _where_it_stands(run: Session) -> str:
-    checkpoint = newest_checkpoint(run.folder)
-    kept = (
-        f"its last checkpoint is {checkpoint.name}"
-        if checkpoint
-        else "it has no checkpoint yet, so that starts it over"
-    )
-    return f"{run.folder} ended after step {run.state.step} of {run.config.learn.steps}; to go on, resume it: {kept}"
-
-
 def _gather(
     config: Source | Section | None,
     sections: Mapping[str, Source | Section | None],
@@ -114,6 +132,19 @@ def _gather(
     overrides: Sequence[str],
 ) -> tuple[Config, Inputs]:
     """The arguments as one validated configuration, and what cannot be written in one."""
+    inputs, path, base, tree = _arguments(config, sections, data, eval_data)
+    if reward is not None:
+        tree["reward"], inputs.rewards = _rewards(reward)
+    return load_config(path, overrides, base, tree), inputs
+
+
+def _arguments(
+    config: Source | Section | None,
+    sections: Mapping[str, Source | Section | None],
+    data: Rows | Section | None,
+    eval_data: Rows | None,
+) -> tuple[Inputs, Path | None, Section | None, dict[str, Any]]:
+    """A file or a dictionary to begin with, sections to lay over it, and the rows that came as objects."""
     inputs = Inputs()
     path, base = (None, config) if isinstance(config, Mapping) else (config, None)
     if path is not None:
@@ -127,9 +158,15 @@ def _gather(
         tree["data"] = section | ({} if eval_data is None else {"eval": eval_data})
         inputs.train_rows = _take_rows(tree["data"], "train")
         inputs.eval_rows = _take_rows(tree["data"], "eval")
-    if reward is not None:
-        tree["reward"], inputs.rewards = _rewards(reward)
-    return load_config(path, overrides, base, tree), inputs
+    return inputs, path, base, tree
+
+
+def _callable(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    for callback in callbacks:
+        if not callable(callback):
+            what = f"got a {type(callback).__name__}"
+            raise ConfigError([Problem("callbacks", what, "Give functions of (step, metrics).")])
+    return tuple(callbacks)
 
 
 def _take_rows(data: dict[str, Any], key: str) -> list[Mapping[str, Any]] | None:

@@ -12,11 +12,12 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from trimtab.errors import TrainingError
@@ -45,6 +46,10 @@ class RunState:
     reward_last: float | None = None
     accuracy_first: float | None = None
     accuracy_last: float | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    eval_loss_first: float | None = None
+    eval_loss_last: float | None = None
     seconds: float = 0.0
     """Wall time of all sessions up to this checkpoint."""
     completion_tokens: int = 0
@@ -65,11 +70,29 @@ class RunState:
         if self.step and accuracy > self.best_score:
             self.best_step, self.best_score = self.step, accuracy
 
+    def note_loss(self, loss: float) -> None:
+        """Remember the first and the latest loss of a supervised step."""
+        self.loss_last = loss
+        self.loss_first = loss if self.loss_first is None else self.loss_first
+
+    def note_eval_loss(self, loss: float) -> None:
+        """Remember the first and the latest held-out loss, and the best after training began."""
+        self.eval_loss_last = loss
+        self.eval_loss_first = loss if self.eval_loss_first is None else self.eval_loss_first
+        if self.step and -loss > self.best_score:
+            self.best_step, self.best_score = self.step, -loss
+
 
 def save_checkpoint(
-    run_dir: Path, state: RunState, model: Any, tokenizer: Any, optimizer: MasterAdamW, keep: int
+    run_dir: Path,
+    state: RunState,
+    model: Any,
+    tokenizer: Any,
+    optimizer: MasterAdamW,
+    keep: int,
+    others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> Path:
-    """Write `step-N`, then remove what is neither among the newest `keep` nor the best."""
+    """Write `step-N`, then remove what is neither among the newest `keep` nor the best. `others`: more files of tensors."""
     folder = run_dir / "checkpoints"
     target, aside = folder / f"step-{state.step}", folder / f".writing-step-{state.step}"
     clear(folder)
@@ -78,7 +101,8 @@ def save_checkpoint(
         save_adapters(model, aside)
     else:
         save_model(model, tokenizer, aside)
-    save_file({k: v.cpu().contiguous() for k, v in optimizer.state_tensors().items()}, aside / OPTIMIZER)
+    for name, tensors in {OPTIMIZER: optimizer.state_tensors(), **(others or {})}.items():
+        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name)
     (aside / STATE).write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
     flush_to_disk(aside)
     if target.exists():

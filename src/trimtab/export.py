@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trimtab.checkpoint import OPTIMIZER, STATE, checkpoints, flush_to_disk, load_state
-from trimtab.config.load import load_config
+from trimtab.config.load import load_any
 from trimtab.config.schema import Model
 from trimtab.errors import ConfigError, Problem
 from trimtab.folder import CONFIG
@@ -48,7 +48,7 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
     aside = to.absolute().with_name(f".writing-{to.absolute().name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.parent.mkdir(parents=True, exist_ok=True)
-    config = load_config(run / CONFIG)
+    config = load_any(run / CONFIG)
     model = config.model
     if model.lora is not None:
         trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")
@@ -56,7 +56,7 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
         adapted = load_adapters(load_model(settings, torch.device("cpu")), source)
         save_model(adapted, load_tokenizer(settings), aside)
     elif dtype == "same":
-        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(STATE, OPTIMIZER))
+        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(STATE, OPTIMIZER, "critic*.safetensors"))
     else:
         trusted = model.trust_remote_code
         settings = Model.model_validate({"path": str(source), "dtype": dtype, "trust_remote_code": trusted})

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint import clear
-from trimtab.config.algorithms import resolve
-from trimtab.config.load import load_config, resolved_yaml
-from trimtab.config.schema import Config
+from trimtab.config.load import AnyConfig, load_any, resolved, resolved_yaml
 from trimtab.errors import ConfigError, Problem
 
 CONFIG, PLAN, FINAL, LOCK = "config.yaml", "plan.json", "final", ".lock"
@@ -75,7 +73,7 @@ def claim(folder: Path, resume: bool) -> Iterator[None]:
                         path.rmdir()
 
 
-def begin(folder: Path, config: Config, plan: dict[str, Any]) -> None:
+def begin(folder: Path, config: AnyConfig, plan: dict[str, Any]) -> None:
     """The first write: from here on the folder holds a run."""
     clear(folder)
     clear(folder / "checkpoints")
@@ -83,10 +81,10 @@ def begin(folder: Path, config: Config, plan: dict[str, Any]) -> None:
     write_whole(folder / CONFIG, resolved_yaml(config))
 
 
-def changes(folder: Path, config: Config) -> list[str]:
+def changes(folder: Path, config: AnyConfig) -> list[str]:
     """What `config` would learn otherwise than the run in the folder: `learn.lr 0.1 (was 0.2)`. More steps are no change."""
-    before, now = _flat(load_config(folder / CONFIG)), _flat(config)
-    if before["learn.steps"] <= now["learn.steps"]:
+    before, now = _flat(load_any(folder / CONFIG)), _flat(config)
+    if (before["learn.steps"] or 0) <= (now["learn.steps"] or 0):
         now["learn.steps"] = before["learn.steps"]
     keys = [key for key in {**before, **now} if not key.startswith(FREE) and before.get(key) != now.get(key)]
     return [f"{key} {now.get(key)} (was {before.get(key)})" for key in keys]
@@ -99,7 +97,7 @@ def write_whole(path: Path, text: str) -> None:
     aside.rename(path)
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flat(config: AnyConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
 
     def walk(value: Any, key: str) -> None:
@@ -111,5 +109,5 @@ def _flat(config: Config) -> dict[str, Any]:
         else:
             flat[key] = value
 
-    walk(config.model_copy(update={"learn": resolve(config.learn)}).model_dump(), "")
+    walk(resolved(config).model_dump(), "")
     return flat

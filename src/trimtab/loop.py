@@ -12,17 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.checkpoint import flush_to_disk, remove_whole, save_checkpoint
+from trimtab.checkpoint import save_checkpoint
 from trimtab.data.prompt import Prompt
-from trimtab.errors import TrainingError
+from trimtab.endings import export, note_outcome
 from trimtab.evaluation import measure
-from trimtab.folder import FINAL
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
-from trimtab.model.adapters import has_adapters, save_adapters
-from trimtab.model.load import save_model
 from trimtab.observe.judges import gather, judge_metrics
-from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics
+from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics, value_metrics
 from trimtab.observe.samples import write_samples
 from trimtab.observe.tasks import task_kl, task_metrics
 from trimtab.reward.scorer import check_failures
@@ -31,11 +28,10 @@ from trimtab.rollout.engine import Request
 from trimtab.rollout.trajectory import Group
 from trimtab.session import Session
 from trimtab.update.batch import Sample
+from trimtab.update.critic import Critic, critic_files
 from trimtab.update.objective import Ledger, set_advantages, set_weights, split_signal, to_samples, usable
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import UpdateStats
-
-MAX_SKIPPED_IN_A_ROW = 5
 
 
 def train(run: Session) -> dict[str, Any]:
@@ -75,6 +71,8 @@ def train(run: Session) -> dict[str, Any]:
         if last or best or (observe.checkpoint_every and state.step % observe.checkpoint_every == 0):
             with run.timeline.phase("checkpoint"):
                 run.guard.run("checkpoint", lambda: _save(run))
+        for callback in run.callbacks:
+            callback(state.step, dict(metrics))
     return finish(run)
 
 
@@ -132,7 +130,7 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     learn, state = run.config.learn, run.state
     ledger = Ledger(sum(len(g.trajectories) for g in groups), 0, Counter())
     kept, ledger.dropped = usable(groups)
-    zero_signal = split_signal(kept, learn, _parts(run))[1]
+    zero_signal = [] if learn.advantage == "gae" else split_signal(kept, learn, _parts(run))[1]
     if learn.dynamic_sampling.enabled:
         gone = {id(group) for group in zero_signal}
         kept = [group for group in kept if id(group) not in gone]
@@ -151,19 +149,31 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
         _score(run, [s for group in samples for s in group])
         set_advantages(kept, samples, learn, state.kl_coef, _parts(run))
     done: list[UpdateStats] = []
+    valued: list[UpdateStats] = []
+    warm = run.critic is None or state.step >= learn.critic.warmup_steps
     with run.timeline.phase("update"), run.meter.phase("update"):
         for _ in range(learn.epochs_per_step):
             for part in np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept))):
                 flat = [s for g in part for s in samples[g]]
                 set_weights([t for g in part for t in kept[g].trajectories], flat, learn)
+                if run.critic is not None:
+                    valued.append(run.critic.step(flat, learning_rate(learn, state.step, learn.critic.lr), 0.0))
+                    if not valued[-1].applied:
+                        run.console.warn(f"step {state.step + 1}: the critic's gradient is not finite; it is unchanged")
+                if not warm:
+                    continue
                 done.append(run.guard.step(flat, learning_rate(learn, state.step), state.kl_coef))
-                _note_outcome(run, done[-1])
+                note_outcome(state, done[-1], run.console, "at RUN/samples for what the model has come to write")
                 run.watch.saw(
                     done[-1].sizes,
                     run.updater.checkpoint_activations,
                     run.updater.logprob_chunk,
                     run.policy.shelf is not None,
                 )
+    if valued:
+        metrics |= value_metrics([s for group in samples for s in group], valued)
+    if not done:
+        return metrics
     if run.reference is not None:
         controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
         state.kl_coef = controller.update(done[0].mean("kl_ref"), ledger.trained).coef
@@ -194,14 +204,7 @@ def evaluate(run: Session) -> dict[str, float]:
 def finish(run: Session) -> dict[str, Any]:
     """Export the final model and sum the run up."""
     state = run.state
-    aside = run.folder / f".writing-{FINAL}"
-    run.guard.run("export", lambda: save_model(run.policy.model, run.tokenizer, aside))
-    if has_adapters(run.policy.model):
-        save_adapters(run.policy.model, aside / "adapter")
-    flush_to_disk(aside)
-    if (run.folder / FINAL).exists():
-        remove_whole(run.folder / FINAL)
-    aside.rename(run.folder / FINAL)
+    export(run.folder, run.policy, run.tokenizer, run.guard)
     summary = {
         "run_dir": str(run.folder),
         "steps": state.step,
@@ -232,7 +235,9 @@ def _parts(run: Session) -> list[Part]:
 
 def _save(run: Session) -> None:
     keep = run.config.observe.keep_checkpoints
-    save_checkpoint(run.folder, run.state, run.policy.model, run.tokenizer, run.updater.optimizer, keep)
+    critic = run.critic.updater if run.critic is not None else None
+    others = critic_files(critic) if isinstance(critic, Critic) else None
+    save_checkpoint(run.folder, run.state, run.policy.model, run.tokenizer, run.updater.optimizer, keep, others)
 
 
 def _score(run: Session, samples: list[Sample]) -> None:
@@ -246,19 +251,5 @@ def _score(run: Session, samples: list[Sample]) -> None:
             run.guard.score(samples, run.policy, "old_logprobs")
     if run.reference is not None:
         run.guard.score(samples, run.reference, "ref_logprobs")
-
-
-def _note_outcome(run: Session, stats: UpdateStats) -> None:
-    """Count what was applied; a gradient that is not finite changes nothing, and too many in a row end the run."""
-    state = run.state
-    if stats.applied:
-        state.version += 1
-        state.skipped_in_a_row = 0
-        return
-    state.skipped_in_a_row += 1
-    run.console.warn(f"step {state.step + 1}: the gradient is not finite; weights and optimizer are unchanged")
-    if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        raise TrainingError(
-            f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a gradient that is not finite. The weights are those of the last good "
-            "step. Lower learn.lr, or look at RUN/samples for what the model has come to write."
-        )
+    if run.critic is not None:
+        run.critic.score(samples, run.critic.updater.policy, "values")

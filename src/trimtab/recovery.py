@@ -7,6 +7,8 @@ from trimtab.checkpoint import RunState
 from trimtab.observe.console import Console
 from trimtab.observe.timeline import Timeline
 from trimtab.rollout.engine import Engine
+from trimtab.rollout.none import NoRollout
+from trimtab.update.critic import Critic
 from trimtab.update.guard import Guard, Recovery
 from trimtab.update.updater import Updater
 
@@ -17,19 +19,29 @@ def open_guard(
     """The guard of a run, as low as an earlier session left it. `longest`: tokens of the longest sequence it can meet."""
 
     def note(line: str, counted: bool) -> None:
-        state.oom_recoveries += counted
+        _note(line, counted, state, console, timeline)
         state.memory = guard.state()
-        console.warn(f"step {state.step + 1}: {line}")
-        now = timeline.clock()
-        timeline.event("out of memory" if counted else "memory is short", now, now, what=line)
 
-    def report(recovery: Recovery) -> None:
-        note(str(recovery), recovery.replayed)
-
-    guard = Guard(updater, engine, least_kv_tokens=longest, report=report)
+    guard = Guard(updater, engine, least_kv_tokens=longest, report=lambda r: note(str(r), r.replayed))
     lowered = guard.restore(state.memory)
     if lowered:
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())
         console.note(f"lower than planned, because memory ran out earlier in this run: {values}")
     engine.on_recovery = lambda line: note(line, True)
     return guard
+
+
+def open_critic_guard(critic: Critic, state: RunState, console: Console, timeline: Timeline) -> Guard:
+    """The same around a critic, which has budgets of its own. A resumed run finds them anew."""
+
+    def report(recovery: Recovery) -> None:
+        _note(f"critic: {recovery}", recovery.replayed, state, console, timeline)
+
+    return Guard(critic, NoRollout(), least_kv_tokens=0, report=report)
+
+
+def _note(line: str, counted: bool, state: RunState, console: Console, timeline: Timeline) -> None:
+    state.oom_recoveries += counted
+    console.warn(f"step {state.step + 1}: {line}")
+    now = timeline.clock()
+    timeline.event("out of memory" if counted else "memory is short", now, now, what=line)

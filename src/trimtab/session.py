@@ -6,8 +6,7 @@ A training session has a run folder, an optimizer and a stream of prompts. An ev
 
 from __future__ import annotations
 
-import gc
-import importlib.util
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,27 @@ from typing import IO, Any
 import psutil
 import torch
 
+from trimtab.build import (
+    calibrated,
+    compare,
+    is_automatic,
+    known,
+    load_policy,
+    make_updater,
+    refuse_missing_wandb,
+    spare_the_collector,
+)
 from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint
 from trimtab.config.algorithms import resolve
-from trimtab.config.schema import Config, Model
+from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
 from trimtab.errors import ConfigError, Problem
-from trimtab.folder import begin, changes, claim, find_folder, refuse_existing
-from trimtab.model.adapters import add_adapters, load_adapters, refuse_unknown_targets
-from trimtab.model.load import load_config, load_model, load_tokenizer, resolve_dtype, stop_token_ids
+from trimtab.folder import begin, claim, find_folder, refuse_existing
+from trimtab.model.adapters import refuse_unknown_targets
+from trimtab.model.load import load_config, load_model, load_tokenizer, stop_token_ids
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
-from trimtab.observe.card import StartCard
+from trimtab.observe.card import StartCard, rollout_batch
 from trimtab.observe.console import Console
 from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
@@ -37,18 +46,19 @@ from trimtab.plan.governor import Governor
 from trimtab.plan.here import machine_here, pick_device
 from trimtab.plan.job import Job
 from trimtab.plan.planner import Plan
-from trimtab.plan.probe import corrected, probe
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.report import as_dict
 from trimtab.plan.shape import shape_of_model
+from trimtab.plan.source import shape_of
 from trimtab.plan.watch import PlanWatch
-from trimtab.recovery import open_guard
+from trimtab.recovery import open_critic_guard, open_guard
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.update.critic import Critic, restore_critic
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
-from trimtab.work import EvalSet, Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
+from trimtab.work import Callback, EvalSet, Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
 from trimtab.work import Inputs as Inputs
 
 GIB = 2**30
@@ -79,6 +89,9 @@ class Session:
     watch: PlanWatch
     governor: Governor
     tasks: Tasks | None
+    critic: Guard | None
+    """Around PPO's value model."""
+    callbacks: Sequence[Callback] = ()
 
 
 @dataclass
@@ -110,7 +123,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     device = pick_device(config.run)
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
-    _refuse_missing_wandb(config)
+    refuse_missing_wandb(config.observe)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
     work = read_work(config, inputs)
     if config.model.lora is not None:
@@ -133,12 +146,14 @@ def open_session(
     state = RunState(kl_coef=config.learn.kl.coef)
     if checkpoint is not None:
         state = load_state(checkpoint)
-        _compare(config, ready.device, folder, checkpoint, console)
+        compare(config, ready.device, folder, checkpoint, console)
     parts = assemble(config, ready, stack, checkpoint)
     config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
     engine.publish(state.version)
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
+        if parts.critic is not None:
+            restore_critic(checkpoint, parts.critic)
     begin(folder, config, as_dict(plan))
     stream = PromptStream(
         work.train.rows,
@@ -159,13 +174,14 @@ def open_session(
         console.note(f"all {config.learn.steps} steps are done; the model is exported again")
     timeline = Timeline(folder, on_phase=console.working)
     stack.callback(timeline.close)
-    _spare_the_collector(stack)
+    spare_the_collector(stack)
     return Session(
         config, folder, state, checkpoint is not None, work.tokenizer, policy, parts.reference, engine, updater, ready.scorer,
         stream, work.eval.prompts, console, timeline, sinks,
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
         open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
         PlanWatch(plan), Governor(plan, automatic=parts.budget_is_automatic), ready.tasks,
+        None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline), inputs.callbacks,
     )  # fmt: skip
 
 
@@ -181,42 +197,25 @@ class Parts:
     engine: Engine
     updater: Updater
     budget_is_automatic: bool
+    critic: Critic | None = None
 
 
 def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path | None = None) -> Parts:
     """Load the models, plan with them, and build what the plan says."""
     policy, reference = _load_policies(config, ready.device, checkpoint)
     plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
-    tuned = any(choice.key == "run.token_budget" and choice.measured for choice in plan.choices)
     asked, run = config.run, plan.run
-    automatic = asked.token_budget == "auto" and not tuned
-    config = config.model_copy(update={"run": run})
     if run.offload.reference is True and isinstance(reference, Policy):
         reference = FromHost(reference)
-    torch.set_num_threads(_known(run.threads))
-    engine = make_engine(config, policy, ready.work.tokenizer)
+    torch.set_num_threads(known(run.threads))
+    engine = make_engine(config.model_copy(update={"run": run}), policy, ready.work.tokenizer)
     stack.callback(engine.close)
-    recomputed = run.checkpoint_activations
-    assert recomputed != "auto"
-    updater = Updater(
-        policy,
-        config.learn,
-        token_budget=_known(run.token_budget),
-        score_token_budget=_known(run.score_token_budget),
-        logprob_chunk=_known(run.logprob_chunk),
-        checkpoint_activations=recomputed,
-        offload_optimizer=run.offload.optimizer is True,
-        offload_activations=run.offload.activations is True,
-    )
-    if ready.device.type == "cuda" and automatic:
-        engine.lend()
-        plan = corrected(plan, asked, probe(updater, plan.job, run))
-        config = config.model_copy(update={"run": plan.run})
-        updater.token_budget = _known(plan.run.token_budget)
-        updater.score_token_budget = _known(plan.run.score_token_budget)
-        assert plan.run.checkpoint_activations != "auto"
-        updater.recompute(plan.run.checkpoint_activations)
-    return Parts(config, plan, policy, reference, engine, updater, automatic)
+    updater = make_updater(policy, config.learn, run)
+    automatic = is_automatic(asked, plan)
+    plan = calibrated(plan, asked, updater, engine)
+    config = config.model_copy(update={"run": plan.run})
+    critic = _load_critic(config, policy) if config.learn.advantage == "gae" else None
+    return Parts(config, plan, policy, reference, engine, updater, automatic, critic)
 
 
 def open_evaluation(
@@ -237,12 +236,12 @@ def open_evaluation(
     job = _measuring_job(config, policy, held_out)
     run = plan_here(config.run, job, machine_here(device)).run
     config = config.model_copy(update={"run": run})
-    torch.set_num_threads(_known(run.threads))
+    torch.set_num_threads(known(run.threads))
     engine = make_engine(config, policy, tokenizer)
     stack.callback(engine.close)
     if held_out.note:
         console.note(held_out.note)
-    _spare_the_collector(stack)
+    spare_the_collector(stack)
     column = config.data.task
     tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
     return Evaluation(config, engine, scorer, held_out.prompts, console, tasks)
@@ -255,54 +254,51 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any) -> Engine:
         policy,
         tokenizer,
         stop_token_ids(policy.model, tokenizer),
-        kv_bytes=_known(rollout.kv_memory),
-        page_tokens=_known(rollout.page_tokens),
-        max_sequences=_known(rollout.max_sequences),
-        prefill_tokens=_known(rollout.prefill_tokens),
+        kv_bytes=known(rollout.kv_memory),
+        page_tokens=known(rollout.page_tokens),
+        max_sequences=known(rollout.max_sequences),
+        prefill_tokens=known(rollout.prefill_tokens),
         prefix_cache=rollout.prefix_cache,
-        lend_memory=bool(_known(rollout.lend_memory)),
+        lend_memory=bool(known(rollout.lend_memory)),
     )
 
 
-def _compare(config: Config, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> None:
-    """Say what is no longer as the run was started; refuse what the checkpoint's optimizer cannot continue with."""
-    changed = changes(folder, config)
-    adapters = [change for change in changed if change.startswith("model.lora")]
-    if adapters:
-        what = f"{checkpoint.name} cannot go on with other adapters than it has: {', '.join(adapters)}"
-        raise ConfigError([Problem("model.lora", what, "Write model.lora as it was.")])
-    if config.model.lora is None:
-        trusted = config.model.trust_remote_code
-        saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
-        wanted = resolve_dtype(config.model, device)
-        if saved is not None and saved != wanted:
-            before, now = (str(dtype).removeprefix("torch.") for dtype in (saved, wanted))
-            what = f"{folder} was trained in {before} and cannot go on in {now}"
-            raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
-    if changed:
-        console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
-
-
 def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, AnyPolicy | None]:
+    policy = load_policy(config.model, config.learn.seed, device, checkpoint)
+    if config.learn.kl.coef == 0:
+        return policy, None
     if config.model.lora is not None:
-        model = load_model(config.model, device)
-        if checkpoint is None:
-            policy = Policy(add_adapters(model, config.model.lora, config.learn.seed))
-        else:
-            policy = Policy(load_adapters(model, checkpoint))
-        policy.fuse()
-        return policy, WithoutAdapters(policy) if config.learn.kl.coef > 0 else None
-    source = config.model
-    if checkpoint is not None:
-        source = Model(path=str(checkpoint), dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
-    policy = Policy(load_model(source, device))
-    policy.fuse()
-    reference = None
-    if config.learn.kl.coef > 0:
-        frozen = load_model(config.model, device).requires_grad_(False)
-        reference = Policy(frozen, check=False)
-        reference.fuse()
+        return policy, WithoutAdapters(policy)
+    reference = Policy(load_model(config.model, device).requires_grad_(False), check=False)
+    reference.fuse()
     return policy, reference
+
+
+def _load_critic(config: Config, policy: Policy) -> Critic:
+    """The value model, with the plan's sizes."""
+    learn, run = config.learn, config.run
+    source = config.model.model_copy(update={"path": learn.critic.path or config.model.path})
+    model = load_policy(source, learn.seed, policy.device)
+    if model.config.vocab_size < policy.config.vocab_size:
+        what = f"{source.path} knows {model.config.vocab_size} tokens and the policy {policy.config.vocab_size}"
+        raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
+    assert run.checkpoint_activations != "auto"
+    return Critic(
+        model,
+        learn,
+        token_budget=known(run.token_budget),
+        score_token_budget=known(run.score_token_budget),
+        checkpoint_activations=run.checkpoint_activations,
+        offload_optimizer=run.offload.optimizer is True,
+        offload_activations=run.offload.activations is True,
+    )
+
+
+def _critic_parameters(config: Config, policy: Policy) -> int:
+    if config.learn.advantage != "gae":
+        return 0
+    path = config.learn.critic.path
+    return shape_of(path, config.model.trust_remote_code).parameters if path else policy.parameter_count()
 
 
 def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work) -> Job:
@@ -322,6 +318,7 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         rank=config.model.lora.r if config.model.lora else 0,
         adapters=adapters,
         reference=isinstance(reference, Policy),
+        critic=_critic_parameters(config, policy),
         compared=reference is not None,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,
@@ -347,12 +344,6 @@ def _eval_tokens(config: Config) -> int:
     return config.eval.max_new_tokens or config.learn.max_new_tokens
 
 
-def _refuse_missing_wandb(config: Config) -> None:
-    if config.observe.wandb and importlib.util.find_spec("wandb") is None:
-        fix = "Install it with: pip install 'trimtab[wandb]', or remove the key."
-        raise ConfigError([Problem("observe.wandb", "the wandb package is not installed", fix)])
-
-
 def _card(
     config: Config, folder: Path, policy: Policy, work: Work, engine: Engine, plan: Plan, done: int | None
 ) -> StartCard:
@@ -369,10 +360,9 @@ def _card(
         dtype=str(policy.dtype).removeprefix("torch."),
         device=device,
         algorithm=f"{learn.algorithm} ({learn.advantage} advantage, {learn.loss} loss, {learn.aggregate})",
-        prompts_per_step=learn.prompts_per_step,
-        samples_per_prompt=learn.samples_per_prompt,
-        max_new_tokens=learn.max_new_tokens,
-        updates_per_batch=learn.updates_per_batch,
+        batch=rollout_batch(
+            learn.prompts_per_step, learn.samples_per_prompt, learn.max_new_tokens, learn.updates_per_batch
+        ),
         data_rows=len(work.train.rows),
         eval_rows=len(work.eval.prompts) or None,
         device_total_gib=total,
@@ -384,19 +374,3 @@ def _card(
         host_peak_gib=plan.ledger.fullest_host.host_bytes / GIB,
         resumed_from=done,
     )
-
-
-def _spare_the_collector(stack: ExitStack) -> None:
-    """Modules and models live as long as the run. Looking through them again and again for cycles stops the host for 0.2 s at a
-    time, while the device waits (docs/log.md)."""
-    if gc.get_freeze_count():
-        return  # the caller has done it, and decides when it ends
-    gc.collect()
-    gc.freeze()
-    stack.callback(gc.unfreeze)
-
-
-def _known(value: int | str) -> int:
-    """A key that the plan has filled in."""
-    assert isinstance(value, int)
-    return value

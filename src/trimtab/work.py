@@ -24,6 +24,8 @@ from trimtab.reward.scorer import Scorer
 MEASURED_CHARACTERS = 8_000_000
 """A training set up to this size is tokenised once at the start, a few seconds, so that sizes come from its real lengths."""
 PROBED_ROWS = 64
+Callback = Callable[[int, Mapping[str, float]], object]
+"""Called after every step with its number and its metrics; what it raises ends the run, as an error of the run would."""
 GIVEN_ROWS = "object:rows"
 """Stands for rows that were handed over from Python."""
 _BATCH = 1024
@@ -39,6 +41,7 @@ class Inputs:
     base_dir: Path = field(default_factory=Path.cwd)
     """Reward files are relative to this: the folder of the config file."""
     name: str = "run"
+    callbacks: Sequence[Callback] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def prompt_limit(config: Config) -> int:
 
 def read_train(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> TrainSet:
     """The training rows, checked, with the length of their prompts. A pinned budget that is too small is refused here."""
-    given = _given(inputs.train_rows, config.data.train, "data.train")
+    given = given_rows(inputs.train_rows, config.data.train, "data.train")
     rows = train_rows(config.data, seed=config.learn.seed) if given is None else [dict(row) for row in given]
     rows = rows[: config.data.limit]
     validate_rows(rows, config.data, tokenizer, source_name="data.train")
@@ -163,7 +166,7 @@ def read_train(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> Tr
 
 def read_eval(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> EvalSet:
     """The held-out prompts, all of them tokenised."""
-    given = _given(inputs.eval_rows, config.data.eval, "data.eval")
+    given = given_rows(inputs.eval_rows, config.data.eval, "data.eval")
     if given is None:
         rows = eval_rows(config.data, seed=config.learn.seed, limit=config.eval.limit)
         if config.data.eval is None:
@@ -207,9 +210,10 @@ def open_scorer(
     return scorer
 
 
-def _given(
+def given_rows(
     rows: Sequence[Mapping[str, Any]] | None, source: str | None, key: str
 ) -> Sequence[Mapping[str, Any]] | None:
+    """Rows that came from Python, where some did."""
     if rows is None and source == GIVEN_ROWS:
         raise DataError(
             f"{key}: this config was made from Python with rows that it cannot hold. Name a file, or pass the rows."

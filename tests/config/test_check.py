@@ -108,6 +108,7 @@ ALLOWED = [
     "reward.0.normalize=step reward.1.fn=length reward.1.normalize=group",
     "reward.0.normalize=group learn.overlong.buffer=16",
     "reward.0.normalize=step learn.reward_clip=[-2,2]",
+    "reward.0.normalize=step learn.algorithm=ppo",
     "reward.0.normalize=step reward.1.fn=length learn.samples_per_prompt=1 learn.algorithm=reinforce",
     "reward.1.fn=judge reward.1.args.timeout_s=10",
     "data.task=kind",

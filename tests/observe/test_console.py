@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from trimtab.observe.card import StartCard
+from trimtab.observe.card import StartCard, rollout_batch
 from trimtab.observe.console import Console, summary_facts
 from trimtab.observe.panel import panel_facts
 
@@ -34,10 +34,7 @@ CARD = StartCard(
     dtype="bfloat16",
     device="NVIDIA H200",
     algorithm="grpo",
-    prompts_per_step=32,
-    samples_per_prompt=16,
-    max_new_tokens=512,
-    updates_per_batch=1,
+    batch=rollout_batch(32, 16, 512, 1),
     data_rows=7473,
     eval_rows=1319,
     device_peak_gib=61.2,
@@ -140,13 +137,7 @@ def test_the_card_shows_the_choices_with_their_reasons(out):
 
 
 def test_the_card_of_a_small_resumed_lora_run(out):
-    sizes = {
-        "prompts_per_step": 2,
-        "samples_per_prompt": 4,
-        "max_new_tokens": 8,
-        "updates_per_batch": 3,
-        "data_rows": 10,
-    }
+    sizes = {"batch": rollout_batch(2, 4, 8, 3), "data_rows": 10}
     card = StartCard(
         "runs/b",
         "tiny",

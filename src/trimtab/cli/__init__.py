@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trimtab.cli import demo, doctor, evaluate, export, plan, train, tune
+from trimtab.cli import demo, doctor, evaluate, export, plan, sft, train, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -13,6 +13,7 @@ app = typer.Typer(
     help="Reinforcement learning for language models that tunes itself: say what to learn, Trimtab decides how to run it.",
 )
 app.command("train")(train.train)
+app.command("sft")(sft.sft)
 app.command("plan")(plan.plan)
 app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)

@@ -28,6 +28,7 @@ RECIPES: dict[str, Recipe] = {
     "reinforce": Recipe("batch_mean", "on_policy", "token_mean", 0.2, 0.2),
     "reinforce_pp": Recipe("global_norm", "clip", "token_mean", 0.2, 0.2),
     "reinforce_pp_baseline": Recipe("group_mean_global_std", "clip", "token_mean", 0.2, 0.2),
+    "ppo": Recipe("gae", "clip", "token_mean", 0.2, 0.2),
 }
 
 GROUP_ADVANTAGES = ("group_std", "group_mean", "leave_one_out", "group_mean_global_std")

@@ -15,16 +15,20 @@ from trimtab.config.contradiction import Contradiction, changed, clash, reward_n
 from trimtab.config.learn import Learn
 from trimtab.config.objectives import judges, normalized, tasks
 from trimtab.config.schema import Config, Eval
+from trimtab.config.sft import SftConfig
 from trimtab.errors import Problem
 
 TASK_SOURCES = ("task:", "reasoning_gym:")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 
 
-def contradictions(config: Config, ignore: Collection[str] = ()) -> list[Problem]:
+def contradictions(config: Config | SftConfig, ignore: Collection[str] = ()) -> list[Problem]:
     """Every contradiction in a config, except those about a key in `ignore` (already reported as wrong)."""
-    learn = resolve(config.learn)
-    found = [clash for check in CHECKS for clash in check(config, learn)]
+    if isinstance(config, SftConfig):
+        found = list(_supervised(config))
+    else:
+        learn = resolve(config.learn)
+        found = [clash for check in CHECKS for clash in check(config, learn)]
     return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
 
 
@@ -53,6 +57,22 @@ def _groups(config: Config, learn: Learn) -> Iterator[Contradiction]:
             "learn.dynamic_sampling.max_refills learn.dynamic_sampling.enabled learn.algorithm",
             "has no effect while dynamic sampling is off",
             "Write learn.dynamic_sampling.enabled: true, or leave max_refills out",
+        )
+
+
+def _critic(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    if learn.advantage != "gae":
+        for name in changed(learn.critic):
+            yield clash(
+                f"learn.critic.{name} learn.advantage learn.algorithm",
+                f"has no effect: the advantage {learn.advantage} has no critic",
+                f"Write learn.algorithm: ppo, or leave {name} out",
+            )
+    elif learn.critic.warmup_steps >= learn.steps:
+        yield clash(
+            "learn.critic.warmup_steps learn.steps",
+            f"is {learn.critic.warmup_steps} of {learn.steps} steps, so the policy would never learn",
+            "Write fewer",
         )
 
 
@@ -309,8 +329,46 @@ def _observe(config: Config, learn: Learn) -> Iterator[Contradiction]:
         )
 
 
+def _supervised(config: SftConfig) -> Iterator[Contradiction]:
+    learn, data, run = config.learn, config.data, config.run
+    if learn.steps is not None and changed(learn, "epochs"):
+        yield clash("learn.steps learn.epochs", "learn.epochs is given as well", "Keep one of the two")
+    if learn.steps is not None and learn.schedule.warmup_steps >= learn.steps:
+        yield clash(
+            "learn.schedule.warmup_steps learn.steps",
+            f"is {learn.schedule.warmup_steps} of {learn.steps} steps, so the rate would never be reached",
+            "Write fewer",
+        )
+    if data.max_prompt_tokens is not None:
+        yield clash(
+            "data.max_prompt_tokens",
+            "has no effect: whole examples are measured",
+            f"Write learn.max_tokens: {data.max_prompt_tokens}",
+        )
+    if len({data.messages, data.prompt, data.completion, data.text}) < 4:
+        yield clash("data.messages data.prompt data.completion data.text", "two of them name one column", "Name others")
+    for name in ("token_budget", "score_token_budget"):
+        budget = getattr(run, name)
+        if budget != "auto" and learn.max_tokens is not None and budget < learn.max_tokens:
+            yield clash(
+                f"run.{name} learn.max_tokens",
+                f"is {budget} tokens, but examples have up to {learn.max_tokens} (learn.max_tokens) and are never cut",
+                f"Write {learn.max_tokens} or more, or auto",
+            )
+    if changed(config.observe, "samples_every", "max_failed_rewards"):
+        yield clash(
+            "observe.samples_every observe.max_failed_rewards",
+            "has no effect: nothing is sampled or scored",
+            "Leave it out",
+        )
+    told_apart = {"data.task": data.task is not None, "observe.kl_bands": bool(config.observe.kl_bands)}
+    for key in (key for key, given in told_apart.items() if given):
+        yield clash(key, "has no effect: tasks are told apart by what is sampled and scored", "Leave it out")
+
+
 CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _groups,
+    _critic,
     _updates,
     _offload,
     _clip,

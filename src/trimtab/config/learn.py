@@ -9,10 +9,10 @@ from pydantic import Field
 from trimtab.config.base import Auto, Count, Fraction, PositiveInt, Section
 
 Algorithm = Literal[
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "ppo"
 ]
 AdvantageName = Literal[
-    "group_std", "group_mean", "leave_one_out", "batch_mean", "global_norm", "group_mean_global_std"
+    "group_std", "group_mean", "leave_one_out", "batch_mean", "global_norm", "group_mean_global_std", "gae"
 ]
 LossName = Literal["clip", "gspo", "cispo", "on_policy"]
 AggregateName = Literal["token_mean", "sequence_mean", "constant"]
@@ -114,6 +114,24 @@ class DynamicSampling(Section):
     """How many times a step may draw replacement prompts before it goes on with the groups it has."""
 
 
+class Critic(Section):
+    """PPO's value model. It starts as a copy of a model, reads what the policy reads, and has adapters where the policy has."""
+
+    path: str | None = None
+    """What it starts from: hub name, folder or GGUF file of a language model with the policy's tokenizer. None: the policy's own
+    start."""
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate; `learn.schedule` is its schedule too."""
+    clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """In one step a value may move so far from what it was, where going further would lower the loss. None: no bound."""
+    warmup_steps: Count = 0
+    """Steps at the beginning in which only the critic learns."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What a reward is worth one token earlier."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """GAE's lambda: 1 believes what was earned, 0 what the critic expects."""
+
+
 class Learn(Section):
     """What to learn. Two sizes are stated, prompts_per_step and samples_per_prompt; every other batch size is derived."""
 
@@ -147,7 +165,8 @@ class Learn(Section):
     advantage: AdvantageName | Auto = "auto"
     """group_std: (r - group mean) / group std. group_mean: without the division. leave_one_out: against the mean of the
     other samples. batch_mean: against the mean of the step. global_norm: REINFORCE++ (mean and std of the step).
-    group_mean_global_std: group mean, then the std of the step. auto: what `algorithm` says."""
+    group_mean_global_std: group mean, then the std of the step. gae: PPO's, token by token against a critic, then mean and std of
+    the step. auto: what `algorithm` says."""
     loss: LossName | Auto = "auto"
     """clip: PPO's clipped ratio. gspo: sequence-level ratio. cispo: clipped ratio as a constant weight. on_policy: plain
     policy gradient. auto: what `algorithm` says."""
@@ -158,6 +177,7 @@ class Learn(Section):
     """Where the ratio's denominator comes from when a batch is used for more than one update: one extra forward pass, or the
     engine's own log-probs. With one update a step the ratio is 1 by construction and nothing is computed."""
     importance: Importance = Importance()
+    critic: Critic = Critic()
     reward_clip: tuple[float, float] | None = None
     """Clip the weighted reward to this range before advantages."""
     overlong: Overlong | None = None

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -20,14 +20,32 @@ from pydantic.fields import FieldInfo
 from trimtab.config.algorithms import resolve
 from trimtab.config.base import Section
 from trimtab.config.check import contradictions
-from trimtab.config.reference import choices, default, description, nearest, nested, slot, suggest, words, written
+from trimtab.config.reference import (
+    STAGES,
+    choices,
+    default,
+    description,
+    nearest,
+    nested,
+    reading,
+    slot,
+    suggest,
+    words,
+    written,
+)
 from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
 from trimtab.errors import ConfigError, Problem
 
 Tree = dict[str, Any]
+AnyConfig = Config | SftConfig
+Schema = TypeVar("Schema", Config, SftConfig)
 REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
 OTHER_NAMES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-SMALLEST = 'Write at least model: {path: …}, data: {train: …} and reward: [{fn: "rewards.py:function"}]'
+SMALLEST: dict[type[Section], str] = {
+    Config: 'Write at least model: {path: …}, data: {train: …} and reward: [{fn: "rewards.py:function"}]',
+    SftConfig: "Write at least model: {path: …} and data: {train: …}",
+}
 
 
 def load_config(
@@ -37,45 +55,76 @@ def load_config(
     above: Mapping[str, Any] | None = None,
 ) -> Config:
     """A Config from a file over `base` and under `above`, with overrides such as `learn.lr=1e-6` applied in order."""
+    return load_as(Config, path, overrides, base, above)
+
+
+def load_as(
+    schema: type[Schema],
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    above: Mapping[str, Any] | None = None,
+) -> Schema:
+    """The same for the configuration of any stage."""
     tree: Tree = plain(base or {})
     problems: list[Problem] = []
     if path is not None:
-        data, problems = _read(Path(path))
+        data, problems = _read(Path(path), schema)
         tree = _merge(tree, data)
-    return _build(_merge(tree, plain(above or {})), overrides, problems)
+    return _build(schema, _merge(tree, plain(above or {})), overrides, problems)
+
+
+def load_any(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
+    """The configuration of a run of whichever stage it says that it is; without a word, of `trimtab train`."""
+    said = _read(path, Config)[0].get("stage") == "sft" or "stage=sft" in overrides
+    return load_as(SftConfig, path, overrides) if said else load_as(Config, path, overrides)
 
 
 def config_from_dict(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """A Config from a dictionary; sections may be dictionaries or section objects. The dictionary is not changed."""
-    return _build(plain(data), overrides, [])
+    return _build(Config, plain(data), overrides, [])
 
 
-def resolved_yaml(config: Config) -> str:
+def resolved(config: AnyConfig) -> AnyConfig:
+    """With every algorithm choice written out."""
+    return config.model_copy(update={"learn": resolve(config.learn)}) if isinstance(config, Config) else config
+
+
+def resolved_yaml(config: AnyConfig) -> str:
     """The whole config with every key and every algorithm choice written out. Loading it gives the resolved config."""
-    resolved = config.model_copy(update={"learn": resolve(config.learn)})
-    return yaml.dump(plain(resolved.model_dump()), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(
+        plain(resolved(config).model_dump()), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120
+    )
 
 
 # --- building: overrides, unknown keys, wrong values, contradictions; nothing stops before all of them have spoken
 
 
-def _build(tree: Tree, overrides: Sequence[str], problems: list[Problem]) -> Config:
-    problems = [*problems, *(problem for override in overrides for problem in _override(tree, override))]
-    problems += list(_sweep(Config, tree, ""))
-    suspects = {key for problem in problems for key in (problem.where, _meant(problem.where))}
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        wrong = _explain(error, tree)
-        for problem in wrong:
-            _drop(tree, problem.where)
-        problems += wrong
-        suspects |= {problem.where for problem in wrong}
-        config = Config.model_validate(tree)
-    problems += contradictions(config, ignore=suspects - {""})
+def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems: list[Problem]) -> Schema:
+    _refuse_other_stage(schema, tree)
+    with reading(schema):
+        problems = [*problems, *(problem for override in overrides for problem in _override(tree, override))]
+        problems += list(_sweep(schema, tree, ""))
+        suspects = {key for problem in problems for key in (problem.where, _meant(problem.where))}
+        try:
+            config = schema.model_validate(tree)
+        except ValidationError as error:
+            wrong = _explain(error, tree)
+            for problem in wrong:
+                _drop(tree, problem.where)
+            problems += wrong
+            suspects |= {problem.where for problem in wrong}
+            config = schema.model_validate(tree)
+        problems += contradictions(config, ignore=suspects - {""})
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _refuse_other_stage(schema: type[Section], tree: Tree) -> None:
+    stage = tree.get("stage")
+    if isinstance(stage, str) and STAGES.get(stage, schema) is not schema:
+        raise ConfigError([Problem("stage", f"this is a configuration of trimtab {stage}", f"Run trimtab {stage}")])
 
 
 def _sweep(section: type[Section], data: Tree, prefix: str) -> Iterator[Problem]:
@@ -333,7 +382,7 @@ for _tag, _pattern, _first in (
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
-def _read(path: Path) -> tuple[Tree, list[Problem]]:
+def _read(path: Path, schema: type[Section]) -> tuple[Tree, list[Problem]]:
     path = path.expanduser().absolute()
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -350,9 +399,9 @@ def _read(path: Path) -> tuple[Tree, list[Problem]]:
         raise ConfigError([Problem(str(path), f"is not UTF-8 text (byte {error.start})", "Save it as UTF-8")]) from None
     data, problems = _parse(text, str(path))
     if data is None:
-        raise ConfigError([Problem(str(path), "is empty", SMALLEST)])
+        raise ConfigError([Problem(str(path), "is empty", SMALLEST[schema])])
     if not isinstance(data, dict):
-        raise ConfigError([Problem(str(path), f"holds {_shown(data)}, not sections with keys", SMALLEST)])
+        raise ConfigError([Problem(str(path), f"holds {_shown(data)}, not sections with keys", SMALLEST[schema])])
     return data, problems
 
 

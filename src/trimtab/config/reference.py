@@ -10,6 +10,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,8 +24,22 @@ from pydantic.fields import FieldInfo
 from trimtab.config.base import Section
 from trimtab.config.run import parse_bytes
 from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
 
+STAGES: dict[str, type[Section]] = {"train": Config, "sft": SftConfig}
+"""The schema of each command that trains."""
+_schema: ContextVar[type[Section]] = ContextVar("schema", default=Config)
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+@contextmanager
+def reading(schema: type[Section]) -> Iterator[None]:
+    """Inside, dotted keys are those of this schema."""
+    token = _schema.set(schema)
+    try:
+        yield
+    finally:
+        _schema.reset(token)
 
 
 class Nested(NamedTuple):
@@ -67,7 +83,7 @@ def nested(annotation: Any) -> Nested | None:
 
 def slot(parts: Sequence[str]) -> Slot | None:
     """The schema at a dotted key split at its dots; None where the key does not exist."""
-    here: Slot | None = Slot("section", Config)
+    here: Slot | None = Slot("section", _schema.get())
     for part in parts:
         here = _step(here, part) if here else None
     return here
@@ -86,9 +102,9 @@ def _step(here: Slot, part: str) -> Slot | None:
     return Slot("free" if get_origin(field.annotation) is dict else "leaf", None, field)
 
 
-def entries(section: type[Section] = Config, prefix: str = "", defaults: object = None) -> Iterator[Entry]:
+def entries(section: type[Section] | None = None, prefix: str = "", defaults: object = None) -> Iterator[Entry]:
     """Every key below a section, sections included, in schema order. `defaults`: what the parent starts from."""
-    for name, field in section.model_fields.items():
+    for name, field in (section or _schema.get()).model_fields.items():
         default = getattr(defaults, name) if defaults is not None else field.default
         entry = Entry(f"{prefix}{name}", field, default)
         yield entry
@@ -239,28 +255,46 @@ before any model loads.
 """
 
 
+SFT = """
+# Configuration of `trimtab sft`
+
+```yaml
+stage:  sft
+model:  {path: Qwen/Qwen2.5-0.5B}
+data:   {train: chats.jsonl, eval: held_out.jsonl}
+learn:  {epochs: 2, lr: 1e-5}
+```
+
+`model`, `run` and `observe` are as above. `data` and `learn` are these:
+"""
+
+
 def page() -> str:
     """The whole of docs/configuration.md."""
-    found = list(entries())
-    return HEAD + "".join(_group(entry, found) for entry in found if entry.nested)
+    found = list(entries(Config))
+    text = HEAD + "".join(_group(entry, found) for entry in found if entry.nested)
+    found = [entry for entry in entries(SftConfig) if entry.name.split(".")[0] in ("data", "learn")]
+    sft = "".join(_group(entry, found, "sft ") for entry in found if entry.nested)
+    return text + SFT + sft
 
 
-def _group(group: Entry, found: list[Entry]) -> str:
+def _group(group: Entry, found: list[Entry], stage: str = "") -> str:
     assert group.nested
     form = group.nested.form
     prefix = group.name + (".N." if form == "list" else ".")
     about = {"list": " A list; N is the place of an item, from 0.", "optional": " `null`, off, unless it is given."}
-    text = f"\n##{'#' * group.name.count('.')} `{group.name}`\n\n{description(group.field)}{about.get(form, '')}\n\n"
+    text = f"\n##{'#' * group.name.count('.')} {stage}`{group.name}`\n\n{description(group.field)}{about.get(form, '')}\n\n"
     text += "| key | takes | default | meaning |\n|---|---|---|---|\n"
     for entry in found:
         if entry.name.startswith(prefix) and "." not in entry.name.removeprefix(prefix):
-            text += _row(entry)
+            text += _row(entry, stage.strip())
     return text
 
 
-def _row(entry: Entry) -> str:
+def _row(entry: Entry, stage: str) -> str:
     if entry.nested:
-        link = f"[`{entry.name}`](#{entry.name.replace('.', '').lower()})"
+        place = f"{stage}-{entry.name}".lstrip("-")
+        link = f"[`{entry.name}`](#{place.replace('.', '').lower()})"
         cells = [link, "a section", "", description(entry.field)]
     else:
         default = "**required**" if entry.field.is_required() else f"`{written(entry.default)}`"

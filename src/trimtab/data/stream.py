@@ -1,4 +1,4 @@
-"""The endless stream of training prompts: deterministic, resumable, tokenised ahead of use.
+"""The endless stream of what is trained on, prompts or examples: deterministic, resumable, tokenised ahead of use.
 
 - The order is a function of (seed, number of rows, shuffle) alone: epoch after epoch, each a permutation of all rows.
 - `position` counts the rows behind the last prompt that take() returned, the ones left out for length included. A
@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from trimtab.data.encode import PromptEncoder
 from trimtab.data.files import Row
 from trimtab.data.prompt import Prompt
 from trimtab.data.prompts import all_too_long
+from trimtab.errors import DataError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,37 +37,53 @@ if TYPE_CHECKING:
 
 _BATCH = 64
 
-_Batches = queue.Queue[list[Prompt] | BaseException]
+
+class _Item(Protocol):
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
 
 
-class PromptStream:
-    """Prompts of rows that `validate_rows` has accepted. One thread may take."""
+Item = TypeVar("Item", bound=_Item)
+_Batches = queue.Queue[list[Item] | BaseException]
+
+
+class Encoder(Protocol[Item]):
+    """Rows to items, one each."""
+
+    source_name: str
+
+    def encode(self, ids: Sequence[int], rows: Sequence[Row]) -> list[Item]: ...
+
+
+class Stream(Generic[Item]):
+    """Items of rows that are known to be valid. One thread may take."""
 
     def __init__(
         self,
         rows: Sequence[Row],
-        data: Data,
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: Encoder[Item],
         *,
-        max_prompt_tokens: int,
+        most_tokens: int,
         seed: int,
+        shuffle: bool,
         position: int = 0,
-        source_name: str = "data.train",
         ahead: int = 1024,
     ) -> None:
-        assert rows, "validate_rows refuses an empty set"
-        self.max_prompt_tokens = max_prompt_tokens
-        self.source_name = source_name
+        """`encoder` is used in a thread from now on, and nowhere else: a fast tokenizer is not safe to share."""
+        assert rows, "an empty set is refused before"
+        self.most_tokens = most_tokens
+        self.source_name = encoder.source_name
         self._count = len(rows)
         self._position = position
-        self._ready: deque[Prompt] = deque()
+        self._ready: deque[Item] = deque()
         self._left_out: dict[int, int] = {}  # row -> its tokens
         self._failure: BaseException | None = None
-        self._batches: _Batches = queue.Queue(maxsize=max(1, ahead // _BATCH))
+        self._batches: _Batches[Item] = queue.Queue(maxsize=max(1, ahead // _BATCH))
         stop = threading.Event()
-        # A fast tokenizer is not safe to share between threads, so the thread has its own.
-        encoder = PromptEncoder(data, copy.deepcopy(tokenizer), source_name)
-        order = row_order(len(rows), seed=seed, shuffle=data.shuffle, position=position)
+        order = row_order(len(rows), seed=seed, shuffle=shuffle, position=position)
         # The thread does not hold the stream, so a stream that is dropped unclosed ends its thread too.
         thread = threading.Thread(
             target=_tokenise, args=(encoder, rows, order, self._batches, stop), name="trimtab-prompts", daemon=True
@@ -84,34 +101,39 @@ class PromptStream:
         """Different rows met so far, by this stream, that were left out for being too long."""
         return len(self._left_out)
 
-    def take(self, count: int) -> list[Prompt]:
-        """The next prompts, exactly this many."""
+    def take(self, count: int) -> list[Item]:
+        """The next ones, exactly this many."""
         assert self._close.alive, "take() after close()"
-        prompts: list[Prompt] = []
-        while len(prompts) < count:
-            prompt = self._next()
+        items: list[Item] = []
+        while len(items) < count:
+            item = self._next()
             self._position += 1
-            if len(prompt.tokens) <= self.max_prompt_tokens:
-                prompts.append(prompt)
+            if len(item.tokens) <= self.most_tokens:
+                items.append(item)
                 continue
-            self._left_out[prompt.id] = len(prompt.tokens)
+            self._left_out[item.id] = len(item.tokens)
             if self.too_long == self._count:
-                longest = max(self._left_out.values())
-                self._failure = all_too_long(self.source_name, self._count, longest, self.max_prompt_tokens)
-        return prompts
+                self._failure = self._all_too_long(max(self._left_out.values()))
+        return items
+
+    def _all_too_long(self, longest: int) -> Exception:
+        return DataError(
+            f"{self.source_name}: all {self._count} examples are longer than {self.most_tokens} tokens (the longest has "
+            f"{longest}). Raise learn.max_tokens if the model's context allows, or shorten the examples."
+        )
 
     def report(self) -> str:
         """What has been left out so far, in a sentence."""
         return (
             f"{self.source_name}: {self._count} rows; {self.too_long} met so far and left out for being longer than "
-            f"{self.max_prompt_tokens} tokens."
+            f"{self.most_tokens} tokens."
         )
 
     def close(self) -> None:
         """Ends the thread. May be called again."""
         self._close()
 
-    def __enter__(self) -> PromptStream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -119,7 +141,7 @@ class PromptStream:
     ) -> None:
         self.close()
 
-    def _next(self) -> Prompt:
+    def _next(self) -> Item:
         if not self._ready and self._failure is None:
             batch = self._batches.get()
             if isinstance(batch, BaseException):
@@ -129,6 +151,36 @@ class PromptStream:
         if self._failure is not None:
             raise self._failure
         return self._ready.popleft()
+
+
+class PromptStream(Stream[Prompt]):
+    """Prompts of rows that `validate_rows` has accepted."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        data: Data,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        seed: int,
+        position: int = 0,
+        source_name: str = "data.train",
+        ahead: int = 1024,
+    ) -> None:
+        encoder = PromptEncoder(data, copy.deepcopy(tokenizer), source_name)
+        super().__init__(
+            rows,
+            encoder,
+            most_tokens=max_prompt_tokens,
+            seed=seed,
+            shuffle=data.shuffle,
+            position=position,
+            ahead=ahead,
+        )
+
+    def _all_too_long(self, longest: int) -> Exception:
+        return all_too_long(self.source_name, self._count, longest, self.most_tokens)
 
 
 def row_order(count: int, *, seed: int, shuffle: bool, position: int = 0) -> Iterator[int]:
@@ -149,7 +201,7 @@ def row_order(count: int, *, seed: int, shuffle: bool, position: int = 0) -> Ite
 
 
 def _tokenise(
-    encoder: PromptEncoder, rows: Sequence[Row], order: Iterator[int], batches: _Batches, stop: threading.Event
+    encoder: Encoder[Item], rows: Sequence[Row], order: Iterator[int], batches: _Batches[Item], stop: threading.Event
 ) -> None:
     """The thread: tokenises in the stream's order until told to stop; waits when the queue is full."""
     try:
@@ -160,7 +212,7 @@ def _tokenise(
         batches.put(error)
 
 
-def _end(thread: threading.Thread, batches: _Batches, stop: threading.Event) -> None:
+def _end(thread: threading.Thread, batches: _Batches[Item], stop: threading.Event) -> None:
     """After `stop` the thread puts one batch at most, and emptying the queue makes room for it: it cannot hang."""
     stop.set()
     while not batches.empty():

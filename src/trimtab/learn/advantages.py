@@ -61,7 +61,7 @@ def group_mean_global_std(rewards: Tensor, groups: Tensor) -> Tensor:
     return _over_std(group_mean(rewards, groups), torch.zeros_like(groups))
 
 
-ADVANTAGES: dict[AdvantageName, Callable[[Tensor, Tensor], Tensor]] = {
+ADVANTAGES: dict[AdvantageName, Callable[[Tensor, Tensor], Tensor]] = {  # gae needs a critic's values, see below
     "group_std": group_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,

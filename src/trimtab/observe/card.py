@@ -26,10 +26,8 @@ class StartCard:
     dtype: str
     device: str
     algorithm: str
-    prompts_per_step: int
-    samples_per_prompt: int
-    max_new_tokens: int
-    updates_per_batch: int
+    batch: Sequence[tuple[str, str]]
+    """What a step takes: (label, words)."""
     data_rows: int
     eval_rows: int | None = None
     trainable_parameters: int | None = None
@@ -50,21 +48,13 @@ class StartCard:
 
     def facts(self) -> list[tuple[str, str]]:
         """The card's lines: (label, value with its unit)."""
-        sequences = self.prompts_per_step * self.samples_per_prompt
-        batch = f"{self.prompts_per_step} prompts × {self.samples_per_prompt} samples = {sequences:,} sequences a step"
-        on_policy = " (on-policy)" if self.updates_per_batch == 1 else ""
         lines = [
             ("model", f"{self.model}, {self._parameters()}, {self.dtype}"),
             ("device", self.device),
             *([("rollout", self.engine)] if self.engine else []),
             *([("update", self.update)] if self.update else []),
             ("algorithm", self.algorithm),
-            ("batch", batch),
-            (
-                "tokens",
-                f"up to {sequences * self.max_new_tokens:,} new tokens a step ({self.max_new_tokens:,} a sequence)",
-            ),
-            ("updates", f"{self.updates_per_batch} a batch{on_policy}"),
+            *self.batch,
             ("data", f"{self.data_rows:,} training rows, {_rows(self.eval_rows)}"),
             ("memory", f"device {_of(self.device_peak_gib, self.device_total_gib)}"),
             ("", f"host {_of(self.host_peak_gib, self.host_total_gib)}"),
@@ -89,6 +79,16 @@ class StartCard:
         return Panel(
             Group(*parts), title="Trimtab", title_align="left", box=box.ROUNDED, border_style="cyan", expand=False
         )
+
+
+def rollout_batch(prompts: int, samples: int, new_tokens: int, updates: int) -> list[tuple[str, str]]:
+    """The batch of a step that generates what it learns from."""
+    sequences = prompts * samples
+    return [
+        ("batch", f"{prompts} prompts × {samples} samples = {sequences:,} sequences a step"),
+        ("tokens", f"up to {sequences * new_tokens:,} new tokens a step ({new_tokens:,} a sequence)"),
+        ("updates", f"{updates} a batch{' (on-policy)' if updates == 1 else ''}"),
+    ]
 
 
 def choices_table(choices: Sequence[tuple[str, Any, str]]) -> Table:

@@ -20,7 +20,7 @@ class History:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Of the last step."""
     rewards: list[float | None] = field(default_factory=list)
-    """Mean reward of each step."""
+    """Mean reward of each step, or its loss where it is supervised."""
     step_seconds: list[float] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Sums over all steps."""
@@ -31,7 +31,7 @@ class History:
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.step, self.metrics = step, dict(metrics)
-        self.rewards.append(get(metrics, "reward/mean"))
+        self.rewards.append(get(metrics, "sft/loss" if "sft/loss" in metrics else "reward/mean"))
         total = get(metrics, "time/total")
         if total is not None:
             self.step_seconds.append(total)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from trimtab.learn.values import explained_variance
 from trimtab.rollout.engine import RolloutStats
 from trimtab.rollout.trajectory import Group
+from trimtab.update.batch import Sample
 from trimtab.update.objective import Ledger
 from trimtab.update.updater import UpdateStats
 
@@ -73,6 +76,21 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
     if "kl_ref" in done[0].sums:
         metrics["policy/kl_ref"] = done[0].mean("kl_ref")
     return metrics
+
+
+def value_metrics(samples: Sequence[Sample], done: list[UpdateStats]) -> dict[str, float]:
+    """How well the critic knew what would be earned, before it learned from it, and how it learned."""
+    values = torch.cat([s.values for s in samples if s.values is not None])
+    returns = torch.cat([s.returns for s in samples if s.returns is not None])
+    tokens = sum(stats.tokens for stats in done)
+    return {
+        "value/loss": sum(float(stats.sums["loss"]) for stats in done) / len(done),
+        "value/explained_variance": explained_variance(values, returns),
+        "value/mean": float(values.mean()),
+        "value/return_mean": float(returns.mean()),
+        "value/clip_fraction": sum(float(stats.sums["clipped"]) for stats in done) / max(1, tokens),
+        "value/grad_norm": sum(stats.grad_norm for stats in done) / len(done),
+    }
 
 
 def _quantiles(lengths: list[int]) -> dict[str, float]:

@@ -27,8 +27,7 @@ def step_line(history: History) -> str:
     metrics = history.metrics
     parts = [
         f"step {history.step}/{history.total_steps}",
-        f"reward {number(get(metrics, 'reward/mean'))} ±{number(get(metrics, 'reward/std'), 2)}",
-        f"len {count(get(metrics, 'response/length_mean'))}",
+        *_learned(metrics),
         f"{count(get(metrics, 'throughput/tokens_per_s'))} tok/s",
         f"{duration(get(metrics, 'time/total'))}{_phase_shares(history)}",
         f"ETA {duration(history.eta_s)}",
@@ -37,6 +36,18 @@ def step_line(history: History) -> str:
     if peak is not None and predicted is not None:
         parts.insert(-1, f"update peak {gib(peak)}, predicted {gib(predicted)}")
     return " | ".join(parts)
+
+
+def _learned(metrics: Mapping[str, float]) -> list[str]:
+    """What a step is about: its rewards, or the loss of a supervised one."""
+    if "sft/loss" in metrics:
+        held_out = get(metrics, "eval/loss")
+        shown = [f"loss {number(get(metrics, 'sft/loss'))} nats"]
+        return shown if held_out is None else [*shown, f"held-out {number(held_out)}"]
+    return [
+        f"reward {number(get(metrics, 'reward/mean'))} ±{number(get(metrics, 'reward/std'), 2)}",
+        f"len {count(get(metrics, 'response/length_mean'))}",
+    ]
 
 
 def _phase_shares(history: History) -> str:
@@ -127,6 +138,17 @@ def panel_facts(history: History) -> list[tuple[str, str]]:
     """The panel's lines: (label, value with its unit). KL to a reference and evaluation appear once there is one."""
     metrics = history.metrics
     spark = sparkline(history.rewards, SPARK_WIDTH)
+    if "sft/loss" in metrics:
+        lines = [
+            ("loss", f"{number(get(metrics, 'sft/loss'))} nats per token  {spark}".rstrip()),
+            ("learned", f"{count(get(metrics, 'sft/tokens'))} tokens a step"),
+            ("throughput", f"{count(get(metrics, 'throughput/tokens_per_s'))} tok/s"),
+            ("memory", _memory(metrics)),
+        ]
+        if history.last_eval:
+            step, values = history.last_eval
+            lines.append(("eval", f"{scores(values)} (step {step})"))
+        return lines
     lines = [
         ("reward", f"{number(get(metrics, 'reward/mean'))} ±{number(get(metrics, 'reward/std'), 2)}  {spark}".rstrip()),
         ("response", f"{count(get(metrics, 'response/length_mean'))} tokens"),

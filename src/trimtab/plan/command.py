@@ -10,9 +10,9 @@ from typing import Any, get_args
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from trimtab.config.load import load_config
+from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.run import Run, parse_bytes
-from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
 from trimtab.errors import ConfigError, Problem
 from trimtab.plan.devices import find_device, of_size
 from trimtab.plan.job import Machine
@@ -20,7 +20,7 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import refuse, refuse_small_kv, widest
 from trimtab.plan.report import as_dict, offers
-from trimtab.plan.source import PROMPT, job_of, lengths_of
+from trimtab.plan.source import EXAMPLE, PROMPT, job_of, lengths_of, sft_job_of
 
 HOST = 256 * GIB
 """Of a machine that is not here and of which nothing else is said."""
@@ -43,7 +43,7 @@ class Look:
     """A plan, and what is to be said about it."""
 
     plan: Plan
-    config: Config
+    config: AnyConfig
     profile: str
     notes: Sequence[str]
 
@@ -67,17 +67,26 @@ class Look:
 
 
 def look(file: Path, overrides: list[str], asked: Asked) -> Look:
-    config = load_config(file, overrides)
+    config = load_any(file, overrides)
     profile = _profile(asked.profile or config.run.profile)
     machine, notes = _machine(asked, config.run)
-    job = job_of(config, machine.cpu, machine.device.tiled_head)
-    if asked.like is not None:
+    if isinstance(config, SftConfig):
+        job = sft_job_of(config, machine.cpu, machine.device.tiled_head)
+        if config.learn.max_tokens is None:
+            notes.append(
+                f"Examples are taken to have up to {EXAMPLE:,} tokens: say learn.max_tokens, or train, which looks."
+            )
+    else:
+        job = job_of(config, machine.cpu, machine.device.tiled_head)
+        if config.data.max_prompt_tokens is None:
+            notes.append(
+                f"Prompts are taken to have {PROMPT} tokens: say data.max_prompt_tokens, or train, which looks."
+            )
+    if asked.like is not None and job.generates:
         job = replace(job, lengths=lengths_of(asked.like, job.completion))
         notes.append(
             f"Completions are taken to be as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
         )
-    if config.data.max_prompt_tokens is None:
-        notes.append(f"Prompts are taken to have {PROMPT} tokens: say data.max_prompt_tokens, or train, which looks.")
     if machine.devices > 1:
         notes.append("This version trains on one device; the plan shows what more would take.")
     refuse_small_kv(config.run, job, machine)

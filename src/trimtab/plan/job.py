@@ -62,6 +62,8 @@ class Job:
     """Their parameters."""
     reference: bool = False
     """There is a second set of weights to compare with."""
+    critic: int = 0
+    """Parameters of a critic; 0: there is none."""
     compared: bool = False
     """Samples are scored by a reference policy: those weights, or the model without its adapters."""
     old_logprobs: bool = False
@@ -70,6 +72,8 @@ class Job:
     """Passes over a step's batch."""
     training: bool = True
     """False: the model is only measured."""
+    generates: bool = True
+    """There is a rollout."""
     fused: bool = True
     """The update runs through fused layers."""
     tiled_head: bool = True

@@ -115,10 +115,11 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
     host = _host(job, machine, run, place)
     loaded = {name: states[name] for name in ("weights", "adapters", "reference") if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
-    rollout = _phase("rollout", resident | _rollout(job, machine, run, place), host)
-    merged = _merged_copy(rollout, job, machine)
-    rollout = replace(rollout, device=rollout.device | merged)
-    phases = [_phase("load", loaded | _gathered(job, place), host), rollout]
+    phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
+    if job.generates:
+        rollout = _phase("rollout", resident | _rollout(job, machine, run, place), host)
+        merged = _merged_copy(rollout, job, machine)
+        phases.append(replace(rollout, device=rollout.device | merged))
     if job.training:
         stays = {} if run.rollout.lend_memory is True else merged
         phases += _training_phases(job, machine, run, place, states | stays, resident | stays)
@@ -160,6 +161,12 @@ def optimizer_bytes(job: Job) -> int:
     return job.trained * (2 * _wide(job) if _is_own_master(job) else 12)
 
 
+def _critic_state(job: Job) -> int:
+    """Its masters and moments. It is trained as the policy is: whole, or by adapters of the same rank."""
+    trained = (job.adapters if job.rank else job.critic) if job.critic else 0
+    return trained * (2 * _wide(job) if _is_own_master(job) else 12)
+
+
 def _wide(job: Job) -> int:
     """Bytes of an element of moments and gradients."""
     return 4 if job.rank else max(4, job.itemsize)
@@ -176,6 +183,10 @@ def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
         found["adapters"] = job.adapters * 4 // shards
     if job.reference and run.offload.reference is not True:
         found["reference"] = job.shape.parameters * job.itemsize // shards
+    if job.critic:
+        found["critic"] = (job.critic * job.itemsize + (4 * job.adapters if job.rank else 0)) // shards
+        if run.offload.optimizer is not True:
+            found["critic's optimizer"] = _critic_state(job) // shards
     if run.offload.optimizer is not True and job.trained:
         if not _is_own_master(job):
             found["masters"] = 4 * job.trained // shards
@@ -221,7 +232,8 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     """The engine adds adapters to a copy of the weights where there is room for two: decoding is faster so."""
     size = (job.shape.parameters - job.shape.table * (1 if job.shape.tied else 2)) * job.itemsize
-    if not job.rank or machine.cpu or machine.devices > 1 or machine.device.memory - phase.device_bytes <= 2 * size:
+    alone = job.rank and not machine.cpu and machine.devices == 1
+    if not alone or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {"merged copy": size}
 
@@ -261,8 +273,8 @@ def rounding_bytes(job: Job, path: Path) -> int:
 
 
 def _kv_that_stays(run: Run) -> dict[str, int]:
-    assert run.rollout.kv_memory != "auto"
-    return {} if run.rollout.lend_memory is True else {"KV cache": run.rollout.kv_memory}
+    kept = run.rollout.kv_memory  # auto: nothing is generated
+    return {} if run.rollout.lend_memory is True or kept == "auto" else {"KV cache": kept}
 
 
 def _stepping(run: Run) -> dict[str, int]:
@@ -272,13 +284,12 @@ def _stepping(run: Run) -> dict[str, int]:
 def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
     """Of one machine: what its processes hold all the time."""
     here = min(machine.devices, machine.per_host)
-    assert run.reward_workers != "auto" and run.token_budget != "auto"
-    found = {
-        "processes": here * (CPU_PROCESS if machine.cpu else PROCESS),
-        "reward workers": run.reward_workers * WORKER,
-    }
+    assert run.token_budget != "auto"
+    found = {"processes": here * (CPU_PROCESS if machine.cpu else PROCESS)}
+    if run.reward_workers != "auto" and job.generates:
+        found["reward workers"] = run.reward_workers * WORKER
     if run.offload.optimizer is True:
-        found["optimizer state"] = optimizer_bytes(job) * here // place.shards
+        found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards
     if run.offload.reference is True and job.reference:
         found["reference"] = job.shape.parameters * job.itemsize * here // place.shards
     if run.offload.activations is True:
@@ -292,7 +303,7 @@ def _staging(job: Job, machine: Machine, run: Run) -> dict[str, int]:
     if machine.cpu:
         return {}
     weights = job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
-    state = 0 if run.offload.optimizer is True else optimizer_bytes(job)
+    state = 0 if run.offload.optimizer is True else max(optimizer_bytes(job), _critic_state(job))
     return {"staging": max(weights, state) // machine.hosts}
 
 

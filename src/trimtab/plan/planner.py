@@ -153,11 +153,15 @@ def _with_budgets(
     why_kept = {False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits"}[kept]
     filled = draft.model_copy(
         update={
-            "engine": fill_in(run, "run", "engine", "native", "shares the trainer's weights"),
+            "engine": fill_in(run, "run", "engine", "native", "shares the trainer's weights")
+            if job.generates
+            else run.engine,
             "threads": fill_in(run, "run", "threads", machine.cores, "one a physical core"),
             "reward_workers": fill_in(
                 run, "run", "reward_workers", workers_for(machine.cores), "one a core, at most eight"
-            ),
+            )
+            if job.generates
+            else run.reward_workers,
             "token_budget": fill_in(run, "run", "token_budget", budget, why),
             "score_token_budget": fill_in(run, "run", "score_token_budget", score, why_score),
             "logprob_chunk": fill_in(run, "run", "logprob_chunk", chunk, why_chunk),
@@ -251,6 +255,8 @@ def _lend(run: Run, machine: Machine) -> tuple[bool, str]:
 def _rollout(
     run: Run, draft: Run, job: Job, machine: Machine, limits: Limits, place: Placement, fill_in: Any
 ) -> Rollout:  # fmt: skip
+    if not job.generates:
+        return run.rollout
     page, why_page = page_tokens(run, job, machine)
     lend, why_lend = _lend(run, machine)
     in_flight = min(-(-job.in_flight * place.tensor // machine.devices), 256 if machine.cpu else 1024)

@@ -12,7 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trimtab.config.algorithms import resolve
 from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
 from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
 from trimtab.plan.job import Job
 from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
@@ -20,6 +22,8 @@ from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 PROMPT = 256
 """Tokens of a prompt where neither the config nor data say."""
+EXAMPLE = 2048
+"""The same of a worked example."""
 
 
 def _known(kind: str, rows: str, **common: Any) -> dict[str, dict[str, Any]]:
@@ -115,6 +119,7 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
         rank=rank,
         adapters=_adapters(config, shape),
         reference=learn.kl.coef > 0 and not rank,
+        critic=_critic(config, shape),
         compared=learn.kl.coef > 0,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,
@@ -123,7 +128,35 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
     )
 
 
-def _adapters(config: Config, shape: ModelShape) -> int:
+def _critic(config: Config, shape: ModelShape) -> int:
+    if resolve(config.learn).advantage != "gae":
+        return 0
+    path = config.learn.critic.path
+    return shape.parameters if path is None else shape_of(path, config.model.trust_remote_code).parameters
+
+
+def sft_job_of(config: SftConfig, cpu: bool = False, tiled_head: bool = True) -> Job:
+    """The same for a supervised run: every token of its examples may be learned."""
+    learn, shape = config.learn, shape_of(config.model.path, config.model.trust_remote_code)
+    dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
+    return Job(
+        shape=shape,
+        itemsize=ITEMSIZE[dtype],
+        prompts=learn.sequences_per_step,
+        samples=1,
+        longest_prompt=1,
+        typical_prompt=1,
+        completion=max(1, min(shape.context, learn.max_tokens or EXAMPLE) - 1),
+        rank=config.model.lora.r if config.model.lora else 0,
+        adapters=_adapters(config, shape),
+        old_logprobs=config.data.eval is not None,
+        generates=False,
+        fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED,
+        tiled_head=tiled_head and not cpu and dtype == "bfloat16" and shape.hidden % 8 == 0,
+    )
+
+
+def _adapters(config: Config | SftConfig, shape: ModelShape) -> int:
     lora = config.model.lora
     if lora is None:
         return 0

@@ -97,6 +97,8 @@ class _Clock:
 
     def rollout(self) -> float:
         job, rollout = self.job, self.run.rollout
+        if not job.generates:
+            return 0.0
         assert rollout.max_sequences != "auto" and rollout.kv_memory != "auto" and rollout.page_tokens != "auto"
         mine = -(-job.sequences // self.engines)
         one = kv_bytes(job, 1, round(job.typical_prompt + job.expected_completion), rollout.page_tokens)
@@ -138,7 +140,7 @@ class _Clock:
         return 2 * self.job.shape.active_parameters * tokens / self.place.tensor / self.flops + 0.01
 
     def score(self) -> float:
-        passes = int(self.job.compared) + int(self.job.old_logprobs)
+        passes = int(self.job.compared) + int(self.job.old_logprobs) + int(self.job.critic > 0)
         if not passes:
             return 0.0
         assert self.run.score_token_budget != "auto"
@@ -165,7 +167,8 @@ class _Clock:
             tokens = job.expected_row.tokens / self.machine.devices
             moved = 2 * tokens * job.shape.layers * 4 * job.shape.hidden / self.machine.device.host_link
             seconds = max(seconds, moved)
-        return job.epochs * seconds + self._optimizer_step()
+        once = job.epochs * seconds + self._optimizer_step()
+        return once * (1 + job.critic / job.shape.parameters)  # a critic is trained as the policy is
 
     def _gate_up_share(self) -> float:
         shape = self.job.shape

@@ -27,6 +27,9 @@ class Sample:
     engine_logprobs: torch.Tensor
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    """What a critic expected before the update."""
+    returns: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_tokens) + self.tokens.shape[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.config.learn import Learn
-from trimtab.learn.advantages import ADVANTAGES, has_signal, reward_to_go_advantages
+from trimtab.learn.advantages import ADVANTAGES, gae, global_norm, has_signal, reward_to_go_advantages
 from trimtab.learn.aggregate import token_weights
 from trimtab.learn.kl import ESTIMATORS, kl_in_reward
 from trimtab.learn.parts import Part, combine
@@ -101,15 +101,38 @@ def set_advantages(
         policy = torch.cat([s.engine_logprobs if s.old_logprobs is None else s.old_logprobs for s in flat]).double()
         reference = torch.cat([s.ref_logprobs for s in flat if s.ref_logprobs is not None]).double()
         kl = ESTIMATORS[learn.kl.estimator](policy, reference)
+        if learn.advantage == "gae":
+            _against_critic(flat, rewards, kl_coef * kl, lengths, learn)
+            return
         if learn.advantage == "global_norm":  # REINFORCE++ spends the penalty token by token
-            offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-            per_token = reward_to_go_advantages(rewards, kl, offsets, kl_coef)
+            per_token = reward_to_go_advantages(rewards, kl, _offsets(lengths), kl_coef)
             _assign(flat, per_token.float(), lengths)
             return
         rewards = kl_in_reward(rewards, kl, sequence, kl_coef)
     assert learn.advantage != "auto"
+    if learn.advantage == "gae":
+        _against_critic(flat, rewards, torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths, learn)
+        return
     advantages = ADVANTAGES[learn.advantage](rewards, group_index(groups))
     _assign(flat, advantages.float()[sequence], lengths)
+
+
+def _against_critic(
+    samples: list[Sample], rewards: torch.Tensor, penalty: torch.Tensor, lengths: torch.Tensor, learn: Learn
+) -> None:
+    """GAE over the step: every token pays its penalty, the last of a sequence earns its reward; advantages are then normalised by
+    the mean and standard deviation of all tokens of the step."""
+    values = torch.cat([s.values for s in samples if s.values is not None]).double()
+    offsets = _offsets(lengths)
+    earned = (-penalty).index_add(0, offsets[1:] - 1, rewards)
+    advantages, returns = gae(earned, values, offsets, learn.critic.gamma, learn.critic.lam)
+    _assign(samples, global_norm(advantages, torch.zeros_like(advantages, dtype=torch.int64)).float(), lengths)
+    for sample, part in zip(samples, returns.float().split(lengths.tolist())):
+        sample.returns = part
+
+
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
 
 
 def set_weights(trajectories: list[Trajectory], samples: list[Sample], learn: Learn) -> None:

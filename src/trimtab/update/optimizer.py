@@ -323,17 +323,18 @@ def _clip_factor(most: float, norm: torch.Tensor) -> torch.Tensor:
     return torch.clamp(most / (norm + 1e-6), max=1.0)
 
 
-def learning_rate(learn: Learn, step: int) -> float:
-    """Rate of step `step` (from 0): linear warm-up, then the schedule down to its final fraction on the last step."""
-    schedule = learn.schedule
+def learning_rate(learn: Learn, step: int, peak: float | None = None) -> float:
+    """Rate of step `step` (from 0): linear warm-up to `peak` (None: learn.lr), then the schedule down to its final fraction on
+    the last step."""
+    schedule, peak = learn.schedule, learn.lr if peak is None else peak
     if step < schedule.warmup_steps:
-        return learn.lr * (step + 1) / (schedule.warmup_steps + 1)
+        return peak * (step + 1) / (schedule.warmup_steps + 1)
     if schedule.kind == "constant":
-        return learn.lr
+        return peak
     left = max(1, learn.steps - 1 - schedule.warmup_steps)
     progress = min(1.0, (step - schedule.warmup_steps) / left)
     if schedule.kind == "linear":
         shape = 1.0 - progress
     else:
         shape = 0.5 * (1.0 + torch.cos(torch.tensor(progress * torch.pi, dtype=torch.float64)).item())
-    return learn.lr * (schedule.final + (1.0 - schedule.final) * shape)
+    return peak * (schedule.final + (1.0 - schedule.final) * shape)

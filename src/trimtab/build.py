@@ -1,0 +1,115 @@
+"""What runs of every stage are built from: a policy, an updater as the plan has it, the comparison with an earlier session."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from trimtab.config.learn import Learn
+from trimtab.config.load import AnyConfig
+from trimtab.config.run import Run
+from trimtab.config.schema import Model, Observe
+from trimtab.errors import ConfigError, Problem
+from trimtab.folder import changes
+from trimtab.model.adapters import add_adapters, load_adapters
+from trimtab.model.load import load_config, load_model, resolve_dtype
+from trimtab.model.policy import Policy
+from trimtab.observe.console import Console
+from trimtab.plan.planner import Plan
+from trimtab.plan.probe import corrected, probe
+from trimtab.rollout.engine import Engine
+from trimtab.update.updater import Updater
+
+
+def load_policy(model: Model, seed: int, device: torch.device, checkpoint: Path | None = None) -> Policy:
+    """The model to train, as it came or as a checkpoint left it, fused where it can be. `seed` is for new adapters."""
+    if model.lora is not None:
+        base = load_model(model, device)
+        adapted = add_adapters(base, model.lora, seed) if checkpoint is None else load_adapters(base, checkpoint)
+        policy = Policy(adapted)
+    else:
+        source = model
+        if checkpoint is not None:
+            source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+        policy = Policy(load_model(source, device))
+    policy.fuse()
+    return policy
+
+
+def make_updater(policy: Policy, learn: Learn, run: Run) -> Updater:
+    """The updater of a `run` without `auto`."""
+    assert run.checkpoint_activations != "auto"
+    return Updater(
+        policy,
+        learn,
+        token_budget=known(run.token_budget),
+        score_token_budget=known(run.score_token_budget),
+        logprob_chunk=known(run.logprob_chunk),
+        checkpoint_activations=run.checkpoint_activations,
+        offload_optimizer=run.offload.optimizer is True,
+        offload_activations=run.offload.activations is True,
+    )
+
+
+def is_automatic(asked: Run, plan: Plan) -> bool:
+    """The micro-batch is the planner's own choice: neither the user nor `trimtab tune` has set it."""
+    tuned = any(choice.key == "run.token_budget" and choice.measured for choice in plan.choices)
+    return asked.token_budget == "auto" and not tuned
+
+
+def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan:
+    """The plan, and the updater with it, after two micro-batches have been measured, where there is a meter for that."""
+    if plan.machine.cpu or not is_automatic(asked, plan):
+        return plan
+    engine.lend()
+    plan = corrected(plan, asked, probe(updater, plan.job, plan.run))
+    updater.token_budget = known(plan.run.token_budget)
+    updater.score_token_budget = known(plan.run.score_token_budget)
+    assert plan.run.checkpoint_activations != "auto"
+    updater.recompute(plan.run.checkpoint_activations)
+    return plan
+
+
+def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> None:
+    """Say what is no longer as the run was started; refuse what the checkpoint's optimizer cannot continue with."""
+    changed = changes(folder, config)
+    adapters = [change for change in changed if change.startswith("model.lora")]
+    if adapters:
+        what = f"{checkpoint.name} cannot go on with other adapters than it has: {', '.join(adapters)}"
+        raise ConfigError([Problem("model.lora", what, "Write model.lora as it was.")])
+    if config.model.lora is None:
+        trusted = config.model.trust_remote_code
+        saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
+        wanted = resolve_dtype(config.model, device)
+        if saved is not None and saved != wanted:
+            before, now = (str(dtype).removeprefix("torch.") for dtype in (saved, wanted))
+            what = f"{folder} was trained in {before} and cannot go on in {now}"
+            raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
+    if changed:
+        console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
+
+
+def refuse_missing_wandb(observe: Observe) -> None:
+    if observe.wandb and importlib.util.find_spec("wandb") is None:
+        fix = "Install it with: pip install 'trimtab[wandb]', or remove the key."
+        raise ConfigError([Problem("observe.wandb", "the wandb package is not installed", fix)])
+
+
+def spare_the_collector(stack: ExitStack) -> None:
+    """Modules and models live as long as the run. Looking through them again and again for cycles stops the host for 0.2 s at a
+    time, while the device waits (docs/log.md)."""
+    if gc.get_freeze_count():
+        return  # the caller has done it, and decides when it ends
+    gc.collect()
+    gc.freeze()
+    stack.callback(gc.unfreeze)
+
+
+def known(value: int | str) -> int:
+    """A key that the plan has filled in."""
+    assert isinstance(value, int)
+    return value

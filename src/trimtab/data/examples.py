@@ -1,0 +1,281 @@
+"""Worked answers as token ids, and which of them are learned.
+
+A row is a conversation (`data.messages`), a prompt with its completion, or plain text. Conversations, and strings where the
+tokenizer has a chat template, are written by that template piece by piece: what comes before an answer exactly as a prompt of
+reinforcement learning is written, so that what is learned here is what is sampled from later; then the answer with the token
+that ends it. Pieces are tokenised by themselves, as a prompt and what the model adds to it are.
+
+Guaranteed: an example is never cut; its first token is never learned, as nothing predicts it; at least one token is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trimtab.config.sft import SftData
+from trimtab.data.encode import PromptEncoder
+from trimtab.data.files import Row
+from trimtab.data.prompt import Message
+from trimtab.data.suggest import did_you_mean
+from trimtab.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BATCH = 1024
+AFTER_THE_END = 4
+"""Tokens, at most, that a template writes after the one that ends a turn, and that one."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row, ready to learn from."""
+
+    id: int
+    """Row number in its data set."""
+    tokens: list[int]
+    learned: list[bool]
+    """Of each token."""
+
+    @property
+    def start(self) -> int:
+        """The first token that is learned."""
+        return self.learned.index(True)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    text: str
+    learned: bool = False
+    ends: bool = False
+    """An answer: it ends with a token that says so."""
+    last: bool = False
+
+
+class ExampleEncoder:
+    """Turns rows into examples as `data` and `learn.loss_on` say."""
+
+    def __init__(self, data: SftData, loss_on: str, tokenizer: PreTrainedTokenizerBase, source_name: str) -> None:
+        self.data, self.loss_on, self.tokenizer, self.source_name = data, loss_on, tokenizer, source_name
+        self._prompts = PromptEncoder(data, tokenizer, source_name)
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                "The tokenizer has no end-of-sequence token, so answers cannot be learned to end. "
+                "Name another one with model.tokenizer."
+            )
+        self._eos = int(tokenizer.eos_token_id)
+        others = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+        self._ends = (set(tokenizer.all_special_ids) - set(others)) | {self._eos}
+        opening = list(tokenizer("a")["input_ids"][:1])
+        self._opening = opening if opening == [tokenizer.bos_token_id] else []
+
+    @property
+    def templated(self) -> bool:
+        return self._prompts.templated
+
+    def encode(self, ids: Sequence[int], rows: Sequence[Row]) -> list[Example]:
+        """One example a row; `ids` are the rows' numbers."""
+        pieces = [self._pieces(number, row) for number, row in zip(ids, rows, strict=True)]
+        texts = [piece.text for each in pieces for piece in each]
+        found = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else iter([])
+        return [self._example(*each, found) for each in zip(ids, rows, pieces, strict=True)]
+
+    def _example(self, number: int, row: Row, pieces: list[_Piece], found: Iterator[list[int]]) -> Example:
+        tokens: list[int] = []
+        learned: list[bool] = []
+        if not self.templated and self._kind(row) != "text":  # as a prompt that is to be continued
+            tokens = list(self._prompts.encode([number], [row])[0].tokens)
+            learned = [self.loss_on == "all"] * len(tokens)
+        for piece in pieces:
+            ids = list(next(found))
+            marks = [piece.learned] * len(ids)
+            if piece.ends:
+                ids, marks = self._ended(ids, marks, piece)
+            tokens += ids
+            learned += marks
+        if self._kind(row) == "text":
+            tokens, learned = [*self._opening, *tokens], [*([False] * len(self._opening)), *learned]
+        if learned:
+            learned[0] = False
+        if not any(learned):
+            raise DataError(f"{self.source_name}, row {number + 1} (from 1): there is nothing in it to learn.")
+        return Example(number, tokens, learned)
+
+    def _ended(self, ids: list[int], marks: list[bool], piece: _Piece) -> tuple[list[int], list[bool]]:
+        """An answer ends with the special token that its template ends turns with, or with end-of-sequence where there is none;
+        what a template writes after that belongs to the next turn."""
+        tail = range(len(ids) - 1, max(-1, len(ids) - 1 - AFTER_THE_END), -1)
+        end = next((at for at in tail if ids[at] in self._ends), None)
+        if end is None:
+            return ([*ids, self._eos], [*marks, piece.learned]) if piece.last else (ids, marks)
+        if piece.last:
+            return ids[: end + 1], marks[: end + 1]
+        return ids, [mark and (at <= end or self.loss_on == "all") for at, mark in enumerate(marks)]
+
+    def _kind(self, row: Row) -> str:
+        data = self.data
+        if data.messages in row:
+            return "messages"
+        return "completion" if data.prompt in row or data.completion in row else "text"
+
+    def _pieces(self, number: int, row: Row) -> list[_Piece]:
+        everything = self.loss_on == "all"
+        if self._kind(row) == "text":
+            return [_Piece(row[self.data.text], True, ends=True, last=True)]
+        if not self.templated:
+            return [_Piece(row[self.data.completion], True, ends=True, last=True)]
+        messages, answers = self._conversation(row)
+        if self.loss_on == "last":
+            answers = answers[-1:]
+        pieces: list[_Piece] = []
+        written = ""
+        for at in answers:
+            before, after = self._render(messages[:at], True), self._render(messages[: at + 1], False)
+            bare = self._render(messages[:at], False) if at else ""
+            # A generation prompt may hold more than an answer begins with (an opened thought): what both have is the prompt.
+            shared = _common(before, after)
+            if not shared.startswith(written) or len(shared) < len(_common(bare, before)):
+                raise DataError(
+                    f"{self.source_name}, row {number + 1} (from 1): the chat template writes earlier turns differently once an "
+                    "answer follows, so one text cannot teach all of them. Write learn.loss_on: last, or give each "
+                    "answer a row of its own."
+                )
+            pieces.append(_Piece(shared[len(written) :], everything))
+            pieces.append(_Piece(after[len(shared) :], True, ends=True, last=at == answers[-1]))
+            written = after
+        return pieces
+
+    def _conversation(self, row: Row) -> tuple[list[Message], list[int]]:
+        """The messages up to the last answer, and where answers are."""
+        data = self.data
+        if data.messages in row:
+            messages = self._prompts.shown({data.prompt: row[data.messages]})
+        else:
+            shown, answer = row[data.prompt], row[data.completion]
+            asked = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
+            answered = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            messages = self._prompts.shown({data.prompt: [*asked]})
+            assert isinstance(messages, list)
+            messages = [*messages, *answered]
+        assert isinstance(messages, list)
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        return messages[: answers[-1] + 1], answers
+
+    def _render(self, messages: list[Message], answer: bool) -> str:
+        if not messages:
+            return ""
+        try:
+            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+        except Exception as error:  # templates are foreign code
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"{self.source_name}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
+            ) from error
+        return text
+
+
+def _common(one: str, two: str) -> str:
+    """What both begin with."""
+    count = next((at for at, (a, b) in enumerate(zip(one, two)) if a != b), min(len(one), len(two)))
+    return one[:count]
+
+
+def validate_examples(rows: Sequence[Row], encoder: ExampleEncoder) -> None:
+    """Raises DataError at the first row that cannot be learned from; tokenises the first to try the template."""
+    if not rows:
+        raise DataError(f"{encoder.source_name} holds no rows. A data set needs at least one row.")
+    for number, row in enumerate(rows, 1):
+        problem = _problem(row, encoder)
+        if problem:
+            raise DataError(f"{encoder.source_name}, row {number} (from 1): {problem}")
+    encoder.encode([0], [rows[0]])
+
+
+def _problem(row: Row, encoder: ExampleEncoder) -> str:
+    data = encoder.data
+    if data.messages in row:
+        if not encoder.templated:
+            return "has messages, but the tokenizer has no chat template (or data.chat_template is never)."
+        return _messages_problem(row[data.messages], data.messages)
+    if data.prompt in row or data.completion in row:
+        return _completion_problem(row, encoder)
+    if data.text not in row:
+        columns = ", ".join(map(repr, row)) or "none"
+        near = did_you_mean(data.messages, row) or did_you_mean(data.completion, row)
+        return (
+            f"has none of the columns {data.messages!r}, {data.prompt!r} with {data.completion!r}, and {data.text!r}; its "
+            f"columns are {columns}.{near} Name yours with data.messages, data.prompt and data.completion, or data.text."
+        )
+    text = row[data.text]
+    return "" if isinstance(text, str) and text else f"column {data.text!r} must be text, but is {text!r}."
+
+
+def _completion_problem(row: Row, encoder: ExampleEncoder) -> str:
+    data = encoder.data
+    missing = [name for name in (data.prompt, data.completion) if name not in row]
+    if missing:
+        near = did_you_mean(missing[0], row)
+        return f"has no column {missing[0]!r}; its columns are {', '.join(map(repr, row))}.{near}"
+    prompt, answer = row[data.prompt], row[data.completion]
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        if not encoder.templated:
+            return "has messages, but the tokenizer has no chat template (or data.chat_template is never)."
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        answered = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        if not isinstance(asked, list) or not isinstance(answered, list):
+            return f"columns {data.prompt!r} and {data.completion!r} must be text or lists of messages."
+        return _messages_problem([*asked, *answered], data.completion)
+    return "" if answer else f"column {data.completion!r} is empty: there is nothing to learn."
+
+
+def _messages_problem(messages: Any, column: str) -> str:
+    if not isinstance(messages, list) or not messages:
+        return f"column {column!r} must be a list of {{role, content}} messages, but is {messages!r}."
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"column {column!r}: message {number} must be {{role: ..., content: ...}}, but is {message!r}."
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            return f"column {column!r}: message {number} must have a string as its content, but has {message.get('content')!r}."
+    if all(message["role"] != "assistant" for message in messages):
+        return f"column {column!r} has no message of the assistant: there is nothing to learn."
+    return ""
+
+
+@dataclass(frozen=True)
+class ExampleSet:
+    """What is known of a data set before it is used."""
+
+    count: int
+    longest: int
+    """Tokens of the longest example that is used."""
+    exact: bool
+    """Every example was looked at."""
+    note: str
+    """What is left out, or nothing."""
+
+
+def measure_examples(rows: Sequence[Row], encoder: ExampleEncoder, limit: int, characters: int) -> ExampleSet:
+    """Lengths of all examples, or of the longest texts where all have more than so many characters."""
+    sizes = [sum(len(str(value)) for value in row.values()) for row in rows]
+    exact = sum(sizes) <= characters
+    chosen = range(len(rows)) if exact else sorted(range(len(rows)), key=sizes.__getitem__)[-64:]
+    lengths: list[int] = []
+    for start in range(0, len(chosen), _BATCH):
+        ids = list(chosen[start : start + _BATCH])
+        lengths += [len(example.tokens) for example in encoder.encode(ids, [rows[i] for i in ids])]
+    fitting = [length for length in lengths if length <= limit]
+    if exact and not fitting:
+        raise DataError(
+            f"{encoder.source_name}: all {len(rows)} examples are longer than {limit} tokens (the longest has {max(lengths)}). "
+            "Raise learn.max_tokens if the model's context allows, or shorten the examples."
+        )
+    left_out, at_least = len(lengths) - len(fitting), "" if exact else "at least "
+    note = (
+        f"{encoder.source_name}: {at_least}{left_out} of {len(rows)} examples are longer than {limit} tokens and are left out"
+        if left_out
+        else ""
+    )
+    longest = max(fitting, default=limit) if exact else limit
+    return ExampleSet(len(rows), longest, exact, note)

@@ -1,0 +1,169 @@
+"""Worked answers: what of a row is learned, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import tiny_tokenizer
+
+from trimtab.config.sft import SftData
+from trimtab.data.encode import PromptEncoder
+from trimtab.data.examples import Example, ExampleEncoder, measure_examples, validate_examples
+from trimtab.errors import DataError
+
+CHAT = (
+    "{% for m in messages %}({{ m['role'] }}:{{ m['content'] }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}(assistant:{% endif %}"
+)
+ENDLESS = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+FORGETFUL = (  # an earlier answer is written shorter once another one follows, as templates that drop thoughts do
+    "{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}({{ m['role'] }}:...<eos>\n"
+    "{% else %}({{ m['role'] }}:{{ m['content'] }}<eos>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}(assistant:{% endif %}"
+)
+THINKING = (  # the generation prompt opens a thought that answers of the data set do not have
+    "{% for m in messages %}({{ m['role'] }}:{{ m['content'] }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}(assistant:#think#{% endif %}"
+)
+
+
+def encoder(template: str | None = None, loss_on: str = "assistant", **data: object) -> ExampleEncoder:
+    settings = SftData.model_validate({"train": "rows.jsonl", **data})
+    return ExampleEncoder(settings, loss_on, tiny_tokenizer(template), "data.train")
+
+
+def text(example: Example, made: ExampleEncoder, learned: bool) -> str:
+    ids = [token for token, mark in zip(example.tokens, example.learned) if mark is learned]
+    return "".join(made.tokenizer.convert_ids_to_tokens(ids))
+
+
+def one(made: ExampleEncoder, row: dict) -> Example:
+    validate_examples([row], made)
+    return made.encode([0], [row])[0]
+
+
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+]
+
+
+def test_every_answer_of_a_conversation_is_learned_with_its_end() -> None:
+    made = encoder(CHAT)
+    example = one(made, {"messages": TALK})
+    assert text(example, made, True) == "yo<eos>2<eos>"
+    assert text(example, made, False) == "(user:hi<eos>\n(assistant:\n(user:1+1<eos>\n(assistant:"
+
+
+def test_the_last_answer_alone() -> None:
+    made = encoder(CHAT, "last")
+    example = one(made, {"messages": TALK})
+    assert text(example, made, True) == "2<eos>"
+    assert "yo" in text(example, made, False)
+
+
+def test_everything_but_the_first_token() -> None:
+    made = encoder(CHAT, "all")
+    example = one(made, {"messages": TALK})
+    assert text(example, made, False) == "("
+    assert example.tokens[-1] == made.tokenizer.eos_token_id
+
+
+def test_a_prompt_is_what_reinforcement_learning_would_ask() -> None:
+    data = {"system": "s", "suffix": "!"}
+    made = encoder(CHAT, **data)
+    row = {"prompt": "1+1", "completion": "2"}
+    example = one(made, row)
+    asked = PromptEncoder(made.data, made.tokenizer, "data.train").encode([0], [row])[0].tokens
+    assert example.tokens[: example.start] == asked
+    assert text(example, made, True) == "2<eos>"
+
+
+def test_without_a_template_a_completion_follows_its_prompt() -> None:
+    made = encoder()
+    example = one(made, {"prompt": "1+1=", "completion": "2"})
+    assert text(example, made, False) == "1+1=" and text(example, made, True) == "2<eos>"
+
+
+def test_plain_text_is_learned_whole() -> None:
+    made = encoder()
+    example = one(made, {"text": "abc"})
+    assert text(example, made, True) == "bc<eos>" and text(example, made, False) == "a"
+
+
+def test_messages_and_strings_may_be_prompt_and_completion() -> None:
+    made = encoder(CHAT)
+    asked, answered = TALK[:3], TALK[3:]
+    whole = one(made, {"prompt": asked, "completion": answered})
+    assert whole.tokens == one(made, {"messages": TALK}).tokens
+    assert one(made, {"prompt": asked, "completion": "2"}).tokens == whole.tokens
+
+
+def test_a_template_without_an_end_gets_one_at_the_last_answer() -> None:
+    made = encoder(ENDLESS)
+    example = one(made, {"messages": TALK})
+    assert text(example, made, True) == "yo\n2\n<eos>"
+
+
+def test_a_generation_prompt_that_says_more_is_no_part_of_the_answer() -> None:
+    made = encoder(THINKING)
+    example = one(made, {"messages": TALK})
+    assert text(example, made, True) == "yo<eos>2<eos>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_told() -> None:
+    with pytest.raises(DataError, match=r"loss_on: last"):
+        one(encoder(FORGETFUL), {"messages": TALK})
+    made = encoder(FORGETFUL, "last")
+    assert text(one(made, {"messages": TALK}), made, True) == "2<eos>"
+
+
+def test_messages_after_the_last_answer_are_left_out() -> None:
+    made = encoder(CHAT)
+    more = [*TALK, {"role": "user", "content": "bye"}]
+    assert one(made, {"messages": more}).tokens == one(made, {"messages": TALK}).tokens
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "says"),
+    [
+        ({"question": "a"}, None, "has none of the columns 'messages'"),
+        ({"prompt": "a"}, None, "has no column 'completion'"),
+        ({"prompt": "a", "completion": ""}, None, "nothing to learn"),
+        ({"prompt": "a", "completion": 3}, CHAT, "must be text or lists of messages"),
+        ({"messages": TALK}, None, "no chat template"),
+        ({"messages": []}, CHAT, "must be a list"),
+        ({"messages": [{"role": "user"}]}, CHAT, "message 1 must have a string"),
+        ({"messages": [{"text": "a"}]}, CHAT, "message 1 must be {role"),
+        ({"messages": TALK[:1]}, CHAT, "no message of the assistant"),
+        ({"text": ""}, None, "must be text"),
+        ({"text": "a"}, None, None),
+    ],
+)
+def test_rows_that_cannot_be_learned_from_are_refused(row: dict, template: str | None, says: str | None) -> None:
+    good = {"text": "abc"} if template is None else {"messages": TALK}
+    made = encoder(template)
+    if says is None:
+        validate_examples([good, row], made)
+        return
+    with pytest.raises(DataError, match=r"row 2 \(from 1\)") as error:
+        validate_examples([good, row], made)
+    assert says in str(error.value)
+
+
+def test_an_empty_set_is_refused() -> None:
+    with pytest.raises(DataError, match="holds no rows"):
+        validate_examples([], encoder())
+
+
+def test_lengths_are_measured_and_long_examples_counted() -> None:
+    rows = [{"text": "a" * n} for n in (3, 10, 40)]
+    found = measure_examples(rows, encoder(), limit=20, characters=1000)
+    assert (found.longest, found.exact) == (11, True) and "1 of 3 examples are longer than 20" in found.note
+    assert measure_examples(rows, encoder(), limit=20, characters=10).longest == 20
+    with pytest.raises(DataError, match="all 3 examples are longer than 2"):
+        measure_examples(rows, encoder(), limit=2, characters=1000)
