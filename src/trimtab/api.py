@@ -143,7 +143,7 @@ def run_evaluation(config: Config, inputs: Inputs, *, console_file: IO[str] | No
     """Evaluate a validated config's model."""
     with ExitStack() as stack:
         session = open_evaluation(config, inputs, stack, console_file=console_file)
-        result, _ = measure(session.config, session.prompts, session.engine, session.scorer)
+        result, _ = measure(session.config, session.prompts, session.engine, session.scorer, session.tasks)
         session.console.note(f"{config.model.path} | {scores(result)}")
         return result
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from trimtab.config.schema import Config, Eval
 from trimtab.data.prompt import Prompt
+from trimtab.observe.judges import judge_metrics
+from trimtab.observe.tasks import Tasks
 from trimtab.reward.scorer import Scorer, check_failures
 from trimtab.rollout.engine import Engine, Request
 from trimtab.rollout.trajectory import Group
@@ -19,9 +21,12 @@ from trimtab.rollout.trajectory import Group
 EVAL_STEP = 2**40
 """Stands in for the step in sampling keys, so that every evaluation draws the same random numbers."""
 
+OF_A_TASK = ("pass@1", "prompts", "length_mean", "truncated")
+"""Scores that are told for each task, too."""
+
 
 def measure(
-    config: Config, prompts: Sequence[Prompt], engine: Engine, scorer: Scorer
+    config: Config, prompts: Sequence[Prompt], engine: Engine, scorer: Scorer, tasks: Tasks | None = None
 ) -> tuple[dict[str, float], list[Group]]:
     """Scores of the policy that the engine holds, and the completions they come from."""
     settings = config.eval
@@ -35,7 +40,12 @@ def measure(
         scorer.submit(group)
     groups = scorer.collect()
     check_failures(groups, config.observe.max_failed_rewards)
-    return scores(groups, settings, settings.part or scorer.names[0]), groups
+    part = settings.part or scorer.names[0]
+    found = scores(groups, settings, part) | judge_metrics(scorer.stats.judges, "eval")
+    for name, mine in tasks.split(groups).items() if tasks else ():
+        alone = scores(mine, settings, part)
+        found |= {f"eval/task/{name}/{key}": alone[f"eval/{key}"] for key in OF_A_TASK if f"eval/{key}" in alone}
+    return found, groups
 
 
 def pass_at_k(n: int, successes: int, k: int) -> float:

@@ -17,9 +17,13 @@ from trimtab.data.prompt import Prompt
 from trimtab.endings import export, note_outcome
 from trimtab.evaluation import measure
 from trimtab.learn.kl import kl_controller
+from trimtab.learn.parts import Part
+from trimtab.observe.judges import gather, judge_metrics
 from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics, value_metrics
 from trimtab.observe.samples import write_samples
+from trimtab.observe.tasks import task_kl, task_metrics
 from trimtab.reward.scorer import check_failures
+from trimtab.reward.wire import Tally
 from trimtab.rollout.engine import Request
 from trimtab.rollout.trajectory import Group
 from trimtab.session import Session
@@ -80,22 +84,24 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
     seen: Counter[int] = Counter()
     refills = 0
     prefill_s, decode_s, tokens = 0.0, 0.0, 0
+    judged: list[dict[str, Tally]] = []
     while True:
         prompts = run.stream.take(learn.prompts_per_step - len(kept))
         new = sample(run, prompts, seen)
         prefill_s += run.engine.stats.prefill_s
         decode_s += run.engine.stats.decode_s
         tokens += run.engine.stats.generated_tokens
+        judged.append(run.scorer.stats.judges)
         groups += new
         check_failures(new, run.config.observe.max_failed_rewards)
-        kept += split_signal(usable(new)[0], learn)[0] if learn.dynamic_sampling.enabled else new
+        kept += split_signal(usable(new)[0], learn, _parts(run))[0] if learn.dynamic_sampling.enabled else new
         if len(kept) >= learn.prompts_per_step or refills == learn.dynamic_sampling.max_refills:
             break
         refills += 1
     run.state.completion_tokens += tokens
     metrics = rollout_metrics(run.engine.stats, tokens, prefill_s, decode_s)
     metrics |= {"rollout/refills": float(refills), "reward/latency_max_s": run.scorer.stats.latency_max_s}
-    return groups, metrics
+    return groups, metrics | judge_metrics(gather(judged))
 
 
 def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Group]:
@@ -124,7 +130,7 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     learn, state = run.config.learn, run.state
     ledger = Ledger(sum(len(g.trajectories) for g in groups), 0, Counter())
     kept, ledger.dropped = usable(groups)
-    zero_signal = [] if learn.advantage == "gae" else split_signal(kept, learn)[1]
+    zero_signal = [] if learn.advantage == "gae" else split_signal(kept, learn, _parts(run))[1]
     if learn.dynamic_sampling.enabled:
         gone = {id(group) for group in zero_signal}
         kept = [group for group in kept if id(group) not in gone]
@@ -133,13 +139,15 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     ledger.trained = sum(map(len, samples))
     ledger.check()
     metrics = reward_metrics(groups, run.scorer.names, len(zero_signal), ledger)
+    if run.tasks is not None:
+        metrics |= task_metrics(run.tasks, groups, zero_signal)
     state.note_reward(metrics["reward/mean"])
     if not kept:
         run.console.warn(f"step {state.step + 1}: no group has a usable reward; nothing is learned from it")
         return metrics
     with run.timeline.phase("score"), run.meter.phase("score"):
         _score(run, [s for group in samples for s in group])
-        set_advantages(kept, samples, learn, state.kl_coef)
+        set_advantages(kept, samples, learn, state.kl_coef, _parts(run))
     done: list[UpdateStats] = []
     valued: list[UpdateStats] = []
     warm = run.critic is None or state.step >= learn.critic.warmup_steps
@@ -170,6 +178,8 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
         controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
         state.kl_coef = controller.update(done[0].mean("kl_ref"), ledger.trained).coef
         metrics["policy/kl_coef"] = state.kl_coef
+        if run.tasks is not None:
+            metrics |= task_kl(run.tasks, kept, samples, done[: len(done) // learn.epochs_per_step])
     metrics["policy/lr"] = learning_rate(learn, state.step)
     return metrics | update_metrics(done)
 
@@ -180,7 +190,7 @@ def evaluate(run: Session) -> dict[str, float]:
     if not run.eval_prompts:
         return {}
     with run.timeline.phase("eval"), run.meter.phase("rollout"):
-        result, groups = measure(run.config, run.eval_prompts, run.engine, run.scorer)
+        result, groups = measure(run.config, run.eval_prompts, run.engine, run.scorer, run.tasks)
     accuracy = result.get("eval/pass@1")
     if accuracy is not None:
         state.note_accuracy(accuracy)
@@ -216,6 +226,11 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
     with run.timeline.phase("reward"):
         # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
         return sorted(run.scorer.collect(), key=lambda group: group.index)
+
+
+def _parts(run: Session) -> list[Part]:
+    """How the reward's parts are summed."""
+    return [Part(name, part.weight, part.normalize) for name, part in zip(run.scorer.names, run.config.reward)]
 
 
 def _save(run: Session) -> None:

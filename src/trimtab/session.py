@@ -40,6 +40,7 @@ from trimtab.observe.console import Console
 from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import Sinks
+from trimtab.observe.tasks import Tasks
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor
 from trimtab.plan.here import machine_here, pick_device
@@ -87,6 +88,7 @@ class Session:
     host: HostWatch
     watch: PlanWatch
     governor: Governor
+    tasks: Tasks | None
     critic: Guard | None
     """Around PPO's value model."""
     callbacks: Sequence[Callback] = ()
@@ -101,6 +103,7 @@ class Evaluation:
     scorer: Scorer
     prompts: list[Prompt]
     console: Console
+    tasks: Tasks | None
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class Checked:
     device: torch.device
     folder: Path
     work: Work
+    tasks: Tasks | None
     scorer: Scorer
 
 
@@ -125,9 +129,10 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
     _refuse_small_critic(config, work)
-    scorer = open_scorer(config, inputs, work.columns)
+    tasks = work.tasks(config)
+    scorer = open_scorer(config, inputs, work.columns, run_dir=folder)
     stack.callback(scorer.close)
-    return Checked(config, device, folder, work, scorer)
+    return Checked(config, device, folder, work, tasks, scorer)
 
 
 def open_session(
@@ -176,7 +181,7 @@ def open_session(
         stream, work.eval.prompts, console, timeline, sinks,
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
         open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
-        PlanWatch(plan), Governor(plan, automatic=parts.budget_is_automatic),
+        PlanWatch(plan), Governor(plan, automatic=parts.budget_is_automatic), ready.tasks,
         None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline), inputs.callbacks,
     )  # fmt: skip
 
@@ -238,7 +243,9 @@ def open_evaluation(
     if held_out.note:
         console.note(held_out.note)
     spare_the_collector(stack)
-    return Evaluation(config, engine, scorer, held_out.prompts, console)
+    column = config.data.task
+    tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
+    return Evaluation(config, engine, scorer, held_out.prompts, console, tasks)
 
 
 def make_engine(config: Config, policy: Policy, tokenizer: Any) -> Engine:

@@ -12,8 +12,11 @@ from trimtab.data.encode import PromptEncoder
 from trimtab.data.prompt import Prompt
 from trimtab.data.prompts import all_too_long, build_prompts, validate_rows
 from trimtab.data.sources import eval_rows, train_rows
+from trimtab.data.suggest import did_you_mean
 from trimtab.errors import ConfigError, DataError, Problem
 from trimtab.model.load import load_config, load_tokenizer
+from trimtab.observe.task_names import MOST_TASKS
+from trimtab.observe.tasks import Tasks
 from trimtab.plan.here import pick_reward_workers
 from trimtab.reward.load import locate
 from trimtab.reward.scorer import Scorer
@@ -77,6 +80,23 @@ class Work:
     """Tokens of the longest prompt that is used."""
     train: TrainSet
     eval: EvalSet
+
+    def tasks(self, config: Config) -> Tasks | None:
+        """What the rows' tasks are called in metrics; None where no column names them."""
+        column, bands = config.data.task, config.observe.kl_bands
+        if column is None:
+            return None
+        rows = [*self.train.rows, *(prompt.columns for prompt in self.eval.prompts)]
+        there = {str(row[column]) for row in self.train.rows}
+        for task in bands:
+            if task not in there:
+                what = f"no row of data.train is of the task {task!r}"
+                hint = did_you_mean(task, there).strip() or f"There is {', '.join(sorted(there)[:10])}."
+                raise ConfigError([Problem(f"observe.kl_bands.{task}", what, hint)])
+        if len(bands) >= MOST_TASKS:
+            what = f"there are {len(bands)} bands, but metrics name at most {MOST_TASKS - 1} tasks besides the rest"
+            raise ConfigError([Problem("observe.kl_bands", what, "Leave some out.")])
+        return Tasks.found(column, rows, first=list(bands))
 
     @property
     def columns(self) -> list[set[str]]:
@@ -166,13 +186,20 @@ def with_found_rewards(config: Config, inputs: Inputs) -> Config:
     return config.model_copy(update={"reward": parts})
 
 
-def open_scorer(config: Config, inputs: Inputs, columns: Iterable[set[str]], workers: int | None = None) -> Scorer:
+def open_scorer(
+    config: Config,
+    inputs: Inputs,
+    columns: Iterable[set[str]],
+    workers: int | None = None,
+    run_dir: Path | None = None,
+) -> Scorer:
     """Reward workers with every function loaded and its columns present in every row; closed again where not."""
     scorer = Scorer(
         config.reward,
         workers=workers or pick_reward_workers(config.run),
         base_dir=inputs.base_dir,
         functions=inputs.rewards,
+        run_dir=run_dir,
     )
     try:
         for there in columns:

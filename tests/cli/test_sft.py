@@ -69,6 +69,8 @@ def test_a_plan_of_it_has_no_rollout(config: Path) -> None:
         (["sft", "data.completion=answer"], "no column 'answer'"),
         (["sft", "learn.loss_on=user"], "one of assistant, last, all"),
         (["sft", "observe.samples_every=3"], "has no effect"),
+        (["sft", "data.task=kind"], "tasks are told apart by what is sampled and scored"),
+        (["sft", "observe.kl_bands={a: [0, 1]}"], "tasks are told apart by what is sampled and scored"),
         (["sft", "model.path=missing"], "missing"),
     ],
 )

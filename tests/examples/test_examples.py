@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import trimtab
+from tests.reward.local_judge import MODEL, LocalJudge
 from trimtab.cli import app
 from trimtab.config.algorithms import RECIPES
 from trimtab.config.load import load_config
@@ -21,6 +23,7 @@ SFT = EXAMPLES / "sft.yaml"
 PAIRS = EXAMPLES / "reward_model.yaml"
 CONFIGS = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path not in (SFT, PAIRS)]
 GSM8K = EXAMPLES / "gsm8k_smollm2.yaml"
+JUDGE = EXAMPLES / "judge.yaml"
 
 TOY = [
     "learn.steps=2",
@@ -50,9 +53,15 @@ def gsm8k_rows(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def overrides(model_folder: Path, gsm8k_rows: list[str], request: pytest.FixtureRequest) -> list[str]:
-    data = gsm8k_rows if request.node.callspec.params["path"] == GSM8K else []
-    return [f"model.path={model_folder}", *data]
+def overrides(model_folder: Path, gsm8k_rows: list[str], request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    path = request.node.callspec.params["path"]
+    common = [f"model.path={model_folder}", *(gsm8k_rows if path in (GSM8K, JUDGE) else [])]
+    if path != JUDGE:
+        yield common
+        return
+    server = LocalJudge("varied")
+    yield [*common, f"reward.1.args.url={server.url}", f"reward.1.args.model={MODEL}"]
+    server.stop()
 
 
 def test_every_algorithm_has_an_example() -> None:
@@ -73,7 +82,8 @@ def test_trains(path: Path, overrides: list[str], model_folder: Path, tmp_path: 
     sizes = [f"learn.samples_per_prompt={min(4, shown.samples_per_prompt)}", f"observe.dir={tmp_path / 'run'}"]
     if shown.updates_per_step > 1:
         sizes.append("learn.updates_per_step=2")
-    summary = trimtab.train(path, overrides=[*overrides, *TOY, *SIGNAL, *sizes])
+    signal = [] if path == JUDGE else SIGNAL  # opinions differ, also on random weights
+    summary = trimtab.train(path, overrides=[*overrides, *TOY, *signal, *sizes])
     assert summary["steps"] == 2
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -84,6 +94,16 @@ def test_trains(path: Path, overrides: list[str], model_folder: Path, tmp_path: 
     before = load_file(model_folder / "model.safetensors")
     after = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("path", [JUDGE], ids=name)
+def test_the_judge_is_asked_and_counted(path: Path, overrides: list[str], tmp_path: Path) -> None:
+    sizes = ["learn.steps=1", "learn.samples_per_prompt=2", f"observe.dir={tmp_path / 'run'}"]
+    trimtab.train(path, overrides=[*overrides, *TOY, *sizes])
+    row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["reward/failed"] == row["reward/judge/failed"] == 0
+    assert row["reward/judge/scored"] + row["reward/judge/cache_hits"] == 8
+    assert 0 < row["reward/judge"] <= 1
 
 
 def test_worked_answers(model_folder: Path, gsm8k_rows: list[str], tmp_path: Path) -> None:

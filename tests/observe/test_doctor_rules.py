@@ -149,6 +149,27 @@ def test_kl_and_length_that_rise_with_the_reward_are_learning() -> None:
     assert not {"kl_ref", "length_grows"} & set(found(record(rows)))
 
 
+def test_a_task_below_its_band_is_found_once_the_run_is_half_done() -> None:
+    rows = healthy_rows()
+    put("policy/task/proofs/kl_ref", 0.01)(rows)
+    late = found(record(rows))["task_kl"]
+    assert late.level == "warn"
+    assert "proofs 0.0100 nats" in late.evidence and "below its band of 0.08 to 0.15" in late.evidence
+    assert "task_kl" not in found(record(rows[:50])), "every task starts at 0"
+    put("policy/task/proofs/kl_ref", 0.4)(rows)
+    assert found(record(rows))["task_kl"].level == "bad"
+    assert examine(record(rows, changed(observe={"kl_bands": {}}))).not_judged["task_kl"] == "no observe.kl_bands"
+
+
+def test_a_judge_that_is_quick_but_waited_for_is_found_too() -> None:
+    rows = healthy_rows()
+    put("reward/tone/wait_s", 3.0)(rows)
+    waiting = found(record(rows))["slow_judge"]
+    assert "of all time is waiting for it" in waiting.evidence and "too few are in flight" in waiting.cause
+    others = {**SETTINGS, "reward": [{"fn": "task", "timeout_s": 10.0}]}
+    assert examine(record(rows, others)).not_judged["slow_judge"] == "no judge among the rewards"
+
+
 def test_a_tail_is_told_from_plain_decoding_and_from_slots_that_nothing_could_fill() -> None:
     rows = healthy_rows()
     SICK["rollout_share"](rows)

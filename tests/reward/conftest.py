@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from tests.reward.local_judge import LocalJudge
 from trimtab.config.schema import RewardPart
 from trimtab.data.prompt import Prompt
 from trimtab.reward.scorer import Scorer
@@ -50,10 +51,28 @@ def scorer() -> Iterator[Callable[..., Scorer]]:
 
 def leftovers() -> list[psutil.Process]:
     """Workers of this process, their forks, and their marked children; also those that have another parent by now."""
-    marks = {("trimtab.reward.worker", str(os.getpid())), ("misbehave", str(os.getpid()))}
+    marks = {
+        ("trimtab.reward.worker", str(os.getpid())),
+        ("trimtab.reward.judge.process", str(os.getpid())),
+        ("misbehave", str(os.getpid())),
+    }
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         command = process.info["cmdline"] or []
         if process.info["status"] != psutil.STATUS_ZOMBIE and any(set(mark) <= set(command) for mark in marks):
             found.append(process)
     return found
+
+
+@pytest.fixture
+def local_judge() -> Iterator[Callable[..., LocalJudge]]:
+    """Start servers that answer as a judge does; ended after the test."""
+    started: list[LocalJudge] = []
+
+    def start(mode: str = "good") -> LocalJudge:
+        started.append(LocalJudge(mode))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.stop()

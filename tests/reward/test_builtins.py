@@ -141,9 +141,11 @@ def test_task_scores_reasoning_gym_rows_in_a_worker(scorer, group):
 
 
 @pytest.mark.parametrize("name", BUILTINS)
-def test_every_built_in_is_documented_and_runs_in_a_worker(scorer, group, name):
+def test_every_built_in_is_documented_and_runs_in_a_worker(scorer, group, local_judge, name):
     assert BUILTINS[name].__doc__
     args = {"regex": {"pattern": "82"}, "length": {"max_tokens": 4}}.get(name, {})
+    if name == "judge":
+        args = local_judge("say:10").args()
     one = scorer(RewardPart(fn=name, args=args, timeout_s=60), workers=1)
     given_group = group("82", prompt="37+45=", answer="82", task="arithmetic")
     one.submit(given_group)

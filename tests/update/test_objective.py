@@ -8,6 +8,7 @@ import torch
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.data.prompt import Prompt
+from trimtab.learn.parts import Part
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.objective import (
     Ledger,
@@ -82,9 +83,39 @@ def test_kl_in_the_reward_lowers_it_by_the_sum_over_tokens() -> None:
 
 def test_rewards_are_clipped_then_penalised_for_running_long() -> None:
     learn = Learn(max_new_tokens=10, reward_clip=(-1.0, 1.0), overlong={"buffer": 4, "penalty": 0.5})
-    trajectories = group(0, [5.0, 0.5, 0.5], lengths=[3, 8, 10]).trajectories
+    groups = [group(0, [5.0, 0.5, 0.5], lengths=[3, 8, 10])]
     # Length 8 is half way through the last four tokens (-0.25); length 10 is all the way (-0.5).
-    assert shaped_rewards(trajectories, learn).tolist() == [1.0, 0.25, 0.0]
+    assert shaped_rewards(groups, learn).tolist() == [1.0, 0.25, 0.0]
+
+
+PARTS = [Part("right", 1.0, "group"), Part("style", 0.5, "group")]
+
+
+def scored_by_parts(prompt: int, right: list[float], style: list[float | None]) -> Group:
+    made = group(prompt, [1.0] * len(right))
+    for trajectory, first, second in zip(made.trajectories, right, style):
+        trajectory.rewards = {"right": first} | ({} if second is None else {"style": second})
+    return made
+
+
+def test_parts_are_normalised_by_themselves_before_they_are_summed() -> None:
+    # right: 0 and 2 are -+1 / sqrt(2). style: 10 and 30 the same, at half the weight.
+    groups = [scored_by_parts(0, [0.0, 2.0], [30.0, 10.0]), scored_by_parts(1, [5.0, 5.0], [1.0, None])]
+    half = 0.5 / 2**0.5
+    assert shaped_rewards(groups, Learn(), PARTS).tolist() == pytest.approx([-half, half, 0.0, 0.0])
+    summed = [Part("right"), Part("style", 0.5)]
+    assert shaped_rewards(groups, Learn(), summed).tolist() == [1.0] * 4, "nothing is normalised: the scorer's own sum"
+
+
+def test_signal_is_judged_on_normalised_parts() -> None:
+    """Sums that are equal though their parts differ carry signal; parts that are all equal carry none."""
+    trade = scored_by_parts(0, [1.0, 0.0, 0.0], [0.0, 2.0, 2.0])
+    same = scored_by_parts(1, [1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
+    with_signal, without = split_signal([trade, same], Learn(), PARTS)
+    assert [g.prompt.id for g in with_signal] == [0]
+    assert [g.prompt.id for g in without] == [1]
+    assert split_signal([trade, same], Learn())[0] == []
+    assert split_signal([], Learn(), PARTS) == ([], [])
 
 
 def test_signal_is_judged_on_the_shaped_reward() -> None:

@@ -9,31 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 
 from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
-from trimtab.config.base import Section
+from trimtab.config.contradiction import Contradiction, changed, clash, reward_name
 from trimtab.config.learn import Learn
+from trimtab.config.objectives import judges, normalized, tasks
 from trimtab.config.reward_model import RewardModelConfig
-from trimtab.config.schema import Config, Eval, RewardPart
+from trimtab.config.schema import Config, Eval
 from trimtab.config.sft import SftConfig, SftData
 from trimtab.errors import Problem
 
 Offline = SftConfig | RewardModelConfig
 TASK_SOURCES = ("task:", "reasoning_gym:")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """A problem and the keys that it follows from; the first is where it is reported."""
-
-    keys: tuple[str, ...]
-    what: str
-    fix: str
-
-    def concerns(self, key: str) -> bool:
-        return any(mine == key or mine.startswith(f"{key}.") or key.startswith(f"{mine}.") for mine in self.keys)
 
 
 def contradictions(config: Config | Offline, ignore: Collection[str] = ()) -> list[Problem]:
@@ -45,21 +33,6 @@ def contradictions(config: Config | Offline, ignore: Collection[str] = ()) -> li
         shared = (_offload, _data, _texts, _observe)
         found = [clash for check in shared for clash in check(config, None)] + list(_supervised(config))
     return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
-
-
-def clash(keys: str, what: str, fix: str) -> Contradiction:
-    return Contradiction(tuple(keys.split()), what, fix)
-
-
-def changed(section: Section, *names: str) -> list[str]:
-    """Those of the named keys, or of all keys, whose value is not the default of the section's class."""
-    fields = type(section).model_fields
-    return [name for name in names or fields if getattr(section, name) != fields[name].default]
-
-
-def reward_name(part: RewardPart) -> str:
-    """What a reward part is called in metrics and in eval.part."""
-    return part.name or part.fn.rsplit(":", 1)[-1]
 
 
 def _groups(config: Config, learn: Learn) -> Iterator[Contradiction]:
@@ -315,7 +288,7 @@ def _texts(config: Config | Offline, learn: Learn | None) -> Iterator[Contradict
         "data.prompt": data.prompt,
         "observe.dir": observe.dir,
     }
-    texts |= {} if data.eval is None else {"data.eval": data.eval}
+    texts |= {f"data.{key}": text for key in ("eval", "task") if (text := getattr(data, key)) is not None}
     rewards = config.reward if isinstance(config, Config) else []
     texts |= {f"reward.{place}.fn": part.fn for place, part in enumerate(rewards)}
     for key, text in texts.items():
@@ -400,6 +373,9 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
             "has no effect: nothing is sampled or scored",
             "Leave it out",
         )
+    told_apart = {"data.task": data.task is not None, "observe.kl_bands": bool(config.observe.kl_bands)}
+    for key in (key for key, given in told_apart.items() if given):
+        yield clash(key, "has no effect: tasks are told apart by what is sampled and scored", "Leave it out")
 
 
 CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
@@ -412,6 +388,9 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _schedule,
     _sampling,
     _reward,
+    normalized,
+    judges,
+    tasks,
     _eval,
     _data,
     _texts,

@@ -127,6 +127,8 @@ def words(annotation: Any, metadata: Sequence[object] = ()) -> str:
         return f"a list, each item {words(args[0])}"
     if origin is tuple:
         return f"a list of {len(args)}, each {words(args[0])}"
+    if origin is dict and args[1] is not Any:
+        return f"a mapping, each value {words(args[1])}"
     if nested(annotation):
         return "a section"
     if any(isinstance(rule, BeforeValidator) and rule.func is parse_bytes for rule in metadata):

@@ -10,6 +10,8 @@ from trimtab.config.base import Count, PositiveInt, Section
 from trimtab.config.learn import Learn, Sampling
 from trimtab.config.run import Run
 
+Normalize = Literal["none", "group", "step"]
+
 
 class Lora(Section):
     """Low-rank adapters: they are trained, the model's own weights are frozen."""
@@ -47,6 +49,8 @@ class Data(Section):
     """The same, for evaluation. None: no evaluation."""
     prompt: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
+    task: str | None = None
+    """Column with the name of the row's task. Rewards, lengths, KL and evaluation are then reported for each task, too."""
     system: str | None = None
     """System message put before every prompt."""
     suffix: str = ""
@@ -72,13 +76,18 @@ class RewardPart(Section):
     """One reward; the weighted sum of all parts is what is learned from."""
 
     fn: str
-    """`file.py:function`, `package.module:function`, or a built-in: exact_match, number_match, regex, length, math, task."""
+    """`file.py:function`, `package.module:function`, or a built-in: exact_match, number_match, regex, length, math, task,
+    judge."""
     name: str | None = None
     """Name in metrics; None: the function's name."""
     weight: float = 1.0
     """Factor in the sum."""
+    normalize: Normalize = "none"
+    """Before weighting, replace the part's values by their z-scores, (value - mean) / std: among the samples of the same prompt
+    (group) or of the whole step (step). Parts of different units and spreads then weigh what `weight` says. none: as they are."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Deadline of one call. A call that misses it is ended; its samples are dropped and counted, never scored zero."""
+    """Deadline of one call. A call that misses it is ended; its samples are dropped and counted, never scored zero. For a judge:
+    of one completion, all its tries and waits together."""
     args: dict[str, Any] = {}
     """Keyword arguments for every call (built-ins document theirs)."""
 
@@ -118,6 +127,9 @@ class Observe(Section):
     """Weights & Biases project to log to; needs trimtab[wandb]."""
     max_failed_rewards: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Stop the run when more than this fraction of a step's samples has no reward because reward calls failed."""
+    kl_bands: dict[str, tuple[float, float]] = {}
+    """By task: the lowest and the highest KL to the reference, in nats per token, that is as it should be. `trimtab doctor RUN`
+    says where a task leaves its band."""
 
 
 class Config(Section):

@@ -87,7 +87,9 @@ def validate_rows(rows: Sequence[Row], data: Data, tokenizer: PreTrainedTokenize
     encoder = PromptEncoder(data, tokenizer, source_name)
     for number, row in enumerate(rows, 1):
         if data.prompt not in row:
-            raise _missing_column(row, data, source_name, number)
+            raise _missing_column(row, "prompt", data.prompt, source_name, number)
+        if data.task is not None:
+            _check_task(row, data.task, source_name, number)
         problem = _problem(row[data.prompt], data)
         if problem:
             raise DataError(f"{source_name}, row {number} (from 1), column {data.prompt!r}: {problem}")
@@ -142,11 +144,21 @@ def _text_problem(text: str) -> str:
     return f"holds half of a character ({half.group()!a}), which is not valid text." if half else ""
 
 
-def _missing_column(row: Row, data: Data, source_name: str, number: int) -> DataError:
+def _check_task(row: Row, column: str, source_name: str, number: int) -> None:
+    if column not in row:
+        raise _missing_column(row, "task", column, source_name, number)
+    if not isinstance(row[column], str | int | float) or row[column] == "":
+        raise DataError(
+            f"{source_name}, row {number} (from 1), column {column!r}: a task has a name, but this is {row[column]!r}. "
+            "Name it, or set data.task to the column with the names."
+        )
+
+
+def _missing_column(row: Row, key: str, column: str, source_name: str, number: int) -> DataError:
     where = source_name if number == 1 else f"{source_name}, row {number} (from 1)"
     return DataError(
-        f"{where} has no column {data.prompt!r}; its columns are {', '.join(map(repr, row)) or 'none'}."
-        f"{did_you_mean(data.prompt, row)} Set data.prompt to the column with the prompts."
+        f"{where} has no column {column!r}; its columns are {', '.join(map(repr, row)) or 'none'}."
+        f"{did_you_mean(column, row)} Set data.{key} to the column with the {key}s."
     )
 
 

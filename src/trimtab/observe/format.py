@@ -68,10 +68,15 @@ def duration(seconds: float | None) -> str:
 
 
 def scores(values: Mapping[str, Any]) -> str:
-    """Evaluation scores on one line: `pass@1 41.2%, length_mean 213.0`. Nested mappings keep their name in front."""
+    """Evaluation scores on one line: `pass@1 41.2%, length_mean 213.0`. Nested mappings keep their name in front.
+
+    What is counted of a task or a judge by itself (`eval/task/...`) is for metrics.jsonl and too much for a line.
+    """
     parts = []
     for name, value in values.items():
         name = name.removeprefix("eval/")
+        if "/" in name:
+            continue
         if isinstance(value, Mapping):
             parts.append(f"{name}: {scores(value)}")
         else:

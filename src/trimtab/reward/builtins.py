@@ -13,6 +13,8 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from trimtab.errors import RewardError
+from trimtab.reward.judge.reward import judge
+from trimtab.reward.text import text_of
 
 Rewards = list[float | None]
 
@@ -25,14 +27,6 @@ NUMBER = re.compile(
         )""",
     re.VERBOSE,
 )
-
-
-def text_of(completion: Any) -> str:
-    """The text of a completion, plain or as messages."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1]["content"]
-    return content if isinstance(content, str) else "".join(piece.get("text", "") for piece in content)
 
 
 def numbers_in(text: str) -> list[Decimal]:
@@ -157,11 +151,12 @@ def task(completions: list[Any], **columns: Any) -> Rewards:
     return [score_row(text_of(completion), row) for completion, row in zip(completions, rows)]
 
 
-BUILTINS: dict[str, Callable[..., Rewards]] = {
+BUILTINS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "number_match": number_match,
     "regex": regex,
     "length": length,
     "math": math,
     "task": task,
+    "judge": judge,
 }

@@ -15,7 +15,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -131,6 +131,10 @@ def load(source: Source, args: dict[str, Any]) -> Function:
 
         function = describe(BUILTINS[source.name], args, source)
         function({name: [] for name in GIVEN})  # finds bad values of args and missing packages
+        if source.name == "judge":
+            from trimtab.reward.judge.reward import columns_needed
+
+            function = replace(function, needs=columns_needed(function.args))
         return function
     try:
         call = pickle.loads(source.pickled) if source.kind == "object" else _attribute(_module(source), source)
@@ -204,7 +208,9 @@ def describe(call: Callable[..., Any], args: dict[str, Any], source: Source) -> 
     if source.kind == "builtin":
         if missing:
             raise RewardError(f"reward.args: {source} needs a value for {', '.join(sorted(missing))}")
-        missing = {args.get("column", named["column"].default)} if "column" in named else set()
+        # Options come from `args` alone: a column of the data may have an option's name by chance.
+        args = {name: p.default for name, p in named.items() if p.kind is p.KEYWORD_ONLY} | args
+        missing = {args["column"]} if "column" in args else set()
     return Function(call, args, None if takes_any else frozenset(named), frozenset(missing))
 
 

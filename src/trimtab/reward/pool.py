@@ -35,7 +35,7 @@ import psutil
 
 from trimtab.errors import RewardError
 from trimtab.reward.load import Source
-from trimtab.reward.wire import Cell, Failure, receive, send
+from trimtab.reward.wire import Cell, Failure, Tally, receive, send
 
 LOAD_TIMEOUT_S = 300.0
 """For the imports of all reward functions; they may load a model of their own."""
@@ -56,6 +56,8 @@ class Reply:
     result: list[Cell] | Failure
     seconds: float
     """In the worker."""
+    tally: Tally | None = None
+    """What a judge counted; None for other rewards."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,13 @@ class Stopped(Exception):
 class Worker:
     """One worker process, started by and used from one thread."""
 
-    def __init__(self, stop: threading.Event) -> None:
+    def __init__(self, stop: threading.Event, module: str = "trimtab.reward.worker") -> None:
         self._stop = stop
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(SLICE_S)
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker; faulthandler writes to it
         fds = (theirs.fileno(), self._trace.fileno())
-        command = [sys.executable, "-u", "-P", "-m", "trimtab.reward.worker", *map(str, fds), str(os.getpid())]
+        command = [sys.executable, "-u", "-P", "-m", module, *map(str, fds), str(os.getpid())]
         self._process = subprocess.Popen(
             command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True, env=_environment()
         )
@@ -105,6 +107,20 @@ class Worker:
         except (EOFError, ConnectionError):
             stack = self._stack()
             return Failure("crashed", f"ended its process: {self._end()}", stack)
+
+    def fileno(self) -> int:
+        """Of the channel, to wait for what it says."""
+        return self._channel.fileno()
+
+    def tell(self, message: bytes, timeout_s: float) -> None:
+        """Send a message whose answer may come at any time. A TimeoutError or an EOFError: the process is of no further use."""
+        deadline = time.monotonic() + timeout_s
+        send(self._channel, message, lambda: self._check(deadline))
+
+    def hear(self, timeout_s: float) -> Any:
+        """The next message, which may be the answer to any; errors as for `tell`."""
+        deadline = time.monotonic() + timeout_s
+        return pickle.loads(receive(self._channel, lambda: self._check(deadline)))
 
     def _check(self, deadline: float) -> None:
         if self._stop.is_set():
@@ -181,14 +197,18 @@ def _environment() -> dict[str, str]:
     return environment
 
 
+def import_path(base_dir: Path) -> list[str]:
+    """Where a worker finds modules: as the trainer does, then in the configuration's folder and the current one."""
+    here = os.getcwd()
+    path = [entry or here for entry in sys.path]
+    return path + [folder for folder in (str(base_dir.resolve()), here) if folder not in path]
+
+
 class Pool:
     """Worker processes behind one queue. Made when the functions have loaded in a worker; a RewardError otherwise."""
 
     def __init__(self, parts: list[tuple[Source, dict[str, Any]]], workers: int, base_dir: Path) -> None:
-        here = os.getcwd()
-        path = [entry or here for entry in sys.path]
-        path += [folder for folder in (str(base_dir.resolve()), here) if folder not in path]
-        self._path, self._parts = path, parts
+        self._path, self._parts = import_path(base_dir), parts
         self._queue: queue.PriorityQueue[tuple[bool, int, Request | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._stop = threading.Event()

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import RewardError
+from trimtab.reward.lane import Lane
 from trimtab.reward.load import locate, nearest
 from trimtab.reward.pool import SLICE_S, Pool, Reply, Request
-from trimtab.reward.wire import Cell, Failure
+from trimtab.reward.wire import Cell, Failure, Tally
 
 if TYPE_CHECKING:
     from trimtab.config.schema import RewardPart
@@ -61,6 +62,8 @@ class Stats:
     """Time of all calls in their workers, added up."""
     wait_s: float = 0.0
     """Time for which `collect` kept its caller waiting."""
+    judges: dict[str, Tally] = field(default_factory=dict)
+    """By name of the part, for parts that are judges."""
 
 
 class Scorer:
@@ -73,7 +76,9 @@ class Scorer:
         workers: int,
         base_dir: Path,
         functions: Mapping[str, Callable[..., Any]] | None = None,
+        run_dir: Path | None = None,
     ) -> None:
+        """`run_dir`: where a judge's cache on disk goes, once the folder is there."""
         assert parts
         assert workers >= 1
         sources = [locate(part.fn, base_dir, functions or {}) for part in parts]
@@ -88,14 +93,30 @@ class Scorer:
         """Samples dropped since the start: timeout, raised, crashed, invalid."""
         self._parts = list(parts)
         self._sheets: list[_Sheet] = []
-        self._pool = Pool([(source, part.args) for part, source in zip(parts, sources)], workers, base_dir)
-        self._finalizer = weakref.finalize(self, self._pool.close)  # also at interpreter exit
+        judges = [place for place, source in enumerate(sources) if source.kind == "builtin" and source.name == "judge"]
+        others = [place for place in range(len(parts)) if place not in judges]
+        self._doers: list[Pool | Lane] = []
+        self._desks: dict[int, Desk] = {}
+        self._finalizer = weakref.finalize(self, _close, self._doers)  # also at interpreter exit
+        try:
+            if others:
+                self._open(others, Pool([(sources[p], parts[p].args) for p in others], workers, base_dir))
+            if judges:
+                asked = [(sources[p], parts[p].args, parts[p].timeout_s) for p in judges]
+                self._open(judges, Lane(asked, base_dir, run_dir))
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, places: list[int], doer: Pool | Lane) -> None:
+        self._doers.append(doer)
+        self._desks |= {place: Desk(doer, number) for number, place in enumerate(places)}
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise where a part needs a column that the rows do not have. For before training, with a row's columns."""
         known = set(columns)
-        for name, needs in zip(self.names, self._pool.needs):
-            for column in sorted(needs - known):
+        for place, name in enumerate(self.names):
+            for column in sorted(self._desks[place].needs - known):
                 raise RewardError(
                     f"reward {name!r} needs a column {column!r}, which the data does not have. "
                     f"{nearest(column, known)} Offered besides the columns: prompts, completions, completion_ids"
@@ -103,7 +124,7 @@ class Scorer:
 
     def submit(self, group: Group) -> None:
         """Start scoring a group. Does not block; the group must not be touched until it is collected."""
-        sheet = _Sheet(group, self._pool, self._parts, self.names)
+        sheet = _Sheet(group, self._desks, self._parts, self.names)
         self._sheets.append(sheet)
         sheet.start()
 
@@ -112,12 +133,13 @@ class Scorer:
         start = time.monotonic()
         for sheet in self._sheets:
             while not sheet.done.wait(SLICE_S):
-                self._pool.raise_if_broken()
+                for doer in self._doers:
+                    doer.raise_if_broken()
         wait_s = time.monotonic() - start
         sheets, self._sheets = self._sheets, []
         for sheet in sheets:
             self.failures.update(sheet.fill_in())
-        self.stats = _stats(sheets, self.names, wait_s)
+        self.stats = _stats(sheets, self.names, start, wait_s)
         return [sheet.group for sheet in sheets]
 
     def close(self) -> None:
@@ -131,15 +153,35 @@ class Scorer:
         self.close()
 
 
+@dataclass(frozen=True)
+class Desk:
+    """Who scores a part, and what the part's number is there."""
+
+    doer: Pool | Lane
+    number: int
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.doer.needs[self.number]
+
+
+def _close(doers: list[Pool | Lane]) -> None:
+    for doer in doers:
+        doer.close()
+
+
 class _Sheet:
     """The score sheet of one group: a cell for every part and sample, filled in by the driving threads."""
 
-    def __init__(self, group: Group, pool: Pool, parts: list[RewardPart], names: list[str]) -> None:
+    def __init__(self, group: Group, desks: Mapping[int, Desk], parts: list[RewardPart], names: list[str]) -> None:
         self.group = group
         self.done = threading.Event()
         self.seconds: list[float] = []
         self.repeated = 0
-        self._pool, self._parts, self._names = pool, parts, names
+        self.tallies: dict[str, Tally] = {}
+        self.judged_at: dict[str, float] = {}
+        """When each of its judges was done."""
+        self._desks, self._parts, self._names = desks, parts, names
         self._cells: list[dict[int, Cell]] = [{} for _ in parts]
         self._lock = threading.Lock()
         self._missing = len(parts) * len(group.trajectories)
@@ -153,7 +195,8 @@ class _Sheet:
 
     def _call(self, part: int, samples: Sequence[int], again: bool = False) -> None:
         arguments, receive = partial(self._arguments, samples), partial(self._receive, part, samples)
-        self._pool.call(Request(part, len(samples), self._parts[part].timeout_s, arguments, receive, again))
+        desk, timeout_s = self._desks[part], self._parts[part].timeout_s
+        desk.doer.call(Request(desk.number, len(samples), timeout_s, arguments, receive, again))
 
     def _arguments(self, samples: Sequence[int]) -> dict[str, Any]:
         """The field's convention: a list for every argument, one entry a sample."""
@@ -173,6 +216,9 @@ class _Sheet:
         failed = isinstance(reply.result, Failure)
         with self._lock:
             self.seconds.append(reply.seconds)
+            if reply.tally is not None:
+                self.tallies.setdefault(self._names[part], Tally()).add(reply.tally)
+                self.judged_at[self._names[part]] = time.monotonic()
             if failed and len(samples) > 1:
                 self.repeated += 1
             else:
@@ -223,7 +269,7 @@ def check_failures(groups: Iterable[Group], max_fraction: float) -> None:
         )
 
 
-def _stats(sheets: list[_Sheet], names: list[str], wait_s: float) -> Stats:
+def _stats(sheets: list[_Sheet], names: list[str], start: float, wait_s: float) -> Stats:
     trajectories = [trajectory for sheet in sheets for trajectory in sheet.group.trajectories]
     seconds = [second for sheet in sheets for second in sheet.seconds]
     values = {name: [t.rewards[name] for t in trajectories if name in t.rewards] for name in names}
@@ -237,7 +283,18 @@ def _stats(sheets: list[_Sheet], names: list[str], wait_s: float) -> Stats:
         latency_max_s=max(seconds, default=0.0),
         busy_s=sum(seconds),
         wait_s=wait_s,
+        judges=_judges(sheets, start),
     )
+
+
+def _judges(sheets: list[_Sheet], start: float) -> dict[str, Tally]:
+    """What each judge counted for all groups, and how long after `start` it was done with the last."""
+    judges: dict[str, Tally] = {}
+    for sheet in sheets:
+        for name, tally in sheet.tallies.items():
+            judges.setdefault(name, Tally()).add(tally)
+            judges[name].wait_s = max(judges[name].wait_s, sheet.judged_at[name] - start)
+    return judges
 
 
 def _part_stats(values: list[float]) -> PartStats:

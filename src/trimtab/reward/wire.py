@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -33,6 +34,33 @@ class Failure:
 
 Cell = float | None | Failure
 """What one part says about one sample: a value, not applicable, or a failure."""
+
+
+@dataclass
+class Tally:
+    """What a judge counted: adds up over calls."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    latencies_s: list[float] = field(default_factory=list)
+    """Of every request that was answered, and of those that were given up."""
+    wait_s: float = 0.0
+    """Time for which a step had nothing left to do but wait for it."""
+
+    def add(self, other: Tally) -> None:
+        self.counts.update(other.counts)
+        self.wait_s += other.wait_s
+        self.latencies_s += other.latencies_s
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process with many calls under way says about one of them."""
+
+    call: int
+    result: list[Cell] | Failure
+    seconds: float
+    """The longest that one of its samples took."""
+    tally: Tally
 
 
 OnTimeout = Callable[[], None]

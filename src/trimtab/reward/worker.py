@@ -3,7 +3,7 @@
 Guarantees:
 - It loads the functions once, then answers one call at a time, in its main thread.
 - What user code prints goes to stderr; it cannot reach the channel. A fork of the process cannot answer for it.
-- What is sent back holds only floats, None and strings: everything a function returns is judged here.
+- What is sent back holds only floats, None and strings: everything a function returns is checked here.
 - It ends when its parent does, on Linux also in the middle of a call (a parent-death signal), elsewhere after the call.
 - Nothing here imports torch; it is imported only where a user's function does.
 """
@@ -31,7 +31,8 @@ from trimtab.reward.wire import Cell, Failure, receive, send
 PR_SET_PDEATHSIG = 1
 
 
-def main(channel_fd: int, trace_fd: int, parent_pid: int) -> None:
+def set_up(channel_fd: int, trace_fd: int, parent_pid: int) -> socket.socket:
+    """What every reward process does first; the channel to its parent."""
     die_with(parent_pid)
     os.dup2(2, 1)
     faulthandler.enable(file=trace_fd, all_threads=False)
@@ -40,6 +41,11 @@ def main(channel_fd: int, trace_fd: int, parent_pid: int) -> None:
     os.set_inheritable(trace_fd, False)
     channel = socket.socket(fileno=channel_fd)
     os.register_at_fork(after_in_child=channel.close)
+    return channel
+
+
+def main(channel_fd: int, trace_fd: int, parent_pid: int) -> None:
+    channel = set_up(channel_fd, trace_fd, parent_pid)
     pid = os.getpid()
     functions: list[Function] = []
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -79,7 +85,7 @@ def respond(message: bytes, functions: list[Function]) -> list[Cell] | Failure:
         result = functions[part](offered)
         if inspect.isawaitable(result):
             result = await_(result)
-        return judge(result, count)
+        return checked(result, count)
     except BaseException as error:  # user code: also SystemExit and KeyboardInterrupt
         summary = f"raised {type(error).__name__}: {error}".splitlines()[0]
         return Failure("raised", summary, user_traceback(error))
@@ -100,7 +106,7 @@ def await_(awaitable: Any) -> Any:
     return _runner.run(finish())
 
 
-def judge(result: Any, count: int) -> list[Cell] | Failure:
+def checked(result: Any, count: int) -> list[Cell] | Failure:
     """What a function returned, entry by entry; a Failure where it cannot be matched with the samples."""
     if not isinstance(result, (list, tuple)) and hasattr(result, "tolist"):
         result = result.tolist()  # numpy arrays, torch tensors
@@ -110,14 +116,14 @@ def judge(result: Any, count: int) -> list[Cell] | Failure:
         )
     if len(result) != count:
         return Failure("invalid", f"returned {len(result)} values for {count} completions; return one a completion")
-    return [judge_entry(entry) for entry in result]
+    return [checked_entry(entry) for entry in result]
 
 
-def judge_entry(entry: Any) -> Cell:
+def checked_entry(entry: Any) -> Cell:
     if not isinstance(entry, numbers.Real) and getattr(entry, "shape", None) == ():
         entry = entry.item()  # a torch or numpy scalar
-    if entry is None:
-        return None
+    if entry is None or isinstance(entry, Failure):
+        return entry
     if not isinstance(entry, numbers.Real):
         return Failure(
             "invalid", f"returned {type(entry).__name__} {repr(entry)[:80]} as a reward; return a number or None"

@@ -6,6 +6,7 @@ Everything here is counted over the whole of what one optimizer step will consum
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from trimtab.config.learn import Learn
 from trimtab.learn.advantages import ADVANTAGES, gae, global_norm, has_signal, reward_to_go_advantages
 from trimtab.learn.aggregate import token_weights
 from trimtab.learn.kl import ESTIMATORS, kl_in_reward
+from trimtab.learn.parts import Part, combine
 from trimtab.learn.shaping import overlong_penalty, reward_clip
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.batch import Sample
@@ -45,9 +47,15 @@ def usable(groups: list[Group]) -> tuple[list[Group], Counter[str]]:
     return kept, dropped
 
 
-def shaped_rewards(trajectories: list[Trajectory], learn: Learn) -> torch.Tensor:
-    """Rewards as advantages see them: clipped, then DAPO's penalty for running long."""
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+def shaped_rewards(groups: list[Group], learn: Learn, parts: Sequence[Part] = ()) -> torch.Tensor:
+    """Rewards as advantages see them: parts normalised and summed, clipped, then DAPO's penalty for running long."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    if any(part.normalize != "none" for part in parts):
+        nothing = float("nan")
+        values = [[t.rewards.get(part.name, nothing) for part in parts] for t in trajectories]
+        rewards = combine(torch.tensor(values, dtype=torch.float64), group_index(groups), parts)
+    else:
+        rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
     if learn.reward_clip is not None:
         rewards = reward_clip(rewards, *learn.reward_clip)
     if learn.overlong is not None:
@@ -58,15 +66,18 @@ def shaped_rewards(trajectories: list[Trajectory], learn: Learn) -> torch.Tensor
     return rewards
 
 
-def split_signal(groups: list[Group], learn: Learn) -> tuple[list[Group], list[Group]]:
+def group_index(groups: list[Group]) -> torch.Tensor:
+    """For each sample, which of the groups it belongs to."""
+    return torch.tensor([g for g, group in enumerate(groups) for _ in group.trajectories], dtype=torch.int64)
+
+
+def split_signal(groups: list[Group], learn: Learn, parts: Sequence[Part] = ()) -> tuple[list[Group], list[Group]]:
     """Groups whose rewards differ within the group, and groups that can teach nothing."""
-    with_signal: list[Group] = []
-    without: list[Group] = []
-    for group in groups:
-        rewards = shaped_rewards(group.trajectories, learn)
-        signal = has_signal(rewards, torch.zeros(len(group.trajectories), dtype=torch.int64))
-        (with_signal if bool(signal[0]) else without).append(group)
-    return with_signal, without
+    if not groups:
+        return [], []
+    signal = has_signal(shaped_rewards(groups, learn, parts), group_index(groups)).tolist()
+    with_signal = [group for group, differs in zip(groups, signal) if differs]
+    return with_signal, [group for group, differs in zip(groups, signal) if not differs]
 
 
 def to_samples(groups: list[Group]) -> list[list[Sample]]:
@@ -77,13 +88,14 @@ def to_samples(groups: list[Group]) -> list[list[Sample]]:
     ]
 
 
-def set_advantages(groups: list[Group], samples: list[list[Sample]], learn: Learn, kl_coef: float) -> None:
+def set_advantages(
+    groups: list[Group], samples: list[list[Sample]], learn: Learn, kl_coef: float, parts: Sequence[Part] = ()
+) -> None:
     """Fill in every sample's advantage, over the whole step. Reference log-probs are there where the reward needs them."""
     trajectories = [t for group in groups for t in group.trajectories]
     flat = [sample for group in samples for sample in group]
-    rewards = shaped_rewards(trajectories, learn)
+    rewards = shaped_rewards(groups, learn, parts)
     lengths = torch.tensor([len(t) for t in trajectories])
-    index = torch.tensor([g for g, group in enumerate(groups) for _ in group.trajectories])
     sequence = torch.repeat_interleave(torch.arange(len(flat)), lengths)
     if kl_coef and learn.kl.where == "reward":
         policy = torch.cat([s.engine_logprobs if s.old_logprobs is None else s.old_logprobs for s in flat]).double()
@@ -101,7 +113,7 @@ def set_advantages(groups: list[Group], samples: list[list[Sample]], learn: Lear
     if learn.advantage == "gae":
         _against_critic(flat, rewards, torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths, learn)
         return
-    advantages = ADVANTAGES[learn.advantage](rewards, index)
+    advantages = ADVANTAGES[learn.advantage](rewards, group_index(groups))
     _assign(flat, advantages.float()[sequence], lengths)
 
 

@@ -17,6 +17,7 @@ from trimtab.config.learn import Learn
 from trimtab.learn.importance import importance_weights
 from trimtab.learn.kl import ESTIMATORS
 from trimtab.learn.losses import LOSSES
+from trimtab.learn.segments import sum_by
 from trimtab.model.head import TokenStats
 from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Keep, Policy
@@ -41,6 +42,8 @@ class UpdateStats:
     """The cap they were packed under."""
     grad_norm: float = 0.0
     applied: bool = True
+    kl_ref_of: list[tuple[list[Sample], torch.Tensor]] = field(default_factory=list)
+    """Of each micro-batch: its samples, and each one's KL to the reference, summed over its tokens. Stays on the device."""
 
     def add(self, **values_R: torch.Tensor) -> None:
         for name, values in values_R.items():
@@ -197,6 +200,7 @@ class Updater:
         if batch.samples[0].ref_logprobs is not None:
             kl_ref = ESTIMATORS[learn.kl.estimator](logp, batch.gather("ref_logprobs"))
             stats.add(kl_ref=kl_ref)
+            stats.kl_ref_of.append((batch.samples, sum_by(kl_ref.detach().double(), sequence, sequences)))
             if learn.kl.where == "loss":
                 loss = loss + kl_coef * kl_ref
         if learn.entropy_coef:
