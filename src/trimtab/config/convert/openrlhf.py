@@ -15,7 +15,7 @@ from trimtab.config.convert.common import (
     steps_from_epochs,
 )
 from trimtab.config.convert.openrlhf_table import CRITIC_FLAGS, REWARD_MODEL_FLAGS, RULES, STAGE_FLAGS
-from trimtab.config.convert.rules import number, one_of, pair, real, text, whole, yes
+from trimtab.config.convert.rules import PPO, number, one_of, pair, real, text, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
 
 DEFAULTS = {
@@ -86,7 +86,7 @@ def _algorithm(sheet: Sheet) -> None:
     name = "algo.advantage.estimator"
     estimator = sheet.read(name, one_of({choice: choice for choice in ALGORITHMS}), "gae")
     algorithm = ALGORITHMS[estimator]
-    sheet.put("learn.algorithm", algorithm, name)
+    sheet.put("learn.algorithm", algorithm, name, note=PPO if estimator == "gae" else "")
     if sheet.read("actor.policy_loss_type", one_of({"ppo": "clip", "gspo": "gspo"}), "clip") == "gspo":
         sheet.put("learn.loss", "gspo", "actor.policy_loss_type", note="every sequence weighs the same with it")
         sheet.put("learn.aggregate", "sequence_mean", "actor.policy_loss_type")

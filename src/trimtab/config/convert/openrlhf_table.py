@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from trimtab.config.convert.rules import (
-    AS_THE_POLICY,
     NORMALISED,
     PAIRS,
     REWARD_MODEL,
@@ -36,17 +35,17 @@ CRITIC_FLAGS: tuple[Rule, ...] = (
         "a language model with the policy's tokenizer; its head is made anew, and says 0 at first",
     ),
     together("critic.adam.lr critic_learning_rate", "learn.critic.lr"),
-    together("critic.value_clip value_clip", "learn.critic.clip", "0.5 unless given, 0.2 before OpenRLHF 0.8.3"),
+    together("critic.value_clip value_clip", "learn.critic.clip", "0.5 unless given, 0.2 before OpenRLHF 0.8.2"),
     together(
         "critic.freezing_steps freezing_actor_steps",
         "learn.critic.warmup_steps",
-        "-1 there is 0 here. Since OpenRLHF counts from 0 the policy waits one step more there",
+        "-1 there is 0 here. Today's OpenRLHF counts steps from 0, so the policy waits one step more there",
     ),
     together("algo.advantage.gamma gamma", "learn.critic.gamma"),
     together(
         "algo.advantage.lambd lambd",
         "learn.critic.lam",
-        f"1 unless given, 0.95 before OpenRLHF 0.7. There and here {NORMALISED}",
+        f"1 unless given, 0.95 before OpenRLHF 0.6.4. There and here {NORMALISED}",
     ),
     automatic("critic.num_nodes critic_num_nodes", PLACEMENT),
     automatic("critic.num_gpus_per_node critic_num_gpus_per_node", PLACEMENT),
@@ -54,7 +53,6 @@ CRITIC_FLAGS: tuple[Rule, ...] = (
     automatic(
         "critic.save_value_network save_value_network", "the critic is in every checkpoint; export leaves it out"
     ),
-    automatic("critic.gradient_checkpointing_enable", AS_THE_POLICY, "run.checkpoint_activations"),
     *each(
         unsupported,
         "critic.adam.betas critic.adam.eps critic.adam.weight_decay critic.max_norm critic.optim critic.lr_scheduler "

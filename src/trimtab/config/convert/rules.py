@@ -23,6 +23,7 @@ PAIRS = "training a reward model is a command of its own: `trimtab reward-model`
 CRITIC = "learn.critic."
 AS_THE_POLICY = "the critic is packed, capped, planned and checkpointed as the policy is"
 SHARED = "the critic has the policy's optimizer and schedule; only its rate is its own: learn.critic.lr"
+PPO = "gae is PPO, with a critic: a second model in memory, which `trimtab plan` counts"
 NORMALISED = "advantages are normalised over all tokens of the step"
 
 

@@ -25,7 +25,7 @@ MASK = "***"
 FAMILY = ".*"
 REFERENCE = re.compile(r"\$\{(oc\.|\.|\w+\.)")
 """A value of Hydra's that stands for another key's: ${oc.select:a.b,1}, ${.c}, ${a.b}."""
-NAMES = ("trimtab", "verl", "nanochat", "gspo", "false", "true")
+NAMES = ("trimtab", "verl", "nanochat", "gspo", "gae", "false", "true")
 """Words that are not written with a capital even when a sentence begins with them."""
 
 

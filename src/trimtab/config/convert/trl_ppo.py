@@ -146,12 +146,12 @@ def _sizes(sheet: Sheet) -> None:
     )
     cut = ceil(local / parts / per_device)
     updates = max(parts * cut // accumulated, 1)
-    note = f"{parts} parts of {cut} micro-batch{'es' * (cut > 1)}, an optimizer step after every {accumulated}"
+    note = f"{parts} part{'s' * (parts > 1)} of {cut} micro-batch{'es' * (cut > 1)}, an optimizer step after every {accumulated}"
     sheet.put("learn.updates_per_step", min(updates, prompts), "num_mini_batches", note=note)
     episodes = sheet.read("total_episodes", whole)
     if episodes is not None and episodes > 0:
         steps = ceil(episodes / prompts)
-        sheet.put("learn.steps", steps, "total_episodes", note=f"{episodes} / {prompts} prompts in a step")
+        sheet.put("learn.steps", steps, "total_episodes", note=f"{episodes} / {prompts} prompts in a step, rounded up")
         sheet.refuse("num_train_epochs", "total_episodes wins over it", "dead")
     elif sheet.given("num_train_epochs"):
         steps_from_epochs(sheet, "num_train_epochs", prompts)
@@ -168,7 +168,7 @@ def _rates(sheet: Sheet) -> None:
         sheet.put("learn.sampling.temperature", TEMPERATURE)
     said = ["one completion for each prompt", *[f"a rate of {LEARNING_RATE:g}"] * (rate is None)]
     said += [f"a temperature of {TEMPERATURE:g}"] * (not sheet.given("temperature"))
-    sheet.say(_sign(sheet) or "", f"PPOConfig has it, so learn.algorithm is ppo, with {', '.join(said)}")
+    sheet.say(_sign(sheet) or "", f"PPOConfig has it, so learn.algorithm is ppo, with {' and '.join(said)}")
 
 
 def _model(sheet: Sheet) -> None:

@@ -13,7 +13,7 @@ from trimtab.config.convert.common import (
     split_updates,
     steps_from_epochs,
 )
-from trimtab.config.convert.rules import one_of, pair, real, text, texts, whole, yes
+from trimtab.config.convert.rules import PPO, one_of, pair, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
 from trimtab.config.convert.verl_run_table import RUN_RULES
 from trimtab.config.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_MODEL_KEYS
@@ -83,7 +83,9 @@ def _algorithm(sheet: Sheet) -> None:
     name = "algorithm.adv_estimator"
     estimator = sheet.read(name, text, "gae")
     algorithm = ALGORITHMS.get(estimator, "grpo")
-    note = "" if estimator in ALGORITHMS else f"{estimator} is not here; grpo is the nearest"
+    note = PPO if estimator == "gae" else ""
+    if estimator not in ALGORITHMS:
+        note = f"{estimator} is not here; grpo is the nearest"
     sheet.put("learn.algorithm", algorithm, name, note=note)
     _critic(sheet, estimator if "learn.algorithm" in sheet.keys else "the algorithm that is left")
     by_std = "algorithm.norm_adv_by_std_in_grpo"

@@ -118,7 +118,7 @@ REWARD_MODEL_KEYS: tuple[Rule, ...] = (
     unsupported("reward_model.forward_max_token_len_per_gpu", REWARD_MODEL),
     dead(
         "reward_model.forward_micro_batch_size_per_gpu",
-        "verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. Here " + REWARD_MODEL,
+        "verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. And " + REWARD_MODEL,
     ),
     unsupported("reward_model.model.use_remove_padding", REWARD_MODEL),
     unsupported("reward_model.ulysses_sequence_parallel_size", REWARD_MODEL),
