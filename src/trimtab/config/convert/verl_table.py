@@ -95,7 +95,7 @@ CRITIC_KEYS: tuple[Rule, ...] = (
     *each(
         automatic,
         "critic.checkpoint.* critic.profiler.* critic.rollout_n critic.shuffle critic.data_loader_seed "
-        "critic.load_weight critic.model.use_liger critic.model.use_shm",
+        "critic.model.use_liger critic.model.use_shm",
         AS_THE_POLICY,
     ),
     *each(
