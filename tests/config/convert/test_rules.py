@@ -89,14 +89,60 @@ def test_openrlhf_estimators(estimator: str, expected: dict[str, str]) -> None:
     assert expected.items() <= keys(found).items() and row(found, "--advantage_estimator")["outcome"] == "mapped"
 
 
-def test_openrlhf_ppo_is_not_here_and_says_what_is_used() -> None:
-    found = openrlhf(
-        "--advantage_estimator", "gae", "--critic_learning_rate", "9e-6", "--gamma", "1", "--lambd", "0.95"
+CRITIC_OF_OPENRLHF = {"learn.critic.lr": 9e-6, "learn.critic.clip": 0.5, "learn.critic.lam": 1.0}
+
+
+def test_openrlhf_ppo_is_what_it_does_unless_told_otherwise() -> None:
+    found = keys(openrlhf("--pretrain", "m"))
+    assert {"learn.algorithm": "ppo", **CRITIC_OF_OPENRLHF}.items() <= found.items()
+    assert {key for key in found if key.startswith("learn.critic")} == set(CRITIC_OF_OPENRLHF)
+
+
+def test_openrlhf_critic() -> None:
+    words = ["--critic_learning_rate", "5e-6", "--gamma", "0.99", "--lambd", "0.95", "--value_clip", "0.2"]
+    found = openrlhf(*words, "--freezing_actor_steps", "10", "--critic_pretrain", "c")
+    assert {
+        "learn.critic.lr": 5e-6,
+        "learn.critic.gamma": 0.99,
+        "learn.critic.lam": 0.95,
+        "learn.critic.clip": 0.2,
+        "learn.critic.warmup_steps": 10,
+        "learn.critic.path": "c",
+    }.items() <= keys(found).items()
+    assert {line.outcome for line in found.lines} == {"mapped"}
+    new = openrlhf("--critic.adam.lr", "5e-6", "--algo.advantage.lambd", "0.95", "--critic.freezing_steps", "-1")
+    assert {"learn.critic.lr": 5e-6, "learn.critic.lam": 0.95, "learn.critic.warmup_steps": 0}.items() <= keys(
+        new
+    ).items()
+
+
+def test_openrlhf_critic_flags_do_nothing_without_a_critic() -> None:
+    words = ["--critic_learning_rate", "9e-6", "--critic_num_nodes", "2", "--gamma", "0.9", "--critic.adam.eps", "1e-5"]
+    found = openrlhf("--advantage_estimator", "group_norm", "--n_samples_per_prompt", "4", *words)
+    assert [line.outcome for line in found.lines] == ["mapped", "mapped", "dead", "dead", "dead", "dead"]
+    assert "group_norm has no critic" in row(found, "--critic_num_nodes")["note"]
+    assert not any(key.startswith("learn.critic") for key in keys(found)) and not any(
+        "critic" in line.setting.name for line in found.assumed
     )
-    assert keys(found)["learn.algorithm"] == "reinforce_pp"
-    assert row(found, "--advantage_estimator")["outcome"] == "unsupported"
-    assert "PPO is not in this version" in row(found, "--critic_learning_rate")["note"]
-    assert not any("ppo" in key for key in keys(found))
+    discounted = row(openrlhf("--advantage_estimator", "reinforce", "--gamma", "0.9"), "--gamma")
+    assert discounted["outcome"] == "unsupported" and "here only PPO does" in discounted["note"]
+    assert row(openrlhf("--advantage_estimator", "reinforce", "--gamma", "1"), "--gamma")["outcome"] == "dead"
+
+
+def test_openrlhf_a_critic_has_the_policys_optimizer() -> None:
+    found = openrlhf("--critic.adam.betas", "0.9", "0.95", "--critic.lr_warmup_ratio", "0.1", "--no_advantage_std_norm")
+    assert [line.outcome for line in found.lines] == ["automatic", "unsupported", "unsupported"]
+    assert "only its rate is its own" in row(found, "--critic.lr_warmup_ratio")["note"]
+    assert "divided by their deviation" in row(found, "--no_advantage_std_norm")["note"]
+
+
+def test_openrlhf_a_reward_model_and_other_stages_say_what_to_do() -> None:
+    found = openrlhf("--reward_pretrain", "rm", "--output_key", "answer", "--chosen_key", "good")
+    assert {line.outcome for line in found.lines} == {"unsupported"}
+    note = row(found, "--reward_pretrain")["note"]
+    assert "serve it" in note and "starts the critic from it too" in note
+    assert "trimtab sft" in row(found, "--output_key")["note"]
+    assert "trimtab reward-model" in row(found, "--chosen_key")["note"]
 
 
 def test_openrlhf_kl_target_of_a_completion_becomes_one_of_a_token() -> None:
@@ -169,6 +215,49 @@ def test_verl_kl_in_the_loss_in_the_reward_and_not_at_all() -> None:
     assert reward["learn.kl.target"] == 0.1 and reward["learn.kl.horizon"] == 5000
     off = verl("A.actor.kl_loss_coef=0.01", "algorithm.kl_ctrl.kl_coef=0.1")
     assert [line.outcome for line in off.lines] == ["dead", "dead"] and "learn.kl.coef" not in keys(off)
+
+
+def test_verl_ppo_and_its_critic() -> None:
+    usual = keys(verl("A.model.path=m"))
+    assert {"learn.algorithm": "ppo", "learn.critic.clip": 0.5, "learn.critic.lam": 1.0}.items() <= usual.items()
+    found = keys(
+        verl(
+            "algorithm.adv_estimator=gae",
+            "critic.optim.lr=2e-5",
+            "critic.model.path=c",
+            "critic.cliprange_value=0.3",
+            "algorithm.gamma=0.99",
+            "algorithm.lam=0.9",
+            "trainer.critic_warmup=5",
+        )
+    )
+    assert {
+        "learn.critic.lr": 2e-5,
+        "learn.critic.path": "c",
+        "learn.critic.clip": 0.3,
+        "learn.critic.gamma": 0.99,
+        "learn.critic.lam": 0.9,
+        "learn.critic.warmup_steps": 4,
+    }.items() <= found.items()
+    assert keys(verl("trainer.critic_warmup=0"))["learn.critic.warmup_steps"] == 0
+
+
+def test_verl_what_trimtab_decides_for_a_critic() -> None:
+    words = ["critic.ppo_micro_batch_size_per_gpu=8", "critic.fsdp.param_offload=True", "critic.megatron.context=2"]
+    found = verl(
+        *words, "critic.optim.weight_decay=0.01", "critic.optim.weight_decay_incr_style=x", "critic.ppo_epochs=3"
+    )
+    assert [line.outcome for line in found.lines] == ["automatic"] * 4 + ["unsupported"] * 2
+    assert "actor_rollout_ref.actor.optim.weight_decay" in row(found, "critic.optim.weight_decay")["note"]
+
+
+def test_verl_critic_keys_do_nothing_without_a_critic() -> None:
+    words = ["critic.optim.lr=1e-5", "critic.use_dynamic_bsz=True", "critic.enable=True", "trainer.critic_warmup=3"]
+    found = verl("algorithm.adv_estimator=grpo", "A.rollout.n=8", *words, "algorithm.gamma=0.9", "algorithm.lam=0.9")
+    assert [line.outcome for line in found.lines] == ["mapped"] * 2 + ["dead"] * 6
+    assert not any(key.startswith("learn.critic") for key in keys(found))
+    discounted = verl("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9")
+    assert row(discounted, "algorithm.gamma")["outcome"] == "unsupported"
 
 
 def test_verl_clip_ratio_alone_is_dead() -> None:
@@ -304,6 +393,61 @@ def test_trl_evaluation() -> None:
     assert row(off, "--eval_steps")["outcome"] == "dead" and "observe.eval_every" not in keys(off)
     weights = trl("--reward_funcs", "a.b", "--reward_weights", "1", "2")
     assert "2 weights for 1 reward functions" in row(weights, "--reward_weights")["note"]
+
+
+def test_trl_ppo_with_its_own_defaults() -> None:
+    found = trl("--total_episodes", "1000", "--per_device_train_batch_size", "64", "--model_name_or_path", "m")
+    assert {
+        "learn.algorithm": "ppo",
+        "learn.samples_per_prompt": 1,
+        "learn.prompts_per_step": 64,
+        "learn.steps": 16,
+        "learn.epochs_per_step": 4,
+        "learn.max_new_tokens": 53,
+        "learn.lr": 3e-6,
+        "learn.critic.lr": 3e-6,
+        "learn.sampling.temperature": 0.7,
+        "learn.kl.coef": 0.05,
+        "learn.kl.estimator": "k1",
+        "learn.kl.where": "reward",
+    }.items() <= keys(found).items()
+    assert "learn.aggregate" not in keys(found) and "PPOConfig has it" in row(found, "--total_episodes")["note"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--lam", "0.9", "--gamma", "0.99", "--cliprange_value", "0.3"],
+         {"learn.critic.lam": 0.9, "learn.critic.gamma": 0.99, "learn.critic.clip": 0.3}),
+        (["--cliprange", "0.1"], {"learn.clip.low": 0.1, "learn.clip.high": 0.1}),
+        (["--vf_coef", "0.1", "--learning_rate", "1e-6"], {"learn.lr": 1e-6, "learn.critic.lr": 1e-6}),
+        (["--num_mini_batches", "4", "--per_device_train_batch_size", "64"], {"learn.updates_per_step": 4}),
+        (["--num_mini_batches", "4", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "16"],
+         {"learn.updates_per_step": 1, "learn.prompts_per_step": 128}),
+        (["--sft_model_path", "s", "--model_name_or_path", "m"], {"model.path": "s"}),
+        (["--kl_coef", "0.1", "--kl_estimator", "k3"], {"learn.kl.coef": 0.1, "learn.kl.estimator": "k3"}),
+        (["--stop_token_id", "7"], {"learn.sampling.stop_token_ids": [7]}),
+        (["--response_length", "128", "--save_steps", "20", "--num_mini_batches", "2"], {"observe.checkpoint_every": 20}),
+    ],
+)  # fmt: skip
+def test_trl_arguments_of_ppo(words: list[str], expected: dict[str, Any]) -> None:
+    found = keys(trl(*words))
+    assert found["learn.algorithm"] == "ppo" and expected.items() <= found.items()
+
+
+def test_trl_ppos_arguments_do_nothing_for_grpo() -> None:
+    found = trl("--num_generations", "8", "--lam", "0.9", "--num_ppo_epochs", "2")
+    assert "learn.algorithm" not in keys(found) and "learn.critic.lam" not in keys(found)
+    assert [line.outcome for line in found.lines] == ["mapped", "dead", "dead"]
+    assert "learn.epochs_per_step" not in keys(found)
+
+
+def test_trl_ppo_in_python_and_other_stages() -> None:
+    found = convert("trl", text="from trl import PPOConfig\nc = PPOConfig(lam=0.9, reward_model_path='rm')\n")
+    assert keys(found)["learn.critic.lam"] == 0.9 and "serve it" in row(found, "reward_model_path")["note"]
+    stages = trl("--assistant_only_loss", "--center_rewards_coefficient", "0.01")
+    assert "trimtab sft" in row(stages, "--assistant_only_loss")["note"]
+    assert "trimtab reward-model" in row(stages, "--center_rewards_coefficient")["note"]
 
 
 # --- nanochat and scripts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.config.convert.rules import OutcomeName, number, real, text, whole
+from trimtab.config.convert.rules import CRITIC, OutcomeName, Rule, Take, every, number, real, text, whole
 from trimtab.config.convert.settings import Setting
 from trimtab.config.convert.sheet import Line, Sheet
 
@@ -49,6 +50,14 @@ COMMANDS = {
     "python3": "a program without settings",
 }
 GSM8K_ROWS = 7473
+CRITIC_TAKES: dict[str, Take] = {
+    "path": text,
+    "lr": real,
+    "clip": real,
+    "warmup_steps": every,
+    "gamma": real,
+    "lam": real,
+}
 
 
 def other(setting: Setting) -> Line | None:
@@ -175,12 +184,30 @@ def clip(sheet: Sheet, both: str, low: str = "", high: str = "") -> None:
         sheet.say(high if high and sheet.line(high) else both, looser(above, usual if below is None else below))
 
 
-def without_critic(sheet: Sheet, name: str, algorithm: str) -> None:
-    """PPO asked for: what is nearest to it goes into the config, and the line says that it is not the same."""
-    note = "PPO is not in this version: there is no critic. The config has reinforce_pp, PPO's clipped loss without one"
-    sheet.put("learn.algorithm", algorithm, name, note=note)
-    if line := sheet.line(name):
-        line.outcome = "unsupported"
+def critic(sheet: Sheet, rules: Sequence[Rule], estimator: str, discounted: str = "") -> None:
+    """`learn.critic` from the flags whose rules name its keys. With an estimator other than gae all that is said of a critic
+    does nothing; `discounted` names the flag of the discount where the estimator looks at that one all the same."""
+    gamma = sheet.read(discounted, real, 1.0) if discounted else 1.0
+    if estimator != "gae":
+        if gamma != 1:
+            sheet.refuse(discounted, f"{estimator} discounts rewards with it; here only PPO does: learn.critic.gamma")
+            rules = [rule for rule in rules if rule.name != discounted]
+        sheet.without(rules, f"has no effect: {estimator} has no critic")
+        return
+    for line in sheet.counting(rules):
+        if line.rule and line.rule.outcome == "mapped" and line.rule.key.startswith(CRITIC):
+            name = line.rule.name
+            value = sheet.read(name, CRITIC_TAKES[line.rule.key.removeprefix(CRITIC)])
+            if value is not None:
+                sheet.put(line.rule.key, value, name)
+
+
+def as_the_policy(sheet: Sheet, pairs: Mapping[str, str]) -> None:
+    """A critic's own optimizer and schedule are not here; where they are the policy's, nothing is lost."""
+    for name, of_policy in pairs.items():
+        line, other_ = sheet.line(name), sheet.line(of_policy)
+        if line and other_ and line.outcome == "unsupported" and line.setting.value == other_.setting.value:
+            line.outcome, line.notes = "automatic", [*line.notes, f"the same is asked for as {other_.setting.name}"]
 
 
 def looser(high: float, low: float) -> str:

@@ -6,15 +6,16 @@ from typing import Any
 
 from trimtab.config.convert.common import (
     adapters,
+    as_the_policy,
     clip,
+    critic,
     looser,
     schedule,
     split_updates,
     steps_from_epochs,
-    without_critic,
 )
-from trimtab.config.convert.openrlhf_table import PPO_FLAGS, RULES
-from trimtab.config.convert.rules import number, one_of, pair, real, text, whole, yes
+from trimtab.config.convert.openrlhf_table import CRITIC_FLAGS, REWARD_MODEL_FLAGS, RULES, STAGE_FLAGS
+from trimtab.config.convert.rules import PPO, number, one_of, pair, real, text, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
 
 DEFAULTS = {
@@ -23,6 +24,9 @@ DEFAULTS = {
     "train.batch_size": 128,
     "data.max_len": 2048,
     "algo.advantage.estimator": "gae",
+    "algo.advantage.lambd": 1.0,
+    "critic.adam.lr": 9e-6,
+    "critic.value_clip": 0.5,
     "algo.kl.init_coef": 0.01,
     "algo.kl.estimator": "k1",
     "algo.kl.use_loss": False,
@@ -32,7 +36,7 @@ DEFAULTS = {
     "actor.min_lr_ratio": 0.1,
 }
 ALGORITHMS = {
-    "gae": "reinforce_pp",
+    "gae": "ppo",
     "reinforce": "reinforce_pp",
     "reinforce_baseline": "reinforce_pp_baseline",
     "rloo": "rloo",
@@ -40,6 +44,17 @@ ALGORITHMS = {
     "dr_grpo": "dr_grpo",
 }
 WITHOUT_STD = {"reinforce_pp": "batch_mean", "reinforce_pp_baseline": "group_mean"}
+SHARED_PARTS = (
+    "adam.betas",
+    "adam.eps",
+    "adam.weight_decay",
+    "max_norm",
+    "optim",
+    "lr_scheduler",
+    "lr_warmup_ratio",
+    "min_lr_ratio",
+)
+"""What OpenRLHF has for the critic by itself, and Trimtab for both."""
 SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "cosine": "cosine",
@@ -54,6 +69,7 @@ SEQUENCE_TARGET = 1.0
 
 def settle(sheet: Sheet) -> None:
     _algorithm(sheet)
+    _critic(sheet)
     _sizes(sheet)
     _lengths(sheet)
     _kl(sheet)
@@ -70,10 +86,7 @@ def _algorithm(sheet: Sheet) -> None:
     name = "algo.advantage.estimator"
     estimator = sheet.read(name, one_of({choice: choice for choice in ALGORITHMS}), "gae")
     algorithm = ALGORITHMS[estimator]
-    if estimator == "gae":
-        without_critic(sheet, name, algorithm)
-    else:
-        sheet.put("learn.algorithm", algorithm, name)
+    sheet.put("learn.algorithm", algorithm, name, note=PPO if estimator == "gae" else "")
     if sheet.read("actor.policy_loss_type", one_of({"ppo": "clip", "gspo": "gspo"}), "clip") == "gspo":
         sheet.put("learn.loss", "gspo", "actor.policy_loss_type", note="every sequence weighs the same with it")
         sheet.put("learn.aggregate", "sequence_mean", "actor.policy_loss_type")
@@ -85,8 +98,23 @@ def _algorithm(sheet: Sheet) -> None:
     if sheet.read("algo.advantage.no_std_norm", yes, False):
         if algorithm in WITHOUT_STD:
             sheet.put("learn.advantage", WITHOUT_STD[algorithm], "algo.advantage.no_std_norm")
+        elif algorithm == "ppo":
+            sheet.refuse("algo.advantage.no_std_norm", "PPO's advantages are divided by their deviation, always")
         else:
             sheet.refuse("algo.advantage.no_std_norm", f"has no effect with {estimator} in OpenRLHF", "dead")
+
+
+def _critic(sheet: Sheet) -> None:
+    name = "algo.advantage.estimator"
+    known = "learn.algorithm" in sheet.keys
+    estimator = sheet.read(name, text, "gae") if known else "the algorithm that is left"
+    critic(sheet, CRITIC_FLAGS, estimator, "algo.advantage.gamma" if estimator == "reinforce" else "")
+    if estimator == "gae":
+        as_the_policy(sheet, {f"critic.{part}": f"actor.{part}" for part in SHARED_PARTS})
+        if sheet.given("reward.model_name_or_path") and "learn.critic.path" not in sheet.keys:
+            sheet.say(
+                "reward.model_name_or_path", "OpenRLHF starts the critic from it too; here it starts as the policy"
+            )
 
 
 def _sizes(sheet: Sheet) -> None:
@@ -264,7 +292,7 @@ FRAMEWORK = Framework(
     kind="openrlhf",
     title="OpenRLHF",
     about="Flags of `openrlhf.cli.train_ppo_ray`: today's dotted names, and the underscored ones they replaced in April 2026.",
-    rules=RULES + PPO_FLAGS,
+    rules=RULES + CRITIC_FLAGS + REWARD_MODEL_FLAGS + STAGE_FLAGS,
     defaults=DEFAULTS,
     settle=settle,
     spelling=spelling,

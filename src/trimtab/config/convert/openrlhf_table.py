@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from trimtab.config.convert.rules import (
-    PPO,
+    NORMALISED,
+    PAIRS,
     REWARD_MODEL,
+    SFT,
+    SHARED,
     Rule,
     automatic,
     dead,
+    each,
     every,
     mapped,
     norm,
@@ -24,18 +28,40 @@ from trimtab.config.convert.rules import (
 )
 
 PLACEMENT = "one process on one device: there is nothing to place. `trimtab plan --devices N` predicts several"
-PPO_FLAGS: tuple[Rule, ...] = (
-    unsupported("critic.num_nodes critic_num_nodes", PPO),
-    unsupported("critic.num_gpus_per_node critic_num_gpus_per_node", PPO),
-    unsupported("critic.model_name_or_path critic_pretrain", PPO),
-    unsupported("critic.adam.lr critic_learning_rate", PPO),
-    unsupported("critic.value_clip value_clip", PPO),
-    unsupported("critic.freezing_steps freezing_actor_steps", PPO),
-    unsupported("critic.save_value_network save_value_network", PPO),
-    unsupported("algo.advantage.gamma gamma", f"{PPO}, and without one a completion's reward is not discounted"),
-    unsupported("algo.advantage.lambd lambd", PPO),
-    unsupported("ds.value_head_prefix value_head_prefix", PPO),
-    unsupported("train.colocate_critic_reward colocate_critic_reward", PPO),
+CRITIC_FLAGS: tuple[Rule, ...] = (
+    together(
+        "critic.model_name_or_path critic_pretrain",
+        "learn.critic.path",
+        "a language model with the policy's tokenizer; its head is made anew, and says 0 at first",
+    ),
+    together("critic.adam.lr critic_learning_rate", "learn.critic.lr"),
+    together("critic.value_clip value_clip", "learn.critic.clip", "0.5 unless given, 0.2 before OpenRLHF 0.8.2"),
+    together(
+        "critic.freezing_steps freezing_actor_steps",
+        "learn.critic.warmup_steps",
+        "-1 there is 0 here. Today's OpenRLHF counts steps from 0, so the policy waits one step more there",
+    ),
+    together("algo.advantage.gamma gamma", "learn.critic.gamma"),
+    together(
+        "algo.advantage.lambd lambd",
+        "learn.critic.lam",
+        f"1 unless given, 0.95 before OpenRLHF 0.6.4. There and here {NORMALISED}",
+    ),
+    automatic("critic.num_nodes critic_num_nodes", PLACEMENT),
+    automatic("critic.num_gpus_per_node critic_num_gpus_per_node", PLACEMENT),
+    automatic("train.colocate_critic_reward colocate_critic_reward", "the critic is on the policy's device"),
+    automatic(
+        "critic.save_value_network save_value_network", "the critic is in every checkpoint; export leaves it out"
+    ),
+    *each(
+        unsupported,
+        "critic.adam.betas critic.adam.eps critic.adam.weight_decay critic.max_norm critic.optim critic.lr_scheduler "
+        "critic.lr_warmup_ratio critic.min_lr_ratio critic.muon.*",
+        SHARED,
+    ),
+)
+"""What is said of a critic."""
+REWARD_MODEL_FLAGS: tuple[Rule, ...] = (
     unsupported("reward.model_name_or_path reward_pretrain", REWARD_MODEL),
     unsupported("reward.num_nodes reward_num_nodes", REWARD_MODEL),
     unsupported("reward.num_gpus_per_node reward_num_gpus_per_node", REWARD_MODEL),
@@ -44,8 +70,21 @@ PPO_FLAGS: tuple[Rule, ...] = (
         "reward.normalize_enable normalize_reward",
         "it applies the mean and deviation that a reward model stored; " + REWARD_MODEL,
     ),
+    automatic(
+        "ds.value_head_prefix value_head_prefix", "a name for a head that is not read: the critic's is made anew"
+    ),
 )
-"""What needs a critic or a reward model."""
+"""What needs a reward model."""
+STAGE_FLAGS: tuple[Rule, ...] = (
+    unsupported("data.output_key output_key", SFT),
+    unsupported("data.multiturn multiturn", SFT),
+    unsupported("model.pretrain_mode_enable pretrain_mode", SFT),
+    unsupported("data.chosen_key chosen_key", PAIRS),
+    unsupported("data.rejected_key rejected_key", PAIRS),
+    unsupported("model.margin_loss_enable margin_loss", PAIRS),
+    unsupported("model.loss_type", PAIRS),
+)
+"""Of `openrlhf.cli.train_sft` and `train_rm`."""
 
 RULES: tuple[Rule, ...] = (
     # what to learn

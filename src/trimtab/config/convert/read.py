@@ -29,7 +29,7 @@ CALLS = {
     "load_dataset": {"name": "dataset_config", "split": "dataset_train_split"},
 }
 """Calls whose arguments go by another name as a flag."""
-READ_CALLS = ("GRPOConfig", "RLOOConfig", "TrainingArguments", "ModelConfig", "ScriptArguments", *CALLS)
+READ_CALLS = ("GRPOConfig", "PPOConfig", "RLOOConfig", "TrainingArguments", "ModelConfig", "ScriptArguments", *CALLS)
 
 
 def read_words(words: Sequence[str]) -> list[Setting]:

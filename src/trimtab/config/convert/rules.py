@@ -14,10 +14,17 @@ OutcomeName = Literal["mapped", "automatic", "dead", "unsupported"]
 Take = Callable[[Any], Any]
 """From the flag's value to the key's; raises ValueError with what it takes where it cannot. None: the flag says nothing."""
 
-PPO = "Trimtab's PPO is not in this version: there is no critic"
-REWARD_MODEL = "reward models are not in this version. Call the model from a reward function: rewards.py:score"
-
-SFT = "supervised training is not in this version: train that stage elsewhere and name its folder as model.path"
+REWARD_MODEL = (
+    "a reward model cannot be named as a reward here: serve it and ask it from a reward function of your own, rewards.py:ask. "
+    "`trimtab reward-model` trains one"
+)
+SFT = "supervised training is a command of its own, `trimtab sft`: name its final/ as model.path here"
+PAIRS = "training a reward model is a command of its own: `trimtab reward-model`"
+CRITIC = "learn.critic."
+AS_THE_POLICY = "the critic is packed, capped, planned and checkpointed as the policy is"
+SHARED = "the critic has the policy's optimizer and schedule; only its rate is its own: learn.critic.lr"
+PPO = "gae is PPO, with a critic: a second model in memory, which `trimtab plan` counts"
+NORMALISED = "advantages are normalised over all tokens of the step"
 
 
 class Null:

@@ -25,7 +25,7 @@ MASK = "***"
 FAMILY = ".*"
 REFERENCE = re.compile(r"\$\{(oc\.|\.|\w+\.)")
 """A value of Hydra's that stands for another key's: ${oc.select:a.b,1}, ${.c}, ${a.b}."""
-NAMES = ("trimtab", "verl", "nanochat", "gspo", "false", "true")
+NAMES = ("trimtab", "verl", "nanochat", "gspo", "gae", "false", "true")
 """Words that are not written with a capital even when a sentence begins with them."""
 
 
@@ -196,6 +196,10 @@ class Sheet:
         """The line that counts for a flag; given or the framework's default."""
         return self._last.get(name)
 
+    def counting(self, rules: Sequence[Rule]) -> list[Line]:
+        """The lines that count for some rules, families included; given or the framework's defaults."""
+        return [line for line in self._last.values() if line.rule in rules]
+
     def given(self, *names: str) -> bool:
         return any(line.given for name in names if (line := self._last.get(name)))
 
@@ -229,6 +233,13 @@ class Sheet:
         """Take a flag out of the config."""
         if (line := self._last.get(name)) and line.outcome == "mapped":
             self._refuse(line, note, outcome)
+
+    def without(self, rules: Sequence[Rule], why: str) -> None:
+        """Nothing that these rules say of a flag holds here: it does nothing."""
+        for line in self.counting(rules):
+            if line.outcome != "dead" and line.rule:
+                line.notes = [note for note in line.notes if note != line.rule.note]
+                self._refuse(line, why, "dead")
 
     def _refuse(self, line: Line, note: str, outcome: OutcomeName = "unsupported") -> None:
         line.outcome, line.key = outcome, ""

@@ -1,9 +1,10 @@
-"""TRL: GRPOConfig and what comes with it, as flags, YAML or arguments in Python."""
+"""TRL: GRPOConfig or PPOConfig and what comes with it, as flags, YAML or arguments in Python."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from trimtab.config.convert import trl_ppo
 from trimtab.config.convert.common import adapters, clip, processes, schedule, steps_from_epochs
 from trimtab.config.convert.rules import one_of, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
@@ -16,6 +17,7 @@ DEFAULTS = {
     "loss_type": "dapo",
     "lr_scheduler_type": "linear",
     "max_completion_length": 512,
+    **trl_ppo.DEFAULTS,
 }
 AGGREGATES = {
     "grpo": "sequence_mean",
@@ -47,8 +49,24 @@ REWARDS: dict[str, dict[str, Any]] = {
 
 
 def settle(sheet: Sheet) -> None:
+    if trl_ppo.asked(sheet):
+        trl_ppo.settle(sheet)
+        _periods(sheet, 1)
+        schedule(sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps")
+    else:
+        trl_ppo.not_asked(sheet)
+        _grpo(sheet)
+    _correction(sheet)
+    _data(sheet)
+    _rewards(sheet)
+    _logging(sheet)
+    _lora(sheet)
+
+
+def _grpo(sheet: Sheet) -> None:
     _sizes(sheet)
-    _periods(sheet)
+    updates = _updates(sheet)
+    _periods(sheet, updates)
     _algorithm(sheet)
     clip(sheet, "epsilon", high="epsilon_high")
     _cispo(sheet)
@@ -59,13 +77,8 @@ def settle(sheet: Sheet) -> None:
         steps_from_epochs(sheet, "num_train_epochs", prompts.value if prompts else None)
     schedule(sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps")
     warmup = sheet.keys.get("learn.schedule.warmup_steps")
-    if warmup and _updates(sheet) > 1 and sheet.read("warmup_steps", real, 0) >= 1:
-        _put_period(sheet, "learn.schedule.warmup_steps", "warmup_steps", warmup.value)
-    _correction(sheet)
-    _data(sheet)
-    _rewards(sheet)
-    _logging(sheet)
-    _lora(sheet)
+    if warmup and updates > 1 and sheet.read("warmup_steps", real, 0) >= 1:
+        _put_period(sheet, "learn.schedule.warmup_steps", "warmup_steps", warmup.value, updates)
 
 
 def _sizes(sheet: Sheet) -> None:
@@ -108,7 +121,7 @@ def _updates(sheet: Sheet) -> int:
     return (parts.value if parts else 1) * max(sheet.read("num_iterations", whole, 1), 1)
 
 
-def _periods(sheet: Sheet) -> None:
+def _periods(sheet: Sheet, updates: int) -> None:
     for name, key in (
         ("max_steps", "learn.steps"),
         ("save_steps", "observe.checkpoint_every"),
@@ -116,13 +129,12 @@ def _periods(sheet: Sheet) -> None:
     ):
         steps = sheet.read(name, whole)
         if steps is not None and steps > 0:
-            _put_period(sheet, key, name, steps)
+            _put_period(sheet, key, name, steps, updates)
         elif steps is not None:
             sheet.refuse(name, "says nothing: it is no number of steps", "dead")
 
 
-def _put_period(sheet: Sheet, key: str, name: str, steps: int) -> None:
-    updates = _updates(sheet)
+def _put_period(sheet: Sheet, key: str, name: str, steps: int, updates: int) -> None:
     note = f"{updates} optimizer steps to a batch: {steps} / {updates}" if updates > 1 else ""
     sheet.put(key, max(round(steps / updates), 1), name, note=note)
 
@@ -284,8 +296,9 @@ def spelling(name: str) -> str:
 FRAMEWORK = Framework(
     kind="trl",
     title="TRL",
-    about="`GRPOConfig`, `ModelConfig` and `ScriptArguments`: flags of `trl grpo`, its YAML, or arguments in a Python script.",
-    rules=RULES,
+    about="`GRPOConfig` or `PPOConfig`, `ModelConfig` and `ScriptArguments`: flags of a command, its YAML, or arguments in a "
+    "Python script. PPO is what is meant where something is given that `PPOConfig` alone has.",
+    rules=RULES + trl_ppo.RULES,
     defaults=DEFAULTS,
     settle=settle,
     spelling=spelling,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from trimtab.config.convert.rules import (
+    PAIRS,
     REWARD_MODEL,
+    SFT,
     Rule,
     automatic,
     dead,
@@ -188,7 +190,7 @@ RULES: tuple[Rule, ...] = (
     automatic("per_device_eval_batch_size", "evaluation runs all that fit", "run.rollout.max_sequences"),
     *each(
         automatic,
-        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor",
+        "dataset_num_proc dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor",
         "prompts are tokenised ahead, in a thread",
     ),
     automatic("torch_empty_cache_steps", "memory is handed over between phases"),
@@ -240,4 +242,12 @@ RULES: tuple[Rule, ...] = (
     *each(unsupported, "tools environment_factory rollout_func", "one prompt, one completion: no tools and no turns"),
     unsupported("quantization_config", "weights are not quantised; model.lora with bfloat16 weights is near"),
     *REWARD_MODEL_ARGUMENTS,
+    *each(
+        unsupported,
+        "dataset_text_field dataset_kwargs packing packing_strategy eval_packing padding_free completion_only_loss "
+        "assistant_only_loss truncation_mode",
+        SFT,
+    ),
+    unsupported("center_rewards_coefficient", PAIRS),
+    unsupported("max_length", f"{SFT}. {PAIRS[0].upper()}{PAIRS[1:]}"),
 )

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import re
 
-from trimtab.config.convert.common import adapters, looser, schedule, split_updates, steps_from_epochs, without_critic
-from trimtab.config.convert.rules import one_of, pair, real, text, texts, whole, yes
+from trimtab.config.convert.common import (
+    adapters,
+    as_the_policy,
+    critic,
+    looser,
+    schedule,
+    split_updates,
+    steps_from_epochs,
+)
+from trimtab.config.convert.rules import PPO, one_of, pair, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
 from trimtab.config.convert.verl_run_table import RUN_RULES
-from trimtab.config.convert.verl_table import LEARN_RULES, PPO_KEYS
+from trimtab.config.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_MODEL_KEYS
 
 DEFAULTS = {
     "data.train_batch_size": 1024,
     "A.rollout.n": 1,
     "A.actor.ppo_mini_batch_size": 256,
     "algorithm.adv_estimator": "gae",
+    "algorithm.lam": 1.0,
+    "critic.cliprange_value": 0.5,
     "A.actor.loss_agg_mode": "token-mean",
     "A.actor.clip_ratio_c": 3.0,
     "A.actor.optim.weight_decay": 0.01,
 }
 ALGORITHMS = {
-    "gae": "reinforce_pp",
+    "gae": "ppo",
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
     "rloo": "rloo",
@@ -35,6 +45,18 @@ AGGREGATES = {
     "seq-mean-token-sum": "constant",
     "seq-mean-token-sum-norm": "constant",
 }
+SHARED_KEYS = {
+    "critic.ppo_mini_batch_size": "A.actor.ppo_mini_batch_size",
+    "critic.ppo_epochs": "A.actor.ppo_epochs",
+    "critic.loss_agg_mode": "A.actor.loss_agg_mode",
+    "critic.grad_clip": "A.actor.optim.clip_grad",
+    **{
+        f"critic.optim.{part}": f"A.actor.optim.{part}"
+        for part in ("weight_decay", "betas", "clip_grad", "lr_scheduler_type", "lr_warmup_steps", "min_lr_ratio")
+    },
+    "critic.optim.lr_warmup_steps_ratio": "A.actor.optim.lr_warmup_steps_ratio",
+}
+"""What verl has for the critic by itself, and Trimtab for both."""
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 IN_LOSS = ("A.actor.kl_loss_coef", "A.actor.kl_loss_type")
@@ -61,17 +83,26 @@ def _algorithm(sheet: Sheet) -> None:
     name = "algorithm.adv_estimator"
     estimator = sheet.read(name, text, "gae")
     algorithm = ALGORITHMS.get(estimator, "grpo")
-    if estimator == "gae":
-        without_critic(sheet, name, algorithm)
-    else:
-        note = "" if estimator in ALGORITHMS else f"{estimator} is not here; grpo is the nearest"
-        sheet.put("learn.algorithm", algorithm, name, note=note)
+    note = PPO if estimator == "gae" else ""
+    if estimator not in ALGORITHMS:
+        note = f"{estimator} is not here; grpo is the nearest"
+    sheet.put("learn.algorithm", algorithm, name, note=note)
+    _critic(sheet, estimator if "learn.algorithm" in sheet.keys else "the algorithm that is left")
     by_std = "algorithm.norm_adv_by_std_in_grpo"
     if not sheet.read(by_std, yes, True) and algorithm == "grpo":
         sheet.put("learn.advantage", "group_mean", by_std, note="as in Dr. GRPO")
     elif sheet.given(by_std):
         sheet.refuse(by_std, "true is what GRPO does anyway; other estimators do not look at it", "dead")
     _loss(sheet)
+
+
+def _critic(sheet: Sheet, estimator: str) -> None:
+    critic(sheet, CRITIC_KEYS, estimator, "algorithm.gamma" if estimator == "reinforce_plus_plus" else "")
+    if estimator != "gae":
+        return
+    as_the_policy(sheet, SHARED_KEYS)
+    if (alone := sheet.keys.get("learn.critic.warmup_steps")) and alone.value > 0:
+        sheet.put("learn.critic.warmup_steps", alone.value - 1, "trainer.critic_warmup")
 
 
 def _loss(sheet: Sheet) -> None:
@@ -272,7 +303,7 @@ FRAMEWORK = Framework(
     kind="verl",
     title="verl",
     about="Hydra overrides of `verl.trainer.main_ppo`, on a command line or as YAML. `A.` stands for `actor_rollout_ref.`.",
-    rules=LEARN_RULES + RUN_RULES + PPO_KEYS,
+    rules=LEARN_RULES + RUN_RULES + CRITIC_KEYS + REWARD_MODEL_KEYS,
     defaults=DEFAULTS,
     settle=settle,
     spelling=spelling,

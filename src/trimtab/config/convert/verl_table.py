@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from trimtab.config.convert.rules import (
-    PPO,
+    AS_THE_POLICY,
+    NORMALISED,
     REWARD_MODEL,
+    SHARED,
     Rule,
     automatic,
     dead,
@@ -24,25 +26,91 @@ from trimtab.config.convert.rules import (
 )
 from trimtab.config.convert.verl_run_table import ONE_DEVICE
 
-PPO_KEYS: tuple[Rule, ...] = (
-    unsupported("critic.optim.lr", PPO),
-    unsupported("critic.model.path", PPO),
-    unsupported("critic.enable", PPO),
-    unsupported("critic.cliprange_value", PPO),
-    unsupported("critic.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size", PPO),
-    unsupported("critic.forward_micro_batch_size_per_gpu critic.forward_micro_batch_size", PPO),
-    unsupported("critic.ppo_max_token_len_per_gpu", PPO),
-    unsupported("critic.forward_max_token_len_per_gpu", PPO),
-    unsupported("critic.use_dynamic_bsz", PPO),
-    unsupported("critic.model.enable_gradient_checkpointing", PPO),
-    unsupported("critic.model.enable_activation_offload", PPO),
-    unsupported("critic.model.use_remove_padding", PPO),
-    unsupported("critic.model.fsdp_config.param_offload critic.fsdp.param_offload", PPO),
-    unsupported("critic.model.fsdp_config.optimizer_offload critic.fsdp.optimizer_offload", PPO),
-    unsupported("critic.ulysses_sequence_parallel_size", PPO),
-    unsupported("trainer.critic_warmup", PPO),
-    unsupported("algorithm.gamma", f"{PPO}, and without one a completion's reward is not discounted"),
-    unsupported("algorithm.lam", PPO),
+CRITIC_KEYS: tuple[Rule, ...] = (
+    together(
+        "critic.model.path",
+        "learn.critic.path",
+        "a language model with the policy's tokenizer; its head is made anew, and says 0 at first",
+    ),
+    together("critic.optim.lr", "learn.critic.lr"),
+    together("critic.cliprange_value", "learn.critic.clip"),
+    together(
+        "trainer.critic_warmup",
+        "learn.critic.warmup_steps",
+        "verl counts steps from 1, and in step critic_warmup the policy learns already: one less here",
+    ),
+    together("algorithm.gamma", "learn.critic.gamma"),
+    together("algorithm.lam", "learn.critic.lam", f"there and here {NORMALISED}"),
+    automatic("critic.enable", "PPO has a critic, nothing else has", "learn.algorithm"),
+    automatic(
+        "critic.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size",
+        "follows from the token budget; the gradient is the same",
+        "run.token_budget",
+    ),
+    automatic(
+        "critic.forward_micro_batch_size_per_gpu critic.forward_micro_batch_size",
+        "passes without a gradient have a cap of their own",
+        "run.score_token_budget",
+    ),
+    automatic(
+        "critic.ppo_max_token_len_per_gpu", "a cap from the memory plan, for policy and critic", "run.token_budget"
+    ),
+    automatic(
+        "critic.forward_max_token_len_per_gpu",
+        "passes without a gradient have a cap of their own",
+        "run.score_token_budget",
+    ),
+    automatic("critic.use_dynamic_bsz", "always: micro-batches are filled up to a token budget", "run.token_budget"),
+    *each(
+        automatic,
+        "critic.model.enable_gradient_checkpointing critic.model.enable_activation_offload",
+        AS_THE_POLICY,
+        "run.checkpoint_activations",
+    ),
+    automatic("critic.model.use_remove_padding", "always: nothing is padded anywhere"),
+    automatic(
+        "critic.model.fsdp_config.param_offload critic.fsdp.param_offload",
+        "one device holds policy and critic; `trimtab plan` says whether they fit",
+    ),
+    automatic(
+        "critic.model.fsdp_config.optimizer_offload critic.fsdp.optimizer_offload",
+        "streamed from host memory where memory is short",
+        "run.offload.optimizer",
+    ),
+    automatic("trainer.max_critic_ckpt_to_keep", "the critic is in every checkpoint", "observe.keep_checkpoints"),
+    automatic("critic.model.tokenizer_path", "the policy's tokenizer", "model.tokenizer"),
+    automatic("critic.model.trust_remote_code", "as for the policy", "model.trust_remote_code"),
+    *each(
+        automatic,
+        "critic.model.lora_rank critic.model.lora_alpha critic.model.target_modules",
+        "the critic has adapters where the policy has",
+        "model.lora",
+    ),
+    *each(
+        automatic,
+        "critic.strategy critic.megatron.* critic.veomni.* critic.torchtitan.* critic.fsdp.* critic.engine.* "
+        "critic.model.fsdp_config.*",
+        ONE_DEVICE,
+    ),
+    *each(
+        automatic,
+        "critic.checkpoint.* critic.profiler.* critic.rollout_n critic.shuffle critic.data_loader_seed "
+        "critic.model.use_liger critic.model.use_shm",
+        AS_THE_POLICY,
+    ),
+    *each(
+        unsupported,
+        "critic.ppo_mini_batch_size critic.ppo_epochs critic.loss_agg_mode critic.loss_scale_factor",
+        "the critic is updated when the policy is, on the same samples: see learn.updates_per_step, learn.epochs_per_step "
+        "and learn.aggregate",
+    ),
+    unsupported("critic.grad_clip", SHARED),
+    unsupported("critic.optim.*", SHARED),
+    unsupported("critic.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
+    unsupported("critic.*", "see learn.critic for what there is"),
+)
+"""What is said of a critic."""
+REWARD_MODEL_KEYS: tuple[Rule, ...] = (
     unsupported("reward.reward_model.enable reward_model.enable", REWARD_MODEL),
     unsupported("reward.reward_model.model_path reward_model.model.path", REWARD_MODEL),
     unsupported("reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size", REWARD_MODEL),
@@ -50,15 +118,14 @@ PPO_KEYS: tuple[Rule, ...] = (
     unsupported("reward_model.forward_max_token_len_per_gpu", REWARD_MODEL),
     dead(
         "reward_model.forward_micro_batch_size_per_gpu",
-        "verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. " + REWARD_MODEL,
+        "verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. And " + REWARD_MODEL,
     ),
     unsupported("reward_model.model.use_remove_padding", REWARD_MODEL),
     unsupported("reward_model.ulysses_sequence_parallel_size", REWARD_MODEL),
-    unsupported("critic.*", PPO),
     unsupported("reward_model.*", REWARD_MODEL),
     unsupported("reward.reward_model.*", REWARD_MODEL),
 )
-"""What needs a critic or a reward model."""
+"""What needs a reward model."""
 
 LEARN_RULES: tuple[Rule, ...] = (
     # what to learn
@@ -189,7 +256,6 @@ LEARN_RULES: tuple[Rule, ...] = (
     unsupported("trainer.val_only", "trimtab eval does that"),
     mapped("trainer.save_freq", "observe.checkpoint_every", every),
     mapped("trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep", "observe.keep_checkpoints", positive),
-    automatic("trainer.max_critic_ckpt_to_keep", "there is no critic"),
     mapped("trainer.default_local_dir", "observe.dir", text, "the run's folder"),
     unsupported("trainer.default_hdfs_dir", "copy the run's folder"),
     together("trainer.logger", "observe.wandb"),

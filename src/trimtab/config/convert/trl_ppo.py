@@ -1,0 +1,183 @@
+"""TRL's PPOConfig: its arguments, one rule each, and what follows from several. The rest it shares with GRPOConfig."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+from trimtab.config.convert.common import clip, critic, processes, steps_from_epochs
+from trimtab.config.convert.rules import (
+    NORMALISED,
+    REWARD_MODEL,
+    Rule,
+    automatic,
+    dead,
+    each,
+    one_of,
+    real,
+    text,
+    together,
+    unsupported,
+    whole,
+)
+from trimtab.config.convert.sheet import Sheet
+
+DEFAULTS: dict[str, Any] = {
+    "response_length": 53,
+    "num_ppo_epochs": 4,
+    "num_mini_batches": 1,
+    "kl_coef": 0.05,
+    "kl_estimator": "k1",
+}
+TEMPERATURE, LEARNING_RATE = 0.7, 3e-6
+"""PPOConfig's own, for arguments that GRPOConfig has too."""
+RULES: tuple[Rule, ...] = (
+    together("response_length", "learn.max_new_tokens"),
+    together("num_ppo_epochs", "learn.epochs_per_step", "passes over one batch of samples"),
+    together("num_mini_batches", "learn.updates_per_step"),
+    together("total_episodes", "learn.steps", "counted in completions, one for each prompt"),
+    together("kl_coef", "learn.kl.coef", "subtracted from the reward, token by token: learn.kl.where"),
+    together("kl_estimator", "learn.kl.estimator"),
+    together("cliprange", "learn.clip.low"),
+    together("cliprange_value", "learn.critic.clip"),
+    together("gamma", "learn.critic.gamma"),
+    together("lam", "learn.critic.lam", f"TRL normalises advantages in each process; here {NORMALISED}"),
+    together("sft_model_path", "model.path"),
+    together("stop_token_id", "learn.sampling.stop_token_ids"),
+    automatic("stop_token", "the model's own end-of-sequence tokens end a completion", "learn.sampling.stop_token_ids"),
+    automatic(
+        "local_rollout_forward_batch_size",
+        "passes without a gradient have a token budget of their own",
+        "run.score_token_budget",
+    ),
+    automatic("num_sample_generations", "completions are in RUN/samples", "observe.samples_every"),
+    dead(
+        "vf_coef",
+        "a factor that AdamW does not feel. In TRL it shifts what policy and critic have of one norm to clip at; here each has "
+        "its own",
+    ),
+    *each(
+        dead,
+        "world_size num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size",
+        "TRL works it out itself, whatever is given",
+    ),
+    unsupported("whiten_rewards", "rewards are not whitened; advantages are"),
+    unsupported("missing_eos_penalty", "learn.mask_truncated or learn.overlong are near"),
+    unsupported("reward_model_path", REWARD_MODEL),
+    *each(
+        unsupported,
+        "model_adapter_name ref_adapter_name",
+        "one set of adapters; without them the model is the reference",
+    ),
+)
+OF_GRPO = (
+    "num_generations",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_iterations",
+    "max_completion_length",
+    "beta",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "loss_type",
+    "importance_sampling_level",
+    "scale_rewards",
+    "mask_truncated_completions",
+    "reward_funcs",
+    "reward_weights",
+)
+"""With one of these it is not PPO that is configured."""
+
+
+def asked(sheet: Sheet) -> bool:
+    """Whether PPO is: something is said that PPOConfig alone has, and nothing that it does not have."""
+    return _sign(sheet) is not None and not sheet.given(*OF_GRPO)
+
+
+def _sign(sheet: Sheet) -> str | None:
+    """The first setting that is PPO's alone."""
+    found = (line.rule.name for line in sheet.counting(RULES) if line.given and line.rule)
+    return next(found, None)
+
+
+def not_asked(sheet: Sheet) -> None:
+    """All that is PPO's does nothing."""
+    sheet.without(RULES, "PPOConfig's, and the other settings are GRPOConfig's, which has no critic")
+
+
+def settle(sheet: Sheet) -> None:
+    """What PPO has of its own. Its periods count batches, as Trimtab's do."""
+    sheet.put("learn.algorithm", "ppo")
+    sheet.put("learn.samples_per_prompt", 1)
+    _sizes(sheet)
+    _rates(sheet)
+    critic(sheet, RULES, "gae")
+    clip(sheet, "cliprange")
+    sheet.put("learn.max_new_tokens", sheet.read("response_length", whole, 53), "response_length")
+    coef = sheet.read("kl_coef", real, 0.05)
+    sheet.put("learn.kl.coef", coef, "kl_coef")
+    if coef == 0:
+        sheet.refuse("kl_estimator", "has no effect while the coefficient is 0", "dead")
+    else:
+        sheet.put("learn.kl.where", "reward", "kl_coef")
+        sheet.put(
+            "learn.kl.estimator", sheet.read("kl_estimator", one_of({"k1": "k1", "k3": "k3"}), "k1"), "kl_estimator"
+        )
+    _model(sheet)
+    stop = sheet.read("stop_token_id", whole)
+    if stop is not None:
+        sheet.put("learn.sampling.stop_token_ids", [stop], "stop_token_id")
+
+
+def _sizes(sheet: Sheet) -> None:
+    devices = processes(sheet)
+    per_device = sheet.read("per_device_train_batch_size", whole, 8)
+    accumulated = sheet.read("gradient_accumulation_steps", whole, 1)
+    parts = sheet.read("num_mini_batches", whole, 1)
+    sheet.put("learn.epochs_per_step", sheet.read("num_ppo_epochs", whole, 4), "num_ppo_epochs")
+    if min(per_device, accumulated, parts) < 1:
+        return
+    local = per_device * accumulated
+    prompts = local * devices
+    note = f"{per_device} × {accumulated} × {devices} process{'es' * (devices > 1)} = {prompts} prompts, one completion each"
+    sheet.put(
+        "learn.prompts_per_step", prompts, "per_device_train_batch_size", "gradient_accumulation_steps", note=note
+    )
+    cut = ceil(local / parts / per_device)
+    updates = max(parts * cut // accumulated, 1)
+    note = f"{parts} part{'s' * (parts > 1)} of {cut} micro-batch{'es' * (cut > 1)}, an optimizer step after every {accumulated}"
+    sheet.put("learn.updates_per_step", min(updates, prompts), "num_mini_batches", note=note)
+    episodes = sheet.read("total_episodes", whole)
+    if episodes is not None and episodes > 0:
+        steps = ceil(episodes / prompts)
+        sheet.put("learn.steps", steps, "total_episodes", note=f"{episodes} / {prompts} prompts in a step, rounded up")
+        sheet.refuse("num_train_epochs", "total_episodes wins over it", "dead")
+    elif sheet.given("num_train_epochs"):
+        steps_from_epochs(sheet, "num_train_epochs", prompts)
+
+
+def _rates(sheet: Sheet) -> None:
+    rate = sheet.keys.get("learn.lr")
+    if rate is None:
+        sheet.put("learn.lr", LEARNING_RATE)
+        sheet.put("learn.critic.lr", LEARNING_RATE)
+    else:
+        sheet.put("learn.critic.lr", rate.value, "learning_rate", note="one rate for policy and critic in TRL")
+    if "learn.sampling.temperature" not in sheet.keys:
+        sheet.put("learn.sampling.temperature", TEMPERATURE)
+    said = ["one completion for each prompt", *[f"a rate of {LEARNING_RATE:g}"] * (rate is None)]
+    said += [f"a temperature of {TEMPERATURE:g}"] * (not sheet.given("temperature"))
+    sheet.say(_sign(sheet) or "", f"PPOConfig has it, so learn.algorithm is ppo, with {' and '.join(said)}")
+
+
+def _model(sheet: Sheet) -> None:
+    path = sheet.read("sft_model_path", text)
+    if path is not None:
+        sheet.keys.pop("model.path", None)
+        sheet.refuse(
+            "model_name_or_path", "TRL's script takes the tokenizer from it, the weights from sft_model_path", "dead"
+        )
+        sheet.put("model.path", path, "sft_model_path")
+    sheet.say("reward_model_path", "TRL's script starts the critic from it too; here it starts as the policy")
+    sheet.refuse("max_steps", "TRL's PPO does not look at it: total_episodes counts", "dead")
