@@ -6,7 +6,9 @@ import gc
 import importlib.util
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 
 from trimtab.config.learn import Learn
@@ -24,6 +26,8 @@ from trimtab.plan.planner import Plan
 from trimtab.plan.probe import corrected, probe
 from trimtab.rollout.engine import Engine
 from trimtab.update.updater import Updater
+
+GIB = 2**30
 
 
 def load_policy(model: Model, seed: int, device: torch.device, checkpoint: Path | None = None) -> Policy:
@@ -101,6 +105,25 @@ def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: P
             raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
     if changed:
         console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
+
+
+def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:
+    """Of a start card: the model, the machine, and what was decided."""
+    cuda = policy.device.type == "cuda"
+    properties = torch.cuda.get_device_properties(policy.device) if cuda else None
+    return {
+        "model": config.model.path,
+        "parameters": policy.parameter_count(),
+        "trainable_parameters": sum(p.numel() for p in policy.parameters()),
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "device": properties.name if properties else "CPU",
+        "update": policy.path,
+        "device_peak_gib": plan.ledger.fullest.device_bytes / GIB if cuda else None,
+        "device_total_gib": properties.total_memory / GIB if properties else None,
+        "host_peak_gib": plan.ledger.fullest_host.host_bytes / GIB,
+        "host_total_gib": psutil.virtual_memory().total / GIB,
+        "choices": [(c.key, c.value, c.why) for c in plan.choices],
+    }
 
 
 def refuse_missing_wandb(observe: Observe) -> None:

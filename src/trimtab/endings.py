@@ -1,21 +1,75 @@
-"""How runs of every stage end: exported, interrupted, or given up because nothing is learned any more."""
+"""How steps and runs of every stage end: accounted for and saved; exported, interrupted, or given up as nothing is learned."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trimtab.checkpoint import RunState, flush_to_disk, newest_checkpoint, remove_whole
+from trimtab.config.load import AnyConfig
 from trimtab.errors import TrainingError
 from trimtab.folder import FINAL
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.observe.console import Console
+from trimtab.observe.host import HostWatch
+from trimtab.observe.meters import MemoryMeter
+from trimtab.observe.sinks import Sinks
+from trimtab.observe.timeline import Timeline
+from trimtab.plan.governor import Governor
+from trimtab.plan.watch import PlanWatch
 from trimtab.update.guard import Guard
-from trimtab.update.updater import UpdateStats
+from trimtab.update.updater import Updater, UpdateStats
+from trimtab.work import Callback
 
 MAX_SKIPPED_IN_A_ROW = 5
+
+
+class Stepping(Protocol):
+    """What every run has that goes step by step."""
+
+    state: RunState
+    updater: Updater
+    guard: Guard
+    meter: MemoryMeter
+    host: HostWatch
+    watch: PlanWatch
+    governor: Governor
+    timeline: Timeline
+    sinks: Sinks
+    console: Console
+
+    @property
+    def config(self) -> AnyConfig: ...
+
+    @property
+    def callbacks(self) -> Sequence[Callback]: ...
+
+
+def end_step(
+    run: Stepping, metrics: dict[str, float], tokens: float, steps: int, recovered: int, save: Callable[[], None]
+) -> None:
+    """Close the accounts of a step, show and write them, move the budget, and save what is due. `recovered`: recoveries from lack
+    of memory before the step."""
+    state, observe = run.state, run.config.observe
+    metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(steps - state.step)
+    metrics |= run.watch.end_step(metrics)
+    if state.oom_recoveries == recovered:
+        budget = run.governor.next_budget(metrics, run.updater.token_budget, run.guard.ceiling.get("token_budget"))
+        run.updater.token_budget = budget or run.updater.token_budget
+    metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
+    metrics["throughput/tokens_per_s"] = tokens / metrics["time/total"]
+    run.sinks.write(state.step, metrics)
+    run.console.step(state.step, metrics)
+    # After the metrics: a kill in between repeats the step and its row, where the other order would lose the row.
+    due = observe.checkpoint_every and state.step % observe.checkpoint_every == 0
+    if due or state.step in (steps, state.best_step):
+        with run.timeline.phase("checkpoint"):
+            run.guard.run("checkpoint", save)
+    for callback in run.callbacks:
+        callback(state.step, dict(metrics))
 
 
 def export(folder: Path, policy: Policy, tokenizer: Any, guard: Guard) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from trimtab.checkpoint import save_checkpoint
 from trimtab.data.prompt import Prompt
-from trimtab.endings import export, note_outcome
+from trimtab.endings import end_step, export, note_outcome
 from trimtab.evaluation import measure
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
@@ -57,22 +57,7 @@ def train(run: Session) -> dict[str, Any]:
         state.seconds = time.monotonic() - started
         if observe.samples_every and (state.step % observe.samples_every == 0 or state.step == 1 or last):
             write_samples(run.folder, state.step, groups)
-        metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(learn.steps - state.step)
-        metrics |= run.watch.end_step(metrics)
-        if state.oom_recoveries == recovered:
-            budget = run.governor.next_budget(metrics, run.updater.token_budget, run.guard.ceiling.get("token_budget"))
-            run.updater.token_budget = budget or run.updater.token_budget
-        metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
-        metrics["throughput/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/total"]
-        run.sinks.write(state.step, metrics)
-        run.console.step(state.step, metrics)
-        # After the metrics: a kill in between repeats the step and its row, where the other order would lose the row.
-        best = state.step == state.best_step
-        if last or best or (observe.checkpoint_every and state.step % observe.checkpoint_every == 0):
-            with run.timeline.phase("checkpoint"):
-                run.guard.run("checkpoint", lambda: _save(run))
-        for callback in run.callbacks:
-            callback(state.step, dict(metrics))
+        end_step(run, metrics, metrics["rollout/tokens"], learn.steps, recovered, lambda: _save(run))
     return finish(run)
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import psutil
 import torch
 
 from trimtab.build import (
     calibrated,
+    card_facts,
     compare,
     is_automatic,
     known,
@@ -37,7 +37,7 @@ from trimtab.config.sft import SftLearn
 from trimtab.data.examples import Checking, ExampleSet, measure_examples, validate_examples
 from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.stream import Stream
-from trimtab.endings import note_outcome, where_it_stands
+from trimtab.endings import end_step, note_outcome, where_it_stands
 from trimtab.errors import ConfigError, Problem, TrimtabError
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
@@ -305,21 +305,7 @@ def train(run: Run) -> dict[str, Any]:
         if last or (observe.eval_every and state.step % observe.eval_every == 0):
             metrics |= evaluate(run)
         state.seconds = time.monotonic() - started
-        metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(learn.steps - state.step)
-        metrics |= run.watch.end_step(metrics)
-        if state.oom_recoveries == recovered:
-            budget = run.governor.next_budget(metrics, run.updater.token_budget, run.guard.ceiling.get("token_budget"))
-            run.updater.token_budget = budget or run.updater.token_budget
-        metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
-        metrics["throughput/tokens_per_s"] = metrics["run/row_tokens"] / metrics["time/total"]
-        run.sinks.write(state.step, metrics)
-        run.console.step(state.step, metrics)
-        best = state.step == state.best_step
-        if last or best or (observe.checkpoint_every and state.step % observe.checkpoint_every == 0):
-            with run.timeline.phase("checkpoint"):
-                run.guard.run("checkpoint", lambda: _save(run))
-        for callback in run.callbacks:
-            callback(state.step, dict(metrics))
+        end_step(run, metrics, metrics["run/row_tokens"], learn.steps, recovered, lambda: _save(run))
     return finish(run)
 
 
@@ -448,17 +434,9 @@ def _card(
     stage: Stage, config: Offline, folder: Path, policy: Policy, ready: Checked, plan: Plan, done: int | None
 ) -> StartCard:
     learn = config.learn
-    device, total = "CPU", None
-    if policy.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(policy.device)
-        device, total = properties.name, properties.total_memory / GIB
     return StartCard(
+        **card_facts(config, policy, plan),
         run_dir=folder,
-        model=config.model.path,
-        parameters=policy.parameter_count(),
-        trainable_parameters=sum(p.numel() for p in policy.parameters()),
-        dtype=str(policy.dtype).removeprefix("torch."),
-        device=device,
         algorithm=stage.words(config),
         batch=[
             ("batch", f"{stage.per_step(config)} {stage.unit}s a step, {learn.steps} steps"),
@@ -466,12 +444,6 @@ def _card(
         ],
         data_rows=len(ready.rows),
         eval_rows=len(ready.held_out) or None,
-        device_total_gib=total,
-        host_total_gib=psutil.virtual_memory().total / GIB,
-        update=policy.path,
-        choices=[(c.key, c.value, c.why) for c in plan.choices],
-        device_peak_gib=plan.ledger.fullest.device_bytes / GIB if policy.device.type == "cuda" else None,
-        host_peak_gib=plan.ledger.fullest_host.host_bytes / GIB,
         resumed_from=done,
     )
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
 import torch
 
 from trimtab.build import (
     calibrated,
+    card_facts,
     compare,
     is_automatic,
     known,
@@ -362,29 +362,15 @@ def _card(
     config: Config, folder: Path, policy: Policy, work: Work, engine: Engine, plan: Plan, done: int | None
 ) -> StartCard:
     learn = config.learn
-    device, total = "CPU", None
-    if policy.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(policy.device)
-        device, total = properties.name, properties.total_memory / GIB
     return StartCard(
+        **card_facts(config, policy, plan),
         run_dir=folder,
-        model=config.model.path,
-        parameters=policy.parameter_count(),
-        trainable_parameters=sum(p.numel() for p in policy.parameters()),
-        dtype=str(policy.dtype).removeprefix("torch."),
-        device=device,
         algorithm=f"{learn.algorithm} ({learn.advantage} advantage, {learn.loss} loss, {learn.aggregate})",
         batch=rollout_batch(
             learn.prompts_per_step, learn.samples_per_prompt, learn.max_new_tokens, learn.updates_per_batch
         ),
         data_rows=len(work.train.rows),
         eval_rows=len(work.eval.prompts) or None,
-        device_total_gib=total,
-        host_total_gib=psutil.virtual_memory().total / GIB,
         engine=engine.path,
-        update=policy.path,
-        choices=[(c.key, c.value, c.why) for c in plan.choices],
-        device_peak_gib=plan.ledger.fullest.device_bytes / GIB if policy.device.type == "cuda" else None,
-        host_peak_gib=plan.ledger.fullest_host.host_bytes / GIB,
         resumed_from=done,
     )
