@@ -119,7 +119,7 @@ def test_changes_are_what_would_be_learned_otherwise(tmp_path: Path) -> None:
     assert found[0] == "model.path other (was m)"
     assert {line.split()[0] for line in found} == {
         "model.path", "reward.0.weight", "reward.1.fn", "reward.1.weight", "reward.1.timeout_s",
-        "reward.1.args.max_tokens",
+        "reward.1.args.max_tokens", "reward.1.normalize",
     }  # fmt: skip
 
 

@@ -30,8 +30,8 @@ POINTS = [
     "trimtab.checkpoint._prune before",
     "trimtab.checkpoint.remove_whole before",
     "trimtab.checkpoint.remove_whole after",
-    "trimtab.loop.save_model after",
-    "trimtab.loop.flush_to_disk after",
+    "trimtab.endings.save_model after",
+    "trimtab.endings.flush_to_disk after",
 ]
 REWARD = """
 def reward(completions, **_):  # differs within groups from the first step on, for a model that writes noise

@@ -17,7 +17,7 @@ from invariants.test_gradient_invariance import WORDS, assert_same_gradient
 from safetensors.torch import load_file
 
 import trimtab
-from trimtab import checkpoint, loop
+from trimtab import checkpoint, endings
 from trimtab.checkpoint import load_state, newest_checkpoint
 from trimtab.config.load import config_from_dict
 from trimtab.errors import MemoryExhausted
@@ -217,7 +217,7 @@ def test_phases_around_the_update_are_repeated(
     elif phase == "checkpoint":
         monkeypatch.setattr(checkpoint, "save_file", at_call(checkpoint.save_file, 2))
     else:
-        monkeypatch.setattr(loop, "save_model", at_call(loop.save_model, 1))
+        monkeypatch.setattr(endings, "save_model", at_call(endings.save_model, 1))
     folder, metrics = train(model_folder, tmp_path / "run")
     assert_same_weights(folder, whole)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-2", "step-3"]
