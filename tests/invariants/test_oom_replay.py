@@ -17,7 +17,7 @@ from invariants.test_gradient_invariance import WORDS, assert_same_gradient
 from safetensors.torch import load_file
 
 import trimtab
-from trimtab import checkpoint, endings
+from trimtab import checkpoint, endings, loop
 from trimtab.checkpoint import load_state, newest_checkpoint
 from trimtab.config.load import config_from_dict
 from trimtab.errors import MemoryExhausted
