@@ -267,15 +267,20 @@ def main() -> None:
             found.append(row)
             sizes = {phase: {k: round(v / GIB, 3) for k, v in row[phase].items()} for phase in ("rollout", "update")}
             print(row["case"], sizes, flush=True)
+            if device.type == "cuda":
+                write(found, args.out)
     if device.type != "cuda":
         print("no meter on this device: nothing is written")
         return
-    args.out.mkdir(parents=True, exist_ok=True)
-    words = report(found, torch.cuda.get_device_name())
-    name = args.out / f"memory-{datetime.date.today()}"
+    print(report(found, torch.cuda.get_device_name()))
+
+
+def write(found: list[dict[str, Any]], folder: Path) -> None:
+    """After every configuration, so that a call that is cut off loses only what it had not come to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = folder / f"memory-{datetime.date.today()}"
     name.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    name.with_suffix(".md").write_text(words)
-    print(words)
+    name.with_suffix(".md").write_text(report(found, torch.cuda.get_device_name()))
 
 
 if __name__ == "__main__":

@@ -292,7 +292,13 @@ def numbered_run(index: int, seed: int, small: bool) -> dict[str, Any]:
         return one_run(work, Path(folder), tiny_tokenizer(), device, index % 10 == 0) | {"index": index}
 
 
-def runs(count: int, seconds: float, processes: int, small: bool, seed: int) -> list[dict[str, Any]]:
+def write(found: list[dict[str, Any]], what: str, folder: Path) -> None:
+    """After every run, so that a call that is cut off loses only what it had not come to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"tuning_{what}-{datetime.date.today()}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def runs(count: int, seconds: float, processes: int, small: bool, seed: int, folder: Path) -> list[dict[str, Any]]:
     """Each process has its own limit of memory. What has not begun after `seconds` is left out, and the count says so."""
     found, started, waiting = [], time.monotonic(), list(range(count))
     spawn = multiprocessing.get_context("spawn")
@@ -306,6 +312,7 @@ def runs(count: int, seconds: float, processes: int, small: bool, seed: int) -> 
                 waiting = []
             for row in (future.result() for future in done):
                 found.append(row)
+                write(found, "random", folder)
                 facts = [
                     row["index"],
                     row["work"]["kind"],
@@ -339,9 +346,10 @@ def main() -> None:
                 {key: found[-1][key] for key in ("shape", "chosen", "update_share", "decode_share", "step_share")},
                 flush=True,
             )
+            write(found, "grid", args.out)
             empty(device)
     else:
-        found = runs(args.runs, args.seconds, args.processes, args.small, args.seed)
+        found = runs(args.runs, args.seconds, args.processes, args.small, args.seed, args.out)
         outcomes = [row["outcome"] for row in found]
         print(
             {name: outcomes.count(name) for name in set(outcomes)},
@@ -352,8 +360,6 @@ def main() -> None:
         if ratios:
             print(f"predicted over measured: {min(ratios):.3f} to {max(ratios):.3f}")
         print("gradient distances", [round(row["gradient_distance"], 5) for row in found if "gradient_distance" in row])
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"tuning_{args.what}-{datetime.date.today()}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
