@@ -58,7 +58,17 @@ from trimtab.rollout.native.engine import NativeEngine
 from trimtab.update.critic import Critic, restore_critic
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
-from trimtab.work import Callback, EvalSet, Work, open_scorer, prompt_limit, read_eval, read_work, with_found_rewards
+from trimtab.work import (
+    Callback,
+    EvalSet,
+    Work,
+    open_scorer,
+    prompt_limit,
+    read_eval,
+    read_work,
+    reward_models,
+    with_found_rewards,
+)
 from trimtab.work import Inputs as Inputs
 
 GIB = 2**30
@@ -209,6 +219,8 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     if run.offload.reference is True and isinstance(reference, Policy):
         reference = FromHost(reference)
     torch.set_num_threads(known(run.threads))
+    if ready.scorer.models is not None:
+        ready.scorer.models.load(policy.device, policy.dtype)
     engine = make_engine(config.model_copy(update={"run": run}), policy, ready.work.tokenizer)
     stack.callback(engine.close)
     updater = make_updater(policy, config.learn, run)
@@ -234,6 +246,8 @@ def open_evaluation(
     scorer = open_scorer(config, inputs, [held_out.columns])
     stack.callback(scorer.close)
     policy = Policy(load_model(config.model, device))
+    if scorer.models is not None:
+        scorer.models.load(policy.device, policy.dtype)
     job = _measuring_job(config, policy, held_out)
     run = plan_here(config.run, job, machine_here(device)).run
     config = config.model_copy(update={"run": run})
@@ -333,6 +347,7 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         adapters=adapters,
         reference=isinstance(reference, Policy),
         critic=_critic_shape(config, policy),
+        reward_models=sum(shape_of(path).parameters for path in reward_models(config)),
         compared=reference is not None,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,

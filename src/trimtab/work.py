@@ -182,8 +182,13 @@ def with_found_rewards(config: Config, inputs: Inputs) -> Config:
     parts = []
     for part in config.reward:
         source = locate(part.fn, inputs.base_dir, inputs.rewards)
-        parts.append(part.model_copy(update={"fn": str(source)}) if source.kind == "file" else part)
+        parts.append(part.model_copy(update={"fn": str(source)}) if source.kind in ("file", "model") else part)
     return config.model_copy(update={"reward": parts})
+
+
+def reward_models(config: Config) -> list[str]:
+    """What reward models are loaded from."""
+    return [part.fn.removeprefix("model:") for part in config.reward if part.fn.startswith("model:")]
 
 
 def open_scorer(

@@ -76,8 +76,8 @@ class RewardPart(Section):
     """One reward; the weighted sum of all parts is what is learned from."""
 
     fn: str
-    """`file.py:function`, `package.module:function`, or a built-in: exact_match, number_match, regex, length, math, task,
-    judge."""
+    """`file.py:function`, `package.module:function`, `model:FOLDER` for a reward model, or a built-in: exact_match,
+    number_match, regex, length, math, task, judge."""
     name: str | None = None
     """Name in metrics; None: the function's name."""
     weight: float = 1.0

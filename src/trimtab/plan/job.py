@@ -64,6 +64,8 @@ class Job:
     """There is a second set of weights to compare with."""
     critic: ModelShape | None = None
     """Of PPO's value model."""
+    reward_models: int = 0
+    """Parameters of reward models."""
     compared: bool = False
     """Samples are scored by a reference policy: those weights, or the model without its adapters."""
     old_logprobs: bool = False

@@ -113,7 +113,9 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
     """The ledger of a job whose `run` has no `auto` left."""
     states = _states(job, run, place)
     host = _host(job, machine, run, place)
-    loaded = {name: states[name] for name in ("weights", "adapters", "reference", "critic") if name in states}
+    loaded = {
+        name: states[name] for name in ("weights", "adapters", "reference", "critic", "reward models") if name in states
+    }
     resident = {name: size for name, size in states.items() if name != "gradients"}
     phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
     if job.generates:
@@ -195,6 +197,8 @@ def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
         found["adapters"] = job.adapters * 4 // shards
     if job.reference and run.offload.reference is not True:
         found["reference"] = job.shape.parameters * job.itemsize // shards
+    if job.reward_models:
+        found["reward models"] = job.reward_models * job.itemsize
     if job.critic is not None:
         found["critic"] = (job.critic.parameters * job.itemsize + (4 * job.adapters if job.rank else 0)) // shards
         if run.offload.optimizer is not True:

@@ -31,14 +31,16 @@ GIVEN = ("prompts", "completions", "completion_ids")
 class Source:
     """Where a reward function is found. Travels to the workers."""
 
-    kind: Literal["builtin", "file", "module", "object"]
+    kind: Literal["builtin", "file", "module", "object", "model"]
     place: str
-    """Absolute path of the file, or dotted name of the module."""
+    """Absolute path of the file, dotted name of the module, or what a reward model is loaded from."""
     name: str
     pickled: bytes = b""
     """An object's cloudpickle."""
 
     def __str__(self) -> str:
+        if self.kind == "model":
+            return f"model:{self.place}"
         return f"{self.place}:{self.name}" if self.place else self.name
 
 
@@ -68,7 +70,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def locate(fn: str, base_dir: Path, functions: Mapping[str, Callable[..., Any]]) -> Source:
-    """Find what `fn` names: a built-in, `object:NAME`, `file.py:function` or `package.module:function`."""
+    """Find what `fn` names: a built-in, `object:NAME`, `model:PATH`, `file.py:function` or `package.module:function`."""
+    if fn.startswith("model:"):
+        path = fn.removeprefix("model:")
+        if not path:
+            raise RewardError("reward.fn: 'model:' names no model. Write model:FOLDER, such as model:runs/rm/final")
+        local = Path(path).expanduser()
+        local = local if local.is_absolute() else base_dir / local
+        place = str(local) if local.is_dir() else path
+        return Source("model", place, "reward_model")
     place, colon, name = fn.rpartition(":")
     if not colon:
         return _locate_builtin(fn)

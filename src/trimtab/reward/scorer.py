@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.errors import RewardError
 from trimtab.reward.lane import Lane
@@ -31,7 +31,20 @@ from trimtab.reward.wire import Cell, Failure, Tally
 
 if TYPE_CHECKING:
     from trimtab.config.schema import RewardPart
+    from trimtab.reward.models import ModelDesk
     from trimtab.rollout.trajectory import Group, Trajectory
+
+
+class Doer(Protocol):
+    """Who answers calls: worker processes, a judge's process, or reward models."""
+
+    needs: list[frozenset[str]]
+
+    def call(self, request: Request) -> None: ...
+
+    def raise_if_broken(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -94,8 +107,11 @@ class Scorer:
         self._parts = list(parts)
         self._sheets: list[_Sheet] = []
         judges = [place for place, source in enumerate(sources) if source.kind == "builtin" and source.name == "judge"]
-        others = [place for place in range(len(parts)) if place not in judges]
-        self._doers: list[Pool | Lane] = []
+        models = [place for place, source in enumerate(sources) if source.kind == "model"]
+        others = [place for place in range(len(parts)) if place not in (*judges, *models)]
+        self.models: ModelDesk | None = None
+        """Reward models: to be loaded before anything is collected."""
+        self._doers: list[Doer] = []
         self._desks: dict[int, Desk] = {}
         self._finalizer = weakref.finalize(self, _close, self._doers)  # also at interpreter exit
         try:
@@ -104,11 +120,18 @@ class Scorer:
             if judges:
                 asked = [(sources[p], parts[p].args, parts[p].timeout_s) for p in judges]
                 self._open(judges, Lane(asked, base_dir, run_dir))
+            if models:
+                from trimtab.reward.models import ModelDesk, refuse_other_models
+
+                for place in models:
+                    refuse_other_models(sources[place].place)
+                self.models = ModelDesk([sources[place].place for place in models])
+                self._open(models, self.models)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, places: list[int], doer: Pool | Lane) -> None:
+    def _open(self, places: list[int], doer: Doer) -> None:
         self._doers.append(doer)
         self._desks |= {place: Desk(doer, number) for number, place in enumerate(places)}
 
@@ -131,6 +154,8 @@ class Scorer:
     def collect(self) -> list[Group]:
         """Wait for every group submitted since the last collect, and fill in its trajectories."""
         start = time.monotonic()
+        if self.models is not None:
+            self.models.work()
         for sheet in self._sheets:
             while not sheet.done.wait(SLICE_S):
                 for doer in self._doers:
@@ -157,7 +182,7 @@ class Scorer:
 class Desk:
     """Who scores a part, and what the part's number is there."""
 
-    doer: Pool | Lane
+    doer: Doer
     number: int
 
     @property
@@ -165,7 +190,7 @@ class Desk:
         return self.doer.needs[self.number]
 
 
-def _close(doers: list[Pool | Lane]) -> None:
+def _close(doers: list[Doer]) -> None:
     for doer in doers:
         doer.close()
 

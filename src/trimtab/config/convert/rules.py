@@ -15,8 +15,8 @@ Take = Callable[[Any], Any]
 """From the flag's value to the key's; raises ValueError with what it takes where it cannot. None: the flag says nothing."""
 
 REWARD_MODEL = (
-    "a reward model cannot be named as a reward here: serve it and ask it from a reward function of your own, rewards.py:ask. "
-    "`trimtab reward-model` trains one"
+    "a reward model is a reward here: reward: [{fn: model:PATH}], if it is a sequence classification with one label, as "
+    "`trimtab reward-model` makes; of another kind, serve it and ask it from a reward function of your own"
 )
 SFT = "supervised training is a command of its own, `trimtab sft`: name its final/ as model.path here"
 PAIRS = "training a reward model is a command of its own: `trimtab reward-model`"

@@ -1,0 +1,195 @@
+"""Reward models as rewards: a sequence-classification model with one label scores whole conversations, packed, on the device.
+
+The model has its own tokenizer and chat template: a prompt and its completion are written by them as a worked answer is, with
+the token that ends it, and the score is read after that. What `trimtab reward-model` wrote beside its model (reward.json) is
+added, so that scores are normalised. Many samples are scored together, in rows of at most `TOKENS`, or less where memory is
+short.
+
+Work is done when the scorer collects, in the trainer's own thread: the device is the trainer's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from trimtab.config.sft import SftData
+from trimtab.data.examples import ExampleEncoder
+from trimtab.errors import DataError, ModelError, RewardError
+from trimtab.model.attention import ATTENTION_NAME
+from trimtab.model.load import find_source
+from trimtab.model.memory import Shortage, attempt, free
+from trimtab.model.packed import PackedPlan
+from trimtab.reward.pool import Reply, Request
+from trimtab.reward.wire import Cell, Failure
+
+MODEL = "model:"
+TOKENS = 8192
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Between a score packed and alone, relative to 1 + its size."""
+
+
+def refuse_other_models(path: str) -> None:
+    """Tell from the config alone what is no reward model."""
+    try:
+        config = AutoConfig.from_pretrained(find_source(path).location)
+    except Exception as error:  # transformers and the hub raise a score of types
+        raise RewardError(f"reward.fn: cannot read {MODEL}{path}: {str(error).splitlines()[0]}") from error
+    kinds = getattr(config, "architectures", None) or []
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds) or config.num_labels != 1:
+        raise RewardError(
+            f"reward.fn: {path} is {', '.join(kinds) or 'a model without an architecture'} with {config.num_labels} labels; a "
+            "reward model is a sequence classification with one. `trimtab reward-model` makes one in RUN/final"
+        )
+
+
+class Classifier:
+    """One reward model."""
+
+    def __init__(self, path: str, device: torch.device, dtype: torch.dtype) -> None:
+        location = find_source(path).location
+        self.path = path
+        self.model: Any = AutoModelForSequenceClassification.from_pretrained(location, dtype=dtype).to(device).eval()
+        self.model.requires_grad_(False)
+        facts = Path(location) / "reward.json"
+        self.shift = float(json.loads(facts.read_text())["shift"]) if facts.is_file() else 0.0
+        tokenizer = AutoTokenizer.from_pretrained(location)
+        self._encoder = ExampleEncoder(SftData(train="-"), "last", tokenizer, f"reward {MODEL}{path}")
+        self._device, self._tokens = device, TOKENS
+        self._context = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+        self._check(dtype)
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Cell]:
+        """A score for each completion, or why there is none."""
+        rows: dict[int, list[int]] = {}
+        cells: list[Cell] = [None] * len(prompts)
+        for number, (prompt, completion) in enumerate(zip(prompts, completions)):
+            found = self._tokens_of(prompt, completion)
+            if isinstance(found, Failure):
+                cells[number] = found
+            else:
+                rows[number] = found
+        for numbers in self._packed(rows):
+            for number, value in zip(numbers, self._scores([rows[n] for n in numbers])):
+                cells[number] = value + self.shift
+        return cells
+
+    def _tokens_of(self, prompt: Any, completion: Any) -> list[int] | Failure:
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        if not text:
+            return Failure("invalid", "the completion is empty, so a reward model has nothing to score")
+        try:
+            tokens = self._encoder.encode([0], [{"prompt": prompt, "completion": text}])[0].tokens
+        except DataError as error:
+            return Failure("invalid", str(error))
+        if len(tokens) > self._context:
+            return Failure("invalid", f"{len(tokens)} tokens exceed the reward model's context of {self._context}")
+        return tokens
+
+    def _packed(self, rows: dict[int, list[int]]) -> Iterator[list[int]]:
+        """Numbers of rows that are scored together, by length."""
+        chosen: list[int] = []
+        room = 0
+        for number in sorted(rows, key=lambda n: len(rows[n])):
+            if chosen and room + len(rows[number]) > self._tokens:
+                yield chosen
+                chosen, room = [], 0
+            chosen.append(number)
+            room += len(rows[number])
+        if chosen:
+            yield chosen
+
+    def _scores(self, rows: list[list[int]]) -> list[float]:
+        outcome = attempt(lambda: self._forward(rows))
+        if not isinstance(outcome, Shortage):
+            return outcome
+        free(self._device)
+        if len(rows) == 1:
+            raise RewardError(
+                f"reward {MODEL}{self.path} ran out of memory on {len(rows[0])} tokens: {outcome.message}"
+            )
+        self._tokens = max(1, sum(map(len, rows)) // 2)
+        half = len(rows) // 2
+        return [*self._scores(rows[:half]), *self._scores(rows[half:])]
+
+    @torch.no_grad()
+    def _forward(self, rows: list[list[int]]) -> list[float]:
+        plan = PackedPlan([len(row) for row in rows], self._device)
+        tokens = torch.tensor([token for row in rows for token in row], device=self._device)
+        out = self.model.get_decoder()(
+            input_ids=tokens[None],
+            position_ids=plan.positions[None],
+            attention_mask=None,
+            use_cache=False,
+            attention_plan=plan,
+        )
+        last = torch.tensor([len(row) for row in rows], device=self._device).cumsum(0) - 1
+        scores: list[float] = self.model.score(out.last_hidden_state[0, last])[:, 0].double().cpu().tolist()
+        return scores
+
+    @torch.no_grad()
+    def _check(self, dtype: torch.dtype) -> None:
+        """Packed, two short sequences must get the scores that each gets alone through transformers."""
+        words = torch.Generator().manual_seed(0)
+        size = self.model.config.get_text_config().vocab_size
+        rows = [torch.randint(0, size, (n,), generator=words, device="cpu").tolist() for n in (7, 12)]
+        alone = [float(self.model(input_ids=torch.tensor([row], device=self._device)).logits[0, 0]) for row in rows]
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        try:
+            packed = self._forward(rows)
+        except (AssertionError, TypeError, RuntimeError, AttributeError) as error:
+            raise ModelError(f"reward {MODEL}{self.path} cannot run through Trimtab's attention: {error}") from error
+        if any(abs(a - b) > TOLERANCE[dtype] * (1 + abs(b)) for a, b in zip(packed, alone)):
+            raise ModelError(
+                f"reward {MODEL}{self.path} gives other scores when sequences are packed: {packed} and {alone}"
+            )
+
+
+class ModelDesk:
+    """Takes calls as workers do, and answers them when it is told to."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = list(paths)
+        self.needs = [frozenset[str]() for _ in paths]
+        self._models: list[Classifier] = []
+        self._waiting: list[Request] = []
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._models = [Classifier(path, device, dtype) for path in self.paths]
+
+    def call(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def work(self) -> None:
+        """Answer everything that waits, all of a model's samples together."""
+        waiting, self._waiting = self._waiting, []
+        for number, model in enumerate(self._models):
+            mine = [request for request in waiting if request.part == number]
+            if not mine:
+                continue
+            started = time.monotonic()
+            asked = [request.arguments() for request in mine]
+            cells = model.score(
+                [p for offered in asked for p in offered["prompts"]],
+                [c for offered in asked for c in offered["completions"]],
+            )
+            seconds = (time.monotonic() - started) / len(mine)
+            for request in mine:
+                request.reply(Reply(cells[: request.count], seconds))
+                cells = cells[request.count :]
+
+    def raise_if_broken(self) -> None:
+        assert self._models or not self._waiting, "a reward model was asked before it was loaded"
+
+    def close(self) -> None:
+        self._models, self._waiting = [], []

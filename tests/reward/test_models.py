@@ -1,0 +1,163 @@
+"""Reward models as rewards: their scores, what they cannot score, and runs that learn from one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+from transformers import AutoModelForSequenceClassification
+
+import trimtab
+from trimtab.errors import RewardError
+from trimtab.model.load import save_model
+from trimtab.observe.sinks import read_metrics
+from trimtab.reward import models
+from trimtab.reward.models import Classifier
+from trimtab.reward.wire import Failure
+
+CPU = torch.device("cpu")
+
+
+def reward_model(folder: Path, architecture: str = "llama", labels: int = 1, template: str | None = None) -> Path:
+    """A classifier with random weights, as another tool would have written it."""
+    config = tiny_model(architecture).config
+    config.num_labels = labels
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.save_pretrained(folder)
+    tiny_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("tokens", [12, 8192])
+def test_scores_are_transformers_own(
+    architecture: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "TOKENS", tokens)
+    folder = reward_model(tmp_path / "rm", architecture)
+    (folder / "reward.json").write_text(json.dumps({"shift": 0.25}))
+    prompts, completions = ["1+1=", "2+2=", "a"], ["2", "four", "bcdefgh"]
+    found = Classifier(str(folder), CPU, torch.float32).score(prompts, completions)
+    plain, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), tiny_tokenizer()
+    for prompt, completion, value in zip(prompts, completions, found):
+        ids = tokenizer(f"{prompt}{completion}<eos>")["input_ids"]
+        with torch.no_grad():
+            wanted = float(plain(input_ids=torch.tensor([ids])).logits[0, 0]) + 0.25
+        assert value == pytest.approx(wanted, abs=1e-4)
+
+
+def test_conversations_are_written_by_its_own_template(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    made = Classifier(str(reward_model(tmp_path / "rm", template=template)), CPU, torch.float32)
+    asked = [{"role": "user", "content": "hi"}]
+    plain, messages = made.score(["hi"], ["yo"]), made.score([asked], [[{"role": "assistant", "content": "yo"}]])
+    assert plain == messages and made.score(["hi"], ["no"]) != plain
+
+
+def test_what_cannot_be_scored_is_a_failure_and_no_zero(tmp_path: Path) -> None:
+    made = Classifier(str(reward_model(tmp_path / "rm")), CPU, torch.float32)
+    empty, good, long = made.score(["a", "a", "a"], ["", "b", "b" * 300])
+    assert isinstance(empty, Failure) and isinstance(good, float) and isinstance(long, Failure)
+    assert "context of 256" in long.summary
+
+
+def test_memory_that_runs_out_halves_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Classifier(str(reward_model(tmp_path / "rm")), CPU, torch.float32)
+    prompts, completions = ["1"] * 9, [str(n) * (n + 1) for n in range(9)]
+    expected, forward = made.score(prompts, completions), made._forward
+
+    def short(rows: list[list[int]]) -> list[float]:
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError("no")
+        return forward(rows)
+
+    monkeypatch.setattr(made, "_forward", short)
+    assert made.score(prompts, completions) == pytest.approx(expected, abs=1e-5)
+
+
+def run_with(model_folder: Path, tmp_path: Path, reward: Any, **learn: Any) -> list[dict[str, Any]]:
+    summary = trimtab.train(
+        model=str(model_folder),
+        data=[{"prompt": f"{a}+{b}="} for a in range(5) for b in range(4)],
+        eval_data=[{"prompt": "9+9="}],
+        reward=reward,
+        learn={"steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "lr": 3e-3, **learn},
+        observe={"dir": str(tmp_path / "run"), "tensorboard": False},
+    )
+    return read_metrics(Path(summary["run_dir"]))
+
+
+def test_a_policy_learns_what_a_reward_model_likes(model_folder: Path, tmp_path: Path) -> None:
+    folder = reward_model(tmp_path / "rm")
+    metrics = run_with(model_folder, tmp_path, f"model:{folder}", steps=25, prompts_per_step=8)
+    assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 0.1
+    assert metrics[-1]["reward/reward_model"] == metrics[-1]["reward/mean"]
+
+
+def test_it_stands_beside_other_parts(model_folder: Path, tmp_path: Path) -> None:
+    folder = reward_model(tmp_path / "rm")
+    parts = [{"fn": f"model:{folder}", "weight": 0.5, "name": "liked"}, {"fn": "length", "args": {"max_tokens": 4}}]
+    row = run_with(model_folder, tmp_path, parts)[-1]
+    assert row["reward/mean"] == pytest.approx(0.5 * row["reward/liked"] + row["reward/length"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda p, m: f"model:{m}", "LlamaForCausalLM"),
+        (lambda p, m: f"model:{reward_model(p / 'two', labels=2)}", "with 2 labels"),
+        (lambda p, m: f"model:{p / 'missing'}", "cannot read"),
+        (lambda p, m: "model:", "names no model"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused_before_anything_is_written(
+    make: Any, says: str, model_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RewardError) as error:
+        run_with(model_folder, tmp_path, make(tmp_path, model_folder))
+    assert says in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_was_trained_here_is_used_here(model_folder: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{a}=", "chosen": "a" * (1 + a % 3), "rejected": "7" * (1 + a % 3)} for a in range(10)] * 3
+    made = trimtab.reward_model(
+        model=str(model_folder), data=pairs, learn={"steps": 30, "pairs_per_step": 10, "lr": 5e-3},
+        observe={"dir": str(tmp_path / "pairs"), "tensorboard": False},
+    )  # fmt: skip
+    classifier = Classifier(str(Path(made["run_dir"]) / "final"), CPU, torch.float32)
+    good, bad = classifier.score(["3=", "3="], ["aa", "77"])
+    assert good > bad
+    metrics = run_with(model_folder, tmp_path, f"model:{made['run_dir']}/final", algorithm="ppo", critic={"lr": 1e-3})
+    assert "value/loss" in metrics[-1]
+
+
+def test_memory_of_it_is_planned(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from plan.test_planner import h, qwen
+
+    from trimtab.config.run import Run
+    from trimtab.plan.planner import make_plan
+
+    alone, beside = make_plan(Run(), qwen(), h(140)), make_plan(Run(), replace(qwen(), reward_models=10**9), h(140))
+    for phase in ("load", "rollout", "update"):
+        assert beside.ledger[phase].device["reward models"] == 2 * 10**9
+        assert "reward models" not in alone.ledger[phase].device
+
+
+def test_saving_a_policy_does_not_need_it(model_folder: Path, tmp_path: Path, tokenizer) -> None:
+    """The folder of a policy is no reward model, and one of a reward model no policy."""
+    folder = reward_model(tmp_path / "rm")
+    save_model(tiny_model("llama"), tokenizer, tmp_path / "policy")
+    with pytest.raises(trimtab.errors.TrimtabError):
+        run_with(folder, tmp_path, "length")
