@@ -100,7 +100,7 @@ def scores_of(budget: int, center: float = 0.0) -> Scores:
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", advantage="batch_mean", max_grad_norm=None))
     made = Scores(
         Policy(tiny_model("qwen2", torch.float64)), learn, token_budget=budget, score_token_budget=budget,
-        checkpoint_activations=False,
+        checkpoint_activations=False, logprob_chunk=64,
     )  # fmt: skip
     made.center = center
     with torch.no_grad():
@@ -188,6 +188,12 @@ def test_without_held_out_pairs_scores_are_normalised_on_training_pairs(model_fo
     assert facts["measured_on"] == "data.train" and facts["answers"] == 96 and "eval/loss" not in metrics[-1]
     plain, _ = run_of(model_folder, tmp_path, "plain", learn={"normalize": False})
     assert json.loads((Path(plain["run_dir"]) / "final" / "reward.json").read_text())["std"] == 1.0
+
+
+def test_pairs_that_are_too_long_are_not_measured_on_either(model_folder: Path, tmp_path: Path) -> None:
+    rows = [*ROWS[:20], {"prompt": "1" * 400, "chosen": "2", "rejected": "3"}]  # longer than the model's context
+    summary, _ = run_of(model_folder, tmp_path, data=rows, eval_data=None, observe={"eval_every": 0})
+    assert json.loads((Path(summary["run_dir"]) / "final" / "reward.json").read_text())["answers"] == 40
 
 
 def test_a_resumed_run_ends_with_the_same_model(model_folder: Path, tmp_path: Path) -> None:

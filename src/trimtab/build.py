@@ -6,7 +6,7 @@ import gc
 import importlib.util
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -28,6 +28,7 @@ from trimtab.rollout.engine import Engine
 from trimtab.update.updater import Updater
 
 GIB = 2**30
+Kind = TypeVar("Kind", bound=Updater)
 
 
 def load_policy(model: Model, seed: int, device: torch.device, checkpoint: Path | None = None) -> Policy:
@@ -45,10 +46,10 @@ def load_policy(model: Model, seed: int, device: torch.device, checkpoint: Path 
     return policy
 
 
-def make_updater(policy: Policy, learn: Learn, run: Run) -> Updater:
-    """The updater of a `run` without `auto`."""
+def make_updater(policy: Policy, learn: Learn, run: Run, kind: type[Kind]) -> Kind:
+    """The updater of a `run` without `auto`: of a policy, a critic or a reward model."""
     assert run.checkpoint_activations != "auto"
-    return Updater(
+    return kind(
         policy,
         learn,
         token_budget=known(run.token_budget),

@@ -131,8 +131,7 @@ class Run:
     updater: Updater
     stream: Stream[Any]
     held_out: list[Sample]
-    measured_on: list[Sample]
-    """Held-out samples or, where there are none, some of the training set."""
+    ready: Checked
     console: Console
     timeline: Timeline
     sinks: Sinks
@@ -142,6 +141,12 @@ class Run:
     watch: PlanWatch
     governor: Governor
     callbacks: Sequence[Callback]
+
+    def first(self) -> list[Sample]:
+        """Of the training set, to measure on where there are no held-out rows; none that is too long to be used."""
+        rows = self.ready.rows[:FIRST]
+        items = self.stage.encoder(self.config, self.tokenizer, "data.train").encode(range(len(rows)), rows)
+        return self.stage.samples(self.config, [item for item in items if len(item.tokens) <= self.ready.limit])
 
 
 @dataclass(frozen=True)
@@ -275,13 +280,9 @@ def open_run(
     timeline = Timeline(folder, on_phase=console.working)
     stack.callback(timeline.close)
     spare_the_collector(stack)
-    measured_on = ready.held_out or stage.encoder(config, ready.tokenizer, "data.train").encode(
-        range(len(ready.rows))[:FIRST], ready.rows[:FIRST]
-    )
     return Run(
         stage, config, learn, folder, state, checkpoint is not None, ready.tokenizer, policy, updater, stream,
-        stage.samples(config, ready.held_out), stage.samples(config, measured_on), console, timeline, sinks,
-        MemoryMeter(ready.device),
+        stage.samples(config, ready.held_out), ready, console, timeline, sinks, MemoryMeter(ready.device),
         _guard(updater, engine, state, console, timeline, plan), HostWatch(console.warn),
         PlanWatch(plan), Governor(plan, automatic=automatic), inputs.callbacks,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from trimtab.build import known
+from trimtab.build import make_updater
 from trimtab.checkpoint import flush_to_disk, remove_whole
 from trimtab.config.learn import Learn
 from trimtab.config.reward_model import RewardModelConfig
@@ -30,7 +30,7 @@ from trimtab.learn.preferences import preference_loss
 from trimtab.model.adapters import has_adapters, merged_state, save_adapters
 from trimtab.model.load import load_config
 from trimtab.model.policy import Policy
-from trimtab.offline import Run, dry_run, run_offline
+from trimtab.offline import Run, run_offline
 from trimtab.update.batch import Sample
 from trimtab.update.scores import Answer, Scores, to_samples
 from trimtab.update.updater import Updater, UpdateStats
@@ -65,16 +65,7 @@ class Preferences:
         return to_samples(items)
 
     def updater(self, config: RewardModelConfig, policy: Policy, learn: Learn, run: RunKeys) -> Scores:
-        assert run.checkpoint_activations != "auto"
-        made = Scores(
-            policy,
-            learn,
-            token_budget=known(run.token_budget),
-            score_token_budget=known(run.score_token_budget),
-            checkpoint_activations=run.checkpoint_activations,
-            offload_optimizer=run.offload.optimizer is True,
-            offload_activations=run.offload.activations is True,
-        )
+        made = make_updater(policy, learn, run, Scores)
         made.center = config.learn.center
         return made
 
@@ -106,7 +97,7 @@ class Preferences:
 
     def export(self, run: Run) -> dict[str, Any]:
         learn = run.config.learn
-        better, worse, _ = _scored(run, run.measured_on)
+        better, worse, _ = _scored(run, run.held_out or run.first())
         scores = torch.cat([better, worse])
         spread = float(scores.std()) if len(scores) > 1 else 0.0
         mean, std = (float(scores.mean()), max(spread, 1e-6)) if learn.normalize else (0.0, 1.0)  # type: ignore[union-attr]
@@ -155,4 +146,3 @@ def _scored(run: Run, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor
 
 
 run_reward_model = partial(run_offline, Preferences())
-dry_run_reward_model = partial(dry_run, Preferences())

@@ -223,7 +223,7 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
         ready.scorer.models.load(policy.device, policy.dtype)
     engine = make_engine(config.model_copy(update={"run": run}), policy, ready.work.tokenizer)
     stack.callback(engine.close)
-    updater = make_updater(policy, config.learn, run)
+    updater = make_updater(policy, config.learn, run, Updater)
     automatic = is_automatic(asked, plan)
     plan = calibrated(plan, asked, updater, engine)
     config = config.model_copy(update={"run": plan.run})
@@ -310,16 +310,7 @@ def _load_critic(config: Config, policy: Policy) -> Critic:
     if model.config.vocab_size < policy.config.vocab_size:
         what = f"{source.path} knows {model.config.vocab_size} tokens and the policy {policy.config.vocab_size}"
         raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
-    assert run.checkpoint_activations != "auto"
-    return Critic(
-        model,
-        learn,
-        token_budget=known(run.token_budget),
-        score_token_budget=known(run.score_token_budget),
-        checkpoint_activations=run.checkpoint_activations,
-        offload_optimizer=run.offload.optimizer is True,
-        offload_activations=run.offload.activations is True,
-    )
+    return make_updater(model, learn, run, Critic)
 
 
 def _critic_shape(config: Config, policy: Policy) -> ModelShape | None:

@@ -22,7 +22,7 @@ from trimtab.config.sft import SftConfig
 from trimtab.data.examples import Example, ExampleEncoder
 from trimtab.endings import export
 from trimtab.model.policy import Policy
-from trimtab.offline import Run, dry_run, run_offline
+from trimtab.offline import Run, run_offline
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater, UpdateStats
 
@@ -49,7 +49,7 @@ class Supervised:
         return to_samples(items, config.learn.aggregate)
 
     def updater(self, config: SftConfig, policy: Policy, learn: Learn, run: RunKeys) -> Updater:
-        return make_updater(policy, learn, run)
+        return make_updater(policy, learn, run, Updater)
 
     def metrics(self, stats: UpdateStats, samples: Sequence[Sample]) -> dict[str, float]:
         learned = sum(int(sample.weights.count_nonzero()) for sample in samples)
@@ -74,7 +74,6 @@ class Supervised:
 
 
 run_sft = partial(run_offline, Supervised())
-dry_run_sft = partial(dry_run, Supervised())
 
 
 def to_samples(examples: Sequence[Example], aggregate: str) -> list[Sample]:

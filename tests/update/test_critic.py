@@ -48,7 +48,7 @@ def critic_of(budget: int, architecture: str = "qwen2", **settings: Any) -> Crit
     learn = resolve(Learn(algorithm="ppo", max_grad_norm=None, critic=settings))
     made = Critic(
         Policy(tiny_model(architecture, torch.float64)), learn, token_budget=budget, score_token_budget=budget,
-        checkpoint_activations=False,
+        checkpoint_activations=False, logprob_chunk=64,
     )  # fmt: skip
     with torch.no_grad():
         made.head.weight.copy_(0.3 * torch.randn(made.head.weight.shape, generator=torch.Generator().manual_seed(1)))

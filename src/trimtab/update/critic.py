@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,7 +19,7 @@ from trimtab.learn.values import value_loss
 from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.update.batch import MicroBatch, Sample
-from trimtab.update.updater import Progress, Recompute, Updater, UpdateStats
+from trimtab.update.updater import Progress, Updater, UpdateStats
 
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 
@@ -39,28 +40,10 @@ def add_value_head(policy: Policy) -> torch.nn.Linear:
 class Critic(Updater):
     """Values of samples, and their improvement."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        learn: Learn,
-        *,
-        token_budget: int,
-        score_token_budget: int,
-        checkpoint_activations: Recompute,
-        offload_optimizer: bool = False,
-        offload_activations: bool = False,
-    ) -> None:
+    def __init__(self, policy: Policy, learn: Learn, **settings: Any) -> None:
+        """As an Updater, but that there are no log-probs to chunk."""
         self.head = add_value_head(policy)
-        super().__init__(
-            policy,
-            learn,
-            token_budget=token_budget,
-            score_token_budget=score_token_budget,
-            logprob_chunk=1,
-            checkpoint_activations=checkpoint_activations,
-            offload_optimizer=offload_optimizer,
-            offload_activations=offload_activations,
-        )
+        super().__init__(policy, learn, **settings | {"logprob_chunk": 1})
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:

@@ -6,7 +6,7 @@ after the answer's last token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,8 @@ from trimtab.data.pairs import Pair
 from trimtab.learn.preferences import preference_loss
 from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy
-from trimtab.update.batch import MicroBatch, Sample, row_tokens
+from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.critic import Critic
-from trimtab.update.packing import pack
 from trimtab.update.updater import Progress, UpdateStats
 
 UNREAD = 0
@@ -60,15 +59,8 @@ class Scores(Critic):
             for sample, score in zip(batch.samples, self._scores(batch).double().cpu()):
                 setattr(sample, field, score)
 
-    def _micro_batches(self, samples: Sequence[Sample], budget: int) -> Iterator[MicroBatch]:
-        pairs = [list(samples[at : at + 2]) for at in range(0, len(samples), 2)]
-        sizes = [row_tokens(pair) for pair in pairs]
-        budget = max([budget, *sizes])
-        packed = pack(sizes, budget)
-        loads = [sum(sizes[i] for i in indices) for indices in packed]
-        for number, (indices, load) in enumerate(zip(packed, loads), 1):
-            self.progress = Progress("forward", number, len(packed), load, max(loads))
-            yield MicroBatch.build([s for i in indices for s in pairs[i]], self.policy.device)
+    def _together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+        return [list(samples[at : at + 2]) for at in range(0, len(samples), 2)]
 
     def _scores(self, batch: MicroBatch) -> torch.Tensor:
         """[N]: of each sample of the micro-batch."""

@@ -149,14 +149,17 @@ class Updater:
         return stats
 
     def _micro_batches(self, samples: Sequence[Sample], budget: int) -> Iterator[MicroBatch]:
-        budget = cap(samples, budget)
-        parts = list(same_prompt(samples, budget))
+        parts = self._together(samples, cap(samples, budget))
         sizes = [row_tokens(part) for part in parts]
-        packed = pack(sizes, budget)
+        packed = pack(sizes, max([budget, *sizes]))
         loads = [sum(sizes[i] for i in indices) for indices in packed]
         for number, (indices, load) in enumerate(zip(packed, loads), 1):
             self.progress = Progress("forward", number, len(packed), load, max(loads))
             yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device)
+
+    def _together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+        """Samples that are in one micro-batch, whatever else is."""
+        return list(same_prompt(samples, budget))
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.progress.part = "backward"
