@@ -282,6 +282,7 @@ def test_a_product_follows_its_adapters(merge: bool) -> None:
     with torch.no_grad():
         for _ in range(2):
             product.refresh()
+            assert product.beside is not merge
             expected = linear(x)
             expected[:, 1:4] += 0.75 * b(a(x))
             torch.testing.assert_close(product(x), expected)
