@@ -55,12 +55,12 @@ TRL_BEST: dict[str, dict[str, Any]] = {
 TRL_SWEEP: dict[str, dict[str, Any]] = {
     "micro-batch 64": {},
     "micro-batch 128": {"per_device_train_batch_size": 128, "gradient_accumulation_steps": 4},
-    "micro-batch 32": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 16},
     "Liger": {"use_liger_kernel": True},
     "checkpointing, micro-batch 128": {
         "gradient_checkpointing": True, "per_device_train_batch_size": 128, "gradient_accumulation_steps": 4,
     },
     "utilisation 0.5": {"vllm_gpu_memory_utilization": 0.5},
+    "micro-batch 32": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 16},
 }  # fmt: skip
 
 

@@ -197,7 +197,7 @@ def one_run(
         policy = Policy(model.to(device))
         policy.fuse()
         found["limit"] = int(work["limit"] * smallest(work, policy, device))
-        del policy
+        del policy, model
         empty(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, found["limit"] / total))
     (folder / "reward.py").write_text(LETTERS)

@@ -11,10 +11,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# No test depends on time or luck; `HYPOTHESIS_PROFILE=search make test` looks at cases that nobody has seen.
+hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=400)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported: here, before any test does, it holds for a whole worker.
     os.environ.setdefault("TRITON_INTERPRET", "1")

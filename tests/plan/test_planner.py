@@ -155,6 +155,19 @@ def test_more_memory_is_never_slower(job: Job, gib: int, more: int) -> None:
         assert after.times.total <= 1.02 * before.times.total
 
 
+def test_a_merged_copy_never_takes_the_room_of_sequences() -> None:
+    """A model with adapters whose copy would just fit got half the KV cache that a smaller device had."""
+    block = Block(32, 8, 64, 64, 29487, 456675280, 456675280)
+    shape = ModelShape("llama", 4880, 50892, False, (block,) * 27)
+    job = Job(shape, 4, 397, 52, 3381, 825, 10847, rank=16, adapters=shape.lora_parameters(16), compared=True)
+    caches = []
+    for gib in (139, 150, 156, 170, 200):
+        plan = make_plan(Run(), job, Machine(replace(find_device("h200"), memory=gib * GIB), 1, 256 * GIB, 16))
+        assert plan.fits
+        caches.append(plan.run.rollout.kv_memory)
+    assert caches == sorted(caches)
+
+
 def qwen(name: str = "qwen2.5-0.5b", **settings: Any) -> Job:
     usual = {
         "itemsize": 2,

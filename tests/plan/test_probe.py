@@ -83,7 +83,9 @@ def test_the_line_goes_through_both_measurements(monkeypatch: pytest.MonkeyPatch
         return int(1.25 * sum(update_peak(job.shape, row, path).values())) + 7 * MIB
 
     monkeypatch.setattr(probing, "_peak", measured)
+    monkeypatch.setattr(probing, "_host_seconds", lambda *_: 0.05 * job.shape.layers)
     found = probe(updater, job, RESOLVED)
+    assert found.launch_s == pytest.approx(0.05)
     assert found.factor == pytest.approx(1.25, rel=1e-6) and found.rest == pytest.approx(7 * MIB, abs=4)
 
 
@@ -91,7 +93,17 @@ def test_the_line_goes_through_both_measurements(monkeypatch: pytest.MonkeyPatch
 def test_a_line_that_makes_no_sense_is_not_believed(monkeypatch: pytest.MonkeyPatch, peaks: list[int]) -> None:
     updater, job = updater_of(8192)
     monkeypatch.setattr(probing, "_peak", lambda *_: peaks.pop(0))
-    assert probe(updater, job, RESOLVED) == COUNTED
+    found = probe(updater, job, RESOLVED)
+    assert replace(found, launch_s=None) == COUNTED and found.launch_s is not None and found.launch_s > 0
+
+
+@pytest.mark.parametrize("host", [1e-3, 2.6e-3, 3.3e-3, 6e-3])
+def test_micro_batches_outlast_the_launching_that_was_measured(host: float) -> None:
+    job = Job(read_shape(WELL_KNOWN["smollm2-135m"]), 2, 32, 16, 256, 256, 512)
+    before = make_plan(Run(), job, Machine(find_device("h200"), 1, 256 * GIB, 16))
+    after = corrected(before, Run(), Correction(launch_s=host))
+    assert after.run.token_budget == (16384 if host < 2e-3 else 32768 if host < 3e-3 else 65536)
+    assert after.times.update == pytest.approx(before.times.update, rel=0.35)
 
 
 def test_memory_that_runs_out_on_the_way_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class PackedPlan:
         ]
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest sequence that any segment ends."""
         return max(before + length for before, length in zip(self._before, self.lengths))

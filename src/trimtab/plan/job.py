@@ -31,10 +31,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Correction:
-    """Of a micro-batch's bytes: measured = factor x counted + rest (probe.py)."""
+    """What was measured of a micro-batch (probe.py). Bytes: factor x counted + rest."""
 
     factor: float = 1.0
     rest: int = 0
+    launch_s: float | None = None
+    """Seconds that this host needs to launch a layer's forward and backward passes; None: not measured."""
 
 
 COUNTED = Correction()

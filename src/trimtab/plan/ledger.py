@@ -23,9 +23,9 @@ CONTEXT = 690 * MIB
 """Of the driver and its libraries."""
 GRAPHS = 140 * MIB
 """And the kernels in them."""
-WORKSPACES = 3 * 32 * MIB
-"""Of cuBLAS, from torch's allocator: one a thread and stream, which are the update's two passes and the capture of graphs. 32 MiB
-each on Hopper, less before it."""
+WORKSPACES = 2 * 32 * MIB
+"""Of cuBLAS, from torch's allocator: one a stream, which are the update's and that of the capture of graphs. 32 MiB each on
+Hopper, less before it."""
 ROUNDING = MIB // 4
 """On average, of a large tensor: torch's allocator hands out a block that is up to 1 MiB larger."""
 SLACK = 0.02

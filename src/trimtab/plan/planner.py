@@ -16,7 +16,7 @@ from trimtab.config.run import Offload, Rollout, Run
 from trimtab.plan.activations import Kept
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import ALONE, MIB, Ledger, Placement, draw_up, kv_bytes
-from trimtab.plan.times import FITTED, LAUNCH, Rates, Times, predict
+from trimtab.plan.times import FITTED, Rates, Times, launch_s, predict
 
 PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
 """Share of a device's memory that a plan may fill."""
@@ -292,6 +292,12 @@ def _kv_memory(without: Run, job: Job, machine: Machine, limits: Limits, place: 
     else:
         left = limits.device - ledger.fullest.device_bytes
         room, words = left * 2 // 5, "two fifths of the free memory"
+    if wanted > room:
+        # Adapters are merged into a copy where room is left for one: sequences come first.
+        more = min(wanted, room + ledger["rollout"].device.get("merged copy", 0))
+        filled = without.model_copy(update={"rollout": rollout.model_copy(update={"kv_memory": more})})
+        if draw_up(job, machine, filled, place)["rollout"].device_bytes <= limits.device:
+            room = more
     if wanted <= room:
         return wanted, "the whole step at once"
     return (room, words) if room >= least else (least, "two of the longest sequences")
@@ -306,7 +312,7 @@ def _useful(job: Job, machine: Machine, rates: Rates, fill: bool) -> tuple[int, 
     if fill:
         return whole, "the whole step at once"
     flops = machine.device.flops * rates.products(job.shape.hidden)
-    launched = LAUNCH * job.shape.layers * flops / (6 * job.shape.active_parameters)
+    launched = launch_s(job) * job.shape.layers * flops / (6 * job.shape.active_parameters)
     return min(65536, max(16384, 1 << round(launched).bit_length())), "larger micro-batches gain nothing"
 
 

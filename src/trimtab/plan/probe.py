@@ -1,9 +1,12 @@
 """Two small micro-batches, measured at the start of a run: a line through them corrects what was counted for this model, device
-and set of versions. Budgets are then chosen once more, before the first step. Takes about a second; changes no state.
+and set of versions, and the time that the smaller takes the host is what launching takes, which a micro-batch has to outlast.
+Budgets are then chosen once more, before the first step. Takes about a second; changes no state.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import replace
 
 import torch
@@ -14,7 +17,7 @@ from trimtab.plan.activations import Row, update_peak
 from trimtab.plan.job import COUNTED, Correction, Job
 from trimtab.plan.ledger import update_path
 from trimtab.plan.planner import Choice, Plan, make_plan
-from trimtab.plan.tuner import longest_samples
+from trimtab.plan.tuner import longest_samples, settle
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.updater import Updater
 
@@ -22,6 +25,7 @@ SMALL = 2048
 """Tokens of the smaller micro-batch; the other has twice as many."""
 LEAST = 128
 """Tokens that are learned, at least, after a prompt as long as they come."""
+LAUNCHES = 5
 PLAUSIBLE = (0.5, 3.0)
 """Measured over counted bytes of a token: beyond it something else has been measured."""
 
@@ -33,10 +37,12 @@ def probe(updater: Updater, job: Job, run: Run) -> Correction:
     small = max(min(SMALL, run.token_budget // 2), job.typical_prompt + LEAST)
     if 2 * small > run.token_budget:
         return COUNTED
-    measured, counted = [], []
+    measured, counted, launch_s = [], [], None
     for tokens in (small, 2 * small):
         samples = list(longest_samples(job, tokens, job.shape.vocabulary))
         peak = attempt(lambda samples=samples: _peak(updater, samples, device))  # type: ignore[misc]
+        if launch_s is None and not isinstance(peak, Shortage):
+            launch_s = _host_seconds(updater, samples, device) / job.shape.layers
         updater.abandon()
         if isinstance(peak, Shortage):
             free(device)
@@ -46,8 +52,8 @@ def probe(updater: Updater, job: Job, run: Run) -> Correction:
         counted.append(sum(update_peak(job.shape, row, path).values()))
     slope = (measured[1] - measured[0]) / (counted[1] - counted[0])
     if not PLAUSIBLE[0] < slope < PLAUSIBLE[1]:
-        return COUNTED
-    return Correction(slope, int(measured[0] - slope * counted[0]))
+        return Correction(launch_s=launch_s)
+    return Correction(slope, int(measured[0] - slope * counted[0]), launch_s)
 
 
 def _peak(updater: Updater, samples: list[Sample], device: torch.device) -> int:
@@ -59,6 +65,17 @@ def _peak(updater: Updater, samples: list[Sample], device: torch.device) -> int:
     updater.rehearse(samples)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _host_seconds(updater: Updater, samples: list[Sample], device: torch.device) -> float:
+    """To launch the passes of a micro-batch that the device is done with sooner; the median of a few."""
+    found = []
+    for _ in range(LAUNCHES):
+        started = time.perf_counter()
+        updater.rehearse(samples)
+        found.append(time.perf_counter() - started)
+        settle(device)
+    return statistics.median(found)
 
 
 def corrected(plan: Plan, asked: Run, found: Correction) -> Plan:

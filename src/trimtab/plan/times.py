@@ -15,7 +15,8 @@ from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes
 
 LAUNCH = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
-LAUNCH_FORWARD = 0.9e-3
+FORWARD = 0.35
+"""Share of it that is the forward pass's."""
 DECODE_LAYER = 16e-6
 """Seconds of a layer of a decode step beyond its bytes and products, in a graph."""
 DECODE_STEP = 150e-6
@@ -62,6 +63,11 @@ class Times:
     def as_dict(self) -> dict[str, float]:
         phases = {name: getattr(self, name) for name in ("rollout", "score", "update", "publish")}
         return {name: round(value, 6) for name, value in (phases | {"total": self.total}).items()}
+
+
+def launch_s(job: Job) -> float:
+    """Of a layer, forward and backward: as measured on this host, or as on others."""
+    return LAUNCH if job.correction.launch_s is None else job.correction.launch_s
 
 
 def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE, rates: Rates = FITTED) -> Times:
@@ -147,7 +153,7 @@ class _Clock:
         moved = 0.0
         if self.job.reference and self.run.offload.reference is True:
             moved = self.job.shape.parameters * self.job.itemsize / self.place.shards / self.machine.device.host_link
-        return passes * self._passes(self.run.score_token_budget, 2.0, LAUNCH_FORWARD) + moved
+        return passes * self._passes(self.run.score_token_budget, 2.0, FORWARD * launch_s(self.job)) + moved
 
     def update(self) -> float:
         """Forward and backward passes, and the optimizer step."""
@@ -162,7 +168,7 @@ class _Clock:
             factor += 2.0 * self._gate_up_share()
         if not job.fused and not self.machine.cpu:
             factor *= 1.35  # the model's own modules: 1.3 to 1.8 (docs/log.md)
-        seconds = self._passes(run.token_budget, factor, LAUNCH)
+        seconds = self._passes(run.token_budget, factor, launch_s(job))
         if run.offload.activations is True:
             tokens = job.expected_row.tokens / self.machine.devices
             moved = 2 * tokens * job.shape.layers * 4 * job.shape.hidden / self.machine.device.host_link

@@ -98,12 +98,12 @@ def time_update(updater: Updater, job: Job, budget: int, repeats: int = 2) -> Tr
         started = time.perf_counter()
         for _ in range(IN_A_ROW):
             updater.rehearse(samples)
-        _settle(device)
+        settle(device)
         return (time.perf_counter() - started) / IN_A_ROW
 
     def work() -> float:
         updater.rehearse(samples)  # compiles, and leaves gradients
-        _settle(device)
+        settle(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         return min(once() for _ in range(repeats))
@@ -153,6 +153,6 @@ def longest_samples(job: Job, budget: int, vocabulary: int) -> Iterator[Sample]:
             used += length
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from trimtab.model.packed import PackedPlan
@@ -99,14 +100,14 @@ class MicroBatch:
                 lengths.append(inside)
                 prefixes.append(number)
             start += inside
-        counts = torch.tensor([s.tokens.shape[0] for s in ordered])
+        counts = [s.tokens.shape[0] for s in ordered]  # NumPy: torch would wake a thread a core for it
         return cls(
             samples=ordered,
             plan=PackedPlan(lengths, device, prefixes),
             tokens_T=to_device(torch.cat(rows), device),
             predictors_R=to_device(torch.cat(predictors), device),
             targets_R=to_device(torch.cat([s.tokens for s in ordered]), device),
-            sequence_R=to_device(torch.repeat_interleave(torch.arange(len(ordered)), counts), device),
+            sequence_R=to_device(torch.from_numpy(np.arange(len(ordered)).repeat(counts)), device),
         )
 
     def gather(self, field: str) -> torch.Tensor:

@@ -136,7 +136,7 @@ class MasterAdamW:
         members = []
         for (name, parameter), start in zip(named, starts):
             parts = _parts(state, parameter, start)
-            step, count = (torch.zeros((), device=device) for _ in range(2))
+            step, count = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
             members.append(_Member(name, parameter, start, step, count, parts))
             if _needs_master(first):
                 parts[2].copy_(parameter.detach())

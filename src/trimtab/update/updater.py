@@ -121,7 +121,7 @@ class Updater:
         """Forward and backward passes of one micro-batch that is not applied: what it takes is seen from outside. Gradients stay,
         as before the second micro-batch of a step, until `abandon`."""
         batch = MicroBatch.build(samples, self.policy.device)
-        self._loss(batch, 0.0, UpdateStats()).backward()
+        self._backward(self._loss(batch, 0.0, UpdateStats()))
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
@@ -162,8 +162,10 @@ class Updater:
         return list(same_prompt(samples, budget))
 
     def _backward(self, loss: torch.Tensor) -> None:
+        """In this thread: autograd's own would contend with it for the interpreter, and have a cuBLAS workspace besides."""
         self.progress.part = "backward"
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
 
     def _token_stats(self, policy: AnyPolicy, batch: MicroBatch) -> TokenStats:
         hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)

@@ -10,6 +10,7 @@ Shapes: T tokens, E hidden size, V vocabulary, C stretches of the vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -165,14 +166,19 @@ class Tiles:
     def grid(self, tokens: int, vocabulary: int, device: torch.device) -> tuple[int, int, int]:
         """Programs, tiles along the tokens, and stretches of the vocabulary."""
         rows, stretches = triton.cdiv(tokens, self.tokens), triton.cdiv(vocabulary, self.vocabulary)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-        return min(processors, rows * stretches), rows, stretches
+        return min(_processors(device), rows * stretches), rows, stretches
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def tiles_for(itemsize: int) -> Tiles:
     return Tiles(128, 256, 64, 8, 3) if itemsize == 2 else Tiles(64, 64, 32, 4, 2)
 
 
+@cache
 def serves(device: torch.device) -> bool:
     """True where descriptors are hardware and three tiles in flight fit beside one on its way out: Hopper, and Blackwell's
     large chips."""

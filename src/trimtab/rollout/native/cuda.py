@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -82,6 +83,12 @@ class _ModulesPlan:
         return out
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines of a process: cuBLAS keeps a workspace of 32 MiB for every stream it has ever worked on."""
+    return torch.cuda.Stream(device)
+
+
 class CudaDecoder:
     """Owns the device memory of the engine and the graphs over it."""
 
@@ -104,7 +111,7 @@ class CudaDecoder:
         self.cache = self._layout.cache
         self._draw = Draw(max_sequences, policy.head.weight_VE.shape[0], policy.device)
         self._graphs: dict[tuple[int, bool, str], torch.cuda.CUDAGraph] = {}
-        self._stream = torch.cuda.Stream(policy.device)
+        self._stream = _capture_stream(policy.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._index = torch.zeros(max_sequences, dtype=torch.int64, device=policy.device)
         self._shared = torch.zeros_like(self._index)
