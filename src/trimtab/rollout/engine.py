@@ -13,6 +13,7 @@ from typing import Protocol
 
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
+from trimtab.errors import EngineError
 from trimtab.rollout.trajectory import Group
 
 
@@ -53,6 +54,8 @@ class RolloutStats:
     total_pages: int = 0
     parked: int = 0
     """Times a sequence lost its KV to an older one and was resumed later."""
+    restarts: int = 0
+    """Times the engine's process was lost and started again."""
     graph_steps: int = 0
     """Decode steps that were replays of a CUDA graph."""
     prefill_s: float = 0.0
@@ -119,3 +122,22 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free memory and processes."""
         ...
+
+
+def check_requests(requests: Sequence[Request], context_tokens: int) -> Sampling:
+    """Refuse what no engine can serve, before any work is done; the sampling that all requests share."""
+    if not requests:
+        raise EngineError("generate was called without requests")
+    if len({r.sampling.model_dump_json() for r in requests}) > 1:
+        raise EngineError("the requests of one generate call must share their sampling settings")
+    for request in requests:
+        if not request.prompt.tokens or request.samples < 1 or min(request.limits) < 1:
+            raise EngineError(
+                f"prompt {request.prompt.id}: a request needs at least one prompt token, one sample and one new token"
+            )
+        if len(request.prompt.tokens) + max(request.limits) > context_tokens:
+            raise EngineError(
+                f"prompt {request.prompt.id} has {len(request.prompt.tokens)} tokens; with max_new_tokens "
+                f"{max(request.limits)} that exceeds the model's context of {context_tokens}"
+            )
+    return requests[0].sampling

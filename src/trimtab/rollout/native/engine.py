@@ -27,7 +27,7 @@ from trimtab.errors import EngineError, MemoryExhausted
 from trimtab.model.memory import Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape, layer_shapes
-from trimtab.rollout.engine import Request, RolloutStats
+from trimtab.rollout.engine import Request, RolloutStats, check_requests
 from trimtab.rollout.native import scheduler as plan
 from trimtab.rollout.native.cache import PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
@@ -438,21 +438,9 @@ class NativeEngine:
 
     def _check(self, requests: Sequence[Request]) -> Sampling:
         """Refuse what cannot be served before any work is done."""
-        if not requests:
-            raise EngineError("generate was called without requests")
-        if len({r.sampling.model_dump_json() for r in requests}) > 1:
-            raise EngineError("the requests of one generate call must share their sampling settings")
+        sampling = check_requests(requests, self.policy.context_tokens)
         for request in requests:
-            if not request.prompt.tokens or request.samples < 1 or min(request.limits) < 1:
-                raise EngineError(
-                    f"prompt {request.prompt.id}: a request needs at least one prompt token, one sample and one new token"
-                )
             total = len(request.prompt.tokens) + max(request.limits)
-            if total > self.policy.context_tokens:
-                raise EngineError(
-                    f"prompt {request.prompt.id} has {len(request.prompt.tokens)} tokens; with max_new_tokens "
-                    f"{max(request.limits)} that exceeds the model's context of {self.policy.context_tokens}"
-                )
             need = self._pages_for(request) + 1
             if need > self.pool.total:
                 have = self.pool.total * self.page_bytes / 2**20
@@ -460,7 +448,7 @@ class NativeEngine:
                     f"one sequence of {total} tokens needs {need * self.page_bytes / 2**20:.1f} MiB of KV cache and there "
                     f"are {have:.1f} MiB; raise run.rollout.kv_memory or lower learn.max_new_tokens"
                 )
-        return requests[0].sampling
+        return sampling
 
     def _pages_for(self, request: Request) -> int:
         return -(-(len(request.prompt.tokens) + max(request.limits)) // self.pool.page_tokens)

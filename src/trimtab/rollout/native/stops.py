@@ -7,14 +7,19 @@ the old as a stop string could reach back into; where one is found there, the wh
 
 from __future__ import annotations
 
-from typing import Any
-
-from trimtab.rollout.native.scheduler import Sequence
+from typing import Any, Protocol
 
 LOOK_EVERY = 8
 """New tokens that make a look worth its while; a sequence that ended is always looked at."""
 TOKENS_A_CHARACTER = 4
 """A character has at most four bytes, and a token at least one."""
+
+
+class Growing(Protocol):
+    """A completion that is not at its end."""
+
+    looked: int
+    """Tokens that have been looked at."""
 
 
 def decode_all(tokenizer: Any, completions: list[list[int]]) -> list[str]:
@@ -34,7 +39,7 @@ class StopStrings:
     def __bool__(self) -> bool:
         return bool(self._strings)
 
-    def find(self, sequence: Sequence, tokens: list[int]) -> int | None:
+    def find(self, sequence: Growing, tokens: list[int]) -> int | None:
         """Number of tokens up to and including the one that completes the first stop string; None if there is none."""
         start = max(0, sequence.looked - self._reach)
         sequence.looked = len(tokens)

@@ -1,0 +1,1 @@
+"""vLLM as a rollout engine, in a process of its own: see engine.py."""

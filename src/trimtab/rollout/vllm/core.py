@@ -1,0 +1,207 @@
+"""The engine inside its process: vLLM, driven step by step, with Trimtab's sampling, stop strings and weights.
+
+Nothing computed under one version of the weights is used under another: what is unfinished is dropped and the prefix cache reset
+when weights change. vLLM leaves that to its user.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.config.learn import Sampling
+from trimtab.rollout.native.stops import LOOK_EVERY, StopStrings
+from trimtab.rollout.vllm.messages import Beat, Done, Generate, Ready, Setup
+from trimtab.rollout.vllm.reading import read_weights
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""One process is the engine and its worker: the trainer watches that one. Its second model runner knows no logits processors."""
+
+
+@dataclass
+class _Running:
+    ask_id: int
+    looked: int = 0
+
+
+class Core:
+    """One vLLM engine."""
+
+    def __init__(self, setup: Setup) -> None:
+        os.environ.update({key: value for key, value in SETTINGS.items() if key not in os.environ})
+        import vllm
+
+        from trimtab.rollout.vllm.drawing import Drawing
+
+        self._setup = setup
+        arguments: dict[str, Any] = {
+            "model": setup.folder,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": setup.dtype,
+            "max_model_len": setup.longest,
+            "max_num_seqs": setup.max_sequences,
+            "max_num_batched_tokens": max(setup.prefill_tokens, setup.max_sequences),
+            "enable_chunked_prefill": True,
+            "kv_cache_memory_bytes": setup.kv_bytes,
+            "enable_prefix_caching": setup.prefix_cache,
+            "enforce_eager": setup.eager,
+            "enable_sleep_mode": setup.sleeps,
+            "logits_processors": [Drawing],
+            "async_scheduling": False,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        if setup.page_tokens is not None:
+            arguments["block_size"] = setup.page_tokens
+        self._llm = vllm.LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._draw = Drawing.current
+        self._running: dict[str, _Running] = {}
+        self._tokenizer: Any = None
+        self._stops = StopStrings([], None)
+        self._asleep = False
+        self.call = 0
+        self.version = vllm.__version__
+        self._blocks = int(self._engine.vllm_config.cache_config.num_gpu_blocks)
+        self._cache = self._engine.engine_core.engine_core.scheduler.kv_cache_manager
+        self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
+        self._fullest = 0.0
+
+    @property
+    def ready(self) -> Ready:
+        return Ready(self.version, self._blocks)
+
+    @property
+    def beat(self) -> Beat:
+        """What the current call has done."""
+        used = round(self._fullest * self._blocks)
+        return Beat(self.call, self._decode_steps, self._prefill_tokens, self._cached_tokens, used)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def publish(self) -> None:
+        """Take the weights that the trainer has put into the shared file."""
+        self._wake(["weights"])
+        self.abort()
+        setup = self._setup
+        self._llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": read_weights(setup.weights, setup.layout)}
+        )
+        self._wake(["kv_cache"])
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: it still holds blocks of unfinished requests")
+
+    def sleep(self) -> int:
+        """Give up weights and KV; the next version brings the weights again. Bytes that became free."""
+        if not self._setup.sleeps or self._asleep:
+            return 0
+        self.abort()
+        before = torch.cuda.mem_get_info()[0] if self._setup.cuda else 0
+        self._llm.sleep(level=1)
+        self._asleep = True
+        return torch.cuda.mem_get_info()[0] - before if self._setup.cuda else 0
+
+    def _wake(self, parts: list[str]) -> None:
+        if self._asleep:
+            self._llm.wake_up(tags=parts)
+            self._asleep = parts == ["weights"]
+
+    def begin(self, order: Generate) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._asleep:
+            self._wake(["weights"])
+            self._wake(["kv_cache"])
+        if order.call != self.call:
+            self.call, self._fullest = order.call, 0.0
+            self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
+        sampling = Sampling.model_validate(order.sampling)
+        self._draw.sampling = sampling
+        self._stops = StopStrings(sampling.stop, self._read_tokenizer() if sampling.stop else None)
+        for ask in order.asks:
+            name = f"{order.call}-{ask.id}"
+            self._running[name] = _Running(ask.id)
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=ask.limit,
+                stop_token_ids=order.stop_ids,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={"id": ask.id, "key": ask.key, "first": ask.first_position},
+            )
+            self._engine.add_request(name, {"prompt_token_ids": ask.tokens}, params)
+
+    def step(self) -> Iterator[Done]:
+        """One step of vLLM, and the sequences that ended with it."""
+        outputs = self._engine.step()
+        self._decode_steps += 1
+        self._fullest = max(self._fullest, self._cache.usage)
+        ended = [
+            (out.request_id, out.outputs[0]) for out in outputs if out.finished and out.request_id in self._running
+        ]
+        for out in outputs:
+            if out.finished:
+                self._cached_tokens += out.num_cached_tokens or 0
+                self._prefill_tokens += len(out.prompt_token_ids or []) - (out.num_cached_tokens or 0)
+        yield from self._finish([(name, list(o.token_ids), o.finish_reason == "stop") for name, o in ended])
+        if self._stops:
+            yield from self._cut_short()
+
+    def _cut_short(self) -> Iterator[Done]:
+        """End what has come to a stop string."""
+        found = []
+        for name, running in self._running.items():
+            made = self._draw.made.get(running.ask_id, [])
+            if len(made) - running.looked >= LOOK_EVERY:
+                end = self._stops.find(running, list(made))
+                if end is not None:
+                    found.append((name, list(made[:end]), True))
+        if found:
+            self._engine.abort_request([name for name, _, _ in found])
+            yield from self._finish(found)
+
+    def _finish(self, ended: list[tuple[str, list[int], bool]]) -> Iterator[Done]:
+        if not ended:
+            return
+        found = []
+        for name, tokens, stopped in ended:
+            running = self._running.pop(name)
+            end = self._stops.find(running, tokens) if self._stops else None
+            found.append((running.ask_id, tokens if end is None else tokens[:end], stopped or end is not None))
+        logprobs = self._draw.take([id for id, _, _ in found], [len(tokens) for _, tokens, _ in found])
+        for (id, tokens, stopped), values in zip(found, logprobs):
+            yield Done(
+                self.call, id, torch.tensor(tokens).numpy().tobytes(), values.contiguous().numpy().tobytes(), stopped
+            )
+
+    def abort(self) -> None:
+        """Leave nothing behind of what is unfinished."""
+        if self._running:
+            self._engine.abort_request(list(self._running))
+            self._draw.forget([running.ask_id for running in self._running.values()])
+            self._running.clear()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def _read_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(Path(self._setup.folder))
+        return self._tokenizer

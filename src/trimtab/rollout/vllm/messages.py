@@ -1,0 +1,131 @@
+"""What a trainer and an engine's process say to each other. Both run this source; the engine's environment may be another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Where a tensor lies in the file that both processes have in memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """In bytes."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an engine is made with. The first message to a process."""
+
+    folder: str
+    """Holds the model's config and the tokenizer, no weights."""
+    weights: str
+    """The file that weights are published through."""
+    layout: tuple[Weight, ...]
+    dtype: str
+    cuda: bool
+    max_sequences: int
+    kv_bytes: int
+    prefill_tokens: int
+    page_tokens: int | None
+    """None: the engine's own choice."""
+    longest: int
+    """Tokens of the longest sequence."""
+    prefix_cache: bool
+    eager: bool
+    sleeps: bool
+    """Memory is given up between rollouts."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One sequence."""
+
+    id: int
+    tokens: list[int]
+    limit: int
+    key: int
+    """Of its random numbers (`sampler.stream_key`)."""
+    first_position: int = 0
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Begin with these; answered by a `Done` each."""
+
+    call: int
+    asks: list[Ask]
+    sampling: dict[str, Any]
+    stop_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Forget everything unfinished; answered by `Settled`."""
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Read the weights anew, and forget what was computed with others; answered by `Settled`."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Give memory up until the next `Publish` or `Generate`; answered by `Settled`."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The engine can be asked."""
+
+    version: str
+    blocks: int
+    """Of the KV cache."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """An order has been carried out."""
+
+    freed: int = 0
+    """Bytes of device memory that it gave up."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A sequence has ended."""
+
+    call: int
+    id: int
+    tokens: bytes
+    """int64."""
+    logprobs: bytes
+    """float32."""
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The process is alive; what the current call has done so far."""
+
+    call: int
+    decode_steps: int
+    prefill_tokens: int
+    cached_tokens: int
+    blocks: int
+    """Of the KV cache, in use at most."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last message of a process that cannot go on."""
+
+    text: str
+    short: bool
+    """Of memory."""

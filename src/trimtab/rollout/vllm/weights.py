@@ -1,0 +1,65 @@
+"""Weights on their way to an engine's process: one file in memory that both map, written by the trainer, read by the engine.
+
+The layout is fixed when the engine starts; publishing copies bytes and moves no pages. A head that is tied to the embedding is
+named by itself: vLLM's CPU kernels keep a packed copy of it, and would go on with the old one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from trimtab.model.adapters import has_adapters, merged_state
+from trimtab.model.policy import Policy
+from trimtab.rollout.vllm.messages import Weight
+from trimtab.rollout.vllm.reading import view
+
+ALIGNED = 256
+MEMORY = Path("/dev/shm")
+"""Files here are memory; elsewhere the system decides when to write them out."""
+
+
+def named_weights(policy: Policy) -> dict[str, torch.Tensor]:
+    """Under the names of the checkpoint, adapters merged in."""
+    model = policy.model
+    state = merged_state(model) if has_adapters(model) else dict(model.state_dict())
+    base = model.get_base_model() if has_adapters(model) else model
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        name = next(n for n, module in base.named_modules() if module is embedding)
+        state["lm_head.weight"] = state[f"{name}.weight"]
+    return state
+
+
+class SharedWeights:
+    """The trainer's side."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        entries, offset, seen = [], 0, dict[int, int]()
+        for name, value in named_weights(policy).items():
+            at = seen.get(value.data_ptr()) if name == "lm_head.weight" else None
+            if at is None:
+                at, offset = offset, offset + -(-value.nbytes // ALIGNED) * ALIGNED
+                seen[value.data_ptr()] = at
+            entries.append(Weight(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), at))
+        self.layout = tuple(entries)
+        self.nbytes = max(1, offset)
+        folder = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        handle, self.path = tempfile.mkstemp(prefix="trimtab-weights-", dir=folder)
+        os.truncate(handle, self.nbytes)
+        os.close(handle)
+        self._bytes = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Put the trainer's current weights where the engine reads them."""
+        state = named_weights(self._policy)
+        for entry in self.layout:
+            view(self._bytes, entry).copy_(state[entry.name])
+
+    def close(self) -> None:
+        Path(self.path).unlink(missing_ok=True)

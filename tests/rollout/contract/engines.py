@@ -1,0 +1,60 @@
+"""The engines that the contract is tested on, and the model that all of them can run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from trimtab.model.policy import Policy
+from trimtab.rollout.engine import Engine
+from trimtab.rollout.native.engine import NativeEngine
+
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""vLLM's CPU attention wants heads of at least 32 numbers."""
+STOP = 2
+LONGEST = 128
+
+
+def small_model(seed: int = 0) -> Any:
+    """Its head is tied to its embedding: the weight that engines forget most easily."""
+    return tiny_model("qwen2", seed=seed, tie_word_embeddings=True, **SHAPE)
+
+
+@cache
+def vllm_python() -> str | None:
+    """The interpreter of an environment with vLLM: TRIMTAB_VLLM_PYTHON, or where `make vllm` puts it."""
+    usual = Path.home() / ".cache" / "trimtab" / "vllm" / "bin" / "python"
+    found = os.environ.get("TRIMTAB_VLLM_PYTHON") or (str(usual) if usual.exists() else None)
+    if found is None:
+        return None
+    tried = subprocess.run([found, "-c", "import importlib.util as u; assert u.find_spec('vllm')"], check=False)
+    return found if tried.returncode == 0 else None
+
+
+NO_VLLM = "there is no environment with vLLM: run `make vllm`, or name its interpreter in TRIMTAB_VLLM_PYTHON"
+
+
+def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any) -> Engine:
+    tokenizer = tokenizer or tiny_tokenizer()
+    if kind == "native":
+        settings = {"kv_bytes": 2**22, "page_tokens": 4, "max_sequences": 16, "prefill_tokens": 64, **changes}
+        return NativeEngine(policy, tokenizer, [STOP], **settings)
+    from trimtab.rollout.vllm.engine import VllmEngine
+
+    torch.set_num_threads(1)
+    settings = {
+        "kv_bytes": 2**26,
+        "max_sequences": 16,
+        "prefill_tokens": 64,
+        "longest": LONGEST,
+        "page_tokens": 32,
+        "eager": True,
+        **changes,
+    }
+    return VllmEngine(policy, tokenizer, [STOP], python=vllm_python() or "", **settings)

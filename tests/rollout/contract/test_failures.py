@@ -1,0 +1,185 @@
+"""A process that is killed, hangs, runs out of memory or never starts: nothing is lost or comes twice, and the run says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tiny import tiny_tokenizer
+
+from tests.rollout.contract.engines import NO_VLLM, make_engine, small_model, vllm_python
+from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
+from trimtab.errors import EngineError
+from trimtab.model.policy import Policy
+from trimtab.rollout.vllm import engine as engines
+from trimtab.rollout.vllm.engine import VllmEngine
+from trimtab.rollout.vllm.process import EngineLost, EngineProcess
+
+needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
+BROKEN = """#!/bin/sh
+echo "a library is missing" >&2
+exit 3
+"""
+
+
+@needs_vllm
+def test_a_killed_process_is_started_again_with_current_weights_and_its_work_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Killed in the middle of a rollout and once more between two, under weights that are not those it began with."""
+    policy = Policy(small_model())
+    engine = make_engine("vllm", policy)
+    assert isinstance(engine, VllmEngine)
+    said: list[str] = []
+    engine.on_restart = said.append
+    with torch.no_grad():
+        for mine, new in zip(policy.model.parameters(), small_model(7).parameters()):
+            mine.copy_(new)
+    engine.publish(5)
+    requests = ask(prompts(8), samples=4, new=60)
+    wanted = tokens(collect(make_engine("native", policy), requests))
+    groups, first = [], None
+    for group in engine.generate(requests):
+        groups.append(group)
+        if first is None:
+            first = engine.pid
+            os.kill(first or 0, signal.SIGKILL)
+    assert engine.pid != first and engine.stats.restarts == 1 and "SIGKILL" in said[0]
+    assert tokens(sorted(groups, key=lambda g: g.index)) == wanted
+    assert engine.stats.sequences == 32 and len(groups) == 8
+    assert {v for g in groups for t in g.trajectories for v in t.versions.tolist()} == {5}
+    monkeypatch.setattr(engines, "SILENT_S", 20.0)
+    os.kill(engine.pid or 0, signal.SIGSTOP)  # alive and silent
+    hanging = psutil.Process(engine.pid)
+    monkeypatch.setattr(engines, "SILENT_S", 2.0)
+    assert tokens(collect(engine, requests)) == wanted
+    assert not hanging.is_running() and "said nothing" in said[1]
+    engine.close()
+
+
+def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(BROKEN)
+    python.chmod(0o755)
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(EngineError, match=r"exit code 3(.|\n)*a library is missing"):
+        VllmEngine(
+            Policy(small_model()), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, longest=64,
+            python=str(python),
+        )  # fmt: skip
+    assert not set(psutil.Process().children(recursive=True)) - before
+
+
+def test_weights_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trimtab.rollout.vllm import weights
+
+    monkeypatch.setattr(weights, "MEMORY", tmp_path)
+    python = tmp_path / "python"
+    python.write_text(BROKEN)
+    python.chmod(0o755)
+    with pytest.raises(EngineError):
+        VllmEngine(
+            Policy(small_model()), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, longest=64,
+            python=str(python),
+        )  # fmt: skip
+    assert [file.name for file in tmp_path.iterdir()] == ["python"]
+
+
+class Scripted:
+    """In place of a process: says what it is told to."""
+
+    def __init__(self, script: list[object]) -> None:
+        self.script, self.sent = script, []
+        self.pid = 0
+
+    def connect(self, seconds: float) -> None:
+        pass
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def receive(self, seconds: float) -> object:
+        said = self.script.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def last_lines(self) -> str:
+        return "the end of its log"
+
+    def close(self) -> None:
+        pass
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: list[object]) -> tuple[VllmEngine, list[Scripted]]:
+    from trimtab.rollout.vllm.messages import Ready, Settled
+
+    waiting, made = list(scripts), []
+
+    def start(python: str, variables: dict[str, str]) -> Scripted:
+        made.append(Scripted([Ready("0", 9), Settled(), *(waiting.pop(0) if waiting else [EngineLost("again")])]))
+        return made[-1]
+
+    monkeypatch.setattr(engines, "EngineProcess", start)
+    return make_engine("vllm", Policy(small_model()), max_sequences=8), made  # type: ignore[return-value]
+
+
+def done(call: int, id: int) -> object:
+    from trimtab.rollout.vllm.messages import Done
+
+    return Done(call, id, torch.tensor([5, 2]).numpy().tobytes(), torch.tensor([-1.0, -2.0]).numpy().tobytes(), True)
+
+
+def test_memory_that_runs_out_halves_what_runs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = scripted(
+        monkeypatch, [done(1, 1), EngineLost("out", short=True)], [done(1, 0), done(1, 2), done(1, 3)]
+    )
+    said: list[str] = []
+    engine.on_recovery = said.append
+    (group,) = engine.generate(ask(prompts(1), samples=4))
+    assert [t.sample for t in group.trajectories] == [0, 1, 2, 3] and engine.lowered == {"max_sequences": 4}
+    assert made[1].sent[0].max_sequences == 4 and "max_sequences -> 4" in said[0]
+    assert sorted(a.id for a in made[1].sent[2].asks) == [0, 2, 3], "what had arrived is not asked for again"
+
+
+def test_what_comes_twice_or_from_an_earlier_call_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = scripted(monkeypatch, [done(0, 1), done(1, 1), done(1, 1), done(7, 0), done(1, 0)])
+    (group,) = engine.generate(ask(prompts(1), samples=2))
+    assert engine.stats.sequences == 2 and [t.sample for t in group.trajectories] == [0, 1]
+
+
+def test_a_process_that_fails_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = scripted(monkeypatch, [EngineLost("its process was ended by SIGSEGV")])
+    with pytest.raises(EngineError, match=r"cannot go on: again(.|\n)*the end of its log"):
+        list(engine.generate(ask(prompts(1), samples=2)))
+    assert len(made) == 1 + engines.MOST_FAILURES
+
+
+def test_a_sequence_in_between_gives_it_another_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = [[done(1, n), EngineLost("again")] for n in range(7)]
+    engine, made = scripted(monkeypatch, *lives, [done(1, 7)])
+    (group,) = engine.generate(ask(prompts(1), samples=8))
+    assert len(group.trajectories) == 8 and len(made) == 8 and engine.stats.restarts == 7
+
+
+def test_a_process_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o755)
+    process = EngineProcess(str(python), {})
+    with pytest.raises(EngineLost, match="SIGKILL"):
+        process.connect(60.0)
+    process.close()
+
+
+@needs_vllm
+def test_nothing_is_left_after_close() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    engine = make_engine("vllm", Policy(small_model()))
+    assert collect(engine, ask(prompts(2)))
+    engine.close()
+    assert not set(psutil.Process().children(recursive=True)) - before
