@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import string
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -113,8 +114,18 @@ def warm_start(
     return losses
 
 
-def run_demo(folder: Path, *, difficulty: int, warm_steps: int, steps: int, seed: int, file: IO[str]) -> dict[str, Any]:
+def run_demo(
+    folder: Path,
+    *,
+    difficulty: int,
+    warm_steps: int,
+    steps: int,
+    seed: int,
+    file: IO[str],
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
     """Warm start, GRPO, before and after; returns the summary with `accuracy_before` and `accuracy_after`."""
+    config = config_from_dict(demo_config(folder, difficulty, steps, seed), overrides)
     started = time.monotonic()
     torch.set_num_threads(physical_cores())
     tokenizer = build_tokenizer()
@@ -128,7 +139,6 @@ def run_demo(folder: Path, *, difficulty: int, warm_steps: int, steps: int, seed
         file=file,
     )
     save_model(policy.model, tokenizer, folder / "warm-start")
-    config = config_from_dict(demo_config(folder, difficulty, steps, seed))
     summary = run_training(config, Inputs(name="demo"), console_file=file)
     run_dir = Path(summary["run_dir"])
     _show_samples(run_dir, steps, file)

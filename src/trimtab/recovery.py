@@ -28,6 +28,7 @@ def open_guard(
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())
         console.note(f"lower than planned, because memory ran out earlier in this run: {values}")
     engine.on_recovery = lambda line: note(line, True)
+    engine.on_restart = lambda line: _restarted(line, state, console, timeline)
     return guard
 
 
@@ -38,6 +39,12 @@ def open_critic_guard(critic: Critic, state: RunState, console: Console, timelin
         _note(f"critic: {recovery}", recovery.replayed, state, console, timeline)
 
     return Guard(critic, NoRollout(), least_kv_tokens=0, report=report)
+
+
+def _restarted(line: str, state: RunState, console: Console, timeline: Timeline) -> None:
+    console.warn(f"step {state.step + 1}: {line}")
+    now = timeline.clock()
+    timeline.event("engine restarted", now, now, what=line)
 
 
 def _note(line: str, counted: bool, state: RunState, console: Console, timeline: Timeline) -> None:

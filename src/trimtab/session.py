@@ -55,6 +55,7 @@ from trimtab.recovery import open_critic_guard, open_guard
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.rollout.vllm.find import find_vllm
 from trimtab.update.critic import Critic, restore_critic
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
@@ -133,6 +134,8 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     device = pick_device(config.run)
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
+    if config.run.engine == "vllm":
+        find_vllm(config.run.rollout.python)
     refuse_missing_wandb(config.observe)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
     work = read_work(config, inputs)
@@ -221,7 +224,8 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     torch.set_num_threads(known(run.threads))
     if ready.scorer.models is not None:
         ready.scorer.models.load(policy.device, policy.dtype)
-    engine = make_engine(config.model_copy(update={"run": run}), policy, ready.work.tokenizer)
+    longest = plan.job.longest_sequence
+    engine = make_engine(config.model_copy(update={"run": run}), policy, ready.work.tokenizer, longest)
     stack.callback(engine.close)
     updater = make_updater(policy, config.learn, run, Updater)
     automatic = is_automatic(asked, plan)
@@ -252,7 +256,7 @@ def open_evaluation(
     run = plan_here(config.run, job, machine_here(device)).run
     config = config.model_copy(update={"run": run})
     torch.set_num_threads(known(run.threads))
-    engine = make_engine(config, policy, tokenizer)
+    engine = make_engine(config, policy, tokenizer, job.longest_sequence)
     stack.callback(engine.close)
     if held_out.note:
         console.note(held_out.note)
@@ -262,9 +266,26 @@ def open_evaluation(
     return Evaluation(config, engine, scorer, held_out.prompts, console, tasks)
 
 
-def make_engine(config: Config, policy: Policy, tokenizer: Any) -> Engine:
-    """The rollout engine of a config whose `run` is resolved."""
+def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) -> Engine:
+    """The rollout engine of a config whose `run` is resolved, for sequences of so many tokens."""
     rollout = config.run.rollout
+    if config.run.engine == "vllm":
+        from trimtab.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine(
+            policy,
+            tokenizer,
+            stop_token_ids(policy.model, tokenizer),
+            kv_bytes=known(rollout.kv_memory),
+            page_tokens=known(rollout.page_tokens),
+            max_sequences=known(rollout.max_sequences),
+            prefill_tokens=known(rollout.prefill_tokens),
+            longest=longest,
+            prefix_cache=rollout.prefix_cache,
+            lend_memory=bool(known(rollout.lend_memory)),
+            eager=policy.device.type == "cpu" if rollout.eager is None else rollout.eager,
+            python=find_vllm(rollout.python),
+        )
     return NativeEngine(
         policy,
         tokenizer,

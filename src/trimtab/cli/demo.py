@@ -12,6 +12,9 @@ from trimtab.cli.output import print_json, user_errors
 
 
 def demo(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as run.engine=vllm.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--dir", help="Where to put it; must be new.")] = None,
     difficulty: Annotated[int, typer.Option(help="Digits to sort.")] = 8,
     warm_steps: Annotated[int, typer.Option(help="Supervised steps before reinforcement learning.")] = 60,
@@ -26,6 +29,7 @@ def demo(
 
         target = folder or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
         result = run_demo(
-            target.absolute(), difficulty=difficulty, warm_steps=warm_steps, steps=steps, seed=seed, file=sys.stdout
-        )
+            target.absolute(), difficulty=difficulty, warm_steps=warm_steps, steps=steps, seed=seed, file=sys.stdout,
+            overrides=overrides or (),
+        )  # fmt: skip
         print_json(result)

@@ -325,6 +325,23 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
         )
 
 
+def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    if config.run.engine != "vllm":
+        for name in ("python", "eager"):
+            if name in changed(config.run.rollout):
+                yield clash(
+                    f"run.rollout.{name} run.engine",
+                    "has no effect on the native engine",
+                    f"Write run.engine: vllm, or leave {name} out",
+                )
+    elif config.model.dtype == "float64":
+        yield clash(
+            "run.engine model.dtype",
+            "vllm cannot compute in float64",
+            "Write run.engine: native, or another model.dtype",
+        )
+
+
 def _observe(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
     if config.observe.checkpoint_every == 0 and changed(config.observe, "keep_checkpoints"):
         yield clash(
@@ -395,5 +412,6 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _data,
     _texts,
     _run,
+    _engine,
     _observe,
 )

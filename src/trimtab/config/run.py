@@ -45,6 +45,11 @@ class Rollout(Section):
     lend_memory: bool | Auto = "auto"
     """Give the memory of the KV cache to the update and take it back for the next rollout. auto: where the device
     can do that."""
+    python: str | None = None
+    """Interpreter of the environment that holds vLLM, such as ~/vllm/bin/python: its packages need not agree with this one's.
+    None: this one's."""
+    eager: bool | None = None
+    """vLLM without compiling and graphs: it starts sooner and decodes slower. None: on a CPU."""
 
 
 class Offload(Section):
@@ -69,8 +74,9 @@ class Run(Section):
     at what makes a step faster."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads for tensor work. auto: one a physical core."""
-    engine: Literal["auto", "native"] = "auto"
-    """What generates. auto: the native engine."""
+    engine: Literal["auto", "native", "vllm"] = "auto"
+    """What generates. vllm needs trimtab[vllm], here or in rollout.python; it draws the same tokens, up to the rounding of
+    another forward pass. auto: the native engine."""
     token_budget: PositiveInt | Auto = "auto"
     """Most tokens in one micro-batch of the update, a hard cap; also the longest sequence that can be trained on."""
     score_token_budget: PositiveInt | Auto = "auto"

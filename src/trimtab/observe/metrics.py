@@ -26,6 +26,7 @@ def rollout_metrics(stats: RolloutStats, tokens: int, prefill_s: float, decode_s
         "rollout/batch_occupancy": stats.occupancy,
         "rollout/kv_usage": stats.kv_usage,
         "rollout/parked": float(stats.parked),
+        "rollout/restarts": float(stats.restarts),
         "rollout/cached_prefix_tokens": float(stats.cached_prefix_tokens),
     }
 

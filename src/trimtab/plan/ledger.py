@@ -36,7 +36,8 @@ CPU_PROCESS = GIB
 """Host memory of a process with torch alone."""
 WORKER = GIB // 4
 """Host memory of a reward worker."""
-UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack")
+VLLM = "vLLM's process"
+UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", VLLM)
 PIECE = 3 * 3 * 4 * 2**26
 """On the device while an offloaded optimizer steps: three slots of masters and moments of 64 Mi parameters."""
 
@@ -120,7 +121,7 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
     phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
     if job.generates:
         rollout = _phase("rollout", resident | _rollout(job, machine, run, place), host)
-        merged = _merged_copy(rollout, job, machine)
+        merged = {} if run.engine == "vllm" else _merged_copy(rollout, job, machine)
         phases.append(replace(rollout, device=rollout.device | merged))
     if job.training:
         stays = {} if run.rollout.lend_memory is True else merged
@@ -135,7 +136,7 @@ def _training_phases(
     copies = {"rollout weights": job.shape.parameters * job.itemsize // place.tensor} | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     return [
-        _phase("score", _scoring(job, run, place, resident, path), host),
+        _phase("score", _scoring(job, machine, run, place, resident, path), host),
         max(
             (
                 _phase("update", resident | gathered | work, host)
@@ -146,7 +147,7 @@ def _training_phases(
             ),
             key=lambda phase: phase.device_bytes,
         ),
-        _phase("optimizer", states | _stepping(job, run), host),
+        _phase("optimizer", states | _stepping(job, machine, run), host),
         _phase("publish", resident | ({} if place.shares_weights else copies), host),
         _phase("checkpoint", resident | gathered, host | _staging(job, machine, run)),
         _phase("export", resident | gathered, host | whole),
@@ -237,12 +238,16 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
     rows = batch * (job.new_tokens * 16 + 512)
-    own = {} if place.shares_weights else {"rollout weights": shape.parameters * s // place.tensor}
-    return own | {
+    apart = run.engine == "vllm" or not place.shares_weights
+    own = {"rollout weights": shape.parameters * s // place.tensor} if apart else {}
+    found = own | {
         "KV cache": rollout.kv_memory,
         "decode step": batch * entry // place.tensor + rows,
         "prefill": prefill * pass_ // place.tensor,
     }
+    if run.engine == "vllm" and not machine.cpu:
+        return {VLLM: sum(found.values()) + CONTEXT + GRAPHS}
+    return found
 
 
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
@@ -254,9 +259,11 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     return {"merged copy": size}
 
 
-def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: Path) -> dict[str, int]:
+def _scoring(
+    job: Job, machine: Machine, run: Run, place: Placement, resident: dict[str, int], path: Path
+) -> dict[str, int]:
     if not (job.compared or job.old_logprobs or job.critic):
-        return resident | _kv_that_stays(job, run)
+        return resident | _stays(job, machine, run)
     assert run.score_token_budget != "auto"
     budget = min(run.score_token_budget, max(job.step_row.tokens, job.longest_trained))
     row = job.row(budget)
@@ -267,14 +274,14 @@ def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], pat
     visiting = {}
     if job.reference and run.offload.reference is True:
         visiting["reference"] = job.shape.parameters * job.itemsize // place.shards
-    return resident | visiting | _gathered(job, place) | work | _kv_that_stays(job, run)
+    return resident | visiting | _gathered(job, place) | work | _stays(job, machine, run)
 
 
 def _updating(job: Job, machine: Machine, run: Run, path: Path) -> dict[str, int]:
     assert run.token_budget != "auto"
     budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
-    return update_work(job, job.row(budget), path) | rounding | _kv_that_stays(job, run)
+    return update_work(job, job.row(budget), path) | rounding | _stays(job, machine, run)
 
 
 def _improving_critic(job: Job, machine: Machine, run: Run, path: Path) -> list[dict[str, int]]:
@@ -305,15 +312,22 @@ def rounding_bytes(job: Job, path: Path) -> int:
     return ROUNDING * tensors * job.shape.layers
 
 
-def _kv_that_stays(job: Job, run: Run) -> dict[str, int]:
-    if not job.generates or run.rollout.lend_memory is True:
+def _stays(job: Job, machine: Machine, run: Run) -> dict[str, int]:
+    """Of the engine, while others work."""
+    if not job.generates:
         return {}
     assert run.rollout.kv_memory != "auto"
-    return {"KV cache": run.rollout.kv_memory}
+    lent, apart = run.rollout.lend_memory is True, run.engine == "vllm"
+    found = {} if lent else {"KV cache": run.rollout.kv_memory}
+    if apart and not lent:
+        found["rollout weights"] = job.shape.parameters * job.itemsize
+    if apart and not machine.cpu:
+        return {VLLM: sum(found.values()) + CONTEXT + GRAPHS}
+    return found
 
 
-def _stepping(job: Job, run: Run) -> dict[str, int]:
-    return ({"pieces on the way": PIECE} if run.offload.optimizer is True else {}) | _kv_that_stays(job, run)
+def _stepping(job: Job, machine: Machine, run: Run) -> dict[str, int]:
+    return ({"pieces on the way": PIECE} if run.offload.optimizer is True else {}) | _stays(job, machine, run)
 
 
 def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
@@ -323,6 +337,9 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
     found = {"processes": here * (CPU_PROCESS if machine.cpu else PROCESS)}
     if run.reward_workers != "auto" and job.generates:
         found["reward workers"] = run.reward_workers * WORKER
+    if run.engine == "vllm" and job.generates:
+        found[VLLM] = CPU_PROCESS if machine.cpu else PROCESS
+        found["published weights"] = job.shape.parameters * job.itemsize
     if run.offload.optimizer is True:
         found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards
     if run.offload.reference is True and job.reference:

@@ -195,7 +195,7 @@ def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -
     return run.model_copy(
         update={
             "device": "cpu" if machine.cpu else "cuda",
-            "engine": "native",
+            "engine": "native" if run.engine == "auto" else run.engine,
             "threads": machine.cores if run.threads == "auto" else run.threads,
             "reward_workers": workers_for(machine.cores) if run.reward_workers == "auto" else run.reward_workers,
             "token_budget": job.longest_trained if run.token_budget == "auto" else run.token_budget,
@@ -232,6 +232,8 @@ def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
     """On a CPU, where attention has no paged kernel, a page that holds a whole sequence spares a copy of the cache a step."""
     if run.rollout.page_tokens != "auto":
         return run.rollout.page_tokens, ""
+    if run.engine == "vllm":
+        return (128 if machine.cpu else 16), "vLLM's own"
     if not machine.cpu:
         return 64, "one tile of the decode kernel"
     whole = job.in_flight * job.typical_sequence * job.shape.kv_elements * job.itemsize

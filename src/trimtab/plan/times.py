@@ -216,6 +216,8 @@ class _Clock:
 
     def publish(self) -> float:
         """Rollout reads the trainer's own weights, or gets a copy."""
+        if self.run.engine == "vllm" and not self.machine.cpu:
+            return 2 * self.job.shape.parameters * self.job.itemsize / self.machine.device.host_link + 0.1
         if self.place.shares_weights:
             return 0.0
         return self.job.shape.parameters * self.job.itemsize / self._link(self.machine.devices) + 0.05

@@ -82,6 +82,8 @@ class Engine(Protocol):
     """Of the latest `generate`."""
     on_recovery: Callable[[str], None]
     """Called with what was lowered each time `generate` ran out of memory and goes on."""
+    on_restart: Callable[[str], None]
+    """Called each time an engine's process was lost and another goes on in its place."""
 
     @property
     def path(self) -> str:

@@ -17,6 +17,7 @@ class NoRollout:
     def __init__(self) -> None:
         self.stats = RolloutStats()
         self.on_recovery: Callable[[str], None] = lambda change: None
+        self.on_restart: Callable[[str], None] = lambda line: None
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         raise AssertionError("a run that only trains was asked to generate")

@@ -163,6 +163,15 @@ def test_samples_may_differ_in_length(served: Served) -> None:
         assert short.tokens.tolist() == long.tokens.tolist()[: len(short.tokens)]
 
 
+def test_requests_may_name_more_tokens_that_end_them(served: Served) -> None:
+    ends = list(range(3, 20))
+    found = flat(collect(served.engine, ask(prompts(5), stop_token_ids=ends)))
+    assert {t.finish for t in found} >= {"stop"}
+    for t in found:
+        assert (t.tokens[-1].item() in [STOP, *ends]) == (t.finish == "stop")
+        assert not {STOP, *ends} & set(t.tokens[:-1].tolist())
+
+
 def test_stop_strings_end_at_the_token_that_completes_them(served: Served) -> None:
     tokenizer = tiny_tokenizer()
     found = flat(collect(served.engine, ask(prompts(6), samples=4, stop=["a", "7+"])))

@@ -95,6 +95,7 @@ class NativeEngine:
         self.version = 0
         self.stats = RolloutStats()
         self.on_recovery: Callable[[str], None] = lambda change: None
+        self.on_restart: Callable[[str], None] = lambda line: None
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
         self._shapes = shapes = layer_shapes(policy)
         page_bytes = page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())

@@ -111,7 +111,7 @@ class Core:
             return 0
         self.abort()
         before = torch.cuda.mem_get_info()[0] if self._setup.cuda else 0
-        self._llm.sleep(level=1)
+        self._llm.sleep(level=2)
         self._asleep = True
         return torch.cuda.mem_get_info()[0] - before if self._setup.cuda else 0
 
@@ -125,8 +125,7 @@ class Core:
         from vllm.sampling_params import RequestOutputKind
 
         if self._asleep:
-            self._wake(["weights"])
-            self._wake(["kv_cache"])
+            self.publish()
         if order.call != self.call:
             self.call, self._fullest = order.call, 0.0
             self._decode_steps = self._prefill_tokens = self._cached_tokens = 0

@@ -217,7 +217,9 @@ class VllmEngine:
         while True:
             try:
                 assert self._process is not None
-                self._process.send(Generate(self._call, list(asks.values()), sampling, self._stop_ids))
+                self._process.send(
+                    Generate(self._call, list(asks.values()), sampling, [*self._stop_ids, *sampling["stop_token_ids"]])
+                )
                 return
             except EngineLost as lost:
                 self._recover(lost, len(asks))
