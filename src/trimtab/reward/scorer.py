@@ -24,9 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.errors import RewardError
+from trimtab.reward.crew import Reply
 from trimtab.reward.lane import Lane
-from trimtab.reward.load import locate, nearest
-from trimtab.reward.pool import SLICE_S, Pool, Reply, Request
+from trimtab.reward.load import locate
+from trimtab.reward.pool import Pool, Request
+from trimtab.reward.process import SLICE_S
+from trimtab.reward.source import nearest
 from trimtab.reward.wire import Cell, Failure, Tally
 
 if TYPE_CHECKING:
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
 class Doer(Protocol):
     """Who answers calls: worker processes, a judge's process, or reward models."""
 
-    needs: list[frozenset[str]]
+    @property
+    def needs(self) -> list[frozenset[str]]: ...
 
     def call(self, request: Request) -> None: ...
 

@@ -51,8 +51,8 @@ class Trajectory:
     versions: torch.Tensor
     """int32: the policy version that sampled each of the model's tokens."""
     finish: Finish
-    """stop: a stop token or string, or the environment was done. length: max_new_tokens was reached, or the environment's next words
-    would have gone beyond it. turns: environment.max_turns was reached. failed: the environment failed."""
+    """stop: a stop token or string, or the environment was done. length: max_new_tokens was reached, or what the environment said
+    next would have gone beyond it. turns: environment.max_turns was reached. failed: the environment failed."""
     text: str = ""
     rewards: dict[str, float] = field(default_factory=dict)
     """Value of each reward part that applied."""

@@ -1,8 +1,8 @@
 """From trajectories to the tensors of a forward pass. Nothing is padded and nothing is cut.
 
-A micro-batch is one packed row. Loss lives on tokens that the model drew and nowhere else: not on prompts, not on what an environment
-wrote between them. Token t of a sequence is predicted by the hidden state of token t - 1, so `predictors` are the row positions just
-before each drawn token. No other token has an entry in any per-token field, so none can be counted by mistake.
+A micro-batch is one packed row. Loss lives on tokens that the model drew and nowhere else: not on prompts, not on what an
+environment wrote between them. Token t of a sequence is predicted by the hidden state of token t - 1, so `predictors` are the row
+positions just before each drawn token. No other token has an entry in any per-token field, so none can be counted by mistake.
 """
 
 from __future__ import annotations
