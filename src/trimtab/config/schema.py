@@ -98,12 +98,13 @@ class Environment(Section):
     fn: str | None = None
     """A class with `reset` and `step`: `file.py:Class` or `package.module:Class`. None: `tools` answer."""
     tools: list[str] = []
-    """Functions that the model may call: `file.py:function`, `package.module:function`, or the built-in calculator. Their types and
-    docstrings are shown to the model by its chat template."""
+    """Functions that the model may call: `file.py:function`, `package.module:function`, or the built-in `calculator`. The chat
+    template shows the model their types and docstrings."""
     max_turns: PositiveInt = 8
     """Most turns of the model. After the last one the environment still judges it, but its reply is not read."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Deadline of one call. A completion whose environment misses it, raises or crashes is dropped and counted, never scored zero."""
+    """Deadline of one call. A completion whose environment misses it, raises or crashes is dropped and counted, never scored
+    zero."""
     args: dict[str, Any] = {}
     """Keyword arguments with which the class of `fn` is made."""
 
@@ -142,14 +143,16 @@ class Observe(Section):
     wandb: str | None = None
     """Weights & Biases project to log to; needs trimtab[wandb]."""
     max_failed_rewards: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Stop the run when more than this fraction of a step's samples has no reward because reward calls failed."""
+    """Stop the run when more than this fraction of a step's samples has no reward because reward calls, or its
+    environment, failed."""
     kl_bands: dict[str, tuple[float, float]] = {}
     """By task: the lowest and the highest KL to the reference, in nats per token, that is as it should be. `trimtab doctor RUN`
     says where a task leaves its band."""
 
 
 class Config(Section):
-    """A run: what to learn (`model`, `data`, `reward`, `environment`, `learn`), how to run it (`run`), how to see it (`eval`, `observe`)."""
+    """A run: what to learn (`model`, `data`, `reward`, `environment`, `learn`), how to run it (`run`), how to see it (`eval`,
+    `observe`)."""
 
     model: Model
     data: Data

@@ -59,6 +59,8 @@ class RolloutStats:
     """Decode steps that were replays of a CUDA graph."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    wait_s: float = 0.0
+    """For which the engine had nothing to do but wait for environments."""
 
     def add(self, other: RolloutStats) -> None:
         """What this call and another did together."""
@@ -66,7 +68,7 @@ class RolloutStats:
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
         for name in (
             "sequences", "generated_tokens", "prefill_tokens", "cached_prefix_tokens", "decode_steps", "parked", "graph_steps",
-            "prefill_s", "decode_s",
+            "prefill_s", "decode_s", "wait_s",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
