@@ -373,6 +373,7 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         reference=isinstance(reference, Policy),
         critic=_critic_shape(config, policy),
         reward_models=sum(shape_of(path).parameters for path in reward_models(config)),
+        environment=config.environment is not None,
         compared=reference is not None,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,
@@ -390,6 +391,7 @@ def _measuring_job(config: Config, policy: Policy, held_out: EvalSet) -> Job:
         longest_prompt=held_out.longest,
         typical_prompt=held_out.longest,
         completion=_eval_tokens(config),
+        environment=config.environment is not None,
         training=False,
     )
 

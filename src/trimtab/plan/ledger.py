@@ -323,6 +323,8 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
     found = {"processes": here * (CPU_PROCESS if machine.cpu else PROCESS)}
     if run.reward_workers != "auto" and job.generates:
         found["reward workers"] = run.reward_workers * WORKER
+        if job.environment:
+            found["environment workers"] = run.reward_workers * WORKER
     if run.offload.optimizer is True:
         found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards
     if run.offload.reference is True and job.reference:
