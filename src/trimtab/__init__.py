@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trimtab.api import reward_model as reward_model
     from trimtab.api import sft as sft
     from trimtab.api import train as train
+    from trimtab.environment.observation import Observation as Observation
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from trimtab import api
 
         return getattr(api, name)
+    if name == "Observation":
+        from trimtab.environment.observation import Observation
+
+        return Observation
     raise AttributeError(f"module 'trimtab' has no attribute {name!r}")

@@ -26,6 +26,8 @@ Source = str | PathLike[str]
 Section = Mapping[str, Any]
 Rows = Source | Iterable[Mapping[str, Any]]
 Reward = str | Callable[..., Any] | Section
+Tool = str | Callable[..., Any]
+Environment = str | type | Sequence[Tool] | Section
 OBJECT = "object:"
 
 
@@ -36,6 +38,7 @@ def train(
     data: Rows | Section | None = None,
     eval_data: Rows | None = None,
     reward: Reward | Sequence[Reward] | None = None,
+    environment: Environment | None = None,
     learn: Section | None = None,
     run: Section | None = None,
     eval: Section | None = None,
@@ -48,11 +51,12 @@ def train(
 
     Start from a config file or dictionary, from keyword arguments, or both; keywords go over the config. `data` is a file
     name or a task, a list of rows, a data set, or a whole `data` section, in which `train` and `eval` may be rows too;
-    `reward` is a function, its path, a `reward` section, or a list of these. Each of `callbacks` is called after every step with
-    its number and its metrics, when these and a checkpoint that is due are written; what it raises ends the run.
+    `reward` is a function, its path, a `reward` section, or a list of these. `environment` is a class, its path, a list of tools
+    (functions or their paths), or an `environment` section with any of these in it. Each of `callbacks` is called after every
+    step with its number and its metrics, when these and a checkpoint that is due are written; what it raises ends the run.
     """
     sections = {"model": model, "learn": learn, "run": run, "eval": eval, "observe": observe}
-    checked, inputs = _gather(config, sections, data, eval_data, reward, overrides)
+    checked, inputs = _gather(config, sections, data, eval_data, reward, overrides, environment)
     inputs.callbacks = _callable(callbacks)
     return run_training(checked, inputs, resume=resume)
 
@@ -63,6 +67,7 @@ def evaluate(
     model: Source | Section | None = None,
     data: Rows | Section | None = None,
     reward: Reward | Sequence[Reward] | None = None,
+    environment: Environment | None = None,
     learn: Section | None = None,
     run: Section | None = None,
     eval: Section | None = None,
@@ -75,7 +80,7 @@ def evaluate(
     sections = {"model": model, "learn": learn, "run": run, "eval": eval}
     if data is not None and not isinstance(data, Mapping):
         data = {"train": GIVEN_ROWS, "eval": data}
-    checked, inputs = _gather(config, sections, data, None, reward, overrides)
+    checked, inputs = _gather(config, sections, data, None, reward, overrides, environment)
     return run_evaluation(checked, inputs)
 
 
@@ -143,7 +148,7 @@ def run_evaluation(config: Config, inputs: Inputs, *, console_file: IO[str] | No
     """Evaluate a validated config's model."""
     with ExitStack() as stack:
         session = open_evaluation(config, inputs, stack, console_file=console_file)
-        result, _ = measure(session.config, session.prompts, session.engine, session.scorer, session.tasks)
+        result, _ = measure(session.config, session.prompts, session.sampler, session.scorer, session.tasks)
         session.console.note(f"{config.model.path} | {scores(result)}")
         return result
 
@@ -155,11 +160,14 @@ def _gather(
     eval_data: Rows | None,
     reward: Reward | Sequence[Reward] | None,
     overrides: Sequence[str],
+    environment: Environment | None = None,
 ) -> tuple[Config, Inputs]:
     """The arguments as one validated configuration, and what cannot be written in one."""
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
     if reward is not None:
         tree["reward"], inputs.rewards = _rewards(reward)
+    if environment is not None:
+        tree["environment"], inputs.environment = _environment(environment)
     return load_config(path, overrides, base, tree), inputs
 
 
@@ -227,3 +235,28 @@ def _rewards(reward: Reward | Sequence[Reward]) -> tuple[list[dict[str, Any]], d
             part |= {"fn": f"{OBJECT}{key}", "name": key}
         parts.append(part)
     return parts, functions
+
+
+def _environment(environment: Environment) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """The section as the config writes it, and the class or the functions that it names."""
+    if isinstance(environment, Mapping):
+        section = dict(environment)
+    elif isinstance(environment, Sequence) and not isinstance(environment, str):
+        section = {"tools": environment}
+    else:
+        section = {"fn": environment}
+    objects: dict[str, Callable[..., Any]] = {}
+
+    def named(entry: Any) -> Any:
+        if not callable(entry):
+            return entry
+        name = str(getattr(entry, "__name__", "environment")).strip("<>")
+        key = name if name not in objects else f"{name}_{len(objects)}"
+        objects[key] = entry
+        return f"{OBJECT}{key}"
+
+    if "fn" in section:
+        section["fn"] = named(section["fn"])
+    if isinstance(section.get("tools"), Sequence) and not isinstance(section["tools"], str):
+        section["tools"] = [named(tool) for tool in section["tools"]]
+    return section, objects

@@ -50,6 +50,10 @@ class RewardError(TrimtabError):
     """A reward cannot be loaded, or fails so often that training on the rest would be misleading."""
 
 
+class EnvError(TrimtabError):
+    """An environment or a tool cannot be loaded, or does not fit the data or the model."""
+
+
 class ModelError(TrimtabError):
     """A model cannot be loaded, or its architecture cannot be trained exactly."""
 

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 from trimtab.config.schema import Config, Eval
 from trimtab.data.prompt import Prompt
+from trimtab.observe.conversations import conversation_metrics
 from trimtab.observe.judges import judge_metrics
 from trimtab.observe.tasks import Tasks
 from trimtab.reward.scorer import Scorer, check_failures
-from trimtab.rollout.engine import Engine, Request
+from trimtab.rollout.engine import Request, Sampler
 from trimtab.rollout.trajectory import Group
 
 EVAL_STEP = 2**40
@@ -26,22 +27,23 @@ OF_A_TASK = ("pass@1", "prompts", "length_mean", "truncated")
 
 
 def measure(
-    config: Config, prompts: Sequence[Prompt], engine: Engine, scorer: Scorer, tasks: Tasks | None = None
+    config: Config, prompts: Sequence[Prompt], sampler: Sampler, scorer: Scorer, tasks: Tasks | None = None
 ) -> tuple[dict[str, float], list[Group]]:
     """Scores of the policy that the engine holds, and the completions they come from."""
     settings = config.eval
     limit = settings.max_new_tokens or config.learn.max_new_tokens
-    for group in engine.generate(
+    for group in sampler.generate(
         [
             Request(prompt, settings.samples_per_prompt, limit, settings.sampling, config.learn.seed, EVAL_STEP)
             for prompt in prompts
         ]
     ):
         scorer.submit(group)
-    groups = scorer.collect()
+    groups = sorted(scorer.collect(), key=lambda group: group.index)
     check_failures(groups, config.observe.max_failed_rewards)
     part = settings.part or scorer.names[0]
     found = scores(groups, settings, part) | judge_metrics(scorer.stats.judges, "eval")
+    found |= conversation_metrics(groups, sampler.stats.wait_s, "eval/environment")
     for name, mine in tasks.split(groups).items() if tasks else ():
         alone = scores(mine, settings, part)
         found |= {f"eval/task/{name}/{key}": alone[f"eval/{key}"] for key in OF_A_TASK if f"eval/{key}" in alone}

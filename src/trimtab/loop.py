@@ -18,6 +18,7 @@ from trimtab.endings import end_step, export, note_outcome
 from trimtab.evaluation import measure
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
+from trimtab.observe.conversations import conversation_metrics
 from trimtab.observe.judges import gather, judge_metrics
 from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics, value_metrics
 from trimtab.observe.samples import write_samples
@@ -68,14 +69,15 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
     kept: list[Group] = []
     seen: Counter[int] = Counter()
     refills = 0
-    prefill_s, decode_s, tokens = 0.0, 0.0, 0
+    prefill_s, decode_s, wait_s, tokens = 0.0, 0.0, 0.0, 0
     judged: list[dict[str, Tally]] = []
     while True:
         prompts = run.stream.take(learn.prompts_per_step - len(kept))
         new = sample(run, prompts, seen)
-        prefill_s += run.engine.stats.prefill_s
-        decode_s += run.engine.stats.decode_s
-        tokens += run.engine.stats.generated_tokens
+        prefill_s += run.sampler.stats.prefill_s
+        decode_s += run.sampler.stats.decode_s
+        wait_s += run.sampler.stats.wait_s
+        tokens += run.sampler.stats.generated_tokens
         judged.append(run.scorer.stats.judges)
         groups += new
         check_failures(new, run.config.observe.max_failed_rewards)
@@ -84,9 +86,9 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
             break
         refills += 1
     run.state.completion_tokens += tokens
-    metrics = rollout_metrics(run.engine.stats, tokens, prefill_s, decode_s)
+    metrics = rollout_metrics(run.sampler.stats, tokens, prefill_s, decode_s)
     metrics |= {"rollout/refills": float(refills), "reward/latency_max_s": run.scorer.stats.latency_max_s}
-    return groups, metrics | judge_metrics(gather(judged))
+    return groups, metrics | judge_metrics(gather(judged)) | conversation_metrics(groups, wait_s)
 
 
 def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Group]:
@@ -175,7 +177,7 @@ def evaluate(run: Session) -> dict[str, float]:
     if not run.eval_prompts:
         return {}
     with run.timeline.phase("eval"), run.meter.phase("rollout"):
-        result, groups = measure(run.config, run.eval_prompts, run.engine, run.scorer, run.tasks)
+        result, groups = measure(run.config, run.eval_prompts, run.sampler, run.scorer, run.tasks)
     accuracy = result.get("eval/pass@1")
     if accuracy is not None:
         state.note_accuracy(accuracy)
@@ -206,7 +208,7 @@ def finish(run: Session) -> dict[str, Any]:
 
 def _generate(run: Session, requests: list[Request]) -> list[Group]:
     with run.timeline.phase("rollout"), run.meter.phase("rollout"):
-        for group in run.engine.generate(requests):
+        for group in run.sampler.generate(requests):
             run.scorer.submit(group)
     with run.timeline.phase("reward"):
         # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.

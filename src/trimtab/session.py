@@ -30,6 +30,9 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
+from trimtab.environment.episodes import Episodes
+from trimtab.environment.hosts import Hosts
+from trimtab.environment.replies import ReplyEncoder
 from trimtab.errors import ConfigError, Problem
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
@@ -53,7 +56,7 @@ from trimtab.plan.source import shape_of
 from trimtab.plan.watch import PlanWatch
 from trimtab.recovery import open_critic_guard, open_guard
 from trimtab.reward.scorer import Scorer
-from trimtab.rollout.engine import Engine
+from trimtab.rollout.engine import Engine, Sampler
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.vllm.find import find_vllm
 from trimtab.update.critic import Critic, restore_critic
@@ -63,9 +66,12 @@ from trimtab.work import (
     Callback,
     EvalSet,
     Work,
+    open_hosts,
+    open_replies,
     open_scorer,
     prompt_limit,
     read_eval,
+    read_tokenizer,
     read_work,
     reward_models,
     with_found_rewards,
@@ -87,6 +93,8 @@ class Session:
     policy: Policy
     reference: AnyPolicy | None
     engine: Engine
+    sampler: Sampler
+    """The engine, or the engine that talks with an environment."""
     updater: Updater
     scorer: Scorer
     stream: PromptStream
@@ -110,7 +118,7 @@ class Evaluation:
     """A model, held-out prompts and their rewards: all that a score needs."""
 
     config: Config
-    engine: Engine
+    sampler: Sampler
     scorer: Scorer
     prompts: list[Prompt]
     console: Console
@@ -127,6 +135,19 @@ class Checked:
     work: Work
     tasks: Tasks | None
     scorer: Scorer
+    talk: Talk | None
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What it takes to have conversations with an environment."""
+
+    hosts: Hosts
+    replies: ReplyEncoder
+
+    @classmethod
+    def on(cls, talk: Talk | None, engine: Engine) -> Sampler:
+        return engine if talk is None else Episodes(engine, talk.hosts, talk.replies)
 
 
 def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> Checked:
@@ -138,14 +159,20 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
         find_vllm(config.run.rollout.python)
     refuse_missing_wandb(config.observe)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
-    work = read_work(config, inputs)
+    tokenizer, limit = read_tokenizer(config)
+    hosts = open_hosts(config, inputs, tokenizer)
+    if hosts is not None:
+        stack.callback(hosts.close)
+    work = read_work(config, inputs, tokenizer, limit, hosts.loaded.schemas if hosts else ())
+    replies = open_replies(config, hosts, tokenizer, work.columns, work.first_prompt(config))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
     _refuse_small_critic(config, work)
     tasks = work.tasks(config)
     scorer = open_scorer(config, inputs, work.columns, run_dir=folder)
     stack.callback(scorer.close)
-    return Checked(config, device, folder, work, tasks, scorer)
+    talk = Talk(hosts, replies) if hosts is not None and replies is not None else None
+    return Checked(config, device, folder, work, tasks, scorer, talk)
 
 
 def open_session(
@@ -176,6 +203,7 @@ def open_session(
         max_prompt_tokens=work.limit,
         seed=config.learn.seed,
         position=state.data_position,
+        tools=work.tools,
     )
     stack.callback(stream.close)
     sinks = Sinks(folder, config.observe, state.step if checkpoint else None)
@@ -190,8 +218,8 @@ def open_session(
     stack.callback(timeline.close)
     spare_the_collector(stack)
     return Session(
-        config, folder, state, checkpoint is not None, work.tokenizer, policy, parts.reference, engine, updater, ready.scorer,
-        stream, work.eval.prompts, console, timeline, sinks,
+        config, folder, state, checkpoint is not None, work.tokenizer, policy, parts.reference, engine,
+        Talk.on(ready.talk, engine), updater, ready.scorer, stream, work.eval.prompts, console, timeline, sinks,
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
         open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
         PlanWatch(plan), Governor(plan, automatic=parts.budget_is_automatic), ready.tasks,
@@ -246,7 +274,13 @@ def open_evaluation(
     console = stack.enter_context(Console(1, file=console_file))
     limit = prompt_limit(config)
     tokenizer = load_tokenizer(config.model)
-    held_out = read_eval(config, inputs, tokenizer, limit)
+    hosts = open_hosts(config, inputs, tokenizer)
+    if hosts is not None:
+        stack.callback(hosts.close)
+    tools = hosts.loaded.schemas if hosts else ()
+    held_out = read_eval(config, inputs, tokenizer, limit, tools)
+    replies = open_replies(config, hosts, tokenizer, [held_out.columns], held_out.prompts[0].tokens)
+    talk = Talk(hosts, replies) if hosts is not None and replies is not None else None
     scorer = open_scorer(config, inputs, [held_out.columns])
     stack.callback(scorer.close)
     policy = Policy(load_model(config.model, device))
@@ -263,7 +297,7 @@ def open_evaluation(
     spare_the_collector(stack)
     column = config.data.task
     tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
-    return Evaluation(config, engine, scorer, held_out.prompts, console, tasks)
+    return Evaluation(config, Talk.on(talk, engine), scorer, held_out.prompts, console, tasks)
 
 
 def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) -> Engine:
@@ -360,6 +394,7 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         reference=isinstance(reference, Policy),
         critic=_critic_shape(config, policy),
         reward_models=sum(shape_of(path).parameters for path in reward_models(config)),
+        environment=config.environment is not None,
         compared=reference is not None,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,
@@ -377,6 +412,7 @@ def _measuring_job(config: Config, policy: Policy, held_out: EvalSet) -> Job:
         longest_prompt=held_out.longest,
         typical_prompt=held_out.longest,
         completion=_eval_tokens(config),
+        environment=config.environment is not None,
         training=False,
     )
 

@@ -1,4 +1,4 @@
-"""The work of a run: its prompts and its rewards, read and tried before any weight is loaded."""
+"""The work of a run: its prompts, its rewards and its environment, read and tried before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config.schema import Config
-from trimtab.data.encode import PromptEncoder
+from trimtab.data.encode import PromptEncoder, Tools, templated
 from trimtab.data.prompt import Prompt
 from trimtab.data.prompts import all_too_long, build_prompts, validate_rows
 from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.suggest import did_you_mean
+from trimtab.environment.hosts import Hosts, locate_environment
+from trimtab.environment.replies import ReplyEncoder, refuse_hidden_tools
 from trimtab.errors import ConfigError, DataError, Problem
 from trimtab.model.load import load_config, load_tokenizer
 from trimtab.observe.task_names import MOST_TASKS
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.here import pick_reward_workers
-from trimtab.reward.load import locate
+from trimtab.reward.load import PLAYED, locate
 from trimtab.reward.scorer import Scorer
 
 MEASURED_CHARACTERS = 8_000_000
@@ -38,6 +40,8 @@ class Inputs:
     train_rows: Sequence[Mapping[str, Any]] | None = None
     eval_rows: Sequence[Mapping[str, Any]] | None = None
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    environment: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """The class of an environment, or tools, by name."""
     base_dir: Path = field(default_factory=Path.cwd)
     """Reward files are relative to this: the folder of the config file."""
     name: str = "run"
@@ -80,6 +84,8 @@ class Work:
     """Tokens of the longest prompt that is used."""
     train: TrainSet
     eval: EvalSet
+    tools: Tools = ()
+    """Shown with every prompt."""
 
     def tasks(self, config: Config) -> Tasks | None:
         """What the rows' tasks are called in metrics; None where no column names them."""
@@ -98,18 +104,27 @@ class Work:
             raise ConfigError([Problem("observe.kl_bands", what, "Leave some out.")])
         return Tasks.found(column, rows, first=list(bands))
 
+    def first_prompt(self, config: Config) -> list[int]:
+        """What the model reads of the first row."""
+        encoder = PromptEncoder(config.data, self.tokenizer, "data.train", self.tools)
+        return encoder.encode([0], self.train.rows[:1])[0].tokens
+
     @property
     def columns(self) -> list[set[str]]:
         """Of each data set, those that rewards can count on."""
         return [self.train.columns, self.eval.columns] if self.eval.prompts else [self.train.columns]
 
 
-def read_work(config: Config, inputs: Inputs) -> Work:
-    """Tokenizer and data, checked; what is wrong with the model's own files is told first."""
+def read_work(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools: Tools = ()) -> Work:
+    """The data, checked."""
+    train = read_train(config, inputs, tokenizer, limit, tools)
+    return Work(tokenizer, limit, train, read_eval(config, inputs, tokenizer, limit, tools), tools)
+
+
+def read_tokenizer(config: Config) -> tuple[Any, int]:
+    """The tokenizer, and tokens of the longest prompt; what is wrong with the model's own files is told before all else."""
     limit = prompt_limit(config)
-    tokenizer = load_tokenizer(config.model)
-    train = read_train(config, inputs, tokenizer, limit)
-    return Work(tokenizer, limit, train, read_eval(config, inputs, tokenizer, limit))
+    return load_tokenizer(config.model), limit
 
 
 def prompt_limit(config: Config) -> int:
@@ -132,12 +147,12 @@ def prompt_limit(config: Config) -> int:
     return asked or context - most
 
 
-def read_train(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> TrainSet:
+def read_train(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools: Tools = ()) -> TrainSet:
     """The training rows, checked, with the length of their prompts. A pinned budget that is too small is refused here."""
     given = given_rows(inputs.train_rows, config.data.train, "data.train")
     rows = train_rows(config.data, seed=config.learn.seed) if given is None else [dict(row) for row in given]
     rows = rows[: config.data.limit]
-    validate_rows(rows, config.data, tokenizer, source_name="data.train")
+    validate_rows(rows, config.data, tokenizer, source_name="data.train", tools=tools)
     pinned = {
         key: value
         for key, value in (
@@ -149,7 +164,7 @@ def read_train(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> Tr
     characters = [len(str(row[config.data.prompt])) for row in rows]
     exact = sum(characters) <= MEASURED_CHARACTERS or bool(pinned) or config.run.rollout.kv_memory != "auto"
     longest_texts = sorted(range(len(rows)), key=characters.__getitem__)[-PROBED_ROWS:]
-    lengths = _token_counts(config, rows, range(len(rows)) if exact else longest_texts, tokenizer)
+    lengths = _token_counts(config, rows, range(len(rows)) if exact else longest_texts, tokenizer, tools)
     fitting = [length for length in lengths if length <= limit]
     if exact and not fitting:
         raise all_too_long("data.train", len(rows), max(lengths), limit)
@@ -164,7 +179,7 @@ def read_train(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> Tr
     return TrainSet(rows, _columns(rows, config), typical if exact else limit, typical, note)
 
 
-def read_eval(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> EvalSet:
+def read_eval(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools: Tools = ()) -> EvalSet:
     """The held-out prompts, all of them tokenised."""
     given = given_rows(inputs.eval_rows, config.data.eval, "data.eval")
     if given is None:
@@ -173,7 +188,7 @@ def read_eval(config: Config, inputs: Inputs, tokenizer: Any, limit: int) -> Eva
             return EvalSet([], set(), "")
     else:
         rows = [dict(row) for row in given][: config.eval.limit]
-    found = build_prompts(rows, config.data, tokenizer, max_prompt_tokens=limit, source_name="data.eval")
+    found = build_prompts(rows, config.data, tokenizer, max_prompt_tokens=limit, source_name="data.eval", tools=tools)
     return EvalSet(found.prompts, _columns(rows, config), found.report() if found.too_long else "")
 
 
@@ -183,7 +198,19 @@ def with_found_rewards(config: Config, inputs: Inputs) -> Config:
     for part in config.reward:
         source = locate(part.fn, inputs.base_dir, inputs.rewards)
         parts.append(part.model_copy(update={"fn": str(source)}) if source.kind in ("file", "model") else part)
-    return config.model_copy(update={"reward": parts})
+    return config.model_copy(update={"reward": parts} | _found_environment(config, inputs))
+
+
+def _found_environment(config: Config, inputs: Inputs) -> dict[str, Any]:
+    settings = config.environment
+    if settings is None:
+        return {}
+    found = locate_environment(settings, inputs.base_dir, inputs.environment)
+    fn, tools = settings.fn, list(settings.tools)
+    if found.made is not None and found.made.kind == "file":
+        fn = str(found.made)
+    tools = [str(tool) if tool.kind == "file" else named for tool, named in zip(found.tools, tools)]
+    return {"environment": settings.model_copy(update={"fn": fn, "tools": tools})}
 
 
 def reward_models(config: Config) -> list[str]:
@@ -208,11 +235,42 @@ def open_scorer(
     )
     try:
         for there in columns:
-            scorer.check(there)
+            scorer.check(there, played=config.environment is not None)
     except BaseException:
         scorer.close()
         raise
     return scorer
+
+
+def open_hosts(config: Config, inputs: Inputs, tokenizer: Any) -> Hosts | None:
+    """Workers with the environment or the tools loaded, where there are any."""
+    if config.environment is None:
+        return None
+    return Hosts(
+        config.environment,
+        templated(config.data, tokenizer),
+        workers=pick_reward_workers(config.run),
+        base_dir=inputs.base_dir,
+        objects=inputs.environment,
+    )
+
+
+def open_replies(
+    config: Config, hosts: Hosts | None, tokenizer: Any, columns: Iterable[set[str]], prompt: list[int]
+) -> ReplyEncoder | None:
+    """How the environment's words are written, when it fits data and chat template. `prompt`: one that the model will read."""
+    if hosts is None:
+        return None
+    for there in columns:
+        hosts.check(there)
+        for name in sorted(there & {*PLAYED}):
+            what = f"the data has a column {name!r}, which is also what rewards are told of the environment"
+            raise DataError(f"environment: {what}. Rename the column")
+    schemas = hosts.loaded.schemas
+    replies = ReplyEncoder(tokenizer, templated(config.data, tokenizer), schemas)
+    if replies.templated and schemas:
+        refuse_hidden_tools(tokenizer.decode(prompt), schemas)
+    return replies
 
 
 def given_rows(
@@ -231,8 +289,10 @@ def _columns(rows: Sequence[Mapping[str, Any]], config: Config) -> set[str]:
     return set.intersection(*(set(row) for row in rows)) - {config.data.prompt}
 
 
-def _token_counts(config: Config, rows: list[dict[str, Any]], chosen: Sequence[int], tokenizer: Any) -> list[int]:
-    encoder = PromptEncoder(config.data, tokenizer, "data.train")
+def _token_counts(
+    config: Config, rows: list[dict[str, Any]], chosen: Sequence[int], tokenizer: Any, tools: Tools
+) -> list[int]:
+    encoder = PromptEncoder(config.data, tokenizer, "data.train", tools)
     counts: list[int] = []
     for start in range(0, len(chosen), _BATCH):
         ids = chosen[start : start + _BATCH]

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers.utils import get_json_schema
 
 from trimtab.config.algorithms import RECIPES
 from trimtab.config.load import config_from_dict, load_as
 from trimtab.config.reference import STAGES, reading, slot
 from trimtab.config.run import Rollout, Run
 from trimtab.data.tasks import TASKS
+from trimtab.environment.tools import BUILTINS as TOOLS
 from trimtab.reward.builtins import BUILTINS
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +49,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_dotted_keys_exist(page: Path) -> None:
-    sections = "model|data|reward|learn|run|eval|observe"
+    sections = "model|data|reward|environment|learn|run|eval|observe"
     own = re.sub(r"<!-- tables:start -->.*<!-- tables:end -->", "", page.read_text(), flags=re.DOTALL)  # others' names
     for key in re.findall(rf"`((?:{sections})\.[a-z_.0-9]+)[=`]", own):
         found = []
@@ -74,10 +76,22 @@ def test_the_python_of_the_reward_page_runs() -> None:
     assert scope["correct"](completions=["82", "81"], answer=["82", "82"]) == [1.0, 0.0]
 
 
+def test_the_python_of_the_environment_page_runs() -> None:
+    scope: dict = {}
+    for code in blocks(ROOT / "docs" / "environments.md", "python"):
+        exec(compile(code, "environments.md", "exec"), scope)
+    game = scope["Guess"]()
+    game.reset(number=7)
+    assert game.step("3").reply == "higher"
+    assert game.step("7").reward == 1.0
+    assert get_json_schema(scope["weather"])["function"]["name"] == "weather"
+
+
 def test_pages_name_everything_there_is() -> None:
     named = {
         "algorithms.md": RECIPES,
         "rewards.md": BUILTINS,
+        "environments.md": TOOLS,
         "data.md": TASKS,
         "architecture.md": [*Run.model_fields.keys() - {"rollout"}, *Rollout.model_fields],
     }

@@ -60,7 +60,14 @@ def test_every_run_key_has_a_case() -> None:
     )
 
 
-def step(model_folder: Path, tmp_path: Path, key: str | None = None, value: Any = None, learn: dict | None = None):
+def step(
+    model_folder: Path,
+    tmp_path: Path,
+    key: str | None = None,
+    value: Any = None,
+    learn: dict | None = None,
+    **sections: Any,
+):
     """Sampled tokens and the gradient of one whole step, in float64, with one key of `run` pinned."""
     tree: dict[str, Any] = {
         "model": {"path": str(model_folder), "dtype": "float64"},
@@ -76,6 +83,7 @@ def step(model_folder: Path, tmp_path: Path, key: str | None = None, value: Any 
         },
         "run": {"device": "cpu"},
         "observe": {"dir": str(tmp_path / f"{key}-{value}".replace("/", "_")), "tensorboard": False},
+        **sections,
     }
     if key is not None:
         *above, name = key.split(".")
@@ -85,6 +93,7 @@ def step(model_folder: Path, tmp_path: Path, key: str | None = None, value: Any 
         section[name] = value
     inputs = Inputs(
         train_rows=[{"prompt": word} for word in WORDS],
+        base_dir=Path(__file__).parents[1] / "environment",
         rewards={"reward": lambda completions, **_: [len(set(c)) / 10 + c.count("a") for c in completions]},
     )
     with ExitStack() as stack:

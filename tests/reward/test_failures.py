@@ -167,7 +167,8 @@ PARENT = """
     prompt = Prompt(0, "q", [1])
     scorer = Scorer([RewardPart(fn="misbehave.py:score", timeout_s=1000)], workers=3, base_dir=Path(sys.argv[1]))
     for text in ("sleep_forever", "busy_loop"):  # the third worker stays idle
-        trajectory = SimpleNamespace(text=text, tokens=array("l", [1]))  # no torch: it takes seconds to import
+        # no torch: it takes seconds to import
+        trajectory = SimpleNamespace(text=text, tokens=array("l", [1]), failure=None, own=None, played=None)
         scorer.submit(SimpleNamespace(prompt=prompt, trajectories=[trajectory]))
     print("ready", flush=True)
     sys.stdin.readline()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
 from trimtab.config.contradiction import Contradiction, changed, clash, reward_name
+from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
 from trimtab.config.objectives import judges, normalized, tasks
 from trimtab.config.reward_model import RewardModelConfig
@@ -291,6 +292,9 @@ def _texts(config: Config | Offline, learn: Learn | None) -> Iterator[Contradict
     texts |= {f"data.{key}": text for key in ("eval", "task") if (text := getattr(data, key)) is not None}
     rewards = config.reward if isinstance(config, Config) else []
     texts |= {f"reward.{place}.fn": part.fn for place, part in enumerate(rewards)}
+    if isinstance(config, Config) and config.environment is not None:
+        texts |= {f"environment.tools.{place}": tool for place, tool in enumerate(config.environment.tools)}
+        texts |= {} if config.environment.fn is None else {"environment.fn": config.environment.fn}
     for key, text in texts.items():
         if not text.strip():
             yield clash(key, "is empty", "Write a name, or leave the key out if it has a default")
@@ -408,6 +412,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     normalized,
     judges,
     tasks,
+    conversation,
     _eval,
     _data,
     _texts,

@@ -150,7 +150,7 @@ class Learn(Section):
     epochs_per_step: PositiveInt = 1
     """Passes over a step's batch."""
     max_new_tokens: PositiveInt = 512
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens: all that follows the prompt, an environment's words included."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     schedule: Schedule = Schedule()

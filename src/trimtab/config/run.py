@@ -87,6 +87,6 @@ class Run(Section):
     """Recompute activations in the backward pass instead of keeping them. some: only what is cheap for its size, where the update
     runs through fused layers; elsewhere the same as true."""
     reward_workers: PositiveInt | Auto = "auto"
-    """Processes that run reward functions."""
+    """Processes that run reward functions; and as many that run an environment, where there is one."""
     offload: Offload = Offload()
     rollout: Rollout = Rollout()

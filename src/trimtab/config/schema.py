@@ -1,4 +1,4 @@
-"""The whole configuration: model, data, reward, learn, run, eval, observe. Importable without torch."""
+"""The whole configuration: model, data, reward, environment, learn, run, eval, observe. Importable without torch."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class RewardPart(Section):
     """One reward; the weighted sum of all parts is what is learned from."""
 
     fn: str
-    """`file.py:function`, `package.module:function`, `model:FOLDER` for a reward model, or a built-in: exact_match,
-    number_match, regex, length, math, task, judge."""
+    """`file.py:function`, `package.module:function`, `model:FOLDER` for a reward model, `environment` for what the
+    environment gave, or a built-in: exact_match, number_match, regex, length, math, task, judge."""
     name: str | None = None
     """Name in metrics; None: the function's name."""
     weight: float = 1.0
@@ -90,6 +90,23 @@ class RewardPart(Section):
     of one completion, all its tries and waits together."""
     args: dict[str, Any] = {}
     """Keyword arguments for every call (built-ins document theirs)."""
+
+
+class Environment(Section):
+    """Who answers the model, so that a completion is a conversation. Only what the model says is learned."""
+
+    fn: str | None = None
+    """A class with `reset` and `step`: `file.py:Class` or `package.module:Class`. None: `tools` answer."""
+    tools: list[str] = []
+    """Functions that the model may call: `file.py:function`, `package.module:function`, or the built-in `calculator`. The chat
+    template shows the model their types and docstrings."""
+    max_turns: PositiveInt = 8
+    """Most turns of the model. After the last one the environment still judges it, but its reply is not read."""
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Deadline of one call. A completion whose environment misses it, raises or crashes is dropped and counted, never scored
+    zero."""
+    args: dict[str, Any] = {}
+    """Keyword arguments with which the class of `fn` is made."""
 
 
 class Eval(Section):
@@ -126,18 +143,21 @@ class Observe(Section):
     wandb: str | None = None
     """Weights & Biases project to log to; needs trimtab[wandb]."""
     max_failed_rewards: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Stop the run when more than this fraction of a step's samples has no reward because reward calls failed."""
+    """Stop the run when more than this fraction of a step's samples has no reward because reward calls, or its
+    environment, failed."""
     kl_bands: dict[str, tuple[float, float]] = {}
     """By task: the lowest and the highest KL to the reference, in nats per token, that is as it should be. `trimtab doctor RUN`
     says where a task leaves its band."""
 
 
 class Config(Section):
-    """A run: what to learn (`model`, `data`, `reward`, `learn`), how to run it (`run`), how to see it (`eval`, `observe`)."""
+    """A run: what to learn (`model`, `data`, `reward`, `environment`, `learn`), how to run it (`run`), how to see it (`eval`,
+    `observe`)."""
 
     model: Model
     data: Data
     reward: Annotated[list[RewardPart], Field(min_length=1)]
+    environment: Environment | None = None
     learn: Learn = Learn()
     run: Run = Run()
     eval: Eval = Eval()

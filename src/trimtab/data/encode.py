@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trimtab.config.schema import Data
@@ -21,10 +21,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Tools = Sequence[Mapping[str, Any]]
+
+
+def templated(data: Data, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts are written by the tokenizer's chat template."""
+    return bool(tokenizer.chat_template) and data.chat_template != "never"
+
+
 class PromptEncoder:
     """Turns rows into prompts as `data` says. Rows are taken to be valid (see prompts.validate_rows)."""
 
-    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, source_name: str) -> None:
+    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, source_name: str, tools: Tools = ()) -> None:
+        """`tools`: schemas of functions that the chat template shows to the model."""
         has_template = bool(tokenizer.chat_template)
         if data.chat_template == "always" and not has_template:
             raise DataError(
@@ -34,7 +43,8 @@ class PromptEncoder:
         self.data = data
         self.tokenizer = tokenizer
         self.source_name = source_name
-        self.templated = has_template and data.chat_template != "never"
+        self.templated = templated(data, tokenizer)
+        self._tools = [dict(tool) for tool in tools]
         self._eos_appended = _appends_eos(tokenizer)
 
     def shown(self, row: Row) -> str | list[Message]:
@@ -87,7 +97,11 @@ class PromptEncoder:
         unfinished = messages[-1]["role"] == "assistant"
         try:
             rendered: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not unfinished, continue_final_message=unfinished
+                messages,
+                tools=self._tools or None,
+                tokenize=False,
+                add_generation_prompt=not unfinished,
+                continue_final_message=unfinished,
             )
         except Exception as error:  # templates are foreign code: Gemma's, for one, refuses system messages
             roles = ", ".join(message["role"] for message in messages)

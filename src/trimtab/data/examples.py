@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trimtab.config.sft import SftData
 from trimtab.data.encode import PromptEncoder
 from trimtab.data.files import Row
+from trimtab.data.pieces import AFTER_THE_END, Pieces
 from trimtab.data.prompt import Message
 from trimtab.data.stream import Encoder, Item
 from trimtab.data.suggest import did_you_mean
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH = 1024
-ANCHOR = "\n"
-AFTER_THE_END = 4
-"""Tokens, at most, that a template writes after the one that ends a turn, and that one."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +77,10 @@ class ExampleEncoder:
                 "Name another one with model.tokenizer."
             )
         self._eos = int(tokenizer.eos_token_id)
-        others = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
-        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(
-            tokenizer.all_special_ids
-        )
-        self._ends = (special - set(others)) | {self._eos}
+        self._read = Pieces(tokenizer)
+        self._ends = self._read.ends
         opening = list(tokenizer("a")["input_ids"][:1])
         self._opening = opening if opening == [tokenizer.bos_token_id] else []
-        alone, anchor, behind = self._ids(["a", ANCHOR, ANCHOR + "a"])
-        self._anchored = behind[: len(anchor)] == anchor and behind[len(anchor) :] != alone
 
     @property
     def templated(self) -> bool:
@@ -100,20 +93,9 @@ class ExampleEncoder:
         return [self._example(*each, found) for each in zip(ids, rows, pieces, strict=True)]
 
     def _tokenised(self, pieces: list[list[_Piece]]) -> list[list[int]]:
-        """The tokens of every piece. Some tokenizers put a space before every text: after the first piece of an example there is
-        none, so pieces are then read behind an anchor, which is taken off again."""
+        """The tokens of every piece."""
         behind = [bool(at) or not self.templated for each in pieces for at, _ in enumerate(each)]
-        texts = [piece.text for each in pieces for piece in each]
-        if not self._anchored:
-            return self._ids(texts)
-        found = self._ids([ANCHOR + text if anchored else text for text, anchored in zip(texts, behind)])
-        anchor = self._ids([ANCHOR])[0]
-        return [ids[len(anchor) :] if anchored else ids for ids, anchored in zip(found, behind)]
-
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        return list(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._read.tokens([piece.text for each in pieces for piece in each], behind)
 
     def _example(self, number: int, row: Row, pieces: list[_Piece], found: Iterator[list[int]]) -> Example:
         tokens: list[int] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trimtab.config.schema import Data
-from trimtab.data.encode import PromptEncoder
+from trimtab.data.encode import PromptEncoder, Tools
 from trimtab.data.files import Row
 from trimtab.data.prompt import Prompt
 from trimtab.data.suggest import did_you_mean
@@ -54,10 +54,11 @@ def build_prompts(
     *,
     max_prompt_tokens: int,
     source_name: str,
+    tools: Tools = (),
 ) -> PromptSet:
     """Every row's prompt, validated and tokenised now; at least one."""
-    validate_rows(rows, data, tokenizer, source_name=source_name)
-    encoder = PromptEncoder(data, tokenizer, source_name)
+    validate_rows(rows, data, tokenizer, source_name=source_name, tools=tools)
+    encoder = PromptEncoder(data, tokenizer, source_name, tools)
     prompts: list[Prompt] = []
     longest = 0
     for start in range(0, len(rows), _BATCH):
@@ -80,11 +81,13 @@ def all_too_long(source_name: str, count: int, longest: int, limit: int) -> Data
     )
 
 
-def validate_rows(rows: Sequence[Row], data: Data, tokenizer: PreTrainedTokenizerBase, *, source_name: str) -> None:
+def validate_rows(
+    rows: Sequence[Row], data: Data, tokenizer: PreTrainedTokenizerBase, *, source_name: str, tools: Tools = ()
+) -> None:
     """Raises DataError at the first row that cannot become a prompt; tokenises only one, to try the chat template."""
     if not rows:
         raise DataError(f"{source_name} holds no rows. A data set needs at least one row.")
-    encoder = PromptEncoder(data, tokenizer, source_name)
+    encoder = PromptEncoder(data, tokenizer, source_name, tools)
     for number, row in enumerate(rows, 1):
         if data.prompt not in row:
             raise _missing_column(row, "prompt", data.prompt, source_name, number)

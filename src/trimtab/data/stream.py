@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 import numpy as np
 
 from trimtab.config.schema import Data
-from trimtab.data.encode import PromptEncoder
+from trimtab.data.encode import PromptEncoder, Tools
 from trimtab.data.files import Row
 from trimtab.data.prompt import Prompt
 from trimtab.data.prompts import all_too_long
@@ -167,8 +167,9 @@ class PromptStream(Stream[Prompt]):
         position: int = 0,
         source_name: str = "data.train",
         ahead: int = 1024,
+        tools: Tools = (),
     ) -> None:
-        encoder = PromptEncoder(data, copy.deepcopy(tokenizer), source_name)
+        encoder = PromptEncoder(data, copy.deepcopy(tokenizer), source_name, tools)
         super().__init__(
             rows,
             encoder,

@@ -30,7 +30,7 @@ class History:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Sums over all steps."""
     rollout_parts: dict[str, float] = field(default_factory=dict)
-    """Prefill and decode inside rollout, summed over all steps."""
+    """Prefill, decode and waiting for environments inside rollout, summed over all steps."""
     last_eval: tuple[int, Mapping[str, Any]] | None = None
     """(step, scores)"""
 
@@ -64,4 +64,6 @@ class History:
     @property
     def step_rollout_parts(self) -> dict[str, float]:
         """Seconds of rollout's parts in the last step."""
-        return {name: get(self.metrics, f"rollout/{name}_s") or 0.0 for name in ("prefill", "decode")}
+        parts = {name: get(self.metrics, f"rollout/{name}_s") or 0.0 for name in ("prefill", "decode")}
+        waited = get(self.metrics, "environment/wait_s")
+        return parts if waited is None else {**parts, "environments": waited}

@@ -47,9 +47,11 @@ def _learned(metrics: Mapping[str, float]) -> list[str]:
         if name == "rm/loss":
             shown.append(f"right {percent(get(metrics, 'rm/accuracy'))}")
         return shown if held_out is None else [*shown, f"held-out {number(held_out)}"]
+    turns = get(metrics, "environment/turns_mean")
     return [
         f"reward {number(get(metrics, 'reward/mean'))} ±{number(get(metrics, 'reward/std'), 2)}",
         f"len {count(get(metrics, 'response/length_mean'))}",
+        *([f"turns {number(turns, 1)}"] if turns is not None else []),
     ]
 
 

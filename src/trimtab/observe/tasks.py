@@ -74,5 +74,5 @@ def task_kl(
         for used, totals in stats.kl_ref_of:
             for sample, total in zip(used, totals.tolist()):
                 sums[task_of[id(sample)]] += total
-                tokens[task_of[id(sample)]] += sample.tokens.shape[0]
+                tokens[task_of[id(sample)]] += sample.learned
     return {f"policy/task/{name}/kl_ref": sums[name] / count for name, count in tokens.items()}

@@ -68,6 +68,8 @@ class Job:
     """Of PPO's value model."""
     reward_models: int = 0
     """Parameters of reward models."""
+    environment: bool = False
+    """Completions are conversations: there are workers for what answers."""
     compared: bool = False
     """Samples are scored by a reference policy: those weights, or the model without its adapters."""
     old_logprobs: bool = False

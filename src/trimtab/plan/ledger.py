@@ -337,6 +337,8 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
     found = {"processes": here * (CPU_PROCESS if machine.cpu else PROCESS)}
     if run.reward_workers != "auto" and job.generates:
         found["reward workers"] = run.reward_workers * WORKER
+        if job.environment:
+            found["environment workers"] = run.reward_workers * WORKER
     if run.engine == "vllm" and job.generates:
         found[VLLM] = CPU_PROCESS if machine.cpu else PROCESS
         found["published weights"] = job.shape.parameters * job.itemsize

@@ -13,7 +13,7 @@ from trimtab.plan.planner import Plan
 
 WORK = ("activations", "log-prob head", "backward work")
 """Of a micro-batch, as `update_peak` names it."""
-HOSTS = ("processes", "reward workers")
+HOSTS = ("processes", "reward workers", "environment workers")
 """What a machine without a device counts in the same memory."""
 Sizes = tuple[int, int, int, int, int]
 """Of a micro-batch, in the order of `Row`."""

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import RewardError
-from trimtab.reward.load import Source
-from trimtab.reward.pool import LOAD_ATTEMPTS, LOAD_TIMEOUT_S, SLICE_S, Reply, Request, Stopped, Worker, import_path
+from trimtab.reward.crew import LOAD_ATTEMPTS, LOAD_TIMEOUT_S, Reply
+from trimtab.reward.pool import Request, import_path
+from trimtab.reward.process import SLICE_S, Stopped, Worker
+from trimtab.reward.source import Source
 from trimtab.reward.wire import Answer, Cell, Failure, Tally
 
 PROCESS = "trimtab.reward.judge.process"

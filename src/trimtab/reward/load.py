@@ -2,46 +2,26 @@
 
 Guarantees: every mistake that can be seen without data is a RewardError before the run starts, with what to write
 instead: an unknown built-in, a missing file, module or function, a syntax error, an argument that is not taken.
-`locate` runs in the trainer and imports none of the user's code; `load` runs in a worker.
+`locate` runs in the trainer and imports none of the user's code; `load` runs in a worker. Names in general: source.py.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import os
-import pickle
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
-from trimtab.data.suggest import did_you_mean
 from trimtab.errors import RewardError
+from trimtab.reward.source import REWARD, Source, import_object, locate_object, nearest
 
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments that every call offers, besides the row's columns."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a reward function is found. Travels to the workers."""
-
-    kind: Literal["builtin", "file", "module", "object", "model"]
-    place: str
-    """Absolute path of the file, dotted name of the module, or what a reward model is loaded from."""
-    name: str
-    pickled: bytes = b""
-    """An object's cloudpickle."""
-
-    def __str__(self) -> str:
-        if self.kind == "model":
-            return f"model:{self.place}"
-        return f"{self.place}:{self.name}" if self.place else self.name
+PLAYED = ("turns", "environment_reward")
+"""Those that calls offer besides where there is an environment."""
+ENVIRONMENT = "environment"
+"""Names what the environment itself gave."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +42,10 @@ class Function:
         return self.call(**arguments)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint: the closest known names, otherwise all of them."""
-    names = sorted(known)
-    everything = f"There is: {', '.join(names[:20])}." if names else "There is none."
-    return did_you_mean(word, names).strip() or everything
-
-
 def locate(fn: str, base_dir: Path, functions: Mapping[str, Callable[..., Any]]) -> Source:
     """Find what `fn` names: a built-in, `object:NAME`, `model:PATH`, `file.py:function` or `package.module:function`."""
+    if fn == ENVIRONMENT:
+        return Source("environment", "", ENVIRONMENT)
     if fn.startswith("model:"):
         path = fn.removeprefix("model:")
         if not path:
@@ -79,59 +54,9 @@ def locate(fn: str, base_dir: Path, functions: Mapping[str, Callable[..., Any]])
         local = local if local.is_absolute() else base_dir / local
         place = str(local) if local.is_dir() else path
         return Source("model", place, "reward_model")
-    place, colon, name = fn.rpartition(":")
-    if not colon:
-        return _locate_builtin(fn)
-    if not name or not place:
-        raise RewardError(f"reward.fn: {fn!r} is not of the form file.py:function or package.module:function")
-    if place == "object":
-        return _locate_object(name, functions)
-    if place.endswith(".py") or os.sep in place:
-        return Source("file", str(_find_file(place, base_dir)), name)
-    return Source("module", place, name)
-
-
-def _locate_builtin(fn: str) -> Source:
     from trimtab.reward.builtins import BUILTINS
 
-    if fn in BUILTINS:
-        return Source("builtin", "", fn)
-    if fn.endswith(".py"):
-        raise RewardError(f"reward.fn: {fn!r} names a file but no function. Write {fn}:FUNCTION")
-    if "." in fn:
-        module, _, name = fn.rpartition(".")
-        raise RewardError(f"reward.fn: {fn!r} names no function. Write {module}:{name}")
-    raise RewardError(
-        f"reward.fn: there is no built-in reward {fn!r}. {nearest(fn, BUILTINS)} "
-        "For a function of your own write file.py:function or package.module:function"
-    )
-
-
-def _locate_object(name: str, functions: Mapping[str, Callable[..., Any]]) -> Source:
-    import cloudpickle
-
-    if name not in functions:
-        raise RewardError(f"reward.fn: no function object {name!r} was passed. {nearest(name, functions)}")
-    if not callable(functions[name]):
-        raise RewardError(f"reward {name!r} is {type(functions[name]).__name__}, not a function")
-    try:
-        return Source("object", "", name, cloudpickle.dumps(functions[name]))
-    except Exception as error:  # whatever a captured object's own __reduce__ raises
-        raise RewardError(
-            f"reward {name!r} cannot be sent to a worker process: {error}. It refers to something that cannot be "
-            "pickled (a lock, an open file, a model); create that inside the function, or put the function into a file"
-        ) from error
-
-
-def _find_file(place: str, base_dir: Path) -> Path:
-    path = Path(place).expanduser()
-    tried = list(dict.fromkeys((folder / path).resolve() for folder in (base_dir, Path.cwd())))
-    for candidate in tried:
-        if candidate.is_file():
-            return candidate
-    beside = {other.name for folder in {candidate.parent for candidate in tried} for other in folder.glob("*.py")}
-    where = " nor ".join(str(candidate) for candidate in tried)
-    raise RewardError(f"reward.fn: there is no file {where}. {nearest(path.name, beside)}")
+    return locate_object(fn, base_dir, functions, BUILTINS, REWARD)
 
 
 def load(source: Source, args: dict[str, Any]) -> Function:
@@ -146,56 +71,7 @@ def load(source: Source, args: dict[str, Any]) -> Function:
 
             function = replace(function, needs=columns_needed(function.args))
         return function
-    try:
-        call = pickle.loads(source.pickled) if source.kind == "object" else _attribute(_module(source), source)
-    except RewardError:
-        raise
-    except SyntaxError as error:
-        text = (error.text or "").rstrip()
-        raise RewardError(f"reward {source}: {error.filename}, line {error.lineno}: {error.msg}\n{text}") from error
-    except BaseException as error:  # a module may also call sys.exit
-        raise RewardError(f"reward {source} cannot be imported:\n{user_traceback(error)}") from error
-    if not callable(call):
-        raise RewardError(f"reward {source} is {type(call).__name__}, not a function")
-    return describe(call, args, source)
-
-
-def _module(source: Source) -> ModuleType:
-    if source.kind == "file":
-        return _module_of_file(Path(source.place))
-    try:
-        return importlib.import_module(source.place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{source.place}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
-        raise RewardError(
-            f"reward {source}: there is no module {error.name!r} in the configuration's folder, the current folder or "
-            f"among the installed packages. For a file write {source.place.replace('.', '/')}.py:{source.name}"
-        ) from error
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    """Import a file as Python runs a script: its folder comes first on the path. One file is one module."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == str(path) and module.__name__ != "__main__":
-            return module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    name = path.stem if path.stem not in sys.modules else f"trimtab_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _attribute(module: ModuleType, source: Source) -> Any:
-    if hasattr(module, source.name):
-        return getattr(module, source.name)
-    functions = (name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
-    raise RewardError(f"reward {source}: there is no {source.name!r} in it. {nearest(source.name, functions)}")
+    return describe(import_object(source, REWARD), args, source)
 
 
 def describe(call: Callable[..., Any], args: dict[str, Any], source: Source) -> Function:
@@ -222,14 +98,3 @@ def describe(call: Callable[..., Any], args: dict[str, Any], source: Source) -> 
         args = {name: p.default for name, p in named.items() if p.kind is p.KEYWORD_ONLY} | args
         missing = {args["column"]} if "column" in args else set()
     return Function(call, args, None if takes_any else frozenset(named), frozenset(missing))
-
-
-def user_traceback(error: BaseException) -> str:
-    """The traceback from the first frame that is the user's."""
-    ours = os.path.dirname(__file__) + os.sep
-    frame = error.__traceback__
-    while frame is not None and (
-        frame.tb_frame.f_code.co_filename.startswith((ours, "<frozen importlib", os.path.dirname(importlib.__file__)))
-    ):
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__)).rstrip()

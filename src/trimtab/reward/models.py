@@ -26,7 +26,8 @@ from trimtab.model.attention import ATTENTION_NAME
 from trimtab.model.load import find_source
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.packed import PackedPlan
-from trimtab.reward.pool import Reply, Request
+from trimtab.reward.crew import Reply
+from trimtab.reward.pool import Request
 from trimtab.reward.wire import Cell, Failure
 
 MODEL = "model:"

@@ -4,6 +4,8 @@ Guarantees:
 - Every submitted group comes back from the next `collect`, in the order of submission, its trajectories filled in.
 - A sample has a reward, or a failure with its reason, or neither because no part applied. A failure is never a zero.
 - A failed call costs only the samples that are to blame: the group's samples are then called one by one.
+- A sample whose environment failed is not scored; it keeps its reason.
+- Built-in rewards that compare an answer read what the model said last, never what an environment said.
 
 The unit of a call is one part for one group. A part whose value depends on the other samples of the group sees only the
 one sample in such a repeated call.
@@ -17,16 +19,19 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.errors import RewardError
+from trimtab.reward.crew import Reply
 from trimtab.reward.lane import Lane
-from trimtab.reward.load import locate, nearest
-from trimtab.reward.pool import SLICE_S, Pool, Reply, Request
+from trimtab.reward.load import GIVEN, PLAYED, locate
+from trimtab.reward.pool import Pool, Request
+from trimtab.reward.process import SLICE_S
+from trimtab.reward.source import nearest
 from trimtab.reward.wire import Cell, Failure, Tally
 
 if TYPE_CHECKING:
@@ -38,7 +43,8 @@ if TYPE_CHECKING:
 class Doer(Protocol):
     """Who answers calls: worker processes, a judge's process, or reward models."""
 
-    needs: list[frozenset[str]]
+    @property
+    def needs(self) -> list[frozenset[str]]: ...
 
     def call(self, request: Request) -> None: ...
 
@@ -108,7 +114,10 @@ class Scorer:
         self._sheets: list[_Sheet] = []
         judges = [place for place, source in enumerate(sources) if source.kind == "builtin" and source.name == "judge"]
         models = [place for place, source in enumerate(sources) if source.kind == "model"]
-        others = [place for place in range(len(parts)) if place not in (*judges, *models)]
+        given = [place for place, source in enumerate(sources) if source.kind == "environment"]
+        others = [place for place in range(len(parts)) if place not in (*judges, *models, *given)]
+        self._last_only = {p for p in (*others, *models) if sources[p].kind in ("builtin", "model")}
+        """Parts that read the model's last turn instead of the whole conversation."""
         self.models: ModelDesk | None = None
         """Reward models: to be loaded before anything is collected."""
         self._doers: list[Doer] = []
@@ -120,6 +129,8 @@ class Scorer:
             if judges:
                 asked = [(sources[p], parts[p].args, parts[p].timeout_s) for p in judges]
                 self._open(judges, Lane(asked, base_dir, run_dir))
+            if given:
+                self._open(given, Earned(len(given)))
             if models:
                 from trimtab.reward.models import ModelDesk, refuse_other_models
 
@@ -135,19 +146,21 @@ class Scorer:
         self._doers.append(doer)
         self._desks |= {place: Desk(doer, number) for number, place in enumerate(places)}
 
-    def check(self, columns: Iterable[str]) -> None:
-        """Raise where a part needs a column that the rows do not have. For before training, with a row's columns."""
-        known = set(columns)
+    def check(self, columns: Iterable[str], played: bool = False) -> None:
+        """Raise where a part needs a column that the rows do not have. For before training, with a row's columns. `played`: there
+        is an environment."""
+        known = {*columns, *(PLAYED if played else ())}
         for place, name in enumerate(self.names):
             for column in sorted(self._desks[place].needs - known):
                 raise RewardError(
                     f"reward {name!r} needs a column {column!r}, which the data does not have. "
-                    f"{nearest(column, known)} Offered besides the columns: prompts, completions, completion_ids"
+                    f"{nearest(column, known)} Offered besides the columns: {', '.join(GIVEN)}; with an environment: "
+                    f"{', '.join(PLAYED)}"
                 )
 
     def submit(self, group: Group) -> None:
         """Start scoring a group. Does not block; the group must not be touched until it is collected."""
-        sheet = _Sheet(group, self._desks, self._parts, self.names)
+        sheet = _Sheet(group, self._desks, self._parts, self.names, self._last_only)
         self._sheets.append(sheet)
         sheet.start()
 
@@ -195,10 +208,33 @@ def _close(doers: list[Doer]) -> None:
         doer.close()
 
 
+class Earned:
+    """Answers for the parts that are what the environment gave."""
+
+    def __init__(self, parts: int) -> None:
+        self.needs: list[frozenset[str]] = [frozenset()] * parts
+
+    def call(self, request: Request) -> None:
+        request.reply(Reply(list(request.arguments()["environment_reward"]), 0.0))
+
+    def raise_if_broken(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class _Sheet:
     """The score sheet of one group: a cell for every part and sample, filled in by the driving threads."""
 
-    def __init__(self, group: Group, desks: Mapping[int, Desk], parts: list[RewardPart], names: list[str]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        desks: Mapping[int, Desk],
+        parts: list[RewardPart],
+        names: list[str],
+        last_only: Collection[int] = (),
+    ) -> None:
         self.group = group
         self.done = threading.Event()
         self.seconds: list[float] = []
@@ -206,36 +242,41 @@ class _Sheet:
         self.tallies: dict[str, Tally] = {}
         self.judged_at: dict[str, float] = {}
         """When each of its judges was done."""
-        self._desks, self._parts, self._names = desks, parts, names
+        self._desks, self._parts, self._names, self._last_only = desks, parts, names, last_only
+        self._whole = [sample for sample, t in enumerate(group.trajectories) if t.failure is None]
+        """Samples that there is something to say about: those that no environment lost."""
         self._cells: list[dict[int, Cell]] = [{} for _ in parts]
         self._lock = threading.Lock()
-        self._missing = len(parts) * len(group.trajectories)
+        self._missing = len(parts) * len(self._whole)
 
     def start(self) -> None:
         if not self._missing:
             self.done.set()
             return
         for part in range(len(self._parts)):
-            self._call(part, range(len(self.group.trajectories)))
+            self._call(part, self._whole)
 
     def _call(self, part: int, samples: Sequence[int], again: bool = False) -> None:
-        arguments, receive = partial(self._arguments, samples), partial(self._receive, part, samples)
+        arguments = partial(self._arguments, samples, part in self._last_only)
+        receive = partial(self._receive, part, samples)
         desk, timeout_s = self._desks[part], self._parts[part].timeout_s
         desk.doer.call(Request(desk.number, len(samples), timeout_s, arguments, receive, again))
 
-    def _arguments(self, samples: Sequence[int]) -> dict[str, Any]:
+    def _arguments(self, samples: Sequence[int], last_only: bool) -> dict[str, Any]:
         """The field's convention: a list for every argument, one entry a sample."""
         prompt, count = self.group.prompt, len(samples)
         chosen = [self.group.trajectories[sample] for sample in samples]
-        completions: list[Any] = [trajectory.text for trajectory in chosen]
-        if prompt.conversational:
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
-        return {
+        offered = {
             **{name: [value] * count for name, value in prompt.columns.items()},
             "prompts": [prompt.prompt] * count,
-            "completions": completions,
-            "completion_ids": [trajectory.tokens.tolist() for trajectory in chosen],
+            "completions": [_completion(trajectory, prompt.conversational, last_only) for trajectory in chosen],
+            "completion_ids": [_drawn(trajectory) for trajectory in chosen],
         }
+        if any(trajectory.played is not None for trajectory in chosen):
+            played = [trajectory.played for trajectory in chosen if trajectory.played is not None]
+            offered["turns"] = [each.turns for each in played]
+            offered["environment_reward"] = [each.earned for each in played]
+        return offered
 
     def _receive(self, part: int, samples: Sequence[int], reply: Reply) -> None:
         failed = isinstance(reply.result, Failure)
@@ -260,8 +301,8 @@ class _Sheet:
     def fill_in(self) -> list[str]:
         """Write rewards into the trajectories; the kinds of failure, one a dropped sample."""
         kinds: list[str] = []
-        for sample, trajectory in enumerate(self.group.trajectories):
-            failure = self._fill_in_one(sample, trajectory)
+        for sample in self._whole:
+            failure = self._fill_in_one(sample, self.group.trajectories[sample])
             if failure is not None:
                 kinds.append(failure.kind)
         return kinds
@@ -283,15 +324,34 @@ class _Sheet:
         return first
 
 
+def _completion(trajectory: Trajectory, conversational: bool, last_only: bool) -> Any:
+    """As rewards see it: text, or messages where the prompt is messages; of a conversation all, or what the model said last."""
+    played = trajectory.played
+    if conversational and played is not None and not last_only:
+        return played.turns
+    text = played.answers[-1] if played is not None and last_only else trajectory.text
+    return [{"role": "assistant", "content": text}] if conversational else text
+
+
+def _drawn(trajectory: Trajectory) -> list[int]:
+    """The tokens that the model drew."""
+    tokens = trajectory.tokens if trajectory.own is None else trajectory.tokens[trajectory.own]
+    return tokens.tolist()
+
+
 def check_failures(groups: Iterable[Group], max_fraction: float) -> None:
     """Raise when more than this fraction (observe.max_failed_rewards) of the samples has no reward by failed calls."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     failures = [trajectory.failure for trajectory in trajectories if trajectory.failure is not None]
     if len(failures) > max_fraction * len(trajectories):
         raise RewardError(
-            f"{len(failures)} of {len(trajectories)} samples have no reward because reward calls failed; "
+            f"{len(failures)} of {len(trajectories)} samples have no reward because {_blamed(trajectories)} calls failed; "
             f"observe.max_failed_rewards allows a fraction of {max_fraction:g}. The first failure:\n{failures[0]}"
         )
+
+
+def _blamed(trajectories: Iterable[Trajectory]) -> str:
+    return " and ".join(sorted({t.failed_in for t in trajectories if t.failure is not None}))
 
 
 def _stats(sheets: list[_Sheet], names: list[str], start: float, wait_s: float) -> Stats:

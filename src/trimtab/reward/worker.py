@@ -25,7 +25,8 @@ import sys
 from typing import Any
 
 from trimtab.errors import RewardError
-from trimtab.reward.load import Function, load, user_traceback
+from trimtab.reward.load import Function, load
+from trimtab.reward.source import user_traceback
 from trimtab.reward.wire import Cell, Failure, receive, send
 
 PR_SET_PDEATHSIG = 1

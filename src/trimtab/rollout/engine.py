@@ -30,6 +30,8 @@ class Request:
     step: int
     first_sample: int = 0
     """Number of the first sample; a prompt that comes twice in a step goes on counting, so that its samples differ."""
+    first_position: int = 0
+    """Position of the first new token; a completion that is continued goes on counting, so that no random number comes twice."""
 
     @property
     def limits(self) -> list[int]:
@@ -60,6 +62,18 @@ class RolloutStats:
     """Decode steps that were replays of a CUDA graph."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    wait_s: float = 0.0
+    """For which the engine had nothing to do but wait for environments."""
+
+    def add(self, other: RolloutStats) -> None:
+        """What this call and another did together."""
+        for name in ("slots", "peak_pages", "total_pages"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        for name in (
+            "sequences", "generated_tokens", "prefill_tokens", "cached_prefix_tokens", "decode_steps", "parked", "graph_steps",
+            "prefill_s", "decode_s", "wait_s",
+        ):  # fmt: skip
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def occupancy(self) -> float:
@@ -75,11 +89,20 @@ class RolloutStats:
         return self.peak_pages / max(1, self.total_pages)
 
 
-class Engine(Protocol):
-    """One rollout engine."""
+class Sampler(Protocol):
+    """Whoever turns requests into groups: an engine, or an engine that talks with an environment."""
 
     stats: RolloutStats
     """Of the latest `generate`."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
+        """Yield every request's group once, in the order they finish."""
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """One rollout engine."""
+
     on_recovery: Callable[[str], None]
     """Called with what was lowered each time `generate` ran out of memory and goes on."""
     on_restart: Callable[[str], None]
@@ -93,10 +116,6 @@ class Engine(Protocol):
     @property
     def outside_bytes(self) -> int:
         """Device memory held now that torch's allocator does not know of."""
-        ...
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
-        """Yield every request's group once, in the order they finish."""
         ...
 
     def lend(self) -> None:

@@ -1,7 +1,8 @@
 """From trajectories to the tensors of a forward pass. Nothing is padded and nothing is cut.
 
-A micro-batch is one packed row. Loss lives on completion tokens only; token t of a sequence is predicted by the hidden state
-of token t - 1, so `predictors` are the row positions just before each completion token.
+A micro-batch is one packed row. Loss lives on tokens that the model drew and nowhere else: not on prompts, not on what an
+environment wrote between them. Token t of a sequence is predicted by the hidden state of token t - 1, so `predictors` are the row
+positions just before each drawn token. No other token has an entry in any per-token field, so none can be counted by mistake.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from trimtab.model.transfer import to_device
 
 @dataclass
 class Sample:
-    """One sequence to learn from. Tensors have one entry a completion token, on the CPU."""
+    """One sequence to learn from. Tensors are on the CPU; but for `tokens` and `own` they have one entry a learned token."""
 
     prompt_tokens: list[int]
     tokens: torch.Tensor
+    """Everything after the prompt."""
     advantages: torch.Tensor
     weights: torch.Tensor
     """Share of each token in the step's loss; the shares of a step were counted before anything was split."""
@@ -31,9 +33,17 @@ class Sample:
     values: torch.Tensor | None = None
     """What a critic expected before the update."""
     returns: torch.Tensor | None = None
+    own: torch.Tensor | None = None
+    """bool, one entry a token: which ones the model drew, and are learned. None: all."""
 
     def __len__(self) -> int:
+        """Room it takes: the prompt and all that follows, learned or not."""
         return len(self.prompt_tokens) + self.tokens.shape[0]
+
+    @property
+    def learned(self) -> int:
+        """Tokens that have a share in the loss."""
+        return self.tokens.shape[0] if self.own is None else int(self.own.sum())
 
 
 def row_tokens(samples: Sequence[Sample]) -> int:
@@ -58,16 +68,16 @@ def same_prompt(samples: Sequence[Sample], budget: int) -> Iterator[list[Sample]
 
 @dataclass
 class MicroBatch:
-    """Samples laid end to end, and where their completion tokens lie."""
+    """Samples laid end to end, and where their learned tokens lie."""
 
     samples: list[Sample]
     plan: PackedPlan
     tokens_T: torch.Tensor
     predictors_R: torch.Tensor
-    """Row positions whose hidden states predict the R completion tokens."""
+    """Row positions whose hidden states predict the R learned tokens."""
     targets_R: torch.Tensor
     sequence_R: torch.Tensor
-    """Which sample each completion token belongs to."""
+    """Which sample each learned token belongs to."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -77,8 +87,8 @@ class MicroBatch:
 
     @classmethod
     def build(cls, samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-        """Each prompt is in the row once, however many of its samples there are; what follows a completion's last-but-one
-        token predicts nothing and is left out.
+        """Each prompt is in the row once, however many of its samples there are; a completion's last learned token and what
+        follows it predict nothing and are left out.
 
         Prompts come first, then completions, both by length: neighbours of equal length share one attention call on the CPU.
         """
@@ -90,23 +100,27 @@ class MicroBatch:
         lengths = [len(prompt) for prompt in prompts]
         ends = torch.tensor(lengths).cumsum(0).tolist()
         prefixes: list[int | None] = [None] * len(prompts)
-        predictors, start = [], ends[-1]
+        predictors, targets, start = [], [], ends[-1]
         for sample in ordered:
             number = prompts[tuple(sample.prompt_tokens)]
-            inside = sample.tokens.shape[0] - 1
-            predictors += [torch.tensor([ends[number] - 1]), torch.arange(start, start + inside)]
+            learned = _learned_places(sample)
+            inside = int(learned[-1]) if len(learned) else 0
+            before = torch.cat((torch.tensor([ends[number] - 1]), torch.arange(start, start + inside)))
+            predictors.append(before[learned])
+            targets.append(sample.tokens[learned])
             if inside:
-                rows.append(sample.tokens[:-1])
+                rows.append(sample.tokens[:inside])
                 lengths.append(inside)
                 prefixes.append(number)
             start += inside
-        counts = [s.tokens.shape[0] for s in ordered]  # NumPy: torch would wake a thread a core for it
+        counts = [len(places) for places in targets]
         return cls(
             samples=ordered,
             plan=PackedPlan(lengths, device, prefixes),
             tokens_T=to_device(torch.cat(rows), device),
             predictors_R=to_device(torch.cat(predictors), device),
-            targets_R=to_device(torch.cat([s.tokens for s in ordered]), device),
+            targets_R=to_device(torch.cat(targets), device),
+            # NumPy's: torch would wake a thread a core for it.
             sequence_R=to_device(torch.from_numpy(np.arange(len(ordered)).repeat(counts)), device),
         )
 
@@ -116,6 +130,11 @@ class MicroBatch:
 
     def scatter(self, values_R: torch.Tensor, field: str) -> None:
         """Write per-token values back to the samples, on the CPU."""
-        sizes = [s.tokens.shape[0] for s in self.samples]
+        sizes = [s.learned for s in self.samples]
         for sample, part in zip(self.samples, values_R.detach().float().cpu().split(sizes)):
             setattr(sample, field, part)
+
+
+def _learned_places(sample: Sample) -> torch.Tensor:
+    """Where the learned tokens are among `tokens`."""
+    return torch.arange(len(sample.tokens)) if sample.own is None else sample.own.nonzero()[:, 0]

@@ -41,7 +41,7 @@ def usable(groups: list[Group]) -> tuple[list[Group], Counter[str]]:
         scored = [t for t in group.trajectories if t.reward is not None]
         for trajectory in group.trajectories:
             if trajectory.reward is None:
-                dropped["reward_failed" if trajectory.failure else "not_applicable"] += 1
+                dropped[f"{trajectory.failed_in}_failed" if trajectory.failure else "not_applicable"] += 1
         if scored:
             kept.append(Group(group.prompt, scored))
     return kept, dropped
@@ -59,9 +59,9 @@ def shaped_rewards(groups: list[Group], learn: Learn, parts: Sequence[Part] = ()
     if learn.reward_clip is not None:
         rewards = reward_clip(rewards, *learn.reward_clip)
     if learn.overlong is not None:
-        lengths = torch.tensor([len(t) for t in trajectories])
+        used = [len(t.prompt.tokens) + len(t.tokens) - len(g.prompt.tokens) for g in groups for t in g.trajectories]
         rewards = rewards + overlong_penalty(
-            lengths, learn.max_new_tokens, learn.overlong.buffer, learn.overlong.penalty
+            torch.tensor(used), learn.max_new_tokens, learn.overlong.buffer, learn.overlong.penalty
         )
     return rewards
 
@@ -84,7 +84,8 @@ def to_samples(groups: list[Group]) -> list[list[Sample]]:
     """The tensors of each group's completions; advantages and weights are still empty."""
     empty = torch.empty(0)
     return [
-        [Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs) for t in group.trajectories] for group in groups
+        [Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs, own=t.own) for t in group.trajectories]
+        for group in groups
     ]
 
 

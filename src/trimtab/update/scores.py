@@ -65,7 +65,7 @@ class Scores(Critic):
     def _scores(self, batch: MicroBatch) -> torch.Tensor:
         """[N]: of each sample of the micro-batch."""
         hidden_TE = self.policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
-        counts = torch.tensor([s.tokens.shape[0] for s in batch.samples], device=hidden_TE.device)
+        counts = torch.tensor([s.learned for s in batch.samples], device=hidden_TE.device)
         rows_NE = take_rows(hidden_TE, batch.predictors_R[counts.cumsum(0) - 1])
         scores: torch.Tensor = self.head(rows_NE.to(self.head.weight.dtype)).squeeze(-1)
         return scores

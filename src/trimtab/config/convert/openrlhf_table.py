@@ -161,7 +161,9 @@ RULES: tuple[Rule, ...] = (
     unsupported("data.max_images_per_prompt max_images_per_prompt", "text models only"),
     unsupported("actor.freeze_visual_encoder freeze_visual_encoder", "text models only"),
     together("reward.remote_url remote_rm_url", "reward.0.fn"),
-    unsupported("train.agent_func_path agent_func_path", "agents and tools are not here: one prompt, one completion"),
+    unsupported(
+        "train.agent_func_path agent_func_path", "an agent is not converted: write it as a class, environment.fn"
+    ),
     unsupported(
         "reward.stop_properly_penalty_coef stop_properly_penalty_coef",
         "learn.mask_truncated or learn.overlong are near",

@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
         "vllm_structured_outputs_regex vllm_guided_decoding_regex",
         "completions are not constrained; reward the form with the built-in regex",
     ),
-    unsupported("max_tool_calling_iterations", "one prompt, one completion: no tools"),
+    unsupported("max_tool_calling_iterations", "not converted: environment.max_turns is one more"),
     # memory and speed
     automatic(
         "gradient_checkpointing",
@@ -239,7 +239,7 @@ RULES: tuple[Rule, ...] = (
     *each(unsupported, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "the VESPO loss is not here"),
     unsupported("model_init_kwargs", "write what Trimtab has as model"),
     *each(unsupported, "accelerate_config config", "a file of settings: convert it with --file"),
-    *each(unsupported, "tools environment_factory rollout_func", "one prompt, one completion: no tools and no turns"),
+    *each(unsupported, "tools environment_factory rollout_func", "name them in environment.tools or environment.fn"),
     unsupported("quantization_config", "weights are not quantised; model.lora with bfloat16 weights is near"),
     *REWARD_MODEL_ARGUMENTS,
     *each(

@@ -61,7 +61,7 @@ RUN_RULES: tuple[Rule, ...] = (
     automatic("A.rollout.seed", "sampling depends on learn.seed, step, prompt and position", "learn.seed"),
     dead("A.rollout.do_sample", "sampling is always on while training; a temperature of 0 is refused"),
     dead("A.rollout.ignore_eos", "for benchmarks: a completion ends at its end"),
-    unsupported("A.rollout.multi_turn.enable", "one prompt, one completion: no tools and no turns"),
+    unsupported("A.rollout.multi_turn.enable", "tools are not converted: name Python functions in environment.tools"),
     unsupported("A.rollout.quantization", "the engine generates with the trainer's own weights"),
     # batches and memory
     automatic(
@@ -210,7 +210,7 @@ RUN_RULES: tuple[Rule, ...] = (
     ),
     unsupported("hydra.*", "a file of Hydra's: convert it with --file"),
     unsupported("data.apply_chat_template_kwargs.*", "the tokenizer's template is applied as it is"),
-    unsupported("A.rollout.multi_turn.*", "one prompt, one completion: no tools and no turns"),
+    unsupported("A.rollout.multi_turn.*", "tools are not converted: name Python functions in environment.tools"),
     unsupported("A.model.mtp.*", "one token is predicted at a time"),
     unsupported("A.model.override_config.*", "the checkpoint's own config is used: change that"),
     unsupported("distillation.*", "no teacher: rewards are all that is learned from"),

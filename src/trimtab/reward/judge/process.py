@@ -15,7 +15,8 @@ from typing import Any
 from trimtab.errors import RewardError
 from trimtab.reward.judge import reward
 from trimtab.reward.judge.client import Call, current
-from trimtab.reward.load import Function, load, user_traceback
+from trimtab.reward.load import Function, load
+from trimtab.reward.source import user_traceback
 from trimtab.reward.wire import HEADER, Answer, Failure
 from trimtab.reward.worker import checked, set_up
 

@@ -305,7 +305,7 @@ class NativeEngine:
         for fork in forks:
             request, sequence = requests[fork.sequence.group.index], fork.sequence
             sample = request.first_sample + sequence.sample
-            sequence.key = stream_key(request.seed, request.step, request.prompt.id, sample)
+            sequence.key = stream_key(request.seed, request.step, request.prompt.id, sample, request.first_position)
         index_B = rows.start([fork.sequence for fork in forks])
         groups = list({fork.sequence.group.index: fork.sequence.group for fork in forks}.values())
         place = {group.index: at for at, group in enumerate(groups)}

@@ -15,12 +15,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def stream_key(seed: int, step: int, prompt: int, sample: int) -> int:
-    """The key of one completion's random numbers, as a signed 64-bit integer."""
+def stream_key(seed: int, step: int, prompt: int, sample: int, first_position: int = 0) -> int:
+    """The key of one completion's random numbers, as a signed 64-bit integer. With it position 0 is `first_position`: `uniforms`
+    adds a constant a position to the key, so a stream that begins later is the same stream with another key."""
     state = 0
     for part in (seed, step, prompt, sample):
         state = _mix_int((state + (part & _MASK) * _GOLDEN + _GOLDEN) & _MASK)
-    return _signed(state)
+    return _signed((state + first_position * _GOLDEN) & _MASK)
 
 
 def uniforms(keys_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ class Core:
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={"id": ask.id, "key": ask.key, "first": ask.first_position},
+                extra_args={"id": ask.id, "key": ask.key},
             )
             self._engine.add_request(name, {"prompt_token_ids": ask.tokens}, params)
 

@@ -67,18 +67,17 @@ class Drawing(LogitsProcessor):
         facts = torch.tensor(
             [
                 [facts["key"] for facts, _ in asked],  # type: ignore[misc]
-                [facts["first"] + n for (facts, _), n in zip(asked, positions)],  # type: ignore[misc]
                 [self._slots[facts["id"]] for facts, _ in asked],  # type: ignore[misc]
                 positions,
                 mine,
             ]
         ).to(logits.device, non_blocking=True)
         temperature = self.sampling.temperature
-        scores = logits[facts[4]].float() / (temperature or 1.0)
-        tokens, logprobs = sample(scores, self.sampling, facts[0], facts[1])
-        self._logprobs[facts[2], facts[3]] = logprobs
-        logits[facts[4]] = float("-inf")
-        logits[facts[4], tokens] = 0.0
+        scores = logits[facts[3]].float() / (temperature or 1.0)
+        tokens, logprobs = sample(scores, self.sampling, facts[0], facts[2])
+        self._logprobs[facts[1], facts[2]] = logprobs
+        logits[facts[3]] = float("-inf")
+        logits[facts[3], tokens] = 0.0
         return logits
 
     def take(self, ids: list[int], counts: list[int]) -> list[torch.Tensor]:

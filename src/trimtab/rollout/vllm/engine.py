@@ -122,7 +122,8 @@ class VllmEngine:
         whose: dict[int, tuple[int, int]] = {}
         for index, request in enumerate(requests):
             for sample, limit in enumerate(request.limits):
-                key = stream_key(request.seed, request.step, request.prompt.id, request.first_sample + sample)
+                number = request.first_sample + sample
+                key = stream_key(request.seed, request.step, request.prompt.id, number, request.first_position)
                 id = len(whose)
                 whose[id] = (index, sample)
                 asks[id] = Ask(id, list(request.prompt.tokens), limit, key)

@@ -50,7 +50,6 @@ class Ask:
     limit: int
     key: int
     """Of its random numbers (`sampler.stream_key`)."""
-    first_position: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from trimtab.observe.doctor.rule import Rule
-from trimtab.observe.doctor.rules import learning, memory, objectives, policy, signal, speed
+from trimtab.observe.doctor.rules import conversations, learning, memory, objectives, policy, signal, speed
 
 RULES: tuple[Rule, ...] = (
     *learning.RULES,
     *signal.RULES,
+    *conversations.RULES,
     *policy.RULES,
     *objectives.RULES,
     *speed.RULES,

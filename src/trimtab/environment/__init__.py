@@ -1,0 +1,1 @@
+"""Who answers the model: environments and tools in worker processes, and the conversations they have with an engine."""

@@ -1,0 +1,182 @@
+"""Environments, seen from the trainer: conversations are begun, continued and ended, and answers arrive in a queue.
+
+Guarantees:
+- Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the crew breaks.
+- A conversation stays in the process that began it. Should that process end, because another conversation hung or crashed there,
+  it goes on in another from the copy that was kept after its last turn; where there is no copy it fails, and says so.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trimtab.config.schema import Environment
+from trimtab.environment.tools import BUILTINS
+from trimtab.environment.wire import CLASS, TOOL, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
+from trimtab.errors import EnvError
+from trimtab.reward.crew import Crew, Job, Reply
+from trimtab.reward.pool import import_path
+from trimtab.reward.process import SLICE_S
+from trimtab.reward.source import Source, locate_object, nearest
+from trimtab.reward.wire import Failure
+
+LOST = (
+    "lost its state: the process that held it has ended, because another completion hung or crashed there. An environment whose "
+    "attributes can be pickled would have gone on"
+)
+
+
+@dataclass(eq=False)
+class Seat:
+    """One conversation's place."""
+
+    key: int
+    home: int | None = None
+    copy: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one call."""
+
+    tag: Any
+    """Given with the call."""
+    result: Opened | Said | Failure
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """One errand of the crew."""
+
+    asked: Reset | Step | Close
+    timeout_s: float
+    reply: Callable[[Reply], None]
+    home: int | None = None
+    again: bool = False
+
+    def message(self) -> Any:
+        return self.asked
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """What answers the model, found but not imported."""
+
+    made: Source | None
+    tools: list[Source] = field(default_factory=list)
+
+
+def locate_environment(settings: Environment, base_dir: Path, objects: Mapping[str, Callable[..., Any]]) -> Answerer:
+    """Find what the configuration names."""
+    if settings.fn is not None:
+        return Answerer(locate_object(settings.fn, base_dir, objects, (), CLASS))
+    return Answerer(None, [locate_object(tool, base_dir, objects, BUILTINS, TOOL) for tool in settings.tools])
+
+
+class Hosts:
+    """Worker processes with environments in them. Made when the user's code has loaded in one; an EnvError otherwise."""
+
+    def __init__(
+        self,
+        settings: Environment,
+        templated: bool,
+        *,
+        workers: int,
+        base_dir: Path,
+        objects: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        found = locate_environment(settings, base_dir, objects or {})
+        setup = pickle.dumps(Setup(import_path(base_dir), found.made, settings.args, found.tools, templated))
+        self.settings = settings
+        self.stateful = found.made is not None
+        self._crew = Crew(
+            Job("trimtab.environment.worker", lambda: setup, "environment", "the environment", EnvError), workers
+        )
+        self.loaded: Loaded = self._crew.loaded
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._keys = 0
+        self._open = 0
+        """Calls that are not answered yet."""
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raise where `reset` needs a column that the rows do not have."""
+        known = set(columns)
+        for column in sorted(self.loaded.needs - known):
+            raise EnvError(
+                f"environment {self.settings.fn}: reset needs a column {column!r}, which the data does not have. "
+                f"{nearest(column, known)} Offered besides the columns: seed"
+            )
+
+    def seat(self) -> Seat:
+        self._keys += 1
+        return Seat(self._keys)
+
+    def reset(self, tag: Any, seat: Seat, seed: int, columns: dict[str, Any]) -> None:
+        self._call(tag, seat, Reset(seat.key, seed, columns))
+
+    def step(self, tag: Any, seat: Seat, seed: int, text: str) -> None:
+        self._call(tag, seat, Step(seat.key, seed, text))
+
+    def end(self, seat: Seat) -> None:
+        """The conversation is over: its instance is closed and forgotten. How that ends is nobody's business any more."""
+        if seat.home is not None:
+            self._crew.call(Call(Close(seat.key), self.settings.timeout_s, lambda reply: None, seat.home))
+            seat.home = seat.copy = None
+
+    def ready(self) -> list[Answer]:
+        """Answers that are there."""
+        found = []
+        while not self._answers.empty():
+            found.append(self._answers.get())
+        self._open -= len(found)
+        return found
+
+    def wait(self) -> Answer | None:
+        """The next answer; None once every call is answered."""
+        while self._open:
+            try:
+                answer = self._answers.get(timeout=SLICE_S)
+            except queue.Empty:
+                self._crew.raise_if_broken()
+                continue
+            self._open -= 1
+            return answer
+        return None
+
+    def forget(self) -> None:
+        """Drop what is still under way: whoever asked is gone."""
+        while self.wait() is not None:
+            pass
+
+    def close(self) -> None:
+        self._crew.close()
+
+    def _call(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
+        self._open += 1
+        self._send(tag, seat, asked)
+
+    def _send(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
+        receive = partial(self._receive, tag, seat, asked)
+        self._crew.call(Call(asked, self.settings.timeout_s, receive, seat.home))
+
+    def _receive(self, tag: Any, seat: Seat, asked: Reset | Step, reply: Reply) -> None:
+        result = reply.result
+        if isinstance(result, Unknown):
+            assert isinstance(asked, Step)
+            if seat.copy is not None:
+                copy, seat.home = seat.copy, None
+                self._send(tag, seat, replace(asked, state=copy))
+                return
+            result = Failure("crashed", LOST)
+        if isinstance(result, Opened | Said):
+            seat.home, seat.copy = (reply.worker if self.stateful else None), result.state
+        else:
+            seat.home = None
+        self._answers.put(Answer(tag, result, reply.seconds))

@@ -1,0 +1,113 @@
+"""Completions that are conversations: environments that fail or dawdle, calls that nobody understands, turns that run out."""
+
+from __future__ import annotations
+
+from trimtab.observe.doctor.record import Record
+from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rules.common import total
+from trimtab.observe.format import duration, percent
+
+FAILED, MALFORMED, LIMIT, WAIT = (
+    f"environment/{name}" for name in ("failed", "tool_malformed_share", "turn_limit", "wait_s")
+)
+
+
+def failed(record: Record) -> Sick | None:
+    lost, samples = total(record, FAILED), total(record, "run/samples")
+    share = lost / samples if samples else 0.0
+    if share <= 0.01:
+        return None
+    seen = f"{lost:.0f} of {samples:.0f} samples ({percent(share, 1)}) over {record.span(FAILED)}"
+    return Sick("bad" if share > 0.05 else "warn", seen)
+
+
+def malformed(record: Record) -> Sick | None:
+    share = record.mean(MALFORMED) or 0.0
+    if share <= 0.2:
+        return None
+    return Sick("bad" if share > 0.5 else "warn", f"{percent(share)} of tool calls over {record.span(MALFORMED)}")
+
+
+def turn_limit(record: Record) -> Sick | None:
+    share = record.mean(LIMIT) or 0.0
+    if share <= 0.2:
+        return None
+    most = record.setting("environment.max_turns", 0)
+    return Sick(
+        "warn", f"{percent(share)} of completions over {record.span(LIMIT)}" + (f", at {most} turns" if most else "")
+    )
+
+
+def waiting(record: Record) -> Sick | None:
+    waited, whole = total(record, WAIT), total(record, "time/total")
+    if not whole or waited <= 0.2 * whole:
+        return None
+    return Sick(
+        "warn", f"{percent(waited / whole)} of the time, {duration(record.mean(WAIT))} a step, over {record.span(WAIT)}"
+    )
+
+
+def _alone(record: Record) -> str | None:
+    return None if record.values("environment/turns_mean") else "no environment"
+
+
+def _no_tools(record: Record) -> str | None:
+    return _alone(record) or (None if record.values(MALFORMED) else "no tool was called")
+
+
+RULES = (
+    Rule(
+        "environment_failed",
+        "the environment fails",
+        unit="share of samples lost by the environment",
+        healthy="below 1 %",
+        found_when="more than 1 % over the last 20 steps; bad above 5 %",
+        cause="it raises, times out or crashes on some completions; what is left is a biased sample",
+        remedy="find the failures in RUN/samples (field `failure`) and handle them in the environment; raise its timeout_s if "
+        "they are timeouts",
+        kind="advice",
+        check=failed,
+        needs=(FAILED, "run/samples"),
+        unless=_alone,
+    ),
+    Rule(
+        "tool_calls_malformed",
+        "tool calls are malformed",
+        unit="share of tool calls that are not understood",
+        healthy="below 20 %, and falling",
+        found_when="above 20 % over the last 20 steps; bad above 50 %",
+        cause='the model does not know the form <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or its template '
+        "asks for another",
+        remedy="read RUN/samples; show the form in data.system, or start from a model that was taught it (trimtab sft)",
+        kind="advice",
+        check=malformed,
+        needs=(MALFORMED,),
+        unless=_no_tools,
+    ),
+    Rule(
+        "turn_limit",
+        "conversations run out of turns",
+        unit="share of completions that reach environment.max_turns",
+        healthy="below 20 %",
+        found_when="above 20 % over the last 20 steps",
+        cause="the task takes more turns than are allowed, or the model does not know when to stop",
+        remedy="raise environment.max_turns, with learn.max_new_tokens where replies are long; or reward ending",
+        kind="advice",
+        check=turn_limit,
+        needs=(LIMIT,),
+        unless=_alone,
+    ),
+    Rule(
+        "environment_wait",
+        "sampling waits for environments",
+        unit="share of the time",
+        healthy="below 20 %",
+        found_when="above 20 % over the last 20 steps",
+        cause="calls take longer than the engine needs for what else there is to decode",
+        remedy="raise run.reward_workers (as many run the environment), or make step faster",
+        kind="safe",
+        check=waiting,
+        needs=(WAIT, "time/total"),
+        unless=_alone,
+    ),
+)
