@@ -395,6 +395,14 @@ def test_trl_evaluation() -> None:
     assert "2 weights for 1 reward functions" in row(weights, "--reward_weights")["note"]
 
 
+def test_trl_corrects_its_kl_unless_it_is_told_not_to() -> None:
+    assert keys(trl("--beta", "0.04"))["learn.kl.corrected"] is True
+    assert keys(trl("--beta", "0.04", "--use_bias_correction_kl", "True"))["learn.kl.corrected"] is True
+    plain = trl("--beta", "0.04", "--use_bias_correction_kl", "False")
+    assert "learn.kl.corrected" not in keys(plain) and row(plain, "--use_bias_correction_kl")["outcome"] == "dead"
+    assert "learn.kl.corrected" not in keys(trl("--use_bias_correction_kl", "True"))
+
+
 def test_trl_ppo_with_its_own_defaults() -> None:
     found = trl("--total_episodes", "1000", "--per_device_train_batch_size", "64", "--model_name_or_path", "m")
     assert {

@@ -70,6 +70,7 @@ def _grpo(sheet: Sheet) -> None:
     _algorithm(sheet)
     clip(sheet, "epsilon", high="epsilon_high")
     _cispo(sheet)
+    _kl(sheet)
     if "learn.steps" in sheet.keys:
         sheet.refuse("num_train_epochs", "max_steps wins over it", "dead")
     elif sheet.given("num_train_epochs"):
@@ -156,7 +157,8 @@ def _algorithm(sheet: Sheet) -> None:
         sheet.put("learn.aggregate", "token_mean", "loss_type")
     scale = sheet.read("scale_rewards", one_of(ADVANTAGES), "group_std")
     if sheet.line("scale_rewards"):
-        sheet.put("learn.advantage", scale, "scale_rewards")
+        apart = "TRL divides by the deviation of the rewards, Trimtab by that of what the groups' means leave"
+        sheet.put("learn.advantage", scale, "scale_rewards", note=apart if scale == "group_mean_global_std" else "")
     elif kind == "dr_grpo":
         sheet.put(
             "learn.advantage",
@@ -183,6 +185,23 @@ def _cispo(sheet: Sheet) -> None:
         )
     sheet.keys.pop("learn.clip.low", None)
     sheet.refuse("epsilon", "CISPO has no lower bound in TRL", "dead")
+
+
+def _kl(sheet: Sheet) -> None:
+    """Since its version 1.16 at the latest TRL multiplies the KL by the ratio unless it is told not to."""
+    name = "use_bias_correction_kl"
+    if sheet.read("beta", real, 0.0) == 0:
+        sheet.refuse(name, "has no effect while beta is 0", "dead")
+        return
+    note = (
+        ""
+        if sheet.line(name)
+        else "TRL's use_bias_correction_kl, on by default; older versions had none: then leave it out"
+    )
+    if sheet.read(name, yes, True):
+        sheet.put("learn.kl.corrected", True, name if sheet.line(name) else "beta", note=note)
+    else:
+        sheet.refuse(name, "the plain estimator is what Trimtab starts from", "dead")
 
 
 def _correction(sheet: Sheet) -> None:

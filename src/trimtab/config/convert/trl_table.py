@@ -66,6 +66,7 @@ RULES: tuple[Rule, ...] = (
     together("warmup_steps", "learn.schedule.warmup_steps"),
     together("warmup_ratio", "learn.schedule.warmup_steps"),
     mapped("beta", "learn.kl.coef", real, "k3 in the loss, there and here; 0 keeps no reference"),
+    together("use_bias_correction_kl", "learn.kl.corrected"),
     together("epsilon", "learn.clip.low"),
     together("epsilon_high", "learn.clip.high"),
     mapped(
@@ -233,7 +234,6 @@ RULES: tuple[Rule, ...] = (
     unsupported("multi_objective_aggregation", "weighted rewards are added, then compared"),
     unsupported("off_policy_mask_threshold", "learn.importance with mode: mask is near"),
     unsupported("vllm_importance_sampling_clip_min", "weights are bounded from above only"),
-    unsupported("use_bias_correction_kl", "the plain estimators k1, k2 and k3"),
     unsupported("router_aux_loss_coef", "no balancing loss for experts"),
     *each(unsupported, "sapo_temperature_neg sapo_temperature_pos", "the SAPO loss is not here"),
     *each(unsupported, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "the VESPO loss is not here"),
