@@ -26,6 +26,8 @@ CLASHES = [
     ("learn.old_logprobs", "learn.old_logprobs=engine"),
     ("run.offload.activations", "run.offload.activations=true run.checkpoint_activations=some"),
     ("run.offload.reference", "run.offload.reference=true"),
+    ("run.kernels", "run.kernels=liger run.device=cpu"),
+    ("run.kernels", "run.kernels=native run.device=cpu"),
     ("run.offload.reference", "run.offload.reference=true learn.kl.coef=0.1 model.lora.r=4"),
     ("learn.importance.level", "learn.old_logprobs=engine learn.updates_per_step=2 learn.importance.level=token"),
     ("learn.importance.cap", "learn.importance.cap=3"),

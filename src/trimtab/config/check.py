@@ -30,7 +30,7 @@ def contradictions(config: Config | Offline, ignore: Collection[str] = ()) -> li
         learn = resolve(config.learn)
         found = [clash for check in CHECKS for clash in check(config, learn)]
     else:
-        shared = (_offload, _data, _texts, _observe)
+        shared = (_offload, _kernels, _data, _texts, _observe)
         found = [clash for check in shared for clash in check(config, None)] + list(_supervised(config))
     return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
 
@@ -127,6 +127,13 @@ def _offload(config: Config | Offline, learn: Learn | None) -> Iterator[Contradi
             "run.offload.reference learn.kl.coef model.lora",
             "there is no reference policy to move: it exists with a KL penalty, and with adapters it is the model itself",
             "Leave it out",
+        )
+
+
+def _kernels(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
+    if config.run.kernels in ("native", "liger") and config.run.device == "cpu":
+        yield clash(
+            "run.kernels run.device", f"{config.run.kernels} needs a CUDA device, and run.device is cpu", "Write auto"
         )
 
 
@@ -389,6 +396,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _critic,
     _updates,
     _offload,
+    _kernels,
     _clip,
     _kl,
     _schedule,

@@ -86,6 +86,9 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay, applied to matrices only (not to norms and biases)."""
+    states: Literal["full", "8bit"] = "full"
+    """How both moments are kept. full: in float32. 8bit: one byte an element with a scale for each 256 (Dettmers et al. 2021), a
+    quarter of the memory. Rounding changes what is learned, a little: hence a key of `learn`."""
 
 
 class Importance(Section):

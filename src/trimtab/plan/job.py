@@ -66,6 +66,8 @@ class Job:
     """Of PPO's value model."""
     reward_models: int = 0
     """Parameters of reward models."""
+    eight_bit: bool = False
+    """Moments are kept in 8 bits."""
     compared: bool = False
     """Samples are scored by a reference policy: those weights, or the model without its adapters."""
     old_logprobs: bool = False
@@ -78,6 +80,8 @@ class Job:
     """There is a rollout."""
     fused: bool = True
     """The update runs through fused layers."""
+    liger: bool = False
+    """Or through the model's modules with Liger's kernels."""
     tiled_head: bool = True
     """Log-probs come from kernels that store no logits."""
     lengths: tuple[float, ...] = ()

@@ -549,3 +549,23 @@ def test_passes_over_the_data_are_worked_out_as_far_as_they_can_be() -> None:
     found = verl("trainer.total_epochs=15", "data.train_batch_size=512")
     assert ("learn.steps", False) in [(item.key, item.required) for item in found.sheet.missing]
     assert "15 × rows // 512" in found.lines[0].as_dict()["note"]
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "AdamW8bit"])
+def test_moments_of_8_bits_are_a_setting_of_their_own(name: str) -> None:
+    for found in (
+        trl("--optim", name),
+        convert("verl", words=(f"actor_rollout_ref.actor.optim.optimizer={name}",)),
+        openrlhf("--actor.optim", name),
+    ):
+        assert keys(found)["learn.optimizer.states"] == "8bit"
+    paged = row(trl("--optim", name), "--optim")
+    assert ("run.offload.optimizer" in paged["note"]) == name.startswith("paged")
+
+
+def test_other_optimizers_are_said_not_to_be_here() -> None:
+    for name in ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused"):
+        assert row(trl("--optim", name), "--optim")["outcome"] == "automatic"
+    for name in ("adafactor", "lion_8bit", "paged_lion_32bit", "adamax", "sgd"):
+        found = row(trl("--optim", name), "--optim")
+        assert found["outcome"] == "unsupported" and "AdamW trains" in found["note"]

@@ -10,6 +10,7 @@ from trimtab.config.convert.common import (
     clip,
     critic,
     looser,
+    optimizer,
     schedule,
     split_updates,
     steps_from_epochs,
@@ -194,10 +195,7 @@ def _optimizer(sheet: Sheet) -> None:
     if betas is not None:
         sheet.put("learn.optimizer.beta1", betas[0], "actor.adam.betas")
         sheet.put("learn.optimizer.beta2", betas[1], "actor.adam.betas")
-    if sheet.read("actor.optim", text, "adam") != "adam":
-        sheet.refuse("actor.optim", "Muon is not here: AdamW trains, and learn.lr is its rate")
-    elif sheet.given("actor.optim"):
-        sheet.refuse("actor.optim", "AdamW is the only one here", "dead")
+    optimizer(sheet, "actor.optim")
     schedule(sheet, "actor.lr_scheduler", SCHEDULES, "actor.lr_warmup_ratio", floor="actor.min_lr_ratio")
 
 

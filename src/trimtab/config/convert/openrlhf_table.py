@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trimtab.config.convert.rules import (
+    LIGER,
     NORMALISED,
     PAIRS,
     REWARD_MODEL,
@@ -111,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     mapped("actor.adam.eps", "learn.optimizer.eps", real),
     mapped("actor.adam.weight_decay l2", "learn.optimizer.weight_decay", real),
     mapped("actor.max_norm max_norm", "learn.max_grad_norm", norm),
-    together("actor.optim", "learn.optimizer"),
+    together("actor.optim", "learn.optimizer.states"),
     together("actor.lr_scheduler lr_scheduler", "learn.schedule.kind"),
     together("actor.lr_warmup_ratio lr_warmup_ratio", "learn.schedule.warmup_steps"),
     together("actor.min_lr_ratio", "learn.schedule.final"),
@@ -287,7 +288,7 @@ RULES: tuple[Rule, ...] = (
     ),
     automatic("ds.overlap_comm overlap_comm", "one device: nothing is communicated"),
     automatic("ds.deepcompile deepcompile", "known layers are fused in own kernels"),
-    automatic("ds.use_liger_kernel use_liger_kernel", "logits are never held for a whole batch", "run.logprob_chunk"),
+    automatic("ds.use_liger_kernel use_liger_kernel", LIGER, "run.kernels"),
     automatic("ds.param_dtype param_dtype bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("ds.grad_accum_dtype grad_accum_dtype", "gradients add up in float32, always"),
     automatic("ds.attn_implementation attn_implementation flash_attn", "one attention for training and generation"),

@@ -24,6 +24,10 @@ CRITIC = "learn.critic."
 AS_THE_POLICY = "the critic is packed, capped, planned and checkpointed as the policy is"
 SHARED = "the critic has the policy's optimizer and schedule; only its rate is its own: learn.critic.lr"
 PPO = "gae is PPO, with a critic: a second model in memory, which `trimtab plan` counts"
+LIGER = (
+    "Trimtab's own fused layers are faster, and logits are never held for a whole batch; run.kernels: liger has Liger's norms, "
+    "rotation and gated products where it is installed"
+)
 NORMALISED = "advantages are normalised over all tokens of the step"
 
 

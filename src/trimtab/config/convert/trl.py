@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab.config.convert import trl_ppo
-from trimtab.config.convert.common import adapters, clip, processes, schedule, steps_from_epochs
+from trimtab.config.convert.common import adapters, clip, optimizer, processes, schedule, steps_from_epochs
 from trimtab.config.convert.rules import one_of, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
 from trimtab.config.convert.trl_table import RULES
@@ -56,6 +56,7 @@ def settle(sheet: Sheet) -> None:
     else:
         trl_ppo.not_asked(sheet)
         _grpo(sheet)
+    optimizer(sheet, "optim")
     _correction(sheet)
     _data(sheet)
     _rewards(sheet)

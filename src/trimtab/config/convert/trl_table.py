@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trimtab.config.convert.rules import (
+    LIGER,
     PAIRS,
     REWARD_MODEL,
     SFT,
@@ -181,7 +182,9 @@ RULES: tuple[Rule, ...] = (
         "run.checkpoint_activations",
     ),
     automatic("gradient_checkpointing_kwargs", "Trimtab's own recomputation", "run.checkpoint_activations"),
-    automatic("use_liger_kernel use_liger_loss", "logits are never held for a whole batch", "run.logprob_chunk"),
+    automatic("use_liger_kernel", LIGER, "run.kernels"),
+    automatic("use_liger_loss", "logits are never held for a whole batch", "run.logprob_chunk"),
+    automatic("liger_kernel_config", "run.kernels: liger has all of Liger's but its loss", "run.kernels"),
     automatic("bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("dtype torch_dtype", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     unsupported("fp16", "float16 is not here: bfloat16 needs no loss scaling"),
@@ -197,7 +200,8 @@ RULES: tuple[Rule, ...] = (
     automatic("torch_empty_cache_steps", "memory is handed over between phases"),
     automatic("pad_to_multiple_of", "nothing is padded anywhere"),
     automatic("remove_unused_columns", "every column of the data reaches the rewards by its name"),
-    automatic("optim", "AdamW on float32 masters", "run.offload.optimizer"),
+    together("optim", "learn.optimizer.states"),
+    automatic("optim_args", "one AdamW: see learn.optimizer", "learn.optimizer.states"),
     *each(automatic, "deepspeed fsdp fsdp_config ddp_find_unused_parameters", ONE_DEVICE),
     *each(automatic, "full_determinism data_seed", "data order and sampling depend on learn.seed alone", "learn.seed"),
     automatic("use_cpu", "the first CUDA device, or the CPU", "run.device"),

@@ -9,6 +9,7 @@ from trimtab.config.convert.common import (
     as_the_policy,
     critic,
     looser,
+    optimizer,
     schedule,
     split_updates,
     steps_from_epochs,
@@ -223,6 +224,7 @@ def _optimizer(sheet: Sheet) -> None:
         sheet.put("learn.optimizer.beta1", betas[0], "A.actor.optim.betas")
         sheet.put("learn.optimizer.beta2", betas[1], "A.actor.optim.betas")
     optim = "A.actor.optim."
+    optimizer(sheet, f"{optim}optimizer")
     schedule(
         sheet,
         f"{optim}lr_scheduler_type",

@@ -181,6 +181,8 @@ LEARN_RULES: tuple[Rule, ...] = (
     together("algorithm.kl_ctrl.horizon", "learn.kl.horizon"),
     mapped("A.actor.optim.lr", "learn.lr", real),
     mapped("A.actor.optim.weight_decay", "learn.optimizer.weight_decay", real),
+    together("A.actor.optim.optimizer", "learn.optimizer.states"),
+    automatic("A.actor.optim.optimizer_impl", "one AdamW, with moments of 32 bits or of 8", "learn.optimizer.states"),
     together("A.actor.optim.betas", "learn.optimizer.beta1"),
     mapped("A.actor.optim.clip_grad A.actor.grad_clip", "learn.max_grad_norm", norm),
     together("A.actor.optim.lr_scheduler_type A.actor.optim.warmup_style", "learn.schedule.kind"),
