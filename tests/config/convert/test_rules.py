@@ -138,7 +138,8 @@ def test_openrlhf_a_critic_has_the_policys_optimizer() -> None:
 
 def test_openrlhf_a_reward_model_and_other_stages_say_what_to_do() -> None:
     found = openrlhf("--reward_pretrain", "rm", "--output_key", "answer", "--chosen_key", "good")
-    assert {line.outcome for line in found.lines} == {"unsupported"}
+    assert keys(found)["reward.0.fn"] == "model:rm"
+    assert {row(found, flag)["outcome"] for flag in ("--output_key", "--chosen_key")} == {"unsupported"}
     note = row(found, "--reward_pretrain")["note"]
     assert "serve it" in note and "starts the critic from it too" in note
     assert "trimtab sft" in row(found, "--output_key")["note"]
@@ -569,3 +570,24 @@ def test_other_optimizers_are_said_not_to_be_here() -> None:
     for name in ("adafactor", "lion_8bit", "paged_lion_32bit", "adamax", "sgd"):
         found = row(trl("--optim", name), "--optim")
         assert found["outcome"] == "unsupported" and "AdamW trains" in found["note"]
+
+
+def test_a_reward_model_is_a_part_of_the_reward() -> None:
+    assert keys(openrlhf("--reward_pretrain", "org/rm"))["reward.0.fn"] == "model:org/rm"
+    two = keys(openrlhf("--reward.model_name_or_path", "a/one, b/two"))
+    assert (two["reward.0.fn"], two["reward.1.fn"]) == ("model:a/one", "model:b/two")
+    asked = openrlhf("--reward_pretrain", "org/rm", "--reward.remote_url", "mine.py")
+    assert keys(asked)["reward.0.fn"] == "mine.py:reward_func" and row(asked, "--reward_pretrain")["outcome"] == "dead"
+    on = convert("verl", words=("reward_model.enable=true", "reward_model.model.path=org/rm"))
+    assert keys(on)["reward.0.fn"] == "model:org/rm"
+    off = convert("verl", words=("reward_model.model.path=org/rm",))
+    assert "reward.0.fn" not in keys(off) and row(off, "reward_model.model.path")["outcome"] == "dead"
+    both = ("custom_reward_function.path=r.py", "reward_model.enable=true", "reward_model.model.path=org/rm")
+    parts = keys(convert("verl", words=both))
+    assert (parts["reward.0.fn"], parts["reward.1.fn"]) == ("r.py:compute_score", "model:org/rm")
+    assert keys(trl("--lam", "0.9", "--reward_model_path", "org/rm"))["reward.0.fn"] == "model:org/rm"
+    weighed = keys(
+        trl("--reward_model_name_or_path", "org/rm", "--reward_funcs", "a.b", "x/y", "--reward_weights", "1", "2", "3")
+    )
+    assert [weighed[f"reward.{n}.fn"] for n in range(3)] == ["model:org/rm", "a:b", "model:x/y"]
+    assert [weighed[f"reward.{n}.weight"] for n in range(3)] == [1.0, 2.0, 3.0]

@@ -163,6 +163,14 @@ def optimizer(sheet: Sheet, name: str) -> None:
         sheet.put("learn.optimizer.states", "8bit", name, note=f"blocks of 256 with a scale each, there and here{note}")
 
 
+def reward_model(sheet: Sheet, name: str) -> None:
+    """A reward model's path becomes a part of the reward, after those that are there."""
+    said = sheet.read(name, text)
+    for path in [part.strip() for part in (said or "").split(",") if part.strip()]:
+        place = sum(key.startswith("reward.") and key.endswith(".fn") for key in sheet.keys)
+        sheet.put(f"reward.{place}.fn", f"model:{path}", name)
+
+
 def adapters(sheet: Sheet, rank: str, alpha: str, targets: str, dropout: str = "") -> None:
     """`model.lora` where the rank is above 0; its other flags do nothing otherwise."""
     rest = [name for name in (alpha, targets, dropout) if name]

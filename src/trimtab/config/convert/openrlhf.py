@@ -11,6 +11,7 @@ from trimtab.config.convert.common import (
     critic,
     looser,
     optimizer,
+    reward_model,
     schedule,
     split_updates,
     steps_from_epochs,
@@ -248,7 +249,11 @@ def _reward(sheet: Sheet) -> None:
             "change the function's first line and its last"
         )
         sheet.put("reward.0.fn", f"{source}:reward_func", "reward.remote_url", note=note)
-    elif source is not None:
+        sheet.refuse("reward.model_name_or_path", "has no effect: remote_url is asked instead", "dead")
+    elif source is None:
+        reward_model(sheet, "reward.model_name_or_path")
+    else:
+        sheet.refuse("reward.model_name_or_path", "has no effect: remote_url is asked instead", "dead")
         sheet.refuse(
             "reward.remote_url", f"write a reward function that asks {source}; it may be async: rewards.py:ask"
         )

@@ -7,6 +7,7 @@ from trimtab.config.convert.rules import (
     NORMALISED,
     PAIRS,
     REWARD_MODEL,
+    SCORED,
     SFT,
     SHARED,
     Rule,
@@ -63,13 +64,14 @@ CRITIC_FLAGS: tuple[Rule, ...] = (
 )
 """What is said of a critic."""
 REWARD_MODEL_FLAGS: tuple[Rule, ...] = (
-    unsupported("reward.model_name_or_path reward_pretrain", REWARD_MODEL),
-    unsupported("reward.num_nodes reward_num_nodes", REWARD_MODEL),
-    unsupported("reward.num_gpus_per_node reward_num_gpus_per_node", REWARD_MODEL),
-    unsupported("reward.offload", REWARD_MODEL),
-    unsupported(
+    together("reward.model_name_or_path reward_pretrain", "reward.0.fn", REWARD_MODEL),
+    automatic("reward.num_nodes reward_num_nodes", SCORED),
+    automatic("reward.num_gpus_per_node reward_num_gpus_per_node", SCORED),
+    unsupported("reward.offload", SCORED),
+    automatic(
         "reward.normalize_enable normalize_reward",
-        "it applies the mean and deviation that a reward model stored; " + REWARD_MODEL,
+        "it applies the mean and deviation that a reward model stored; one of `trimtab reward-model` has them in its weights and "
+        "in reward.json",
     ),
     automatic(
         "ds.value_head_prefix value_head_prefix", "a name for a head that is not read: the critic's is made anew"

@@ -15,9 +15,10 @@ Take = Callable[[Any], Any]
 """From the flag's value to the key's; raises ValueError with what it takes where it cannot. None: the flag says nothing."""
 
 REWARD_MODEL = (
-    "a reward model is a reward here: reward: [{fn: model:PATH}], if it is a sequence classification with one label, as "
-    "`trimtab reward-model` makes; of another kind, serve it and ask it from a reward function of your own"
+    "it has to be a sequence classification of transformers with one label, as `trimtab reward-model` makes; of another kind, "
+    "serve it and ask it from a reward function of your own"
 )
+SCORED = "a reward model is loaded beside the policy, counted by the plan, and scores a step's samples packed"
 SFT = "supervised training is a command of its own, `trimtab sft`: name its final/ as model.path here"
 PAIRS = "training a reward model is a command of its own: `trimtab reward-model`"
 CRITIC = "learn.critic."

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab.config.convert import trl_ppo
-from trimtab.config.convert.common import adapters, clip, optimizer, processes, schedule, steps_from_epochs
+from trimtab.config.convert.common import (
+    adapters,
+    clip,
+    optimizer,
+    processes,
+    reward_model,
+    schedule,
+    steps_from_epochs,
+)
 from trimtab.config.convert.rules import one_of, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
 from trimtab.config.convert.trl_table import RULES
@@ -258,27 +266,32 @@ def _data(sheet: Sheet) -> None:
 
 
 def _rewards(sheet: Sheet) -> None:
+    if any(key.startswith("reward.") for key in sheet.keys):  # PPO's, which has no functions
+        return
+    reward_model(sheet, "reward_model_name_or_path")
+    first = sum(key.startswith("reward.") for key in sheet.keys)
     functions = sheet.read("reward_funcs", texts, [])
     weights = sheet.read(
         "reward_weights", lambda value: [real(x) for x in (value if isinstance(value, list) else [value])], []
     )
     moved = []
-    for place, name in enumerate(functions):
+    for place, name in enumerate(functions, first):
         part = REWARDS.get(name)
-        if part is None:
+        if part is None and "/" in name:
+            part = {"fn": f"model:{name}"}
+        elif part is None:
             module, _, function = name.strip("'\"").rpartition(".")
             part = {"fn": f"{module}:{function}" if module else f"rewards.py:{function}"}
             moved += [] if module else [function]
         for field, value in part.items():
             sheet.put(f"reward.{place}.{field}", value, "reward_funcs")
-        if len(weights) == len(functions):
-            sheet.put(f"reward.{place}.weight", weights[place], "reward_weights")
+    count = first + len(functions)
+    for place, weight in enumerate(weights if len(weights) == count else []):
+        sheet.put(f"reward.{place}.weight", weight, "reward_weights")
     if moved:
         sheet.say("reward_funcs", f"put {', '.join(moved)} into rewards.py; a reward takes what TRL's takes")
-    if len(weights) != len(functions):
-        sheet.refuse(
-            "reward_weights", f"{len(weights)} weights for {len(functions)} reward functions: write reward.N.weight"
-        )
+    if len(weights) != count:
+        sheet.refuse("reward_weights", f"{len(weights)} weights for {count} reward functions: write reward.N.weight")
 
 
 def _logging(sheet: Sheet) -> None:

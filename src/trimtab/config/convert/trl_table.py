@@ -27,7 +27,7 @@ from trimtab.config.convert.rules import (
 ENGINE = "the native engine generates with the trainer's own weights"
 ONE_DEVICE = "one process on one device. `trimtab plan --devices N` predicts several"
 
-REWARD_MODEL_ARGUMENTS: tuple[Rule, ...] = (unsupported("reward_model_name_or_path", REWARD_MODEL),)
+REWARD_MODEL_ARGUMENTS: tuple[Rule, ...] = (together("reward_model_name_or_path", "reward.0.fn", REWARD_MODEL),)
 """What needs a reward model."""
 
 RULES: tuple[Rule, ...] = (

@@ -6,6 +6,7 @@ from trimtab.config.convert.rules import (
     AS_THE_POLICY,
     NORMALISED,
     REWARD_MODEL,
+    SCORED,
     SHARED,
     Rule,
     automatic,
@@ -111,19 +112,19 @@ CRITIC_KEYS: tuple[Rule, ...] = (
 )
 """What is said of a critic."""
 REWARD_MODEL_KEYS: tuple[Rule, ...] = (
-    unsupported("reward.reward_model.enable reward_model.enable", REWARD_MODEL),
-    unsupported("reward.reward_model.model_path reward_model.model.path", REWARD_MODEL),
-    unsupported("reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size", REWARD_MODEL),
-    unsupported("reward_model.use_dynamic_bsz", REWARD_MODEL),
-    unsupported("reward_model.forward_max_token_len_per_gpu", REWARD_MODEL),
+    together("reward.reward_model.enable reward_model.enable", "reward.0.fn"),
+    together("reward.reward_model.model_path reward_model.model.path", "reward.0.fn", REWARD_MODEL),
+    automatic("reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size", SCORED, "run.score_token_budget"),
+    automatic("reward_model.use_dynamic_bsz", SCORED, "run.score_token_budget"),
+    automatic("reward_model.forward_max_token_len_per_gpu", SCORED, "run.score_token_budget"),
     dead(
         "reward_model.forward_micro_batch_size_per_gpu",
-        "verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. And " + REWARD_MODEL,
+        f"verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. {SCORED[0].upper()}{SCORED[1:]}",
     ),
-    unsupported("reward_model.model.use_remove_padding", REWARD_MODEL),
-    unsupported("reward_model.ulysses_sequence_parallel_size", REWARD_MODEL),
-    unsupported("reward_model.*", REWARD_MODEL),
-    unsupported("reward.reward_model.*", REWARD_MODEL),
+    automatic("reward_model.model.use_remove_padding", SCORED),
+    unsupported("reward_model.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
+    unsupported("reward_model.*", SCORED),
+    unsupported("reward.reward_model.*", SCORED),
 )
 """What needs a reward model."""
 
