@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from trimtab.observe.doctor.rule import Rule
-from trimtab.observe.doctor.rules import learning, memory, objectives, policy, signal, speed
+from trimtab.observe.doctor.rules import critic, learning, memory, objectives, policy, signal, speed
 
 RULES: tuple[Rule, ...] = (
     *learning.RULES,
     *signal.RULES,
     *policy.RULES,
+    *critic.RULES,
     *objectives.RULES,
     *speed.RULES,
     *memory.RULES,
