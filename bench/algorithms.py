@@ -44,19 +44,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def warm_start(folder: Path, steps: int) -> None:
+def warm_start(folder: Path, steps: int, difficulty: int = DIFFICULTY) -> None:
     tokenizer = demo.build_tokenizer()
     policy = Policy(demo.build_model(tokenizer, 0))
-    rows = TASKS[demo.TASK].generate(demo.TRAIN_ROWS, DIFFICULTY, 0, "train")
+    rows = TASKS[demo.TASK].generate(demo.TRAIN_ROWS, difficulty, 0, "train")
     demo.warm_start(policy, tokenizer, rows, steps)
     save_model(policy.model, tokenizer, folder / "warm-start")
 
 
 def learn(
-    algorithm: str, seed: int, folder: Path, steps: int, start: Path | None = None, **sizes: Any
-) -> dict[str, Any]:
+    algorithm: str, seed: int, folder: Path, steps: int, start: Path | None = None, difficulty: int = DIFFICULTY, **sizes: Any
+) -> dict[str, Any]:  # fmt: skip
     """One run in a folder, from the warm start there or in `start`; its accuracy before and after, and how long it took."""
-    config = demo.demo_config(folder, DIFFICULTY, steps, seed)
+    config = demo.demo_config(folder, difficulty, steps, seed)
     config["model"]["path"] = str((start or folder) / "warm-start")
     config["learn"] |= {"algorithm": algorithm, **SETTINGS[algorithm], **sizes}
     config["run"] = {"device": "cpu", "threads": 1}
@@ -69,6 +69,7 @@ def learn(
     found = {
         "algorithm": algorithm, "seed": seed, "before": summary["eval"]["before"], "after": summary["eval"]["after"],
         "curve": [(row["step"], row["eval/pass@1"]) for row in metrics if "eval/pass@1" in row],
+        "rewards": [row["reward/mean"] for row in metrics if "reward/mean" in row],
         "seconds": round(time.monotonic() - started),
     }  # fmt: skip
     return found | ({"explained_variance": explained} if explained else {})

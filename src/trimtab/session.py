@@ -340,7 +340,7 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         adapters=adapters,
         reference=isinstance(reference, Policy),
         critic=_critic_shape(config, policy),
-        reward_models=sum(shape_of(path).parameters for path in reward_models(config)),
+        reward_models=tuple(map(shape_of, reward_models(config))),
         eight_bit=learn.optimizer.states == "8bit",
         compared=reference is not None,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
@@ -360,6 +360,7 @@ def _measuring_job(config: Config, policy: Policy, held_out: EvalSet) -> Job:
         longest_prompt=held_out.longest,
         typical_prompt=held_out.longest,
         completion=_eval_tokens(config),
+        reward_models=tuple(map(shape_of, reward_models(config))),
         training=False,
     )
 

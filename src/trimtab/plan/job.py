@@ -64,8 +64,8 @@ class Job:
     """There is a second set of weights to compare with."""
     critic: ModelShape | None = None
     """Of PPO's value model."""
-    reward_models: int = 0
-    """Parameters of reward models."""
+    reward_models: tuple[ModelShape, ...] = ()
+    """Beside the policy; what they read is taken to be as long as what it reads."""
     eight_bit: bool = False
     """Moments are kept in 8 bits."""
     compared: bool = False

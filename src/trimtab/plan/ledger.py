@@ -39,6 +39,8 @@ WORKER = GIB // 4
 UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack")
 PIECE, SLOTS = 2**26, 3
 """Elements of a piece of an offloaded optimizer's state, and how many pieces are on the device while it steps."""
+REWARD_TOKENS = 8192
+"""Of a row that a reward model scores at a time."""
 BLOCK = 256
 """Elements that share a scale, where moments have 8 bits."""
 CHUNK = 2**22
@@ -211,7 +213,7 @@ def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
     if job.reference and run.offload.reference is not True:
         found["reference"] = job.shape.parameters * job.itemsize // shards
     if job.reward_models:
-        found["reward models"] = job.reward_models * job.itemsize
+        found["reward models"] = sum(shape.parameters for shape in job.reward_models) * job.itemsize
     if job.critic is not None:
         found["critic"] = (job.critic.parameters * job.itemsize + (4 * job.adapters if job.rank else 0)) // shards
         if run.offload.optimizer is not True:
@@ -251,11 +253,25 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
     rows = batch * (job.new_tokens * 16 + 512)
     own = {} if place.shares_weights else {"rollout weights": shape.parameters * s // place.tensor}
-    return own | {
-        "KV cache": rollout.kv_memory,
-        "decode step": batch * entry // place.tensor + rows,
-        "prefill": prefill * pass_ // place.tensor,
-    }
+    return (
+        own
+        | _rewarding(job)
+        | {
+            "KV cache": rollout.kv_memory,
+            "decode step": batch * entry // place.tensor + rows,
+            "prefill": prefill * pass_ // place.tensor,
+        }
+    )
+
+
+def _rewarding(job: Job) -> dict[str, int]:
+    """What the largest reward model needs for a full row of whole conversations, one after the other, while the engine holds
+    its own."""
+    tokens = max(job.longest_sequence, min(REWARD_TOKENS, job.in_flight * job.longest_sequence))
+    row = Row(tokens, max(1, tokens // job.longest_sequence), tokens, max(1, tokens // job.longest_sequence))
+    path = Path(job.itemsize, False, False, 1, True)
+    works = [sum(score_peak(shape, row, path).values()) for shape in job.reward_models]
+    return {"reward models' work": max(works)} if works else {}
 
 
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:

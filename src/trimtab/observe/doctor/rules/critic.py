@@ -24,9 +24,8 @@ def critic_worse(record: Record) -> Sick | None:
     below, middle = sum(value < 0 for value in seen), sorted(seen)[len(seen) // 2]
     if middle >= WORSE or below < 0.8 * len(seen):
         return None
-    level = "bad" if middle < -0.5 else "warn"
     words = f"median {number(middle)}, below 0 in {below} of the last {len(seen)} steps; {reward_words(record)}"
-    return Sick(level, words)
+    return Sick("bad" if middle < -0.5 else "warn", words)
 
 
 def critic_diverges(record: Record) -> Sick | None:
