@@ -14,10 +14,11 @@ import torch
 from trimtab.config.learn import Learn
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
-from trimtab.config.run import Run
+from trimtab.config.run import Kernels, Run
 from trimtab.config.schema import Model, Observe
 from trimtab.errors import ConfigError, Problem
 from trimtab.folder import CONFIG, changes
+from trimtab.model import liger
 from trimtab.model.adapters import add_adapters, load_adapters
 from trimtab.model.load import load_config, load_model, resolve_dtype
 from trimtab.model.policy import Policy
@@ -31,8 +32,10 @@ GIB = 2**30
 Kind = TypeVar("Kind", bound=Updater)
 
 
-def load_policy(model: Model, seed: int, device: torch.device, checkpoint: Path | None = None) -> Policy:
-    """The model to train, as it came or as a checkpoint left it, fused where it can be. `seed` is for new adapters."""
+def load_policy(
+    model: Model, seed: int, device: torch.device, kernels: Kernels = "auto", checkpoint: Path | None = None
+) -> Policy:
+    """The model to train, as it came or as a checkpoint left it, with the kernels asked for. `seed` is for new adapters."""
     if model.lora is not None:
         base = load_model(model, device)
         adapted = add_adapters(base, model.lora, seed) if checkpoint is None else load_adapters(base, checkpoint)
@@ -42,7 +45,7 @@ def load_policy(model: Model, seed: int, device: torch.device, checkpoint: Path 
         if checkpoint is not None:
             source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
         policy = Policy(load_model(source, device))
-    policy.fuse()
+    policy.use(kernels)
     return policy
 
 
@@ -92,6 +95,10 @@ def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: P
     if critic:
         what = f"{checkpoint.name} cannot go on with another critic than it has: {', '.join(critic)}"
         raise ConfigError([Problem("learn.critic.path", what, "Write it as it was.")])
+    states = [change for change in changed if change.startswith("learn.optimizer.states")]
+    if states:
+        what = f"{checkpoint.name} cannot go on with other moments than it has: {', '.join(states)}"
+        raise ConfigError([Problem("learn.optimizer.states", what, "Write it as it was.")])
     adapters = [change for change in changed if change.startswith("model.lora")]
     if adapters:
         what = f"{checkpoint.name} cannot go on with other adapters than it has: {', '.join(adapters)}"
@@ -125,6 +132,15 @@ def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:
         "host_total_gib": psutil.virtual_memory().total / GIB,
         "choices": [(c.key, c.value, c.why) for c in plan.choices],
     }
+
+
+def refuse_kernels(run: Run, model: Model, device: torch.device) -> None:
+    """What `run.kernels` asks for and cannot have here, as far as that is known without weights."""
+    if run.kernels == "liger":
+        liger.refuse(load_config(model).get_text_config().model_type, device)
+    elif run.kernels == "native" and device.type != "cuda":
+        what = "fused layers run on a CUDA device only, and this run is on the CPU"
+        raise ConfigError([Problem("run.kernels", what, "Write auto.")])
 
 
 def refuse_missing_wandb(observe: Observe) -> None:

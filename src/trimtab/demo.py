@@ -100,18 +100,23 @@ def warm_start(
     )
     order, losses = np.random.default_rng(learn.seed), []
     for step in range(steps):
-        samples = []
-        for index in order.integers(0, len(rows), batch):
-            row = rows[index]
-            tokens = torch.tensor([*tokenizer(row["answer"]).input_ids, tokenizer.eos_token_id])
-            prompt = tokenizer(row["prompt"]).input_ids
-            samples.append(Sample(prompt, tokens, torch.ones(len(tokens)), torch.empty(0), torch.zeros(len(tokens))))
-        total = sum(s.tokens.shape[0] for s in samples)
-        for sample in samples:
-            sample.weights = torch.full((sample.tokens.shape[0],), 1 / total)
+        samples = supervised_batch(tokenizer, [rows[index] for index in order.integers(0, len(rows), batch)])
         rate = lr * min(1.0, (step + 1) / 20)
         losses.append(float(updater.step(samples, rate, 0.0).sums["loss"]))
     return losses
+
+
+def supervised_batch(tokenizer: Any, rows: list[dict[str, Any]]) -> list[Sample]:
+    """Answers to learn, each token of them weighing the same."""
+    samples = []
+    for row in rows:
+        tokens = torch.tensor([*tokenizer(row["answer"]).input_ids, tokenizer.eos_token_id])
+        prompt = tokenizer(row["prompt"]).input_ids
+        samples.append(Sample(prompt, tokens, torch.ones(len(tokens)), torch.empty(0), torch.zeros(len(tokens))))
+    total = sum(s.tokens.shape[0] for s in samples)
+    for sample in samples:
+        sample.weights = torch.full((sample.tokens.shape[0],), 1 / total)
+    return samples
 
 
 def run_demo(

@@ -210,7 +210,7 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
     with run.timeline.phase("rollout"), run.meter.phase("rollout"):
         for group in run.sampler.generate(requests):
             run.scorer.submit(group)
-    with run.timeline.phase("reward"):
+    with run.timeline.phase("reward"), run.meter.phase("rollout"):  # a reward model works beside the engine
         # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
         return sorted(run.scorer.collect(), key=lambda group: group.index)
 

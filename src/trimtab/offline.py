@@ -24,6 +24,7 @@ from trimtab.build import (
     is_automatic,
     known,
     load_policy,
+    refuse_kernels,
     refuse_missing_wandb,
     spare_the_collector,
 )
@@ -171,6 +172,7 @@ def check(stage: Stage, config: Offline, inputs: Inputs, *, resume: bool) -> Che
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
     refuse_missing_wandb(config.observe)
+    refuse_kernels(config.run, config.model, device)
     stage.refuse(config)
     limit = _limit(config)
     if config.model.lora is not None:
@@ -253,7 +255,7 @@ def open_run(
     if checkpoint is not None:
         state = load_state(checkpoint)
         compare(config, ready.device, folder, checkpoint, console)
-    policy = load_policy(config.model, config.learn.seed, ready.device, checkpoint)
+    policy = load_policy(config.model, config.learn.seed, ready.device, config.run.kernels, checkpoint)
     learn, asked = as_learn(config.learn, stage.per_step(config)), config.run
     plan = planned(asked, _job(stage, config, policy, ready), machine_here(ready.device))
     torch.set_num_threads(known(plan.run.threads))
@@ -424,9 +426,11 @@ def _job(stage: Stage, config: Offline, policy: Policy, ready: Checked) -> Job:
         completion=max(2, ready.train.longest, *(getattr(e, "row_tokens", len(e.tokens)) for e in ready.held_out)) - 1,
         rank=lora.r if lora else 0,
         adapters=sum(p.numel() for p in policy.parameters()) if lora else 0,
+        eight_bit=config.learn.optimizer.states == "8bit",
         old_logprobs=bool(ready.held_out),
         generates=False,
         fused=policy.fused,
+        liger=config.run.kernels == "liger",
         tiled_head=policy.tiled_head,
     )
 

@@ -22,6 +22,7 @@ from trimtab.build import (
     known,
     load_policy,
     make_updater,
+    refuse_kernels,
     refuse_missing_wandb,
     spare_the_collector,
 )
@@ -158,6 +159,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     if config.run.engine == "vllm":
         find_vllm(config.run.rollout.python)
     refuse_missing_wandb(config.observe)
+    refuse_kernels(config.run, config.model, device)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
     tokenizer, limit = read_tokenizer(config)
     hosts = open_hosts(config, inputs, tokenizer)
@@ -334,13 +336,13 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) ->
 
 
 def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, AnyPolicy | None]:
-    policy = load_policy(config.model, config.learn.seed, device, checkpoint)
+    policy = load_policy(config.model, config.learn.seed, device, config.run.kernels, checkpoint)
     if config.learn.kl.coef == 0:
         return policy, None
     if config.model.lora is not None:
         return policy, WithoutAdapters(policy)
     reference = Policy(load_model(config.model, device).requires_grad_(False), check=False)
-    reference.fuse()
+    reference.use(config.run.kernels)
     return policy, reference
 
 
@@ -361,7 +363,7 @@ def _load_critic(config: Config, policy: Policy) -> Critic:
     """The value model, with the plan's sizes."""
     learn, run = config.learn, config.run
     source = config.model.model_copy(update={"path": learn.critic.path or config.model.path})
-    model = load_policy(source, learn.seed, policy.device)
+    model = load_policy(source, learn.seed, policy.device, run.kernels)
     if model.config.vocab_size < policy.config.vocab_size:
         what = f"{source.path} knows {model.config.vocab_size} tokens and the policy {policy.config.vocab_size}"
         raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
@@ -393,12 +395,14 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         adapters=adapters,
         reference=isinstance(reference, Policy),
         critic=_critic_shape(config, policy),
-        reward_models=sum(shape_of(path).parameters for path in reward_models(config)),
+        reward_models=tuple(map(shape_of, reward_models(config))),
         environment=config.environment is not None,
+        eight_bit=learn.optimizer.states == "8bit",
         compared=reference is not None,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,
         fused=policy.fused,
+        liger=config.run.kernels == "liger",
         tiled_head=policy.tiled_head,
     )
 
@@ -413,6 +417,7 @@ def _measuring_job(config: Config, policy: Policy, held_out: EvalSet) -> Job:
         typical_prompt=held_out.longest,
         completion=_eval_tokens(config),
         environment=config.environment is not None,
+        reward_models=tuple(map(shape_of, reward_models(config))),
         training=False,
     )
 

@@ -315,7 +315,10 @@ def test_overrides_that_cannot_be_applied(override: str, message: str) -> None:
         ("learn.sampling.stop=[3]", "got [3], but it takes a list, each item text that is not empty."),
         ("learn.reward_clip=[0, true]", "got [0, true], but it takes a list of 2, each a number, or null."),
         ("learn.reward_clip=[0]", "got [0], but it takes a list of 2, each a number, or null."),
-        ("learn.kl=3", "got 3, but it takes a section with the keys coef, estimator, where, target, horizon."),
+        (
+            "learn.kl=3",
+            "got 3, but it takes a section with the keys coef, estimator, where, corrected, target, horizon.",
+        ),
         ("reward={fn: x}", 'but it takes a list of at least one section. Write a list: reward: [{fn: "rewards.py'),
         ("reward=[]", "got [], but it takes a list of at least one section."),
         ("reward.0=3", "got 3, but it takes a section with the keys fn, name, weight, normalize, timeout_s, args"),

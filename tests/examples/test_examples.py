@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -21,9 +22,14 @@ from trimtab.observe.jsonl import read_jsonl
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SFT = EXAMPLES / "sft.yaml"
 PAIRS = EXAMPLES / "reward_model.yaml"
-CONFIGS = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path not in (SFT, PAIRS)]
 GSM8K = EXAMPLES / "gsm8k_smollm2.yaml"
 JUDGE = EXAMPLES / "judge.yaml"
+RECIPES_OF_ONE_FILE = [EXAMPLES / f"{name}.yaml" for name in ("dapo", "eight_bit", "lora")]
+QUESTIONS = (GSM8K, JUDGE, *RECIPES_OF_ONE_FILE)
+"""Rows with questions and answers are to be had."""
+CONFIGS = [*sorted((EXAMPLES / "algorithms").glob("*.yaml")), *QUESTIONS]
+FIRST_SFT = [EXAMPLES / "sft_then_grpo" / name for name in ("1_sft.yaml", "2_grpo.yaml", "run.sh")]
+FIRST_PAIRS = [EXAMPLES / "ppo_reward_model" / name for name in ("1_reward_model.yaml", "2_ppo.yaml", "run.sh")]
 
 TOY = [
     "learn.steps=2",
@@ -55,13 +61,20 @@ def gsm8k_rows(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def overrides(model_folder: Path, gsm8k_rows: list[str], request: pytest.FixtureRequest) -> Iterator[list[str]]:
     path = request.node.callspec.params["path"]
-    common = [f"model.path={model_folder}", *(gsm8k_rows if path in (GSM8K, JUDGE) else [])]
+    common = [f"model.path={model_folder}", *(gsm8k_rows if path in QUESTIONS else [])]
+    common += ["learn.overlong.buffer=4"] if path == EXAMPLES / "dapo.yaml" else []
     if path != JUDGE:
         yield common
         return
     server = LocalJudge("varied")
     yield [*common, f"reward.1.args.url={server.url}", f"reward.1.args.model={MODEL}"]
     server.stop()
+
+
+def test_every_file_has_a_test() -> None:
+    """One that is added without is found here."""
+    there = {path for path in EXAMPLES.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert there == {*CONFIGS, SFT, PAIRS, *FIRST_SFT, *FIRST_PAIRS, EXAMPLES / "rewards.py"}
 
 
 def test_every_algorithm_has_an_example() -> None:
@@ -82,6 +95,8 @@ def test_trains(path: Path, overrides: list[str], model_folder: Path, tmp_path: 
     sizes = [f"learn.samples_per_prompt={min(4, shown.samples_per_prompt)}", f"observe.dir={tmp_path / 'run'}"]
     if shown.updates_per_step > 1:
         sizes.append("learn.updates_per_step=2")
+    if shown.schedule.warmup_steps:
+        sizes.append("learn.schedule.warmup_steps=1")
     signal = [] if path == JUDGE else SIGNAL  # opinions differ, also on random weights
     summary = trimtab.train(path, overrides=[*overrides, *TOY, *signal, *sizes])
     assert summary["steps"] == 2
@@ -91,9 +106,12 @@ def test_trains(path: Path, overrides: list[str], model_folder: Path, tmp_path: 
         row["rollout/logprob_gap"] for row in rows if "rollout/logprob_gap" in row
     ]  # none while only a critic learns
     assert gaps and max(gaps) < 1e-4
-    before = load_file(model_folder / "model.safetensors")
-    after = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    assert any(not torch.equal(before[key], after[key]) for key in before)
+    assert changed(model_folder, tmp_path / "run" / "final")
+
+
+def changed(before: Path, after: Path) -> bool:
+    one, two = (load_file(folder / "model.safetensors") for folder in (before, after))
+    return any(not torch.equal(one[key], two[key]) for key in one)
 
 
 @pytest.mark.parametrize("path", [JUDGE], ids=name)
@@ -106,38 +124,69 @@ def test_the_judge_is_asked_and_counted(path: Path, overrides: list[str], tmp_pa
     assert 0 < row["reward/judge"] <= 1
 
 
-def test_worked_answers(model_folder: Path, gsm8k_rows: list[str], tmp_path: Path) -> None:
-    small = [
-        "learn.steps=2",
-        "learn.epochs=1",
-        "learn.sequences_per_step=4",
-        "learn.schedule.warmup_steps=1",
-        "run.device=cpu",
+SMALL_SFT = ["learn.steps=2", "learn.epochs=1", "learn.sequences_per_step=4", "learn.schedule.warmup_steps=1"]
+SMALL_PAIRS = ["learn.steps=2", "learn.pairs_per_step=4", "learn.max_tokens=64"]
+QUIET = ["run.device=cpu", "observe.tensorboard=false"]
+
+
+def stages(files: list[Path]) -> tuple[dict, dict]:
+    """Both configs of a recipe of two stages; its script starts them in order, and the second says where the first ends."""
+    lines = [line for line in files[2].read_text().splitlines() if line.startswith("trimtab ")]
+    first, second = (yaml.safe_load(file.read_text()) for file in files[:2])
+    assert lines == [
+        f'trimtab {first["stage"]} "$here/{files[0].name}" --resume',
+        f'trimtab train "$here/{files[1].name}" --resume',
     ]
+    return first, second
+
+
+def test_worked_answers_then_reinforcement(model_folder: Path, gsm8k_rows: list[str], tmp_path: Path) -> None:
+    first, second = stages(FIRST_SFT)
+    assert second["model"]["path"] == f"{first['observe']['dir']}/final"
+    assert first["data"]["suffix"] == second["data"]["suffix"], "the second asks in the words of the first"
+    folder = tmp_path / "sft"
+    start = [f"model.path={model_folder}", f"observe.dir={folder}"]
+    trimtab.sft(FIRST_SFT[0], overrides=[*start, *gsm8k_rows[:2], *SMALL_SFT, *QUIET])
+    then = [f"model.path={folder / 'final'}", f"observe.dir={tmp_path / 'rl'}", "learn.samples_per_prompt=4"]
+    summary = trimtab.train(FIRST_SFT[1], overrides=[*then, *gsm8k_rows, *TOY, *SIGNAL])
+    assert summary["steps"] == 2
+    assert changed(model_folder, folder / "final") and changed(folder / "final", tmp_path / "rl" / "final")
+
+
+def test_pairs_then_ppo(model_folder: Path, gsm8k_rows: list[str], tmp_path: Path) -> None:
+    first, second = stages(FIRST_PAIRS)
+    assert second["reward"] == [{"fn": f"model:{first['observe']['dir']}/final"}]
+    folder = tmp_path / "reward"
+    start = [f"model.path={model_folder}", f"observe.dir={folder}", *pair_rows(tmp_path)]
+    trimtab.reward_model(FIRST_PAIRS[0], overrides=[*start, *SMALL_PAIRS, *QUIET])
+    then = [f"model.path={model_folder}", f"observe.dir={tmp_path / 'rl'}", f"reward.0.fn=model:{folder / 'final'}"]
+    rows = [gsm8k_rows[0], "data.prompt=question", *gsm8k_rows[2:]]
+    sizes = ["learn.critic.warmup_steps=1", *(line for line in TOY if not line.startswith("eval."))]
+    summary = trimtab.train(FIRST_PAIRS[1], overrides=[*then, *rows, *sizes])
+    found = read_jsonl(Path(summary["run_dir"]) / "metrics.jsonl")
+    assert summary["steps"] == 2 and "value/explained_variance" in found[-1] and found[-1]["reward/failed"] == 0
+    assert changed(model_folder, tmp_path / "rl" / "final")
+
+
+def test_worked_answers(model_folder: Path, gsm8k_rows: list[str], tmp_path: Path) -> None:
     summary = trimtab.sft(
         SFT,
         model=str(model_folder),
-        overrides=[*gsm8k_rows[:2], *small, "observe.tensorboard=false", f"observe.dir={tmp_path / 'run'}"],
+        overrides=[*gsm8k_rows[:2], *SMALL_SFT, *QUIET, f"observe.dir={tmp_path / 'run'}"],
     )
     assert summary["steps"] == 2 and summary["eval"]["loss after"] < summary["eval"]["loss before"]
 
 
-def test_pairs(model_folder: Path, tmp_path: Path) -> None:
+def pair_rows(tmp_path: Path) -> list[str]:
     rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n + 2)} for n in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = [
-        "learn.steps=2",
-        "learn.pairs_per_step=4",
-        "learn.max_tokens=64",
-        "run.device=cpu",
-        "observe.tensorboard=false",
-    ]
-    files = [
-        f"data.train={tmp_path / 'rows.jsonl'}",
-        f"data.eval={tmp_path / 'rows.jsonl'}",
-        f"observe.dir={tmp_path / 'run'}",
-    ]
-    summary = trimtab.reward_model(PAIRS, model=str(model_folder), overrides=[*small, *files])
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"data.train={file}", f"data.eval={file}"]
+
+
+def test_pairs(model_folder: Path, tmp_path: Path) -> None:
+    given = [*SMALL_PAIRS, *QUIET, *pair_rows(tmp_path), f"observe.dir={tmp_path / 'run'}"]
+    summary = trimtab.reward_model(PAIRS, model=str(model_folder), overrides=given)
     assert summary["steps"] == 2 and 0 <= summary["accuracy"] <= 1
 
 

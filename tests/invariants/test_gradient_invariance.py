@@ -22,6 +22,7 @@ CASES: dict[str, list[Any]] = {
     "profile": ["safe", "balanced", "max"],
     "threads": [1, 2],
     "engine": ["native"],
+    "kernels": ["auto", "plain"],  # native and liger need a GPU and half precision: tests/gpu/test_liger_gpu.py
     "token_budget": [45, 64, 100_000],
     "score_token_budget": [45, 100_000],
     "logprob_chunk": [1, 7, 4096],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from trimtab.config.learn import KL
-from trimtab.learn.kl import ESTIMATORS, AdaptiveKL, FixedKL, k1, k2, k3, kl_controller, kl_in_reward
+from trimtab.learn.kl import ESTIMATORS, AdaptiveKL, FixedKL, corrected, k1, k2, k3, kl_controller, kl_in_reward
 
 
 def test_the_registry_has_every_name_the_config_offers():
@@ -56,6 +56,28 @@ def test_gradients_on_average_are_nothing_for_k1_and_the_kl_for_k2():
     assert_close(average(k1), torch.zeros(3, dtype=torch.float64))
     assert_close(average(k2), exact)
     assert exact.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("estimator", [k1, k3])
+def test_corrected_the_gradient_is_that_of_the_kl_whoever_drew_the_tokens(estimator):
+    """Averaged exactly over what another policy draws."""
+    logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
+    old = torch.tensor([0.5, 0.4, 0.1], dtype=torch.float64)
+    logp = logits.log_softmax(0)
+    kl = (logp.exp() * (logp - ref)).sum()
+    found = (old * corrected(estimator(logp, ref), logp, old.log())).sum()
+    assert_close(found, kl)
+    assert_close(*(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (found, kl)))
+    (plain,) = torch.autograd.grad((old * estimator(logp, ref)).sum(), logits, retain_graph=True)
+    assert (plain - torch.autograd.grad(kl, logits)[0]).abs().max() > 0.05
+
+
+def test_corrected_stays_finite_however_far_the_policy_has_gone():
+    logp = torch.tensor([-1.0, -400.0], requires_grad=True)
+    value = corrected(k3(logp, torch.tensor([-300.0, -1.0])), logp, torch.tensor([-500.0, -1.0]))
+    value.sum().backward()
+    assert value.isfinite().all() and logp.grad.isfinite().all()
 
 
 @settings(deadline=None)

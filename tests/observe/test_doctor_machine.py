@@ -101,6 +101,8 @@ def test_a_hidden_gpu_has_one_reason() -> None:
         ({"torch": "2.13.0", "vllm": "0.25.0"}, ["version:torch"]),
         ({"torch": "2.11.0", "vllm": "0.25.0"}, []),
         ({"torch": "2.11.0", "vllm": "0.32.1"}, ["version:torch"]),
+        ({"liger-kernel": "0.6.2"}, ["version:transformers"]),
+        ({"liger-kernel": "0.8.5"}, []),
         ({"torch": "2.13.0", "vllm": "0.32.1", "transformers": "5.16.0"}, ["version:transformers"]),
         ({"torchao": "0.14.1"}, ["version:torchao"]),
         ({"pynvml": "11.5.0"}, ["version:pynvml"]),

@@ -240,3 +240,25 @@ def test_recoveries_are_a_count_over_the_whole_run() -> None:
         row["run/oom_recoveries"] = float(row["step"] >= 5)
     finding = found(record(rows))["oom_recoveries"]
     assert finding.level == "warn" and finding.evidence == f"1 in 1 of {len(rows)} steps, the last in step 5"
+
+
+def test_a_critic_is_judged_after_its_warm_up_and_only_where_there_is_one() -> None:
+    rows = healthy_rows(60)
+    put("value/explained_variance", lambda at: -0.4 if at < 0.5 else 0.2)(rows)
+    warming = changed(learn={"critic": {"warmup_steps": 25}})
+    assert "critic_worse" not in found(record(rows[:34], warming))
+    assert "critic_worse" in found(record(rows[:30])), "without a warm-up ten steps are enough"
+    for row in rows:
+        row.pop("value/explained_variance")
+    assert dict(examine(record(rows)).not_judged)["critic_worse"] == "there is no critic"
+
+
+def test_a_critic_whose_loss_grows_with_what_it_explains_is_well() -> None:
+    rows = healthy_rows()
+    put("value/loss", lambda at: 0.1 + 0.5 * at)(rows)
+    put("value/explained_variance", lambda at: 0.1 + 0.5 * at)(rows)
+    assert "critic_diverges" not in found(record(rows))
+    bound = healthy_rows()
+    SICK["critic_diverges"](bound)
+    put("value/clip_fraction", 0.6)(bound)
+    assert "learn.critic.clip" in found(record(bound))["critic_diverges"].remedy

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.config.learn import Learn
 from trimtab.config.run import Offload, Rollout, Run
 from trimtab.errors import ConfigError
 from trimtab.plan import ledger
@@ -22,7 +24,7 @@ from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import predict
-from trimtab.update import conveyor, optimizer
+from trimtab.update import conveyor, eightbit, optimizer
 
 
 @st.composite
@@ -53,6 +55,7 @@ def jobs(draw: st.DrawFn) -> Job:
         rank=rank,
         adapters=shape.lora_parameters(rank) if rank else 0,
         reference=reference,
+        eight_bit=draw(st.booleans()),
         compared=reference or draw(st.booleans()),
         fused=draw(st.booleans()),
         tiled_head=draw(st.booleans()),
@@ -271,8 +274,8 @@ def test_devices_share_states() -> None:
 
 
 def test_pieces_on_the_way_are_those_of_the_optimizer() -> None:
-    assert ledger.PIECE == conveyor.SLOTS * 3 * 4 * optimizer.PIECE
-    assert ledger.PIECE == 2304 * MIB
+    assert (ledger.PIECE, ledger.SLOTS) == (optimizer.PIECE, conveyor.SLOTS)
+    assert (ledger.BLOCK, ledger.CHUNK) == (eightbit.BLOCK, eightbit.CHUNK)
 
 
 def test_what_waits_on_the_host_is_counted_there() -> None:
@@ -281,6 +284,37 @@ def test_what_waits_on_the_host_is_counted_there() -> None:
     ledger = draw_up(job, h(140), run)
     assert ledger["update"].host["optimizer state"] == 12 * job.shape.parameters
     assert "optimizer state" not in ledger["update"].device and ledger["optimizer"].device["pieces on the way"] > 0
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_moments_of_8_bits_are_counted_with_their_scales(itemsize: int) -> None:
+    """A byte each and four for every 256, against the optimizer itself; on the host where they wait there."""
+    job, one = qwen("qwen2.5-0.5b", itemsize=itemsize, eight_bit=True), 2 + 8 / 256
+    count = job.shape.parameters
+    found = draw_up(job, h(140), make_plan(Run(), job, h(140)).run)
+    assert found["optimizer"].device["optimizer state"] == pytest.approx(one * count, rel=1e-6)
+    assert found["optimizer"].device.get("masters", 0) == (4 * count if itemsize == 2 else 0)
+    assert found["optimizer"].device["moments in full"] == 2**22 * 16
+    away = draw_up(job, h(140), make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run)
+    assert away["update"].host["optimizer state"] == pytest.approx(
+        (one + (4 if itemsize == 2 else 0)) * count, rel=1e-6
+    )
+    assert away["optimizer"].device["pieces on the way"] == 3 * 2**26 * (6 + 8 / 256)
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    named = [("a", torch.nn.Parameter(torch.zeros(300, 1000, dtype=dtype)))]
+    small = optimizer.MasterAdamW(named, Learn(optimizer={"states": "8bit"}))
+    assert small.state_bytes == pytest.approx(300_000 * (one + (4 if itemsize == 2 else 0)), rel=1e-3)
+
+
+def test_moments_of_8_bits_are_offered_where_nothing_else_of_run_is_left() -> None:
+    """In float32 on a CPU, where nothing can wait elsewhere."""
+    job = qwen("qwen2.5-0.5b", itemsize=4, fused=False, tiled_head=False)
+    roomy = Machine(nearest("CPU", 512 * GIB), 1, 512 * GIB, 8, cpu=True)
+    tight = Run(token_budget=768, score_token_budget=768, logprob_chunk=64, checkpoint_activations=True)
+    need = make_plan(tight, job, roomy).ledger["optimizer"].host_bytes
+    short = replace(roomy, host_memory=need)
+    words = [change for change, _ in changes_that_fit(job, short, Run(), "balanced")]
+    assert "learn.optimizer.states: 8bit" in words
 
 
 @pytest.mark.parametrize(

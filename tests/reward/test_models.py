@@ -16,15 +16,17 @@ from trimtab.errors import RewardError
 from trimtab.model.load import save_model
 from trimtab.observe.sinks import read_metrics
 from trimtab.reward import models
-from trimtab.reward.models import Classifier
+from trimtab.reward.models import TOKENS, Classifier
 from trimtab.reward.wire import Failure
 
 CPU = torch.device("cpu")
 
 
-def reward_model(folder: Path, architecture: str = "llama", labels: int = 1, template: str | None = None) -> Path:
+def reward_model(
+    folder: Path, architecture: str = "llama", labels: int = 1, template: str | None = None, **changes: Any
+) -> Path:
     """A classifier with random weights, as another tool would have written it."""
-    config = tiny_model(architecture).config
+    config = tiny_model(architecture, **changes).config
     config.num_labels = labels
     torch.manual_seed(1)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
@@ -147,12 +149,43 @@ def test_memory_of_it_is_planned(tmp_path: Path) -> None:
     from plan.test_planner import h, qwen
 
     from trimtab.config.run import Run
+    from trimtab.plan.ledger import REWARD_TOKENS
     from trimtab.plan.planner import make_plan
 
-    alone, beside = make_plan(Run(), qwen(), h(140)), make_plan(Run(), replace(qwen(), reward_models=10**9), h(140))
+    other = qwen("qwen2.5-1.5b").shape
+    alone, beside = (make_plan(Run(), replace(qwen(), reward_models=models), h(140)) for models in ((), (other, other)))
     for phase in ("load", "rollout", "update"):
-        assert beside.ledger[phase].device["reward models"] == 2 * 10**9
+        assert beside.ledger[phase].device["reward models"] == 2 * 2 * other.parameters
         assert "reward models" not in alone.ledger[phase].device
+    assert beside.ledger["rollout"].device["reward models' work"] > 8192 * 2 * other.hidden, "its pass over a row, once"
+    assert "reward models' work" not in beside.ledger["update"].device
+    assert REWARD_TOKENS == TOKENS
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_what_a_pass_takes_is_what_is_counted(tmp_path: Path, kind: str) -> None:
+    """Of a model wide enough that its layers decide; counted is never less."""
+    from tests.plan.live import Live
+    from trimtab.plan.activations import Path as UpdatePath
+    from trimtab.plan.activations import Row, score_peak
+    from trimtab.plan.source import shape_of
+
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+    }
+    folder = reward_model(tmp_path / "rm", kind, max_position_embeddings=2048, **sizes)
+    model = Classifier(str(folder), torch.device("cpu"), torch.float32)
+    rows = [[5 + n % 7 for n in range(200)] for _ in range(5)]
+    with Live() as live:
+        model._forward(rows)
+    counted = sum(
+        score_peak(shape_of(str(folder)), Row(1000, 5, 1000, 5), UpdatePath(4, False, False, 1, True)).values()
+    )
+    assert live.peak <= counted <= 2.5 * live.peak, (live.peak, counted)
 
 
 def test_saving_a_policy_does_not_need_it(model_folder: Path, tmp_path: Path, tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -61,8 +62,11 @@ def batch(lengths: list[int], seed: int = 0) -> list[Sample]:
 
 def guarded(dtype: torch.dtype = torch.float64, engine: FakeEngine | None = None, **changes: Any) -> Guard:
     values = {"token_budget": 64, "score_token_budget": 64, "logprob_chunk": 8, "checkpoint_activations": False}
-    retries = changes.pop("alloc_retries", None)
-    updater = Updater(Policy(tiny_model("llama", dtype), check=False), resolve(Learn()), **{**values, **changes})
+    retries, learn = (
+        changes.pop("alloc_retries", None),
+        resolve(Learn(optimizer={"states": changes.pop("states", "full")})),
+    )
+    updater = Updater(Policy(tiny_model("llama", dtype), check=False), learn, **{**values, **changes})
     said: list[str] = []
     guard = Guard(
         updater,
@@ -338,17 +342,18 @@ def test_an_optimizer_step_allocates_nothing_once_it_has_begun_to_apply() -> Non
             out = func(*args, **(kwargs or {}))
             given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
             for tensor in tree_leaves(out):
-                if watched.applying and tensor is not None and tensor.untyped_storage().data_ptr() not in given:
+                made_here = isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given
+                if watched.applying and made_here:
                     made.append(str(func))
             return out
 
-    for offload in (False, True):
+    for offload, states in product((False, True), ("full", "8bit")):
         made: list[str] = []
-        guard = guarded(torch.bfloat16, offload_optimizer=offload)
+        guard = guarded(torch.bfloat16, offload_optimizer=offload, states=states)
         watched = guard.updater.optimizer
         with Watch():
             guard.step(batch([20, 18]), 1e-3, 0.0)
-        assert made == [], offload
+        assert made == [], (offload, states)
         watched.applying = True
         with Watch():
             torch._foreach_add([torch.ones(2)], 1.0)

@@ -12,6 +12,7 @@ import torch
 from trimtab.config.learn import Learn
 from trimtab.update import optimizer as optimizers
 from trimtab.update.optimizer import MasterAdamW, learning_rate
+from trimtab.update.states import ALIGNED
 
 
 def parameters(dtype: torch.dtype) -> list[tuple[str, torch.nn.Parameter]]:
@@ -143,7 +144,7 @@ def test_offloaded_is_the_same_bit_for_bit(dtype: torch.dtype, monkeypatch: pyte
     monkeypatch.setattr(optimizers, "PIECE", 64)
     one, two = ([*parameters(dtype), ("large", larger(dtype))] for _ in range(2))
     here, there = MasterAdamW(one, Learn(max_grad_norm=0.5)), MasterAdamW(two, Learn(max_grad_norm=0.5), offload=True)
-    assert [group.state.shape[1] for group in there._groups] == [64 + 192, 64]
+    assert [group.columns for group in there._groups] == [64 + 192, 64]
     for scale in (1.0, -0.5, float("nan"), 2.0):
         for named, optimizer in ((one, here), (two, there)):
             backward(named, scale)
@@ -170,7 +171,7 @@ def test_state_that_moves_to_the_host_in_a_run_is_the_same_bit_for_bit(
         if step == 2:
             moved.offload()
         if step == 4:
-            moved.piece = optimizers.ALIGNED
+            moved.piece = ALIGNED
         for named, optimizer in ((one, here), (two, moved)):
             backward(named, 1.0 - step / 3)
             optimizer.step(0.01)

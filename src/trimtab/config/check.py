@@ -31,7 +31,7 @@ def contradictions(config: Config | Offline, ignore: Collection[str] = ()) -> li
         learn = resolve(config.learn)
         found = [clash for check in CHECKS for clash in check(config, learn)]
     else:
-        shared = (_offload, _data, _texts, _observe)
+        shared = (_offload, _kernels, _data, _texts, _observe)
         found = [clash for check in shared for clash in check(config, None)] + list(_supervised(config))
     return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
 
@@ -131,6 +131,13 @@ def _offload(config: Config | Offline, learn: Learn | None) -> Iterator[Contradi
         )
 
 
+def _kernels(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
+    if config.run.kernels in ("native", "liger") and config.run.device == "cpu":
+        yield clash(
+            "run.kernels run.device", f"{config.run.kernels} needs a CUDA device, and run.device is cpu", "Write auto"
+        )
+
+
 def _clip(config: Config, learn: Learn) -> Iterator[Contradiction]:
     recipe = RECIPES[learn.algorithm]
     if learn.loss == "on_policy":
@@ -157,14 +164,20 @@ def _kl(config: Config, learn: Learn) -> Iterator[Contradiction]:
             "steers coef by multiplying it, and from 0 it stays 0",
             "Write learn.kl.coef: 0.05 to start from, or leave target out",
         )
-    if kl.coef > 0 and kl.where == "loss" and kl.estimator == "k1":
+    if kl.coef > 0 and kl.where == "loss" and kl.estimator == "k1" and not kl.corrected:
         yield clash(
-            "learn.kl.estimator learn.kl.where learn.kl.coef",
+            "learn.kl.estimator learn.kl.where learn.kl.coef learn.kl.corrected",
             "k1 in the loss has a gradient of zero in expectation: it penalises nothing",
-            "Write learn.kl.estimator: k3 (or k2), or learn.kl.where: reward",
+            "Write learn.kl.estimator: k3 (or k2), learn.kl.corrected: true, or learn.kl.where: reward",
+        )
+    if kl.coef > 0 and kl.where == "reward" and kl.corrected:
+        yield clash(
+            "learn.kl.corrected learn.kl.where",
+            "has no effect: a penalty in the reward has no gradient of its own to correct",
+            "Write learn.kl.where: loss, or leave corrected out",
         )
     off = kl.coef == 0 and kl.target is None
-    for name in changed(kl, "estimator", "where", "horizon") if off else []:
+    for name in changed(kl, "estimator", "where", "corrected", "horizon") if off else []:
         yield clash(
             f"learn.kl.{name} learn.kl.coef learn.kl.target",
             "has no effect while learn.kl.coef is 0",
@@ -404,6 +417,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _critic,
     _updates,
     _offload,
+    _kernels,
     _clip,
     _kl,
     _schedule,

@@ -55,6 +55,9 @@ class KL(Section):
     """k1 = log ratio, k2 = half its square, k3 = unbiased and never negative."""
     where: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from the reward before advantages."""
+    corrected: bool = False
+    """In the loss: multiply each token's KL by the policy ratio, gradient included. On average the gradient is then that of the
+    KL itself, off policy too (DeepSeek-V3.2); without it k3's is so near the reference only."""
     target: Annotated[float, Field(gt=0)] | None = None
     """Adaptive controller: steer the measured KL (nats per token) to this value by changing `coef` from step to step."""
     horizon: PositiveInt = 10_000
@@ -83,6 +86,9 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay, applied to matrices only (not to norms and biases)."""
+    states: Literal["full", "8bit"] = "full"
+    """How both moments are kept. full: in float32. 8bit: one byte an element with a scale for each 256 (Dettmers et al. 2021), a
+    quarter of the memory. Rounding changes what is learned, a little: hence a key of `learn`."""
 
 
 class Importance(Section):

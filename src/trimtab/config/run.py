@@ -64,6 +64,9 @@ class Offload(Section):
     otherwise."""
 
 
+Kernels = Literal["auto", "native", "liger", "plain"]
+
+
 class Run(Section):
     """How to run it."""
 
@@ -77,6 +80,10 @@ class Run(Section):
     engine: Literal["auto", "native", "vllm"] = "auto"
     """What generates. vllm needs trimtab[vllm], here or in rollout.python; it draws the same tokens, up to the rounding of
     another forward pass. auto: the native engine."""
+    kernels: Kernels = "auto"
+    """What computes the layers of the update. native: Trimtab's fused layers, or none. liger: the model's own modules with
+    Liger's norms, rotation and gated products (CUDA; pip install 'trimtab[liger]'). plain: the model's own modules. auto:
+    native where it serves the model and the device, else plain; it is the fastest."""
     token_budget: PositiveInt | Auto = "auto"
     """Most tokens in one micro-batch of the update, a hard cap; also the longest sequence that can be trained on."""
     score_token_budget: PositiveInt | Auto = "auto"

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from trimtab.errors import ModelError
+from trimtab.config.run import Kernels
+from trimtab.errors import ConfigError, ModelError, Problem
+from trimtab.model import liger
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
@@ -116,6 +118,26 @@ class Policy:
             )
         hidden: torch.Tensor = out.last_hidden_state.squeeze(0)
         return hidden
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on run packed rows as `run.kernels` says."""
+        if kernels in ("auto", "native"):
+            self.fuse()
+        if kernels == "native" and not self.fused:
+            why = self.path if ":" in self.path else "they need a CUDA device and bfloat16"
+            raise ConfigError([Problem("run.kernels", f"fused layers do not serve this run: {why}", "Write auto.")])
+        if kernels == "liger":
+            self._use_liger()
+
+    def _use_liger(self) -> None:
+        liger.refuse(self.config.model_type, self.device)
+        own = self._probe()
+        liger.patch(self.model)
+        gap = _distance(self._probe(), own)
+        if not gap <= TOLERANCE_NATS[self.dtype]:
+            what = f"Liger's kernels give other log-probs for {self.name} (off by {gap:.3g} nats)"
+            raise ConfigError([Problem("run.kernels", what, "Write auto.")])
+        self.path = "the model's own modules with Liger's kernels"
 
     def fuse(self) -> None:
         """From now on run packed rows through kernels made for training, where they serve this model on this device and agree

@@ -73,6 +73,8 @@ class Path:
     """Of adapters on every linear layer; their base has no gradient."""
     away: bool = False
     """Layers' inputs wait in host memory."""
+    liger: bool = False
+    """Modules have Liger's kernels."""
 
 
 def kept_by_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
@@ -95,11 +97,14 @@ def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: Path) -> i
     T, E, s = row.tokens, shape.hidden, path.itemsize
     if path.kept:
         return 0 if path.away else s * E * T
-    norms = (4 if block.sandwich else 2) * ((4 if s < 4 else s) + 2 * s) * E
+    # A norm keeps what it reads and gives, and transformers' also what it reads in float32; a gated product keeps gate, up and
+    # result, and transformers' also the activated gate. Liger keeps neither of the two.
+    again = 0 if path.liger else 4 if s < 4 else s
+    norms = (4 if block.sandwich else 2) * (again + 2 * s) * E
     heads = (
         s * (block.projected + block.attended) + 4 * block.heads + (2 * s * block.projected if block.head_norm else 0)
     )
-    wide = 4 * s * block.used_width + (2 * s * E * block.experts_used if block.experts else 0)
+    wide = (3 if path.liger else 4) * s * block.used_width + (2 * s * E * block.experts_used if block.experts else 0)
     return 0 if path.away else T * (norms + heads + wide + 7 * s * path.rank) + _keys_and_scores(block, row, s)
 
 

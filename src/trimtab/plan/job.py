@@ -66,10 +66,12 @@ class Job:
     """There is a second set of weights to compare with."""
     critic: ModelShape | None = None
     """Of PPO's value model."""
-    reward_models: int = 0
-    """Parameters of reward models."""
+    reward_models: tuple[ModelShape, ...] = ()
+    """Beside the policy; what they read is taken to be as long as what it reads."""
     environment: bool = False
     """Completions are conversations: there are workers for what answers."""
+    eight_bit: bool = False
+    """Moments are kept in 8 bits."""
     compared: bool = False
     """Samples are scored by a reference policy: those weights, or the model without its adapters."""
     old_logprobs: bool = False
@@ -82,6 +84,8 @@ class Job:
     """There is a rollout."""
     fused: bool = True
     """The update runs through fused layers."""
+    liger: bool = False
+    """Or through the model's modules with Liger's kernels."""
     tiled_head: bool = True
     """Log-probs come from kernels that store no logits."""
     lengths: tuple[float, ...] = ()

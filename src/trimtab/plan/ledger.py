@@ -38,8 +38,14 @@ WORKER = GIB // 4
 """Host memory of a reward worker."""
 VLLM = "vLLM's process"
 UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", VLLM)
-PIECE = 3 * 3 * 4 * 2**26
-"""On the device while an offloaded optimizer steps: three slots of masters and moments of 64 Mi parameters."""
+PIECE, SLOTS = 2**26, 3
+"""Elements of a piece of an offloaded optimizer's state, and how many pieces are on the device while it steps."""
+REWARD_TOKENS = 8192
+"""Of a row that a reward model scores at a time."""
+BLOCK = 256
+"""Elements that share a scale, where moments have 8 bits."""
+CHUNK = 2**22
+"""Elements whose 8-bit moments are made whole at one time: in full, as shares of a block's largest, and as numbers of codes."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,7 @@ def update_path(job: Job, run: Run) -> Path:
     assert run.logprob_chunk != "auto" and run.checkpoint_activations != "auto"
     return Path(
         job.itemsize, job.fused, run.checkpoint_activations, run.logprob_chunk, job.tiled_head, job.rank,
-        away=run.offload.activations is True,
+        away=run.offload.activations is True, liger=job.liger,
     )  # fmt: skip
 
 
@@ -169,13 +175,22 @@ def kv_bytes(job: Job, sequences: int, tokens: int, page_tokens: int) -> int:
 
 
 def optimizer_bytes(job: Job) -> int:
-    """Two moments in float32, and masters where the weights are not their own."""
-    return job.trained * (2 * _wide(job) if _is_own_master(job) else 12)
+    """Two moments, and masters where the weights are not their own."""
+    return _state_bytes(job, job.trained)
 
 
 def _critic_state(job: Job) -> int:
     """Its masters and moments. It is trained as the policy is: whole, or by adapters of the same rank."""
-    return _critic_trained(job) * (2 * _wide(job) if _is_own_master(job) else 12)
+    return _state_bytes(job, _critic_trained(job))
+
+
+def _state_bytes(job: Job, count: int) -> int:
+    return moment_bytes(job, count) + (0 if _is_own_master(job) else 4 * count)
+
+
+def moment_bytes(job: Job, count: int) -> int:
+    """Two numbers an element; of 8 bits, with a scale in float32 for each block."""
+    return 2 * (count + 4 * -(-count // BLOCK)) if job.eight_bit else 2 * _wide(job) * count
 
 
 def _critic_trained(job: Job) -> int:
@@ -199,7 +214,7 @@ def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
     if job.reference and run.offload.reference is not True:
         found["reference"] = job.shape.parameters * job.itemsize // shards
     if job.reward_models:
-        found["reward models"] = job.reward_models * job.itemsize
+        found["reward models"] = sum(shape.parameters for shape in job.reward_models) * job.itemsize
     if job.critic is not None:
         found["critic"] = (job.critic.parameters * job.itemsize + (4 * job.adapters if job.rank else 0)) // shards
         if run.offload.optimizer is not True:
@@ -207,7 +222,7 @@ def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
     if run.offload.optimizer is not True and job.trained:
         if not _is_own_master(job):
             found["masters"] = 4 * job.trained // shards
-        found["optimizer state"] = 2 * _wide(job) * job.trained // shards
+        found["optimizer state"] = moment_bytes(job, job.trained) // shards
     found["gradients"] = _wide(job) * job.trained // shards
     return found
 
@@ -246,8 +261,18 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
         "prefill": prefill * pass_ // place.tensor,
     }
     if run.engine == "vllm" and not machine.cpu:
-        return {VLLM: sum(found.values()) + CONTEXT + GRAPHS}
-    return found
+        found = {VLLM: sum(found.values()) + CONTEXT + GRAPHS}
+    return found | _rewarding(job)
+
+
+def _rewarding(job: Job) -> dict[str, int]:
+    """What the largest reward model needs for a full row of whole conversations, one after the other, while the engine holds
+    its own."""
+    tokens = max(job.longest_sequence, min(REWARD_TOKENS, job.in_flight * job.longest_sequence))
+    row = Row(tokens, max(1, tokens // job.longest_sequence), tokens, max(1, tokens // job.longest_sequence))
+    path = Path(job.itemsize, False, False, 1, True)
+    works = [sum(score_peak(shape, row, path).values()) for shape in job.reward_models]
+    return {"reward models' work": max(works)} if works else {}
 
 
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
@@ -327,7 +352,12 @@ def _stays(job: Job, machine: Machine, run: Run) -> dict[str, int]:
 
 
 def _stepping(job: Job, machine: Machine, run: Run) -> dict[str, int]:
-    return ({"pieces on the way": PIECE} if run.offload.optimizer is True else {}) | _stays(job, machine, run)
+    found = {}
+    if run.offload.optimizer is True:
+        found["pieces on the way"] = SLOTS * (moment_bytes(job, PIECE) + 4 * PIECE)
+    if job.eight_bit:
+        found["moments in full"] = min(CHUNK, job.trained) * (3 * _wide(job) + 4)
+    return found | _stays(job, machine, run)
 
 
 def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:

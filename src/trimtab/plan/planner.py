@@ -156,6 +156,7 @@ def _with_budgets(
             "engine": fill_in(run, "run", "engine", "native", "shares the trainer's weights")
             if job.generates
             else run.engine,
+            "kernels": fill_in(run, "run", "kernels", "native" if job.fused else "plain", _why_kernels(job, machine)),
             "threads": fill_in(run, "run", "threads", machine.cores, "one a physical core"),
             "reward_workers": fill_in(
                 run, "run", "reward_workers", workers_for(machine.cores), "one a core, at most eight"
@@ -196,6 +197,7 @@ def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -
         update={
             "device": "cpu" if machine.cpu else "cuda",
             "engine": "native" if run.engine == "auto" else run.engine,
+            "kernels": run.kernels if run.kernels != "auto" else "native" if job.fused else "plain",
             "threads": machine.cores if run.threads == "auto" else run.threads,
             "reward_workers": workers_for(machine.cores) if run.reward_workers == "auto" else run.reward_workers,
             "token_budget": job.longest_trained if run.token_budget == "auto" else run.token_budget,
@@ -206,6 +208,12 @@ def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -
             "rollout": rollout.model_copy(update=pinned),
         }
     )
+
+
+def _why_kernels(job: Job, machine: Machine) -> str:
+    if job.fused:
+        return "fused layers serve this model"
+    return "a CPU runs the model's own modules" if machine.cpu else "fused layers do not serve this model or its type"
 
 
 def workers_for(cores: int) -> int:

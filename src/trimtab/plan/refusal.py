@@ -106,6 +106,8 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
         return found
     if not job.rank and not any(b.experts for b in job.shape.kinds):
         attempt("model.lora: {r: 16}", run, with_adapters(job, 16))
+    if not job.eight_bit:
+        attempt("learn.optimizer.states: 8bit", run, replace(job, eight_bit=True))
     if job.reference:
         attempt("learn.kl.coef: 0, which needs no reference policy", run, replace(job, reference=False, compared=False))
     halves = [replace(job, completion=max(1, job.completion // share)) for share in (2, 4, 8)]

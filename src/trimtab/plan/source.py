@@ -23,6 +23,7 @@ from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 PROMPT = 256
 """Tokens of a prompt where neither the config nor data say."""
+MODEL = "model:"
 EXAMPLE = 2048
 """The same of a worked example."""
 
@@ -122,10 +123,15 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
         adapters=_adapters(config, shape),
         reference=learn.kl.coef > 0 and not rank,
         critic=_critic(config, shape),
+        reward_models=tuple(
+            shape_of(part.fn.removeprefix(MODEL)) for part in config.reward if part.fn.startswith(MODEL)
+        ),
+        eight_bit=learn.optimizer.states == "8bit",
         compared=learn.kl.coef > 0,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,
-        fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED,
+        fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED and config.run.kernels in ("auto", "native"),
+        liger=config.run.kernels == "liger",
         tiled_head=tiled_head and not cpu and dtype == "bfloat16" and shape.hidden % 8 == 0,
     )
 
@@ -153,9 +159,11 @@ def offline_job_of(config: Offline, cpu: bool = False, tiled_head: bool = True) 
         completion=max(1, (1 + pairs) * min(shape.context, longest) - 1),
         rank=config.model.lora.r if config.model.lora else 0,
         adapters=_adapters(config, shape),
+        eight_bit=learn.optimizer.states == "8bit",
         old_logprobs=config.data.eval is not None,
         generates=False,
-        fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED,
+        fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED and config.run.kernels in ("auto", "native"),
+        liger=config.run.kernels == "liger",
         tiled_head=tiled_head and not cpu and dtype == "bfloat16" and shape.hidden % 8 == 0,
     )
 

@@ -4,35 +4,38 @@ the next is. On a device without streams of its own the pieces are simply copied
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
+Piece = tuple[torch.Tensor, ...]
+LINE = 256
+"""Bytes."""
 SLOTS = 3
 """Pieces on the device at a time: one on its way in, one worked on, one on its way out."""
 
 
 class Conveyor:
-    """Takes pieces of host memory to the device and back. A piece is a stretch of columns of a matrix."""
+    """Takes pieces of host memory to the device and back. A piece is a stretch of columns of one or more matrices."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
-    def slots(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def slots(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """All the device memory that `run` needs for these pieces, or for any that are no larger and no more."""
-        largest = max((piece.nbytes for piece in pieces), default=0)
+        largest = max((sum(map(_room, piece)) for piece in pieces), default=0)
         count = min(SLOTS if self._streams else 1, len(pieces))
         return [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
-    def run(
-        self, pieces: Sequence[torch.Tensor], work: Callable[[int, torch.Tensor], None], slots: Sequence[torch.Tensor]
-    ) -> None:
+    def run(self, pieces: Sequence[Piece], work: Callable[[int, Piece], None], slots: Sequence[torch.Tensor]) -> None:
         """`work` changes the copy of each piece that it is given; the pieces are changed when `settle` has returned."""
-        here = [slots[i % len(slots)][: p.nbytes].view(p.dtype).view(p.shape) for i, p in enumerate(pieces)]
+        here = [_views(slots[i % len(slots)], piece) for i, piece in enumerate(pieces)]
         if not self._streams:
             for index, piece in enumerate(pieces):
-                work(index, here[index].copy_(piece))
-                piece.copy_(here[index])
+                _copy_rows(here[index], piece)
+                work(index, here[index])
+                _copy_rows(piece, here[index])
             return
         inward, outward = self._streams
         current = torch.cuda.current_stream(self._device)
@@ -68,7 +71,19 @@ class Conveyor:
             stream.synchronize()
 
 
-def _copy_rows(to: torch.Tensor, source: torch.Tensor) -> None:
+def _room(matrix: torch.Tensor) -> int:
+    """Bytes in a slot, so that the next matrix begins where kernels read whole lines."""
+    return -(-matrix.nbytes // LINE) * LINE
+
+
+def _views(slot: torch.Tensor, piece: Piece) -> Piece:
+    """A slot as the matrices of a piece, one after the other."""
+    starts = accumulate(map(_room, piece), initial=0)
+    return tuple(slot[at : at + m.nbytes].view(m.dtype).view(m.shape) for at, m in zip(starts, piece))
+
+
+def _copy_rows(to: Piece, source: Piece) -> None:
     """Row by row: each is contiguous on both sides, which copies beside the host's work need."""
-    for a, b in zip(to, source):
-        a.copy_(b, non_blocking=True)
+    for target, matrix in zip(to, source):
+        for a, b in zip(target, matrix):
+            a.copy_(b, non_blocking=True)

@@ -1,22 +1,22 @@
 """AdamW on float32 master weights, one step at a time, all or nothing.
 
 Guarantees: gradients add up in float32 whatever the model's type, so the number of micro-batches does not matter; the norm is
-that of the whole step; a step whose gradient is not finite leaves weights, moments and step count exactly as they were.
-In float32 (and wider) models the parameters are their own masters. Masters and moments are on the device or, offloaded, in host
-memory, from where a step streams them through the device; the result is the same bit for bit.
+that of the whole step; a step whose gradient is not finite leaves weights, moments and step count exactly as they were. In
+float32 (and wider) models the parameters are their own masters. Masters and moments (states.py) are on the device or,
+offloaded, in host memory, from where a step streams them through the device; the result is the same bit for bit. Moments of 8
+bits (eightbit.py) are made whole, stepped and stored again a chunk at a time, so they never all exist in full.
 
 A step cannot run out of memory half-way. What it needs beside the gradients (the norm's sums, copies of gradients that lie in
-memory otherwise than their parameters, the slots of the conveyor) is allocated before anything is changed, at a time when the
-activations of the backward pass are gone; from the first change on, nothing is. `applying` says which side of it a step is on.
+memory otherwise than their parameters, the slots of the conveyor, room for a chunk) is allocated before anything is changed, at
+a time when the activations of the backward pass are gone; from the first change on, nothing is. `applying` says which side of
+it a step is on.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 from torch.optim.adamw import adamw
@@ -26,53 +26,17 @@ from trimtab.config.learn import Learn
 from trimtab.model.gradients import Gradients
 from trimtab.model.transfer import HostMemory
 from trimtab.update.conveyor import Conveyor
+from trimtab.update.eightbit import BLOCK, CHUNK, Room
+from trimtab.update.states import Group, Member, flat, is_dense, make_group, needs_master
 
 PIECE = 2**26
 """Elements of a group of parameters, at most, that an offloaded step has in one piece; see conveyor.py for how many of these."""
-ALIGNED = 64
-"""Elements to a multiple of which a parameter's state begins, so that kernels read it in whole lines."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     grad_norm: float
     applied: bool
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A parameter and where its state begins in that of its group."""
-
-    name: str
-    parameter: torch.nn.Parameter
-    start: int
-    step: torch.Tensor
-    count: torch.Tensor
-    """Room for a copy of `step`: the kernel counts, and would once for every piece of an offloaded step."""
-    parts: list[torch.Tensor]
-    """Its own of the group's state, row by row, laid out as the parameter is."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.parameter.numel()
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Parameters that are stepped alike. `state`: their first and second moments and, if they have one, their masters."""
-
-    members: list[_Member]
-    weight_decay: float
-    state: torch.Tensor
-
-    @property
-    def has_masters(self) -> bool:
-        return self.state.shape[0] == 3
-
-    def moved(self, state: torch.Tensor) -> _Group:
-        """The same group with its state elsewhere."""
-        members = [replace(m, parts=_parts(state, m.parameter, m.start)) for m in self.members]
-        return replace(self, members=members, state=state)
 
 
 class MasterAdamW:
@@ -86,9 +50,9 @@ class MasterAdamW:
         self.max_grad_norm = learn.max_grad_norm
         self._settings = learn.optimizer
         for parameter in self.params:
-            if not _is_dense(parameter):
+            if not is_dense(parameter):
                 parameter.data = parameter.data.contiguous()
-        apart = [p for p in self.params if _needs_master(p)]
+        apart = [p for p in self.params if needs_master(p)]
         self.gradients = Gradients(apart)
         """Where products may add a gradient themselves; what autograd makes is taken over by hooks."""
         self._hooks = [_take_over(parameter, self.gradients) for parameter in apart]
@@ -100,10 +64,17 @@ class MasterAdamW:
         self._memories: list[HostMemory] = []
         kinds: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.nn.Parameter]]] = {}
         for name, parameter in named:
-            kinds.setdefault((_needs_master(parameter), parameter.ndim >= 2, parameter.dtype), []).append(
+            kinds.setdefault((needs_master(parameter), parameter.ndim >= 2, parameter.dtype), []).append(
                 (name, parameter)
             )
-        self._groups = [self._group(members, self._device) for members in kinds.values()]
+        self._groups = [
+            make_group(members, self._decay(members), self.eight_bit, self._room, self._device)
+            for members in kinds.values()
+        ]
+
+    @property
+    def eight_bit(self) -> bool:
+        return self._settings.states == "8bit"
 
     @property
     def offloaded(self) -> bool:
@@ -112,35 +83,28 @@ class MasterAdamW:
     @property
     def state_bytes(self) -> int:
         """Of masters and moments, wherever they are."""
-        return sum(group.state.nbytes for group in self._groups)
+        return sum(group.nbytes for group in self._groups)
 
     def offload(self) -> None:
         """From now on masters and moments wait in host memory, as if they always had. If that is short too, nothing changes."""
         if self.offloaded:
             return
-        memories = [HostMemory(group.state.nbytes, self._device) for group in self._groups]
-        states = [m.tensor(tuple(g.state.shape), g.state.dtype) for m, g in zip(memories, self._groups)]
-        self._groups = [group.moved(state.copy_(group.state)) for group, state in zip(self._groups, states)]
-        self._conveyor, self._memories = Conveyor(self._device), memories
+        memories = [[HostMemory(matrix.nbytes, self._device) for matrix in group.state] for group in self._groups]
+        self._groups = [
+            group.moved(tuple(m.tensor(tuple(t.shape), t.dtype).copy_(t) for m, t in zip(own, group.state)))
+            for group, own in zip(self._groups, memories)
+        ]
+        self._conveyor, self._memories = Conveyor(self._device), [memory for own in memories for memory in own]
 
-    def _group(self, named: list[tuple[str, torch.nn.Parameter]], device: torch.device) -> _Group:
-        first = named[0][1]
-        starts = [0, *accumulate(-(-p.numel() // ALIGNED) * ALIGNED for _, p in named)]
-        shape = (3 if _needs_master(first) else 2, starts[-1])
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        if self._conveyor is not None:
-            self._memories.append(HostMemory(math.prod(shape) * dtype.itemsize, device))
-            state = self._memories[-1].tensor(shape, dtype).zero_()
-        else:
-            state = torch.zeros(shape, dtype=dtype, device=device)
-        members = []
-        for (name, parameter), start in zip(named, starts):
-            parts = _parts(state, parameter, start)
-            step, count = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
-            members.append(_Member(name, parameter, start, step, count, parts))
-            if _needs_master(first):
-                parts[2].copy_(parameter.detach())
-        return _Group(members, self._settings.weight_decay if first.ndim >= 2 else 0.0, state)
+    def _room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """For state, where it is kept."""
+        if self._conveyor is None:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        self._memories.append(HostMemory(shape[0] * shape[1] * dtype.itemsize, self._device))
+        return self._memories[-1].tensor(shape, dtype).zero_()
+
+    def _decay(self, named: list[tuple[str, torch.nn.Parameter]]) -> float:
+        return self._settings.weight_decay if named[0][1].ndim >= 2 else 0.0
 
     def grads(self) -> list[torch.Tensor | None]:
         """The gradient of each parameter so far, summed in float32 or wider; None where there is none."""
@@ -149,7 +113,7 @@ class MasterAdamW:
     def masters(self) -> list[torch.Tensor]:
         """The float32 (or wider) weights, in the order of `params`, wherever they are."""
         self._settle()
-        found = {id(m.parameter): m.parts[2] if g.has_masters else m.parameter for g in self._groups for m in g.members}
+        found = {id(m.parameter): m.parts.get("master", m.parameter) for g in self._groups for m in g.members}
         return [found[id(p)] for p in self.params]
 
     @torch.no_grad()
@@ -165,13 +129,14 @@ class MasterAdamW:
             slots = (
                 []
                 if self._conveyor is None
-                else self._conveyor.slots([p for g in self._groups for p in self._pieces(g)])
+                else self._conveyor.slots([p for g in self._groups for p in g.pieces(self.piece)])
             )
+            rooms = self._chunk_rooms()
             self.applying = True
             if factor is not None:
                 torch._foreach_mul_(grads, factor)
             for group in self._groups:
-                self._step_group(group, by_parameter, lr, slots)
+                self._step_group(group, by_parameter, lr, slots, rooms)
             self.applying = False
         self.zero_grad()
         return StepOutcome(float(norm), applied)
@@ -184,44 +149,76 @@ class MasterAdamW:
                     parameter.shape, parameter.stride(), dtype=parameter.grad.dtype, device=parameter.device
                 ).copy_(parameter.grad)
 
-    def _pieces(self, group: _Group) -> list[torch.Tensor]:
-        return list(group.state.split(self.piece, dim=1))
+    def _chunk_rooms(self) -> dict[torch.dtype, Room]:
+        """Room for a chunk of 8-bit moments in full, by what they are stepped in."""
+        if not self.eight_bit:
+            return {}
+        sizes: dict[torch.dtype, int] = {}
+        for group in self._groups:
+            sizes[group.dtype] = max(sizes.get(group.dtype, 0), min(CHUNK, group.columns))
+        return {dtype: Room(size, dtype, self._device) for dtype, size in sizes.items()}
 
-    def _step_group(self, group: _Group, grads: dict[int, torch.Tensor], lr: float, slots: list[torch.Tensor]) -> None:
+    def _step_group(
+        self, group: Group, grads: dict[int, torch.Tensor], lr: float, slots: list[torch.Tensor], rooms: dict[torch.dtype, Room]
+    ) -> None:  # fmt: skip
         """AdamW on the parameters that have a gradient; masters are rounded into the working weights, which the engine reads."""
         members = [member for member in group.members if id(member.parameter) in grads]
         if not members:
             return
-        if self._conveyor is None:
+        if self._conveyor is None and not group.eight_bit:
             slopes = [grads[id(m.parameter)] for m in members]
-            weights = [m.parts[2] if group.has_masters else m.parameter.data for m in members]
-            self._adamw(group, weights, slopes, [m.parts[:2] for m in members], [m.step for m in members], lr)
+            weights = [m.parts["master"] if group.has_masters else m.parameter.data for m in members]
+            moments = [[m.parts["exp_avg"], m.parts["exp_avg_sq"]] for m in members]
+            self._adamw(group, weights, slopes, moments, [m.step for m in members], lr)
             if group.has_masters:
                 torch._foreach_copy_([m.parameter for m in members], weights)
             return
-        self._conveyor.run(
-            self._pieces(group),
-            lambda i, state: self._step_piece(group, members, i * self.piece, state, grads, lr),
-            slots,
-        )
+
+        def work(index: int, piece: tuple[torch.Tensor, ...]) -> None:
+            self._step_piece(group, members, index * self.piece, piece, grads, lr, rooms.get(group.dtype))
+
+        pieces = group.pieces(self.piece)
+        if self._conveyor is None:
+            for index, piece in enumerate(pieces):
+                work(index, piece)
+        else:
+            self._conveyor.run(pieces, work, slots)
         torch._foreach_add_([m.step for m in members], 1.0)
 
     def _step_piece(
-        self, group: _Group, members: list[_Member], first: int, state: torch.Tensor, grads: dict[int, torch.Tensor], lr: float
+        self, group: Group, members: list[Member], first: int, piece: tuple[torch.Tensor, ...], grads: dict[int, torch.Tensor],
+        lr: float, room: Room | None,
     ) -> None:  # fmt: skip
-        """The same for a stretch of a group's state, which is here and begins at `first`. It may cut a parameter: what is done
-        is the same for every element."""
+        """The same for a stretch of a group's state, which is here and begins at element `first`."""
+        if not group.eight_bit:
+            rows = piece[0]
+            self._step_stretch(group, members, first, rows[:2], rows[2] if group.has_masters else None, grads, lr)
+            return
+        assert room is not None
+        codes, scales = piece[:2]
+        for at in range(0, codes.shape[1], room.size):
+            here = slice(at, at + room.size)
+            blocks = slice(at // BLOCK, (at + room.size) // BLOCK)
+            moments = room.load(codes[:, here], scales[:, blocks])
+            masters = piece[2][0, here] if group.has_masters else None
+            self._step_stretch(group, members, first + at, moments, masters, grads, lr)
+            room.store(codes[:, here], scales[:, blocks])
+
+    def _step_stretch(
+        self, group: Group, members: list[Member], first: int, moments_2N: torch.Tensor, masters_N: torch.Tensor | None,
+        grads: dict[int, torch.Tensor], lr: float,
+    ) -> None:  # fmt: skip
+        """It may cut a parameter: what is done is the same for every element."""
         weights, slopes, moments, copies, whose = [], [], [], [], []
         for member in members:
-            begin, end = max(first, member.start), min(first + state.shape[1], member.end)
+            begin, end = max(first, member.start), min(first + moments_2N.shape[1], member.end)
             if begin >= end:
                 continue
-            inside = slice(begin - member.start, end - member.start)
-            here = [row[begin - first : end - first] for row in state]
-            working = _flat(member.parameter.data)[inside]
-            weights.append(here[2] if group.has_masters else working)
-            slopes.append(_flat(grads[id(member.parameter)])[inside])
-            moments.append(here[:2])
+            inside, here = slice(begin - member.start, end - member.start), slice(begin - first, end - first)
+            working = flat(member.parameter.data)[inside]
+            weights.append(working if masters_N is None else masters_N[here])
+            slopes.append(flat(grads[id(member.parameter)])[inside])
+            moments.append([row[here] for row in moments_2N])
             copies.append(working)
             whose.append(member)
         if not weights:
@@ -233,7 +230,7 @@ class MasterAdamW:
             torch._foreach_copy_(copies, weights)
 
     def _adamw(
-        self, group: _Group, weights: list[torch.Tensor], grads: list[torch.Tensor], moments: list[list[torch.Tensor]],
+        self, group: Group, weights: list[torch.Tensor], grads: list[torch.Tensor], moments: list[list[torch.Tensor]],
         steps: list[torch.Tensor], lr: float,
     ) -> None:  # fmt: skip
         settings = self._settings
@@ -254,8 +251,7 @@ class MasterAdamW:
         for group in self._groups:
             for member in group.members:
                 tensors[f"step/{member.name}"] = member.step
-                for key, part in zip(("exp_avg", "exp_avg_sq", "master"), member.parts):
-                    tensors[f"{key}/{member.name}"] = part
+                tensors |= {f"{key}/{member.name}": part for key, part in member.parts.items()}
         return tensors
 
     @torch.no_grad()
@@ -270,36 +266,11 @@ class MasterAdamW:
         for group in self._groups:
             if group.has_masters:
                 for member in group.members:
-                    member.parameter.copy_(member.parts[2])
+                    member.parameter.copy_(member.parts["master"])
 
     def _settle(self) -> None:
         if self._conveyor is not None:
             self._conveyor.settle()
-
-
-def _needs_master(parameter: torch.Tensor) -> bool:
-    return parameter.dtype.itemsize < 4
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Its elements are all there is from its first to its last, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _parts(state: torch.Tensor, parameter: torch.Tensor, start: int) -> list[torch.Tensor]:
-    """A parameter's own of its group's state, row by row, laid out as the parameter is."""
-    return [row.as_strided(parameter.shape, parameter.stride(), row.storage_offset() + start) for row in state]
 
 
 def _take_over(parameter: torch.nn.Parameter, gradients: Gradients) -> RemovableHandle:

@@ -15,7 +15,7 @@ import torch
 
 from trimtab.config.learn import Learn
 from trimtab.learn.importance import importance_weights
-from trimtab.learn.kl import ESTIMATORS
+from trimtab.learn.kl import ESTIMATORS, corrected
 from trimtab.learn.losses import LOSSES
 from trimtab.learn.segments import sum_by
 from trimtab.model.head import TokenStats
@@ -207,7 +207,7 @@ class Updater:
             stats.add(kl_ref=kl_ref)
             stats.kl_ref_of.append((batch.samples, sum_by(kl_ref.detach().double(), sequence, sequences)))
             if learn.kl.where == "loss":
-                loss = loss + kl_coef * kl_ref
+                loss = loss + kl_coef * (corrected(kl_ref, logp, old) if learn.kl.corrected else kl_ref)
         if learn.entropy_coef:
             loss = loss - learn.entropy_coef * entropy
         weighted = batch.gather("weights") * loss

@@ -138,7 +138,8 @@ def test_openrlhf_a_critic_has_the_policys_optimizer() -> None:
 
 def test_openrlhf_a_reward_model_and_other_stages_say_what_to_do() -> None:
     found = openrlhf("--reward_pretrain", "rm", "--output_key", "answer", "--chosen_key", "good")
-    assert {line.outcome for line in found.lines} == {"unsupported"}
+    assert keys(found)["reward.0.fn"] == "model:rm"
+    assert {row(found, flag)["outcome"] for flag in ("--output_key", "--chosen_key")} == {"unsupported"}
     note = row(found, "--reward_pretrain")["note"]
     assert "serve it" in note and "starts the critic from it too" in note
     assert "trimtab sft" in row(found, "--output_key")["note"]
@@ -395,6 +396,14 @@ def test_trl_evaluation() -> None:
     assert "2 weights for 1 reward functions" in row(weights, "--reward_weights")["note"]
 
 
+def test_trl_corrects_its_kl_unless_it_is_told_not_to() -> None:
+    assert keys(trl("--beta", "0.04"))["learn.kl.corrected"] is True
+    assert keys(trl("--beta", "0.04", "--use_bias_correction_kl", "True"))["learn.kl.corrected"] is True
+    plain = trl("--beta", "0.04", "--use_bias_correction_kl", "False")
+    assert "learn.kl.corrected" not in keys(plain) and row(plain, "--use_bias_correction_kl")["outcome"] == "dead"
+    assert "learn.kl.corrected" not in keys(trl("--use_bias_correction_kl", "True"))
+
+
 def test_trl_ppo_with_its_own_defaults() -> None:
     found = trl("--total_episodes", "1000", "--per_device_train_batch_size", "64", "--model_name_or_path", "m")
     assert {
@@ -541,3 +550,44 @@ def test_passes_over_the_data_are_worked_out_as_far_as_they_can_be() -> None:
     found = verl("trainer.total_epochs=15", "data.train_batch_size=512")
     assert ("learn.steps", False) in [(item.key, item.required) for item in found.sheet.missing]
     assert "15 × rows // 512" in found.lines[0].as_dict()["note"]
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "AdamW8bit"])
+def test_moments_of_8_bits_are_a_setting_of_their_own(name: str) -> None:
+    for found in (
+        trl("--optim", name),
+        convert("verl", words=(f"actor_rollout_ref.actor.optim.optimizer={name}",)),
+        openrlhf("--actor.optim", name),
+    ):
+        assert keys(found)["learn.optimizer.states"] == "8bit"
+    paged = row(trl("--optim", name), "--optim")
+    assert ("run.offload.optimizer" in paged["note"]) == name.startswith("paged")
+
+
+def test_other_optimizers_are_said_not_to_be_here() -> None:
+    for name in ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused"):
+        assert row(trl("--optim", name), "--optim")["outcome"] == "automatic"
+    for name in ("adafactor", "lion_8bit", "paged_lion_32bit", "adamax", "sgd"):
+        found = row(trl("--optim", name), "--optim")
+        assert found["outcome"] == "unsupported" and "AdamW trains" in found["note"]
+
+
+def test_a_reward_model_is_a_part_of_the_reward() -> None:
+    assert keys(openrlhf("--reward_pretrain", "org/rm"))["reward.0.fn"] == "model:org/rm"
+    two = keys(openrlhf("--reward.model_name_or_path", "a/one, b/two"))
+    assert (two["reward.0.fn"], two["reward.1.fn"]) == ("model:a/one", "model:b/two")
+    asked = openrlhf("--reward_pretrain", "org/rm", "--reward.remote_url", "mine.py")
+    assert keys(asked)["reward.0.fn"] == "mine.py:reward_func" and row(asked, "--reward_pretrain")["outcome"] == "dead"
+    on = convert("verl", words=("reward_model.enable=true", "reward_model.model.path=org/rm"))
+    assert keys(on)["reward.0.fn"] == "model:org/rm"
+    off = convert("verl", words=("reward_model.model.path=org/rm",))
+    assert "reward.0.fn" not in keys(off) and row(off, "reward_model.model.path")["outcome"] == "dead"
+    both = ("custom_reward_function.path=r.py", "reward_model.enable=true", "reward_model.model.path=org/rm")
+    parts = keys(convert("verl", words=both))
+    assert (parts["reward.0.fn"], parts["reward.1.fn"]) == ("r.py:compute_score", "model:org/rm")
+    assert keys(trl("--lam", "0.9", "--reward_model_path", "org/rm"))["reward.0.fn"] == "model:org/rm"
+    weighed = keys(
+        trl("--reward_model_name_or_path", "org/rm", "--reward_funcs", "a.b", "x/y", "--reward_weights", "1", "2", "3")
+    )
+    assert [weighed[f"reward.{n}.fn"] for n in range(3)] == ["model:org/rm", "a:b", "model:x/y"]
+    assert [weighed[f"reward.{n}.weight"] for n in range(3)] == [1.0, 2.0, 3.0]

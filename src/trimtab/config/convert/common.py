@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -145,6 +146,29 @@ def _warm_by_ratio(sheet: Sheet, name: str, fraction: float) -> None:
         sheet.put("learn.schedule.warmup_steps", 0, name)
     else:
         sheet.refuse(name, f"a fraction of the run: write learn.schedule.warmup_steps = {fraction:g} × learn.steps")
+
+
+def optimizer(sheet: Sheet, name: str) -> None:
+    """From the name of an optimizer: AdamW is the only one here, with moments of 32 bits or of 8."""
+    kind = sheet.read(name, text)
+    if kind is None:
+        return
+    letters = re.sub(r"[^a-z0-9]", "", kind.lower())
+    if re.sub(r"paged|8bit|torch|fused|hf|apex|bnb|npu|xla|anyprecision", "", letters) not in ("adam", "adamw"):
+        sheet.refuse(name, f"{kind} is not here: AdamW trains, and learn.lr is its rate")
+    elif "8bit" not in letters:
+        sheet.refuse(name, "AdamW on float32 masters", "automatic")
+    else:
+        note = "; pages in host memory are run.offload.optimizer, where memory is short" if "paged" in letters else ""
+        sheet.put("learn.optimizer.states", "8bit", name, note=f"blocks of 256 with a scale each, there and here{note}")
+
+
+def reward_model(sheet: Sheet, name: str) -> None:
+    """A reward model's path becomes a part of the reward, after those that are there."""
+    said = sheet.read(name, text)
+    for path in [part.strip() for part in (said or "").split(",") if part.strip()]:
+        place = sum(key.startswith("reward.") and key.endswith(".fn") for key in sheet.keys)
+        sheet.put(f"reward.{place}.fn", f"model:{path}", name)
 
 
 def adapters(sheet: Sheet, rank: str, alpha: str, targets: str, dropout: str = "") -> None:

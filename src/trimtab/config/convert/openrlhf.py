@@ -10,6 +10,8 @@ from trimtab.config.convert.common import (
     clip,
     critic,
     looser,
+    optimizer,
+    reward_model,
     schedule,
     split_updates,
     steps_from_epochs,
@@ -194,10 +196,7 @@ def _optimizer(sheet: Sheet) -> None:
     if betas is not None:
         sheet.put("learn.optimizer.beta1", betas[0], "actor.adam.betas")
         sheet.put("learn.optimizer.beta2", betas[1], "actor.adam.betas")
-    if sheet.read("actor.optim", text, "adam") != "adam":
-        sheet.refuse("actor.optim", "Muon is not here: AdamW trains, and learn.lr is its rate")
-    elif sheet.given("actor.optim"):
-        sheet.refuse("actor.optim", "AdamW is the only one here", "dead")
+    optimizer(sheet, "actor.optim")
     schedule(sheet, "actor.lr_scheduler", SCHEDULES, "actor.lr_warmup_ratio", floor="actor.min_lr_ratio")
 
 
@@ -250,7 +249,11 @@ def _reward(sheet: Sheet) -> None:
             "change the function's first line and its last"
         )
         sheet.put("reward.0.fn", f"{source}:reward_func", "reward.remote_url", note=note)
-    elif source is not None:
+        sheet.refuse("reward.model_name_or_path", "has no effect: remote_url is asked instead", "dead")
+    elif source is None:
+        reward_model(sheet, "reward.model_name_or_path")
+    else:
+        sheet.refuse("reward.model_name_or_path", "has no effect: remote_url is asked instead", "dead")
         sheet.refuse(
             "reward.remote_url", f"write a reward function that asks {source}; it may be async: rewards.py:ask"
         )

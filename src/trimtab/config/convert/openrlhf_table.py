@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from trimtab.config.convert.rules import (
+    LIGER,
     NORMALISED,
     PAIRS,
     REWARD_MODEL,
+    SCORED,
     SFT,
     SHARED,
     Rule,
@@ -62,13 +64,14 @@ CRITIC_FLAGS: tuple[Rule, ...] = (
 )
 """What is said of a critic."""
 REWARD_MODEL_FLAGS: tuple[Rule, ...] = (
-    unsupported("reward.model_name_or_path reward_pretrain", REWARD_MODEL),
-    unsupported("reward.num_nodes reward_num_nodes", REWARD_MODEL),
-    unsupported("reward.num_gpus_per_node reward_num_gpus_per_node", REWARD_MODEL),
-    unsupported("reward.offload", REWARD_MODEL),
-    unsupported(
+    together("reward.model_name_or_path reward_pretrain", "reward.0.fn", REWARD_MODEL),
+    automatic("reward.num_nodes reward_num_nodes", SCORED),
+    automatic("reward.num_gpus_per_node reward_num_gpus_per_node", SCORED),
+    unsupported("reward.offload", SCORED),
+    automatic(
         "reward.normalize_enable normalize_reward",
-        "it applies the mean and deviation that a reward model stored; " + REWARD_MODEL,
+        "it applies the mean and deviation that a reward model stored; one of `trimtab reward-model` has them in its weights and "
+        "in reward.json",
     ),
     automatic(
         "ds.value_head_prefix value_head_prefix", "a name for a head that is not read: the critic's is made anew"
@@ -111,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     mapped("actor.adam.eps", "learn.optimizer.eps", real),
     mapped("actor.adam.weight_decay l2", "learn.optimizer.weight_decay", real),
     mapped("actor.max_norm max_norm", "learn.max_grad_norm", norm),
-    together("actor.optim", "learn.optimizer"),
+    together("actor.optim", "learn.optimizer.states"),
     together("actor.lr_scheduler lr_scheduler", "learn.schedule.kind"),
     together("actor.lr_warmup_ratio lr_warmup_ratio", "learn.schedule.warmup_steps"),
     together("actor.min_lr_ratio", "learn.schedule.final"),
@@ -289,7 +292,7 @@ RULES: tuple[Rule, ...] = (
     ),
     automatic("ds.overlap_comm overlap_comm", "one device: nothing is communicated"),
     automatic("ds.deepcompile deepcompile", "known layers are fused in own kernels"),
-    automatic("ds.use_liger_kernel use_liger_kernel", "logits are never held for a whole batch", "run.logprob_chunk"),
+    automatic("ds.use_liger_kernel use_liger_kernel", LIGER, "run.kernels"),
     automatic("ds.param_dtype param_dtype bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("ds.grad_accum_dtype grad_accum_dtype", "gradients add up in float32, always"),
     automatic("ds.attn_implementation attn_implementation flash_attn", "one attention for training and generation"),

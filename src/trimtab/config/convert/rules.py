@@ -15,15 +15,20 @@ Take = Callable[[Any], Any]
 """From the flag's value to the key's; raises ValueError with what it takes where it cannot. None: the flag says nothing."""
 
 REWARD_MODEL = (
-    "a reward model is a reward here: reward: [{fn: model:PATH}], if it is a sequence classification with one label, as "
-    "`trimtab reward-model` makes; of another kind, serve it and ask it from a reward function of your own"
+    "it has to be a sequence classification of transformers with one label, as `trimtab reward-model` makes; of another kind, "
+    "serve it and ask it from a reward function of your own"
 )
+SCORED = "a reward model is loaded beside the policy, counted by the plan, and scores a step's samples packed"
 SFT = "supervised training is a command of its own, `trimtab sft`: name its final/ as model.path here"
 PAIRS = "training a reward model is a command of its own: `trimtab reward-model`"
 CRITIC = "learn.critic."
 AS_THE_POLICY = "the critic is packed, capped, planned and checkpointed as the policy is"
 SHARED = "the critic has the policy's optimizer and schedule; only its rate is its own: learn.critic.lr"
 PPO = "gae is PPO, with a critic: a second model in memory, which `trimtab plan` counts"
+LIGER = (
+    "Trimtab's own fused layers are faster, and logits are never held for a whole batch; run.kernels: liger has Liger's norms, "
+    "rotation and gated products where it is installed"
+)
 NORMALISED = "advantages are normalised over all tokens of the step"
 
 

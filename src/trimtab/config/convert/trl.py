@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab.config.convert import trl_ppo
-from trimtab.config.convert.common import adapters, clip, processes, schedule, steps_from_epochs
+from trimtab.config.convert.common import (
+    adapters,
+    clip,
+    optimizer,
+    processes,
+    reward_model,
+    schedule,
+    steps_from_epochs,
+)
 from trimtab.config.convert.rules import one_of, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
 from trimtab.config.convert.trl_table import RULES
@@ -56,6 +64,7 @@ def settle(sheet: Sheet) -> None:
     else:
         trl_ppo.not_asked(sheet)
         _grpo(sheet)
+    optimizer(sheet, "optim")
     _correction(sheet)
     _data(sheet)
     _rewards(sheet)
@@ -70,6 +79,7 @@ def _grpo(sheet: Sheet) -> None:
     _algorithm(sheet)
     clip(sheet, "epsilon", high="epsilon_high")
     _cispo(sheet)
+    _kl(sheet)
     if "learn.steps" in sheet.keys:
         sheet.refuse("num_train_epochs", "max_steps wins over it", "dead")
     elif sheet.given("num_train_epochs"):
@@ -156,7 +166,8 @@ def _algorithm(sheet: Sheet) -> None:
         sheet.put("learn.aggregate", "token_mean", "loss_type")
     scale = sheet.read("scale_rewards", one_of(ADVANTAGES), "group_std")
     if sheet.line("scale_rewards"):
-        sheet.put("learn.advantage", scale, "scale_rewards")
+        apart = "TRL divides by the deviation of the rewards, Trimtab by that of what the groups' means leave"
+        sheet.put("learn.advantage", scale, "scale_rewards", note=apart if scale == "group_mean_global_std" else "")
     elif kind == "dr_grpo":
         sheet.put(
             "learn.advantage",
@@ -183,6 +194,23 @@ def _cispo(sheet: Sheet) -> None:
         )
     sheet.keys.pop("learn.clip.low", None)
     sheet.refuse("epsilon", "CISPO has no lower bound in TRL", "dead")
+
+
+def _kl(sheet: Sheet) -> None:
+    """Since its version 1.16 at the latest TRL multiplies the KL by the ratio unless it is told not to."""
+    name = "use_bias_correction_kl"
+    if sheet.read("beta", real, 0.0) == 0:
+        sheet.refuse(name, "has no effect while beta is 0", "dead")
+        return
+    note = (
+        ""
+        if sheet.line(name)
+        else "TRL's use_bias_correction_kl, on by default; older versions had none: then leave it out"
+    )
+    if sheet.read(name, yes, True):
+        sheet.put("learn.kl.corrected", True, name if sheet.line(name) else "beta", note=note)
+    else:
+        sheet.refuse(name, "the plain estimator is what Trimtab starts from", "dead")
 
 
 def _correction(sheet: Sheet) -> None:
@@ -238,27 +266,32 @@ def _data(sheet: Sheet) -> None:
 
 
 def _rewards(sheet: Sheet) -> None:
+    if any(key.startswith("reward.") for key in sheet.keys):  # PPO's, which has no functions
+        return
+    reward_model(sheet, "reward_model_name_or_path")
+    first = sum(key.startswith("reward.") for key in sheet.keys)
     functions = sheet.read("reward_funcs", texts, [])
     weights = sheet.read(
         "reward_weights", lambda value: [real(x) for x in (value if isinstance(value, list) else [value])], []
     )
     moved = []
-    for place, name in enumerate(functions):
+    for place, name in enumerate(functions, first):
         part = REWARDS.get(name)
-        if part is None:
+        if part is None and "/" in name:
+            part = {"fn": f"model:{name}"}
+        elif part is None:
             module, _, function = name.strip("'\"").rpartition(".")
             part = {"fn": f"{module}:{function}" if module else f"rewards.py:{function}"}
             moved += [] if module else [function]
         for field, value in part.items():
             sheet.put(f"reward.{place}.{field}", value, "reward_funcs")
-        if len(weights) == len(functions):
-            sheet.put(f"reward.{place}.weight", weights[place], "reward_weights")
+    count = first + len(functions)
+    for place, weight in enumerate(weights if len(weights) == count else []):
+        sheet.put(f"reward.{place}.weight", weight, "reward_weights")
     if moved:
         sheet.say("reward_funcs", f"put {', '.join(moved)} into rewards.py; a reward takes what TRL's takes")
-    if len(weights) != len(functions):
-        sheet.refuse(
-            "reward_weights", f"{len(weights)} weights for {len(functions)} reward functions: write reward.N.weight"
-        )
+    if len(weights) != count:
+        sheet.refuse("reward_weights", f"{len(weights)} weights for {count} reward functions: write reward.N.weight")
 
 
 def _logging(sheet: Sheet) -> None:

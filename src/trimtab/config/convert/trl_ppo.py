@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from trimtab.config.convert.common import clip, critic, processes, steps_from_epochs
+from trimtab.config.convert.common import clip, critic, processes, reward_model, steps_from_epochs
 from trimtab.config.convert.rules import (
     NORMALISED,
     REWARD_MODEL,
@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
     ),
     unsupported("whiten_rewards", "rewards are not whitened; advantages are"),
     unsupported("missing_eos_penalty", "learn.mask_truncated or learn.overlong are near"),
-    unsupported("reward_model_path", REWARD_MODEL),
+    together("reward_model_path", "reward.0.fn", REWARD_MODEL),
     *each(
         unsupported,
         "model_adapter_name ref_adapter_name",
@@ -179,5 +179,6 @@ def _model(sheet: Sheet) -> None:
             "model_name_or_path", "TRL's script takes the tokenizer from it, the weights from sft_model_path", "dead"
         )
         sheet.put("model.path", path, "sft_model_path")
+    reward_model(sheet, "reward_model_path")
     sheet.say("reward_model_path", "TRL's script starts the critic from it too; here it starts as the policy")
     sheet.refuse("max_steps", "TRL's PPO does not look at it: total_episodes counts", "dead")

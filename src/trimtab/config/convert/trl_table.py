@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trimtab.config.convert.rules import (
+    LIGER,
     PAIRS,
     REWARD_MODEL,
     SFT,
@@ -26,7 +27,7 @@ from trimtab.config.convert.rules import (
 ENGINE = "the native engine generates with the trainer's own weights"
 ONE_DEVICE = "one process on one device. `trimtab plan --devices N` predicts several"
 
-REWARD_MODEL_ARGUMENTS: tuple[Rule, ...] = (unsupported("reward_model_name_or_path", REWARD_MODEL),)
+REWARD_MODEL_ARGUMENTS: tuple[Rule, ...] = (together("reward_model_name_or_path", "reward.0.fn", REWARD_MODEL),)
 """What needs a reward model."""
 
 RULES: tuple[Rule, ...] = (
@@ -66,6 +67,7 @@ RULES: tuple[Rule, ...] = (
     together("warmup_steps", "learn.schedule.warmup_steps"),
     together("warmup_ratio", "learn.schedule.warmup_steps"),
     mapped("beta", "learn.kl.coef", real, "k3 in the loss, there and here; 0 keeps no reference"),
+    together("use_bias_correction_kl", "learn.kl.corrected"),
     together("epsilon", "learn.clip.low"),
     together("epsilon_high", "learn.clip.high"),
     mapped(
@@ -180,7 +182,9 @@ RULES: tuple[Rule, ...] = (
         "run.checkpoint_activations",
     ),
     automatic("gradient_checkpointing_kwargs", "Trimtab's own recomputation", "run.checkpoint_activations"),
-    automatic("use_liger_kernel use_liger_loss", "logits are never held for a whole batch", "run.logprob_chunk"),
+    automatic("use_liger_kernel", LIGER, "run.kernels"),
+    automatic("use_liger_loss", "logits are never held for a whole batch", "run.logprob_chunk"),
+    automatic("liger_kernel_config", "run.kernels: liger has all of Liger's but its loss", "run.kernels"),
     automatic("bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("dtype torch_dtype", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     unsupported("fp16", "float16 is not here: bfloat16 needs no loss scaling"),
@@ -196,7 +200,8 @@ RULES: tuple[Rule, ...] = (
     automatic("torch_empty_cache_steps", "memory is handed over between phases"),
     automatic("pad_to_multiple_of", "nothing is padded anywhere"),
     automatic("remove_unused_columns", "every column of the data reaches the rewards by its name"),
-    automatic("optim", "AdamW on float32 masters", "run.offload.optimizer"),
+    together("optim", "learn.optimizer.states"),
+    automatic("optim_args", "one AdamW: see learn.optimizer", "learn.optimizer.states"),
     *each(automatic, "deepspeed fsdp fsdp_config ddp_find_unused_parameters", ONE_DEVICE),
     *each(automatic, "full_determinism data_seed", "data order and sampling depend on learn.seed alone", "learn.seed"),
     automatic("use_cpu", "the first CUDA device, or the CPU", "run.device"),
@@ -233,7 +238,6 @@ RULES: tuple[Rule, ...] = (
     unsupported("multi_objective_aggregation", "weighted rewards are added, then compared"),
     unsupported("off_policy_mask_threshold", "learn.importance with mode: mask is near"),
     unsupported("vllm_importance_sampling_clip_min", "weights are bounded from above only"),
-    unsupported("use_bias_correction_kl", "the plain estimators k1, k2 and k3"),
     unsupported("router_aux_loss_coef", "no balancing loss for experts"),
     *each(unsupported, "sapo_temperature_neg sapo_temperature_pos", "the SAPO loss is not here"),
     *each(unsupported, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "the VESPO loss is not here"),

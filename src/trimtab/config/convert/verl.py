@@ -9,6 +9,8 @@ from trimtab.config.convert.common import (
     as_the_policy,
     critic,
     looser,
+    optimizer,
+    reward_model,
     schedule,
     split_updates,
     steps_from_epochs,
@@ -223,6 +225,7 @@ def _optimizer(sheet: Sheet) -> None:
         sheet.put("learn.optimizer.beta1", betas[0], "A.actor.optim.betas")
         sheet.put("learn.optimizer.beta2", betas[1], "A.actor.optim.betas")
     optim = "A.actor.optim."
+    optimizer(sheet, f"{optim}optimizer")
     schedule(
         sheet,
         f"{optim}lr_scheduler_type",
@@ -280,6 +283,7 @@ def _reward(sheet: Sheet) -> None:
         sheet.put("reward.0.fn", f"{path}:{function}", f"{source}path", f"{source}name", note=note)
     else:
         sheet.refuse("reward.custom_reward_function.name", "has no effect without a path", "dead")
+    _reward_model(sheet)
     length, factor = sheet.read(f"{OVERLONG}len", whole), sheet.read(f"{OVERLONG}penalty_factor", real, 1.0)
     if sheet.read(f"{OVERLONG}enable", yes, False) and length:
         sheet.put("learn.overlong.buffer", length, f"{OVERLONG}len", f"{OVERLONG}enable")
@@ -290,6 +294,23 @@ def _reward(sheet: Sheet) -> None:
             (f"{OVERLONG}enable", f"{OVERLONG}len", f"{OVERLONG}penalty_factor"),
             "has no effect unless enabled, with a length",
         )
+
+
+def _reward_model(sheet: Sheet) -> None:
+    enabled, path = "reward.reward_model.enable", "reward.reward_model.model_path"
+    if not sheet.read(enabled, yes, False):
+        sheet.refuse(path, "has no effect unless reward_model.enable is true", "dead")
+        sheet.refuse(enabled, "no reward model is what Trimtab starts from", "dead")
+        return
+    function = "reward.0.fn" in sheet.keys
+    reward_model(sheet, path)
+    if not sheet.read(path, text):
+        sheet.refuse(enabled, "names no model: write reward: [{fn: model:PATH}]")
+        return
+    last = max(key for key in sheet.keys if key.startswith("reward.") and key.endswith(".fn"))
+    sheet.put(last, sheet.keys[last].value, path, enabled)
+    if function:
+        sheet.say(path, "verl takes the model's scores alone; here both are parts and are summed: leave one out")
 
 
 def spelling(name: str) -> str:

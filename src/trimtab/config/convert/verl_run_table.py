@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from trimtab.config.convert.rules import SFT, Rule, automatic, dead, each, unsupported
+from trimtab.config.convert.rules import LIGER, SFT, Rule, automatic, dead, each, unsupported
 
 MICRO = "follows from the token budget. In verl it changes the loss: token means are taken in each micro-batch there"
 SCORE = "passes without a gradient have a cap of their own. In verl, other sizes than the update's move the ratio off 1"
@@ -133,7 +133,7 @@ RUN_RULES: tuple[Rule, ...] = (
     automatic("A.hybrid_engine", "always: the engine generates with the trainer's own weights"),
     automatic("A.model.use_fused_kernels", CHUNKED, "run.logprob_chunk"),
     automatic("A.model.fused_kernel_options.impl_backend", CHUNKED, "run.logprob_chunk"),
-    automatic("A.model.use_liger | model.use_liger", "known layers are fused in own kernels"),
+    automatic("A.model.use_liger | model.use_liger", LIGER, "run.kernels"),
     automatic("A.model.use_shm", "weights are read once"),
     automatic("A.actor.use_torch_compile", "known layers are fused in own kernels"),
     automatic(
@@ -200,7 +200,6 @@ RUN_RULES: tuple[Rule, ...] = (
         "learn.max_new_tokens",
     ),
     unsupported("A.actor.optim.override_optimizer_config.*", "AdamW on float32 masters"),
-    automatic("A.actor.optim.optimizer", "AdamW on float32 masters"),
     unsupported("A.actor.optim.*", "see learn.optimizer and learn.schedule for what there is"),
     automatic("A.ref.entropy_checkpointing", "the reference computes no entropy"),
     *each(

@@ -6,6 +6,7 @@ from trimtab.config.convert.rules import (
     AS_THE_POLICY,
     NORMALISED,
     REWARD_MODEL,
+    SCORED,
     SHARED,
     Rule,
     automatic,
@@ -111,19 +112,19 @@ CRITIC_KEYS: tuple[Rule, ...] = (
 )
 """What is said of a critic."""
 REWARD_MODEL_KEYS: tuple[Rule, ...] = (
-    unsupported("reward.reward_model.enable reward_model.enable", REWARD_MODEL),
-    unsupported("reward.reward_model.model_path reward_model.model.path", REWARD_MODEL),
-    unsupported("reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size", REWARD_MODEL),
-    unsupported("reward_model.use_dynamic_bsz", REWARD_MODEL),
-    unsupported("reward_model.forward_max_token_len_per_gpu", REWARD_MODEL),
+    together("reward.reward_model.enable reward_model.enable", "reward.0.fn"),
+    together("reward.reward_model.model_path reward_model.model.path", "reward.0.fn", REWARD_MODEL),
+    automatic("reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size", SCORED, "run.score_token_budget"),
+    automatic("reward_model.use_dynamic_bsz", SCORED, "run.score_token_budget"),
+    automatic("reward_model.forward_max_token_len_per_gpu", SCORED, "run.score_token_budget"),
     dead(
         "reward_model.forward_micro_batch_size_per_gpu",
-        "verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. And " + REWARD_MODEL,
+        f"verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. {SCORED[0].upper()}{SCORED[1:]}",
     ),
-    unsupported("reward_model.model.use_remove_padding", REWARD_MODEL),
-    unsupported("reward_model.ulysses_sequence_parallel_size", REWARD_MODEL),
-    unsupported("reward_model.*", REWARD_MODEL),
-    unsupported("reward.reward_model.*", REWARD_MODEL),
+    automatic("reward_model.model.use_remove_padding", SCORED),
+    unsupported("reward_model.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
+    unsupported("reward_model.*", SCORED),
+    unsupported("reward.reward_model.*", SCORED),
 )
 """What needs a reward model."""
 
@@ -181,6 +182,8 @@ LEARN_RULES: tuple[Rule, ...] = (
     together("algorithm.kl_ctrl.horizon", "learn.kl.horizon"),
     mapped("A.actor.optim.lr", "learn.lr", real),
     mapped("A.actor.optim.weight_decay", "learn.optimizer.weight_decay", real),
+    together("A.actor.optim.optimizer", "learn.optimizer.states"),
+    automatic("A.actor.optim.optimizer_impl", "one AdamW, with moments of 32 bits or of 8", "learn.optimizer.states"),
     together("A.actor.optim.betas", "learn.optimizer.beta1"),
     mapped("A.actor.optim.clip_grad A.actor.grad_clip", "learn.max_grad_norm", norm),
     together("A.actor.optim.lr_scheduler_type A.actor.optim.warmup_style", "learn.schedule.kind"),

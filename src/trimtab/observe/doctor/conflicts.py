@@ -85,6 +85,15 @@ TABLE = (
         "pip install 'transformers>=5.16.1,<5.20'",
     ),
     Need(
+        "liger-kernel",
+        "<0.8",
+        "transformers",
+        "<5",
+        "warn",
+        "run.kernels: liger is written for 0.8 and later; older ones do not know transformers 5",
+        "pip install 'liger-kernel>=0.8', or leave run.kernels on auto",
+    ),
+    Need(
         "nvidia-ml-py",
         "",
         "pynvml",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from trimtab.observe.doctor.rule import Rule
-from trimtab.observe.doctor.rules import conversations, learning, memory, objectives, policy, signal, speed
+from trimtab.observe.doctor.rules import conversations, critic, learning, memory, objectives, policy, signal, speed
 
 RULES: tuple[Rule, ...] = (
     *learning.RULES,
     *signal.RULES,
     *conversations.RULES,
     *policy.RULES,
+    *critic.RULES,
     *objectives.RULES,
     *speed.RULES,
     *memory.RULES,
