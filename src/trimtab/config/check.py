@@ -351,7 +351,10 @@ def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
                     "has no effect on the native engine",
                     f"Write run.engine: vllm, or leave {name} out",
                 )
-    elif config.model.dtype == "float64":
+        return
+    if config.model.lora is not None and config.model.lora.r > 512:
+        yield clash("run.engine model.lora", "vllm has adapters of rank 512 at most", "Write run.engine: native, or a lower r")
+    if config.model.dtype == "float64":
         yield clash(
             "run.engine model.dtype",
             "vllm cannot compute in float64",

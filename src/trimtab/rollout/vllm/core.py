@@ -16,7 +16,7 @@ import torch
 
 from trimtab.config.learn import Sampling
 from trimtab.rollout.native.stops import LOOK_EVERY, StopStrings
-from trimtab.rollout.vllm.messages import Beat, Done, Generate, Ready, Setup
+from trimtab.rollout.vllm.messages import Beat, Done, Generate, Publish, Ready, Setup
 from trimtab.rollout.vllm.reading import read_weights
 
 SETTINGS = {
@@ -27,6 +27,9 @@ SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """One process is the engine and its worker: the trainer watches that one. Its second model runner knows no logits processors."""
+
+
+ROOMS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass
@@ -65,6 +68,13 @@ class Core:
         }
         if setup.page_tokens is not None:
             arguments["block_size"] = setup.page_tokens
+        if setup.rank:
+            arguments |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_cpu_loras": 1,
+                "max_lora_rank": lora_room(setup.rank),
+            }
         self._llm = vllm.LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._draw = Drawing.current
@@ -72,6 +82,8 @@ class Core:
         self._tokenizer: Any = None
         self._stops = StopStrings([], None)
         self._asleep = False
+        self._adapters: Any = None
+        self._taken = 0
         self.call = 0
         self.version = vllm.__version__
         self._blocks = int(self._engine.vllm_config.cache_config.num_gpu_blocks)
@@ -93,17 +105,30 @@ class Core:
     def busy(self) -> bool:
         return bool(self._running)
 
-    def publish(self) -> None:
-        """Take the weights that the trainer has put into the shared file."""
+    def publish(self, order: Publish) -> None:
+        """Take what the trainer has put into the shared file, or its adapters alone."""
+        asleep = self._asleep
         self._wake(["weights"])
         self.abort()
-        setup = self._setup
-        self._llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": read_weights(setup.weights, setup.layout)}
-        )
+        if order.weights or asleep:
+            setup = self._setup
+            weights = read_weights(setup.weights, setup.layout)
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if order.adapters is not None:
+            self._take_adapters(order)
         self._wake(["kv_cache"])
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: it still holds blocks of unfinished requests")
+
+    def _take_adapters(self, order: Publish) -> None:
+        """Under a name of their own: vLLM caches adapters, and what was computed with them, by name."""
+        from vllm.lora.request import LoRARequest
+
+        if self._adapters is not None:
+            self._engine.remove_lora(self._adapters.lora_int_id)
+        self._taken += 1
+        self._adapters = LoRARequest(f"version {order.version}, {self._taken}", self._taken, order.adapters)
+        self._engine.add_lora(self._adapters)
 
     def sleep(self) -> int:
         """Give up weights and KV; the next version brings the weights again. Bytes that became free."""
@@ -125,7 +150,7 @@ class Core:
         from vllm.sampling_params import RequestOutputKind
 
         if self._asleep:
-            self.publish()
+            self.publish(Publish(0))
         if order.call != self.call:
             self.call, self._fullest = order.call, 0.0
             self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
@@ -144,7 +169,7 @@ class Core:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args={"id": ask.id, "key": ask.key},
             )
-            self._engine.add_request(name, {"prompt_token_ids": ask.tokens}, params)
+            self._engine.add_request(name, {"prompt_token_ids": ask.tokens}, params, lora_request=self._adapters)
 
     def step(self) -> Iterator[Done]:
         """One step of vLLM, and the sequences that ended with it."""
@@ -204,3 +229,8 @@ class Core:
 
             self._tokenizer = AutoTokenizer.from_pretrained(Path(self._setup.folder))
         return self._tokenizer
+
+
+def lora_room(rank: int) -> int:
+    """The smallest rank that vLLM has kernels for and that holds this one."""
+    return next(room for room in ROOMS if room >= rank)

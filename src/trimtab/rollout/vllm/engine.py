@@ -81,10 +81,11 @@ class VllmEngine:
             "folder": self._folder.name, "weights": self._weights.path, "layout": self._weights.layout,
             "dtype": str(policy.dtype).removeprefix("torch."), "cuda": policy.device.type == "cuda",
             "kv_bytes": kv_bytes, "prefill_tokens": prefill_tokens, "page_tokens": page_tokens, "longest": longest,
-            "prefix_cache": prefix_cache, "eager": eager, "sleeps": self._sleeps,
+            "prefix_cache": prefix_cache, "eager": eager, "sleeps": self._sleeps, "rank": _rank(policy),
         }  # fmt: skip
         self.ready: Ready
         self._weights.write()
+        self._adapters = self._weights.write_adapters()
         try:
             self._start()
         except EngineLost as lost:
@@ -107,8 +108,10 @@ class VllmEngine:
     def publish(self, version: int) -> None:
         self._refuse_while_generating("publish")
         self.version = version
-        self._weights.write()
-        self._carry_out(Publish(version))
+        self._adapters = self._weights.write_adapters()
+        if self._adapters is None:
+            self._weights.write()
+        self._carry_out(Publish(version, self._adapters is None, self._adapters))
 
     def lend(self) -> None:
         if self._sleeps:
@@ -175,7 +178,7 @@ class VllmEngine:
         ready = self._process.receive(START_S)
         assert isinstance(ready, Ready)
         self.ready = ready
-        self._process.send(Publish(self.version))
+        self._process.send(Publish(self.version, True, self._adapters))
         assert isinstance(self._process.receive(START_S), Settled)
 
     def _stop(self) -> None:
@@ -314,3 +317,10 @@ def _write_config(policy: Policy, tokenizer: Any, folder: Path) -> None:
         config.architectures = named
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _rank(policy: Policy) -> int:
+    """Of the policy's adapters; 0 where there are none."""
+    if not has_adapters(policy.model):
+        return 0
+    return int(policy.model.peft_config[policy.model.active_adapter].r)

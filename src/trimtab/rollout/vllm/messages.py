@@ -39,6 +39,8 @@ class Setup:
     eager: bool
     sleeps: bool
     """Memory is given up between rollouts."""
+    rank: int = 0
+    """Of adapters that are published by themselves; 0: there are none."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,13 @@ class Abort:
 
 @dataclass(frozen=True)
 class Publish:
-    """Read the weights anew, and forget what was computed with others; answered by `Settled`."""
+    """Read what was published, and forget what was computed before; answered by `Settled`."""
 
     version: int
+    weights: bool = True
+    """The file has new ones."""
+    adapters: str | None = None
+    """Folder of new adapters."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trimtab.model.adapters import has_adapters, merged_state
+from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.policy import Policy
 from trimtab.rollout.vllm.messages import Weight
 from trimtab.rollout.vllm.reading import view
@@ -23,10 +23,10 @@ MEMORY = Path("/dev/shm")
 
 
 def named_weights(policy: Policy) -> dict[str, torch.Tensor]:
-    """Under the names of the checkpoint, adapters merged in."""
+    """Under the names of the checkpoint, without adapters."""
     model = policy.model
-    state = merged_state(model) if has_adapters(model) else dict(model.state_dict())
     base = model.get_base_model() if has_adapters(model) else model
+    state = {n.replace(".base_layer.", "."): value for n, value in base.state_dict().items() if ".lora_" not in n}
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
         name = next(n for n, module in base.named_modules() if module is embedding)
@@ -48,11 +48,12 @@ class SharedWeights:
             entries.append(Weight(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), at))
         self.layout = tuple(entries)
         self.nbytes = max(1, offset)
-        folder = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        handle, self.path = tempfile.mkstemp(prefix="trimtab-weights-", dir=folder)
+        self._folder = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        handle, self.path = tempfile.mkstemp(prefix="trimtab-weights-", dir=self._folder)
         os.truncate(handle, self.nbytes)
         os.close(handle)
         self._bytes = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
+        self._adapters: tempfile.TemporaryDirectory[str] | None = None
 
     @torch.no_grad()
     def write(self) -> None:
@@ -61,5 +62,17 @@ class SharedWeights:
         for entry in self.layout:
             view(self._bytes, entry).copy_(state[entry.name])
 
+    def write_adapters(self) -> str | None:
+        """The trainer's current adapters in a folder of their own, where it has any; the one before is gone."""
+        if not has_adapters(self._policy.model):
+            return None
+        if self._adapters is not None:
+            self._adapters.cleanup()
+        self._adapters = tempfile.TemporaryDirectory(prefix="trimtab-adapters-", dir=self._folder)
+        save_adapters(self._policy.model, Path(self._adapters.name))
+        return self._adapters.name
+
     def close(self) -> None:
         Path(self.path).unlink(missing_ok=True)
+        if self._adapters is not None:
+            self._adapters.cleanup()

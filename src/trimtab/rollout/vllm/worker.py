@@ -37,7 +37,7 @@ def serve(link: Connection) -> None:
                 core.abort()
                 link.send(Settled())
             elif isinstance(order, Publish):
-                core.publish()
+                core.publish(order)
                 link.send(Settled())
             elif isinstance(order, Sleep):
                 link.send(Settled(core.sleep()))

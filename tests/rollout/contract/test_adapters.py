@@ -1,0 +1,67 @@
+"""Adapters are published by themselves: the weights that they are added to are sent once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.rollout.contract.engines import NO_VLLM, make_engine, small_model, vllm_python
+from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
+from trimtab.config.schema import Lora
+from trimtab.model.adapters import add_adapters
+from trimtab.model.policy import Policy
+from trimtab.rollout.vllm.core import lora_room
+from trimtab.rollout.vllm.weights import SharedWeights, named_weights
+
+
+def adapted(rank: int = 4) -> Policy:
+    return Policy(add_adapters(small_model(), Lora(r=rank), seed=0))
+
+
+@torch.no_grad()
+def change(policy: Policy, seed: int) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.model.named_parameters():
+        if ".lora_" in name:
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=numbers))
+
+
+@pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
+def test_vllm_generates_with_the_adapters_that_were_published_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = adapted()
+    change(policy, 1)
+    engine, native = make_engine("vllm", policy), make_engine("native", policy)
+    monkeypatch.setattr(SharedWeights, "write", lambda self: pytest.fail("the weights were sent again"))
+    requests = ask(prompts(4, shared=40), samples=3)
+    seen = []
+    for version in (1, 2, 3):
+        change(policy, version)
+        engine.publish(version)
+        native.publish(version)
+        found, wanted = collect(engine, requests), collect(native, requests)
+        assert tokens(found) == tokens(wanted)
+        for one, other in zip(flat(found), flat(wanted)):
+            torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
+        seen.append(tokens(found))
+    assert seen[0] != seen[1] != seen[2]
+    engine.close()
+
+
+def test_weights_have_the_names_of_the_checkpoint() -> None:
+    assert set(named_weights(adapted())) == set(named_weights(Policy(small_model())))
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])
+def test_ranks_that_vllm_has_no_kernels_for_get_the_next(rank: int, room: int) -> None:
+    assert lora_room(rank) == room
+
+
+def test_adapters_leave_no_folder_behind(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trimtab.rollout.vllm import weights
+
+    monkeypatch.setattr(weights, "MEMORY", tmp_path)
+    shared = SharedWeights(adapted())
+    first, second = shared.write_adapters(), shared.write_adapters()
+    assert first != second and len(list(tmp_path.glob("trimtab-adapters-*"))) == 1
+    shared.close()
+    assert not list(tmp_path.iterdir())
