@@ -1,0 +1,152 @@
+"""Both engines inside Trimtab: what starting, publishing weights, giving memory up and generating take.
+
+    python bench/engines.py                                        # the shapes 0.5b and 7b on the CUDA device
+    python bench/engines.py --python ~/vllm/bin/python --tiny      # a tiny model on a CPU: it shows that it runs
+
+For each engine and shape: seconds to start; to publish all weights, and adapters of rank 16; device memory in use (NVML) while it
+generates, when it has lent its memory and when it has it again; tokens a second of 8 samples of each prompt, 128 + 128 tokens.
+The model is random, so nothing stops early. Writes DIR/engines-DATE.json and .md after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rollout import SHAPES, random_prompts
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from trimtab.config.learn import Sampling
+from trimtab.config.schema import Lora
+from trimtab.data.prompt import Prompt
+from trimtab.model.adapters import add_adapters
+from trimtab.model.policy import Policy
+from trimtab.rollout.engine import Engine, Request
+from trimtab.rollout.native.engine import NativeEngine
+from trimtab.rollout.vllm.engine import VllmEngine
+from trimtab.rollout.vllm.find import find_vllm
+
+RESULTS = Path(__file__).parent / "results"
+TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
+NEW = 128
+
+
+def make_policy(shape: dict[str, Any], adapters: bool, device: torch.device) -> Policy:
+    config = Qwen2Config(max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, bos_token_id=2, **shape)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+        )
+    policy = Policy(add_adapters(model, Lora(r=16), seed=0) if adapters else model)
+    policy.fuse()
+    return policy
+
+
+def make_engine(kind: str, policy: Policy, sequences: int, python: str | None) -> Engine:
+    cuda = policy.device.type == "cuda"
+    shape = policy.config
+    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * (shape.hidden_size // shape.num_attention_heads)
+    settings: dict[str, Any] = {
+        "kv_bytes": int(1.1 * sequences * (128 + NEW + 32) * token * policy.dtype.itemsize) + 2**26,
+        "max_sequences": sequences,
+        "prefill_tokens": 16384 if cuda else 1024,
+        "lend_memory": cuda,
+    }
+    if kind == "native":
+        return NativeEngine(policy, None, [], page_tokens=64, **settings)
+    where = {"python": find_vllm(python), "page_tokens": 16 if cuda else 128, "eager": not cuda}
+    return VllmEngine(policy, None, [], longest=128 + NEW, **where, **settings)
+
+
+def used_gib(device: torch.device) -> float | None:
+    """Of the device, by all processes."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 2**30
+
+
+def timed(work: Any, device: torch.device) -> float:
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def measure(kind: str, shape: dict[str, Any], sequences: int, adapters: bool, python: str | None) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = make_policy(shape, adapters, device)
+    before = used_gib(device)
+    made: list[Engine] = []
+    found: dict[str, Any] = {
+        "start_s": timed(lambda: made.append(make_engine(kind, policy, sequences, python)), device)
+    }
+    engine, words = made[0], int(shape["vocab_size"])
+    prompts = [[t % (words - 3) + 3 for t in tokens] for tokens in random_prompts(sequences // 8)]
+    requests = [Request(Prompt(i, "", p), 8, NEW, Sampling(), seed=0, step=0) for i, p in enumerate(prompts)]
+    try:
+        for step in range(3):
+            found["publish_s"] = timed(lambda step=step: engine.publish(step), device)
+            for _ in engine.generate(requests):
+                pass
+            found["tokens_per_s"] = engine.stats.generated_tokens / max(
+                1e-9, engine.stats.decode_s + engine.stats.prefill_s
+            )
+            found["generating_gib"] = used_gib(device)
+            found["lend_s"] = timed(engine.lend, device)
+            found["lent_gib"] = used_gib(device)
+        found["start_gib"] = before
+    finally:
+        engine.close()
+    return found
+
+
+def report(found: dict[str, Any]) -> str:
+    lines = [f"# Engines inside Trimtab, {found['date']}, {found['machine']}", ""]
+    columns = ["start_s", "publish_s", "tokens_per_s", "lend_s", "start_gib", "generating_gib", "lent_gib"]
+    lines += ["| engine | model | sequences | " + " | ".join(columns) + " |", "|" + "---|" * (3 + len(columns))]
+    for row in found["rows"]:
+        shown = [
+            "-" if row[c] is None else f"{row[c]:,.0f}" if c == "tokens_per_s" else f"{row[c]:.2f}" for c in columns
+        ]
+        lines.append(f"| {row['engine']} | {row['model']} | {row['sequences']} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["0.5b", "7b"], choices=list(SHAPES))
+    parser.add_argument("--sequences", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--engines", nargs="+", default=["native", "vllm"])
+    parser.add_argument("--python", help="interpreter of an environment with vLLM")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    shapes = {"tiny": TINY} if args.tiny else {name: SHAPES[name] for name in args.shapes}
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine, "rows": []}
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, shape in shapes.items():
+        for sequences in [16] if args.tiny else args.sequences:
+            for adapters in (False, True):
+                for kind in args.engines:
+                    row = {"engine": kind, "model": name + (", adapters" if adapters else ""), "sequences": sequences}
+                    row |= measure(kind, dict(shape), sequences, adapters, args.python)
+                    found["rows"].append(row)
+                    print(row, flush=True)
+                    file = args.out / f"engines-{found['date']}"
+                    file.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+                    file.with_suffix(".md").write_text(report(found))
+    print(report(found))
+
+
+if __name__ == "__main__":
+    main()
