@@ -18,7 +18,7 @@ from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.here import pick_device, pick_reward_workers
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB, MIB, UNSEEN, draw_up, kv_bytes
+from trimtab.plan.ledger import CONTEXT, GIB, GRAPHS, MIB, UNSEEN, VLLM, draw_up, kv_bytes
 from trimtab.plan.planner import PROFILES, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
@@ -79,6 +79,7 @@ def pins() -> st.SearchStrategy[Run]:
     return st.builds(
         Run,
         threads=optional(st.integers(1, 64)),
+        engine=st.sampled_from(["auto", "native", "vllm"]),
         token_budget=optional(sizes),
         score_token_budget=optional(sizes),
         logprob_chunk=optional(st.integers(1, 10**5)),
@@ -425,3 +426,25 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
         make_plan(pinned, job, h(140)).ledger.fullest.device_bytes
         == make_plan(Run(), job, h(140)).ledger.fullest.device_bytes
     )
+
+
+def test_vllm_has_weights_and_a_context_of_its_own() -> None:
+    job, machine = qwen(), Machine(find_device("h200"), 1, 256 * GIB, 16)
+    native, vllm = (make_plan(Run(engine=engine), job, machine) for engine in ("native", "vllm"))
+    weights = job.shape.parameters * job.itemsize
+    for phase, more in (("rollout", CONTEXT + GRAPHS + weights), ("update", CONTEXT + GRAPHS)):
+        found = vllm.ledger[phase].device_bytes - native.ledger[phase].device_bytes
+        assert found == pytest.approx(more, rel=0.1), phase
+    assert vllm.ledger["rollout"].host_bytes > native.ledger["rollout"].host_bytes + weights
+    assert vllm.ledger["rollout"].allocated < weights * 10, "another process is not what torch's meter sees"
+    kept = make_plan(Run(engine="vllm", rollout=Rollout(lend_memory=False)), job, machine)
+    assert kept.ledger["update"].device[VLLM] >= weights + kept.run.rollout.kv_memory
+    assert vllm.times.publish > 0 == native.times.publish
+
+
+def test_vllm_on_a_cpu_counts_its_copy_in_the_host() -> None:
+    job, machine = qwen(), Machine(find_device("h200"), 1, 64 * GIB, 16, cpu=True)
+    vllm = make_plan(Run(engine="vllm"), job, machine)
+    host, weights = vllm.ledger["rollout"].host, job.shape.parameters * job.itemsize
+    assert host["rollout weights"] == host["published weights"] == weights and host[VLLM] > 0
+    assert vllm.run.rollout.page_tokens == 128

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ STOP = 2
 LONGEST = 128
 
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def small_policy() -> Policy:
+    return Policy(small_model().to(DEVICE))
+
+
 def small_model(seed: int = 0) -> Any:
     """Its head is tied to its embedding: the weight that engines forget most easily."""
     return tiny_model("qwen2", seed=seed, tie_word_embeddings=True, **SHAPE)
@@ -28,9 +37,11 @@ def small_model(seed: int = 0) -> Any:
 
 @cache
 def vllm_python() -> str | None:
-    """The interpreter of an environment with vLLM: TRIMTAB_VLLM_PYTHON, or where `make vllm` puts it."""
+    """The interpreter of an environment with vLLM: TRIMTAB_VLLM_PYTHON, this one, or where `make vllm` puts it (for CPUs)."""
+    if find_spec("vllm") is not None:
+        return sys.executable
     usual = Path.home() / ".cache" / "trimtab" / "vllm" / "bin" / "python"
-    found = os.environ.get("TRIMTAB_VLLM_PYTHON") or (str(usual) if usual.exists() else None)
+    found = os.environ.get("TRIMTAB_VLLM_PYTHON") or (str(usual) if usual.exists() and DEVICE.type == "cpu" else None)
     if found is None:
         return None
     tried = subprocess.run([found, "-c", "import importlib.util as u; assert u.find_spec('vllm')"], check=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.rollout.contract.engines import NO_VLLM, make_engine, small_model, vllm_python
+from tests.rollout.contract.engines import DEVICE, NO_VLLM, make_engine, small_model, small_policy, vllm_python
 from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
 from trimtab.config.schema import Lora
 from trimtab.model.adapters import add_adapters
@@ -15,7 +15,7 @@ from trimtab.rollout.vllm.weights import SharedWeights, named_weights
 
 
 def adapted(rank: int = 4) -> Policy:
-    return Policy(add_adapters(small_model(), Lora(r=rank), seed=0))
+    return Policy(add_adapters(small_model().to(DEVICE), Lora(r=rank), seed=0))
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def test_vllm_generates_with_the_adapters_that_were_published_last(monkeypatch: 
 
 
 def test_weights_have_the_names_of_the_checkpoint() -> None:
-    assert set(named_weights(adapted())) == set(named_weights(Policy(small_model())))
+    assert set(named_weights(adapted())) == set(named_weights(small_policy()))
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])

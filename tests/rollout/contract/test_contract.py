@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import VOCABULARY, tiny_tokenizer
 
-from tests.rollout.contract.engines import LONGEST, NO_VLLM, STOP, make_engine, small_model, vllm_python
+from tests.rollout.contract.engines import LONGEST, NO_VLLM, STOP, make_engine, small_model, small_policy, vllm_python
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
 from trimtab.errors import EngineError
@@ -44,7 +44,7 @@ class Served:
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     if request.param == "vllm" and vllm_python() is None:
         pytest.skip(NO_VLLM)
-    policy = Policy(small_model())
+    policy = small_policy()
     made = make_engine(request.param, policy)
     yield Served(request.param, made, policy)
     made.close()
@@ -85,7 +85,7 @@ def tokens(groups: list[Group]) -> list[list[int]]:
 def plain_logprobs(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> torch.Tensor:
     """By a forward pass of transformers in float64, unpacked."""
     model = small_model().double()
-    model.load_state_dict({k: v.double() for k, v in policy.model.state_dict().items()})
+    model.load_state_dict({k: v.double().cpu() for k, v in policy.model.state_dict().items()})
     model.set_attn_implementation("eager")
     row = torch.tensor([trajectory.prompt.tokens + trajectory.tokens.tolist()])
     logits = model(row).logits[0, len(trajectory.prompt.tokens) - 1 : -1] / temperature

@@ -11,10 +11,9 @@ import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from tests.rollout.contract.engines import NO_VLLM, make_engine, small_model, vllm_python
+from tests.rollout.contract.engines import NO_VLLM, make_engine, small_model, small_policy, vllm_python
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from trimtab.errors import EngineError
-from trimtab.model.policy import Policy
 from trimtab.rollout.vllm import engine as engines
 from trimtab.rollout.vllm.engine import VllmEngine
 from trimtab.rollout.vllm.process import EngineLost, EngineProcess
@@ -31,7 +30,7 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Killed in the middle of a rollout and once more between two, under weights that are not those it began with."""
-    policy = Policy(small_model())
+    policy = small_policy()
     engine = make_engine("vllm", policy)
     assert isinstance(engine, VllmEngine)
     said: list[str] = []
@@ -68,7 +67,7 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: 
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(EngineError, match=r"exit code 3(.|\n)*a library is missing"):
         VllmEngine(
-            Policy(small_model()), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, longest=64,
+            small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, longest=64,
             python=str(python),
         )  # fmt: skip
     assert not set(psutil.Process().children(recursive=True)) - before
@@ -83,7 +82,7 @@ def test_weights_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.Monkey
     python.chmod(0o755)
     with pytest.raises(EngineError):
         VllmEngine(
-            Policy(small_model()), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, longest=64,
+            small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, longest=64,
             python=str(python),
         )  # fmt: skip
     assert [file.name for file in tmp_path.iterdir()] == ["python"]
@@ -125,7 +124,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: list[object]) -> tuple[V
         return made[-1]
 
     monkeypatch.setattr(engines, "EngineProcess", start)
-    return make_engine("vllm", Policy(small_model()), max_sequences=8), made  # type: ignore[return-value]
+    return make_engine("vllm", small_policy(), max_sequences=8), made  # type: ignore[return-value]
 
 
 def done(call: int, id: int) -> object:
@@ -179,7 +178,7 @@ def test_a_process_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
 @needs_vllm
 def test_nothing_is_left_after_close() -> None:
     before = set(psutil.Process().children(recursive=True))
-    engine = make_engine("vllm", Policy(small_model()))
+    engine = make_engine("vllm", small_policy())
     assert collect(engine, ask(prompts(2)))
     engine.close()
     assert not set(psutil.Process().children(recursive=True)) - before
