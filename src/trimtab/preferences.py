@@ -107,7 +107,7 @@ class Preferences:
         if has_adapters(run.policy.model):
             save_adapters(run.policy.model, aside / "adapter")
         facts = {
-            "mean": mean, "std": std, "shift": (float(head.bias) - mean) / std, "answers": len(scores),
+            "mean": mean, "std": std, "shift": (float(head.bias.detach()) - mean) / std, "answers": len(scores),
             "measured_on": "data.eval" if run.held_out else "data.train",
         }  # fmt: skip
         (aside / REWARD).write_text(json.dumps(facts, indent=2) + "\n")

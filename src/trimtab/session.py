@@ -273,6 +273,8 @@ def open_evaluation(
     if config.data.eval is None and inputs.eval_rows is None:
         raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
     device = pick_device(config.run)
+    if config.run.engine == "vllm":
+        find_vllm(config.run.rollout.python)
     console = stack.enter_context(Console(1, file=console_file))
     limit = prompt_limit(config)
     tokenizer = load_tokenizer(config.model)

@@ -27,7 +27,8 @@ JUDGE = EXAMPLES / "judge.yaml"
 RECIPES_OF_ONE_FILE = [EXAMPLES / f"{name}.yaml" for name in ("dapo", "eight_bit", "lora")]
 QUESTIONS = (GSM8K, JUDGE, *RECIPES_OF_ONE_FILE)
 """Rows with questions and answers are to be had."""
-CONFIGS = [*sorted((EXAMPLES / "algorithms").glob("*.yaml")), *QUESTIONS]
+CALCULATOR = EXAMPLES / "calculator" / "calculator.yaml"
+CONFIGS = [*sorted((EXAMPLES / "algorithms").glob("*.yaml")), *QUESTIONS, CALCULATOR]
 FIRST_SFT = [EXAMPLES / "sft_then_grpo" / name for name in ("1_sft.yaml", "2_grpo.yaml", "run.sh")]
 FIRST_PAIRS = [EXAMPLES / "ppo_reward_model" / name for name in ("1_reward_model.yaml", "2_ppo.yaml", "run.sh")]
 
@@ -74,7 +75,11 @@ def overrides(model_folder: Path, gsm8k_rows: list[str], request: pytest.Fixture
 def test_every_file_has_a_test() -> None:
     """One that is added without is found here."""
     there = {path for path in EXAMPLES.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert there == {*CONFIGS, SFT, PAIRS, *FIRST_SFT, *FIRST_PAIRS, EXAMPLES / "rewards.py"}
+    code = {
+        EXAMPLES / "rewards.py",
+        CALCULATOR.parent / "warm_start.py",
+    }  # the second: tests/environment/test_learning.py
+    assert there == {*CONFIGS, SFT, PAIRS, *FIRST_SFT, *FIRST_PAIRS, *code}
 
 
 def test_every_algorithm_has_an_example() -> None:

@@ -353,7 +353,9 @@ def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
                 )
         return
     if config.model.lora is not None and config.model.lora.r > 512:
-        yield clash("run.engine model.lora", "vllm has adapters of rank 512 at most", "Write run.engine: native, or a lower r")
+        yield clash(
+            "run.engine model.lora", "vllm has adapters of rank 512 at most", "Write run.engine: native, or a lower r"
+        )
     if config.model.dtype == "float64":
         yield clash(
             "run.engine model.dtype",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -56,12 +58,10 @@ def test_ranks_that_vllm_has_no_kernels_for_get_the_next(rank: int, room: int) -
     assert lora_room(rank) == room
 
 
-def test_adapters_leave_no_folder_behind(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trimtab.rollout.vllm import weights
-
-    monkeypatch.setattr(weights, "MEMORY", tmp_path)
+def test_only_the_latest_adapters_are_kept(tmp_path: Path) -> None:
     shared = SharedWeights(adapted())
-    first, second = shared.write_adapters(), shared.write_adapters()
-    assert first != second and len(list(tmp_path.glob("trimtab-adapters-*"))) == 1
+    first, second = shared.write_adapters(tmp_path), shared.write_adapters(tmp_path)
+    assert first != second and [str(folder) for folder in tmp_path.iterdir()] == [second]
     shared.close()
-    assert not list(tmp_path.iterdir())
+    shared.close()
+    assert SharedWeights(small_policy()).write_adapters(tmp_path) is None

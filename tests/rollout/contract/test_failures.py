@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +20,8 @@ from trimtab.errors import EngineError
 from trimtab.rollout.vllm import engine as engines
 from trimtab.rollout.vllm.engine import VllmEngine
 from trimtab.rollout.vllm.process import EngineLost, EngineProcess
+from trimtab.rollout.vllm.reading import read_weights
+from trimtab.rollout.vllm.weights import SharedWeights
 
 needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
 BROKEN = """#!/bin/sh
@@ -41,17 +46,19 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     engine.publish(5)
     requests = ask(prompts(8), samples=4, new=60)
     wanted = tokens(collect(make_engine("native", policy), requests))
-    groups, first = [], None
-    for group in engine.generate(requests):
-        groups.append(group)
-        if first is None:
-            first = engine.pid
+    first, whole = engine.pid, VllmEngine._next_done
+
+    def interrupted(self: VllmEngine, *arguments: Any) -> Any:
+        if self.pid == first:  # it was asked this instant
             os.kill(first or 0, signal.SIGKILL)
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(VllmEngine, "_next_done", interrupted)
+    groups = list(engine.generate(requests))
     assert engine.pid != first and engine.stats.restarts == 1 and "SIGKILL" in said[0]
     assert tokens(sorted(groups, key=lambda g: g.index)) == wanted
     assert engine.stats.sequences == 32 and len(groups) == 8
     assert {v for g in groups for t in g.trajectories for v in t.versions.tolist()} == {5}
-    monkeypatch.setattr(engines, "SILENT_S", 20.0)
     os.kill(engine.pid or 0, signal.SIGSTOP)  # alive and silent
     hanging = psutil.Process(engine.pid)
     monkeypatch.setattr(engines, "SILENT_S", 2.0)
@@ -73,19 +80,39 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: 
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
-def test_weights_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trimtab.rollout.vllm import weights
+ALONE = """
+import sys, time
+from trimtab.rollout.vllm.process import EngineProcess
+process = EngineProcess(sys.executable, {})
+process.connect(120.0)
+print(process.pid, flush=True)
+time.sleep(600)
+"""
 
-    monkeypatch.setattr(weights, "MEMORY", tmp_path)
-    python = tmp_path / "python"
-    python.write_text(BROKEN)
-    python.chmod(0o755)
-    with pytest.raises(EngineError):
-        VllmEngine(
-            small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, longest=64,
-            python=str(python),
-        )  # fmt: skip
-    assert [file.name for file in tmp_path.iterdir()] == ["python"]
+
+def test_an_engine_ends_with_its_trainer_however_that_ends() -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", ALONE], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    child = psutil.Process(int(trainer.stdout.readline()))
+    trainer.kill()
+    trainer.wait()
+    child.wait(30.0)
+    assert not child.is_running()
+
+
+def test_weights_go_through_memory_that_has_no_name() -> None:
+    policy = small_policy()
+    shared = SharedWeights(policy)
+    shared.write()
+    found = dict(read_weights(shared.path, shared.layout))
+    state = policy.model.state_dict()
+    assert set(found) == {*state, "lm_head.weight"}
+    assert all(torch.equal(found[name], value.cpu()) for name, value in state.items())
+    assert torch.equal(found["lm_head.weight"], state["model.embed_tokens.weight"].cpu())
+    memory = Path(shared.path)
+    assert "memfd" in os.readlink(memory)
+    shared.close()
+    assert not memory.exists()
 
 
 class Scripted:

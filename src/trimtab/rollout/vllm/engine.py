@@ -85,7 +85,7 @@ class VllmEngine:
         }  # fmt: skip
         self.ready: Ready
         self._weights.write()
-        self._adapters = self._weights.write_adapters()
+        self._adapters = self._weights.write_adapters(Path(self._folder.name))
         try:
             self._start()
         except EngineLost as lost:
@@ -108,7 +108,7 @@ class VllmEngine:
     def publish(self, version: int) -> None:
         self._refuse_while_generating("publish")
         self.version = version
-        self._adapters = self._weights.write_adapters()
+        self._adapters = self._weights.write_adapters(Path(self._folder.name))
         if self._adapters is None:
             self._weights.write()
         self._carry_out(Publish(version, self._adapters is None, self._adapters))

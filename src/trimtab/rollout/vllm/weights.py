@@ -1,12 +1,14 @@
 """Weights on their way to an engine's process: one file in memory that both map, written by the trainer, read by the engine.
 
-The layout is fixed when the engine starts; publishing copies bytes and moves no pages. A head that is tied to the embedding is
+The file has no name, only the trainer's descriptor: when both processes are gone, however they ended, so is the memory. Its
+layout is fixed when the engine starts; publishing copies bytes and moves no pages. A head that is tied to the embedding is
 named by itself: vLLM's CPU kernels keep a packed copy of it, and would go on with the old one.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -18,8 +20,6 @@ from trimtab.rollout.vllm.messages import Weight
 from trimtab.rollout.vllm.reading import view
 
 ALIGNED = 256
-MEMORY = Path("/dev/shm")
-"""Files here are memory; elsewhere the system decides when to write them out."""
 
 
 def named_weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -48,12 +48,10 @@ class SharedWeights:
             entries.append(Weight(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), at))
         self.layout = tuple(entries)
         self.nbytes = max(1, offset)
-        self._folder = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        handle, self.path = tempfile.mkstemp(prefix="trimtab-weights-", dir=self._folder)
-        os.truncate(handle, self.nbytes)
-        os.close(handle)
+        self._file = os.memfd_create("trimtab-weights")
+        os.truncate(self._file, self.nbytes)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._bytes = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
-        self._adapters: tempfile.TemporaryDirectory[str] | None = None
 
     @torch.no_grad()
     def write(self) -> None:
@@ -62,17 +60,17 @@ class SharedWeights:
         for entry in self.layout:
             view(self._bytes, entry).copy_(state[entry.name])
 
-    def write_adapters(self) -> str | None:
-        """The trainer's current adapters in a folder of their own, where it has any; the one before is gone."""
+    def write_adapters(self, folder: Path) -> str | None:
+        """The trainer's current adapters in a new folder within this one, where it has any; the one before is gone."""
         if not has_adapters(self._policy.model):
             return None
-        if self._adapters is not None:
-            self._adapters.cleanup()
-        self._adapters = tempfile.TemporaryDirectory(prefix="trimtab-adapters-", dir=self._folder)
-        save_adapters(self._policy.model, Path(self._adapters.name))
-        return self._adapters.name
+        for earlier in folder.glob("adapters-*"):
+            shutil.rmtree(earlier)
+        target = Path(tempfile.mkdtemp(prefix="adapters-", dir=folder))
+        save_adapters(self._policy.model, target)
+        return str(target)
 
     def close(self) -> None:
-        Path(self.path).unlink(missing_ok=True)
-        if self._adapters is not None:
-            self._adapters.cleanup()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
