@@ -203,7 +203,10 @@ def test_a_process_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_nothing_is_left_after_close() -> None:
+def test_nothing_is_left_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do the trainer's variables reach what the engine depends on."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     before = set(psutil.Process().children(recursive=True))
     engine = make_engine("vllm", small_policy())
     assert collect(engine, ask(prompts(2)))

@@ -19,16 +19,9 @@ from trimtab.rollout.native.stops import LOOK_EVERY, StopStrings
 from trimtab.rollout.vllm.messages import Beat, Done, Generate, Publish, Ready, Setup
 from trimtab.rollout.vllm.reading import read_weights
 
-SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-"""One process is the engine and its worker: the trainer watches that one. Its second model runner knows no logits processors."""
-
-
+NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""One process is the engine and its worker: the trainer watches that one. The second model runner has no logits processors."""
+USUAL = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ROOMS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -42,7 +35,7 @@ class Core:
     """One vLLM engine."""
 
     def __init__(self, setup: Setup) -> None:
-        os.environ.update({key: value for key, value in SETTINGS.items() if key not in os.environ})
+        os.environ.update({key: value for key, value in USUAL.items() if key not in os.environ} | NEEDED)
         import vllm
 
         from trimtab.rollout.vllm.drawing import Drawing
@@ -68,6 +61,10 @@ class Core:
         }
         if setup.page_tokens is not None:
             arguments["block_size"] = setup.page_tokens
+        if setup.cuda:
+            arguments["gpu_memory_utilization"] = (
+                0.01  # of use where it has no size to go by; else it only refuses to start
+            )
         if setup.rank:
             arguments |= {
                 "enable_lora": True,

@@ -24,6 +24,8 @@ from trimtab.rollout.vllm.messages import Failed
 from trimtab.rollout.vllm.worker import KEY
 
 SLICE_S = 0.2
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The trainer's own: memory of expandable segments cannot be given up by vLLM."""
 LAST_LINES = 25
 STOP_S = 5.0
 
@@ -47,6 +49,9 @@ class EngineProcess:
         self._listener = Listener(address, "AF_UNIX", authkey=key)
         source = str(Path(trimtab.__file__).parent.parent)
         env = os.environ | variables | {KEY: key.hex()}
+        for name in ALLOCATORS:
+            if "expandable_segments" in env.get(name, ""):
+                del env[name]
         env["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
