@@ -13,6 +13,7 @@ end; a copy of it is kept after every call, where it can be pickled, so that it 
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 from collections.abc import Mapping
@@ -21,6 +22,19 @@ from typing import Any
 
 Message = dict[str, Any]
 Reply = str | list[Message]
+MEASURED = frozenset(
+    (
+        "turns_mean",
+        "turn_limit",
+        "tokens_mean",
+        "failed",
+        "seconds",
+        "wait_s",
+        "tool_error_share",
+        "tool_malformed_share",
+    )
+)
+"""Names under environment/ that Trimtab's own metrics have: a count of that name would take their place."""
 
 
 @dataclass
@@ -54,10 +68,14 @@ def checked_observation(returned: Any) -> Observation:
         raise Refused(
             f"step returned {_shown(returned)}; return text, a list of messages or a trimtab.Observation(reply, done=, reward=)"
         )
+    if not isinstance(returned.counts, Mapping):
+        raise Refused(f"step returned {_shown(returned.counts)} as counts; return names and numbers, {{name: number}}")
     counts = {}
     for name, value in returned.counts.items():
         if not isinstance(name, str) or not name or any(c.isspace() or c == "/" for c in name):
             raise Refused(f"step counted {name!r}; names of counts are text without spaces and slashes")
+        if name in MEASURED:
+            raise Refused(f"step counted {name!r}, which environment/{name} already is; give the count another name")
         counts[name] = _number(value, f"the count {name!r}")
     reward = None if returned.reward is None else _number(returned.reward, "a reward")
     return Observation(_reply(returned.reply, "step"), bool(returned.done), reward, counts)
@@ -77,9 +95,18 @@ def _reply(returned: Any, method: str) -> Reply:
             raise Refused(
                 f"{method} returned a message of the assistant: that is the model itself. Use user, tool or system"
             )
-    return [
-        {key: _text(value, method) if isinstance(value, str) else value for key, value in m.items()} for m in returned
-    ]
+    return [_plain(message, method) for message in returned]
+
+
+def _plain(message: Message, method: str) -> Message:
+    """A message whose entries are text, numbers and lists of them: it is rendered, sent on and written down as JSON."""
+    try:
+        made = json.loads(json.dumps(message, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Refused(
+            f"{method} returned the message {_shown(message)}, which cannot be written as JSON: {error}"
+        ) from error
+    return {key: _text(value, method) if isinstance(value, str) else value for key, value in made.items()}
 
 
 def _text(text: str, method: str) -> str:
