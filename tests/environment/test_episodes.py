@@ -215,6 +215,43 @@ def test_samples_that_read_the_same_share_a_request_and_later_turns_do_not() -> 
     assert {request.samples for request in engine.asked[1]} == {1}
 
 
+def test_what_cannot_be_written_down_costs_its_completion_alone() -> None:
+    def says(seed: int, text: str | None) -> Any:
+        reply = [{"role": "user", "content": "x"}] if seed % 2 else "x"
+        return Opened(None, b"") if text is None else Said(Observation(reply), b"")
+
+    made = Episodes(Script(), Desk(says, 2, True, True), ReplyEncoder(TOKENIZER, False)).generate(requests(4, 4, 50, 0))  # type: ignore[arg-type]
+    trajectories = [t for group in made for t in group.trajectories]
+    failed = [t for t in trajectories if t.failure is not None]
+    assert 0 < len(failed) < len(trajectories)
+    for t in failed:
+        assert (t.finish, t.failed_in) == ("failed", "environment")
+        assert "environment, step 1: the environment returned messages, but there is no chat template" in str(t.failure)
+
+
+def test_a_reply_far_beyond_the_limit_is_not_even_tokenised(monkeypatch) -> None:
+    def says(seed: int, text: str | None) -> Any:
+        huge = "x" * 10_000_000
+        if text is None:
+            return Opened(huge if seed % 4 == 0 else None, b"")
+        return Said(Observation(huge), b"")
+
+    replies = ReplyEncoder(TOKENIZER, False)
+    monkeypatch.setattr(replies, "_behind", None)
+    made = Episodes(Script(), Desk(says, 9, True, True), replies).generate(requests(4, 4, 50, 0))  # type: ignore[arg-type]
+    ends = {(t.finish, len(t.played.turns)) for group in made for t in group.trajectories if t.played is not None}
+    assert ends == {("length", 1), ("failed", 0)}
+
+
+def test_what_all_rounds_did_is_added_up() -> None:
+    one = RolloutStats(**dict.fromkeys(RolloutStats.__dataclass_fields__, 2))
+    both = RolloutStats()
+    both.add(one)
+    both.add(one)
+    largest = {"slots", "peak_pages", "total_pages"}
+    assert {name for name, value in vars(both).items() if value != 4} == largest
+
+
 def play(
     policy: Policy, workers: int, sampling: Sampling = SAMPLING, **engine: Any
 ) -> dict[tuple[int, int], Trajectory]:

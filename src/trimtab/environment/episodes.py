@@ -24,9 +24,11 @@ import torch
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
 from trimtab.environment.hosts import Answer, Hosts, Seat
+from trimtab.environment.observation import Observation
 from trimtab.environment.replies import ReplyEncoder
 from trimtab.environment.tools import END
 from trimtab.environment.wire import Opened
+from trimtab.errors import EnvError
 from trimtab.reward.wire import Failure
 from trimtab.rollout.engine import Request, RolloutStats, Sampler
 from trimtab.rollout.native.sampler import stream_key
@@ -67,6 +69,10 @@ class Episode:
         """For the environment's next call."""
         request = self.request
         return stream_key(request.seed, request.step, request.prompt.id, self.sample, -1 - self.turns) & SEEDS
+
+    def fail(self, why: str) -> None:
+        what = f"step {self.turns}" if self.turns else "reset"
+        self.failure, self.finish = f"environment, {what}: {why}", "failed"
 
     def add(self, tokens: list[int], own: bool) -> None:
         self.tokens += tokens
@@ -183,13 +189,21 @@ class Episodes:
         episode, result = answer.tag, answer.result
         episode.played.seconds += answer.seconds
         if isinstance(result, Failure):
-            what = f"step {episode.turns}" if episode.turns else "reset"
-            episode.failure, episode.finish = f"environment, {what}: {result}", "failed"
+            episode.fail(str(result))
             return
-        if isinstance(result, Opened):
-            self._open(episode, result)
-            return
-        seen, played = result.observation, episode.played
+        try:
+            if isinstance(result, Opened):
+                self._open(episode, result)
+            else:
+                self._go_on(episode, result.observation)
+        except (
+            EnvError
+        ) as error:  # it cannot be written down: messages without a template, or a template that refuses them
+            episode.fail(str(error))
+
+    def _go_on(self, episode: Episode, seen: Observation) -> None:
+        """What was said to one turn."""
+        played = episode.played
         played.earned += seen.reward or 0.0
         played.counts.update(seen.counts)
         if seen.done:
@@ -197,8 +211,11 @@ class Episodes:
         elif episode.turns == self._hosts.settings.max_turns:
             episode.finish = "turns"
         else:
-            tokens = self._replies.after(seen.reply, episode.tokens[-1])
-            if len(episode.tokens) + len(tokens) >= episode.limit:
+            left = episode.limit - len(episode.tokens)
+            tokens = (
+                None if self._replies.exceeds(seen.reply, left) else self._replies.after(seen.reply, episode.tokens[-1])
+            )
+            if tokens is None or len(tokens) >= left:
                 episode.finish = "length"
                 return
             episode.add(tokens, own=False)
@@ -208,13 +225,15 @@ class Episodes:
         """What the environment begins with becomes part of the prompt: it is read and not learned, and uses up tokens."""
         if not opened.opening:
             return
+        if self._replies.exceeds(opened.opening, episode.limit):
+            raise EnvError("what it returned leaves the model none of max_new_tokens")
         before = len(episode.prompt.tokens)
         tokens = self._replies.opened(episode.prompt.tokens, opened.opening)
+        if len(tokens) - before >= episode.limit:
+            raise EnvError(
+                f"what it returned has {len(tokens) - before} tokens and leaves the model none of max_new_tokens"
+            )
         episode.limit -= len(tokens) - before
-        if episode.limit < 1:
-            what = f"what it returned has {len(tokens) - before} tokens and leaves the model none of max_new_tokens"
-            episode.failure, episode.finish = f"environment, reset: {what}", "failed"
-            return
         episode.prompt = replace(episode.prompt, tokens=tokens)
         episode.played.turns += self._replies.turns(opened.opening)
 

@@ -37,6 +37,8 @@ class ReplyEncoder:
         self._pieces = Pieces(tokenizer)
         marks = {tokenizer.convert_tokens_to_ids(mark) for mark in (OPEN, END)} - {tokenizer.unk_token_id, None}
         self._left_out = (set(tokenizer.all_special_ids) | self._pieces.ends) - (marks if tools else set())
+        self._longest = max(map(len, tokenizer.get_vocab()))
+        """Characters of a token, at most."""
         if templated:
             self._try("tool" if tools else "user")
 
@@ -51,6 +53,11 @@ class ReplyEncoder:
         if not isinstance(reply, str):
             return reply
         return [{"role": "user" if self.templated else PLAIN, "content": reply}]
+
+    def exceeds(self, reply: Reply, tokens: int) -> bool:
+        """Whether a reply is longer than so many tokens can be. Tokenising takes time by length, and no deadline ends it."""
+        texts = [reply] if isinstance(reply, str) else [message["content"] for message in reply]
+        return sum(map(len, texts)) > tokens * self._longest
 
     def after(self, reply: Reply, last: int) -> list[int]:
         """The tokens of a reply behind a turn whose last token was `last`, up to where the model's next one begins."""

@@ -70,8 +70,8 @@ class RolloutStats:
         for name in ("slots", "peak_pages", "total_pages"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
         for name in (
-            "sequences", "generated_tokens", "prefill_tokens", "cached_prefix_tokens", "decode_steps", "parked", "graph_steps",
-            "prefill_s", "decode_s", "wait_s",
+            "sequences", "generated_tokens", "prefill_tokens", "cached_prefix_tokens", "decode_steps", "parked", "restarts",
+            "graph_steps", "prefill_s", "decode_s", "wait_s",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
