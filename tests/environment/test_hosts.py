@@ -190,6 +190,11 @@ def test_an_ended_conversation_is_closed_and_async_methods_are_awaited(hosts, tm
     host.reset("b", seat, 0, {"log": str(log)})
     all_answers(host)  # the one worker has come to this after the others
     assert log.read_text().splitlines() == ["closed"] * 3
+    failing = hosts("Opens", workers=1)
+    seat = failing.seat()
+    failing.reset("a", seat, 0, {"log": str(log)})
+    assert "raised ValueError: full" in str(all_answers(failing)["a"])
+    assert log.read_text().splitlines() == ["closed"] * 4
     other = hosts("Async")
     seat = other.seat()
     other.reset("a", seat, 0, {})

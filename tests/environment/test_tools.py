@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.environment.observation import checked_observation
 from trimtab.environment.tools import BUILTINS, ToolBox
 from trimtab.environment.wire import TOOL
 from trimtab.errors import EnvError
@@ -59,14 +60,17 @@ def test_without_a_template_the_answer_is_text() -> None:
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "arguments are not JSON", 1),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON", 1),
         ('<tool_call>{"name": "add"', "not JSON", 1),
-        (call("subtract", a=1), "there is no tool 'subtract'. There is: add", 0),
+        (call("subtract", a=1), "there is no tool 'subtract'. There is: add, refuse", 0),
         (call("add", c=1), "It takes: a, b", 0),
         (call("add"), "It takes: a, b", 0),
         (call("add", a="x"), "TypeError", 0),
+        (call("add", a=int("9" * 4300)), "ValueError: Exceeds the limit", 0),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "there is no tool", 0),
+        (call("refuse", text="\ud800"), "ValueError: not ?", 0),
     ],
 )
 def test_a_bad_call_is_told_to_the_model(text: str, error: str, malformed: int) -> None:
-    seen = box("worlds.py:add").step(text)
+    seen = checked_observation(box("worlds.py:add", "worlds.py:refuse").step(text))
     assert error in seen.reply[0]["content"]
     assert seen.reply[0]["content"].startswith("Error: ")
     assert not seen.done
@@ -80,6 +84,12 @@ def test_arguments_may_be_a_string_of_json_or_left_out() -> None:
         .reply[0]["content"]
         == "5"
     )
+
+
+def test_half_a_character_in_an_answer_is_a_question_mark() -> None:
+    """A model can name one in JSON: what it made the tool say costs no completion."""
+    seen = checked_observation(box("worlds.py:echo").step(call("echo", text="a\ud800b")))
+    assert seen.reply == [{"role": "tool", "name": "echo", "content": "a?b"}]
 
 
 @settings(max_examples=200, deadline=None)

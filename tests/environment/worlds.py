@@ -88,6 +88,14 @@ class Closes(Echo):
             file.write("closed\n")
 
 
+class Opens(Closes):
+    """Fails when it has opened something already."""
+
+    def reset(self, log: str, **columns: Any) -> None:
+        self.log = log
+        raise ValueError("full")
+
+
 class Async(Echo):
     async def step(self, text: str) -> trimtab.Observation:  # type: ignore[override]
         return super().step(text)
@@ -118,6 +126,26 @@ def add(a: int, b: int = 1) -> int:
         b: The second.
     """
     return a + b
+
+
+def echo(text: str) -> str:
+    """
+    Says it again.
+
+    Args:
+        text: What to say.
+    """
+    return text
+
+
+def refuse(text: str) -> str:
+    """
+    Says no.
+
+    Args:
+        text: What not to do.
+    """
+    raise ValueError(f"not {text}")
 
 
 def undocumented(a: int) -> int:

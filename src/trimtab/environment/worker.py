@@ -100,8 +100,7 @@ class House:
         try:
             said = checked_observation(finished(instance.step(call.text)))
         except BaseException:
-            with contextlib.suppress(Exception):
-                self._close(call.key)
+            self._drop(call.key)
             raise
         return Said(said, None if said.done else self._freeze(instance))
 
@@ -110,14 +109,23 @@ class House:
         if hasattr(instance, "close"):
             finished(instance.close())
 
+    def _drop(self, key: int) -> None:
+        """A conversation that failed: the failure is told, not how its end went."""
+        with contextlib.suppress(Exception):
+            self._close(key)
+
     def _reset(self, call: Reset) -> Opened:
         seed_all(call.seed)
         instance = self._make(**self._args)
         offered = {"seed": call.seed, **call.columns}
         if self._takes is not None:
             offered = {name: value for name, value in offered.items() if name in self._takes}
-        opening = checked_opening(finished(instance.reset(**offered)))
         self._here[call.key] = instance
+        try:
+            opening = checked_opening(finished(instance.reset(**offered)))
+        except BaseException:
+            self._drop(call.key)
+            raise
         return Opened(opening, self._freeze(instance))
 
     def _freeze(self, instance: Any) -> bytes | None:
