@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,27 @@ def test_kl_is_zero_at_first_and_the_adaptive_controller_moves(model_folder, tmp
         0.08
     )  # far below the target: lowered by the most allowed, a fifth
     assert metrics[3]["policy/kl_coef"] > metrics[1]["policy/kl_coef"]
+
+
+def one_flat_group_and_one_failure(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    if answer[0] == "3":
+        return [0.0] * len(completions)
+    values = [float(place) for place in range(len(completions))]
+    return [math.nan, *values[1:]] if answer[0] == "4" else values
+
+
+def test_failures_are_a_share_of_the_step_and_not_of_a_refill(model_folder, tmp_path) -> None:
+    """One of the four samples that replace a group fails: one of the step's twenty, which is allowed."""
+    learn = {"steps": 1, "algorithm": "dapo"}
+    data = {"train": ROWS[:5], "shuffle": False}
+    summary = trimtab.train(
+        model=str(model_folder), data=data, reward=one_flat_group_and_one_failure,
+        learn={"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8, **learn},
+        observe={"dir": str(tmp_path / "run"), "tensorboard": False},
+    )  # fmt: skip
+    (row,) = [row for row in read_metrics(Path(summary["run_dir"])) if row["step"] == 1]
+    assert (row["rollout/refills"], row["run/samples"], row["reward/failed"]) == (1, 20, 1)
+    assert row["run/samples_trained"] + row["run/dropped_no_signal"] + row["run/dropped_reward_failed"] == 20
 
 
 def test_a_non_finite_step_changes_nothing_and_is_counted(model_folder, tmp_path, monkeypatch) -> None:

@@ -80,7 +80,7 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
         tokens += run.sampler.stats.generated_tokens
         judged.append(run.scorer.stats.judges)
         groups += new
-        check_failures(new, run.config.observe.max_failed_rewards)
+        check_failures(groups, run.config.observe.max_failed_rewards)
         kept += split_signal(usable(new)[0], learn, _parts(run))[0] if learn.dynamic_sampling.enabled else new
         if len(kept) >= learn.prompts_per_step or refills == learn.dynamic_sampling.max_refills:
             break
