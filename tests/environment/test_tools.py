@@ -110,6 +110,8 @@ BOX = box("worlds.py:add")
         (["worlds.py:addd"], "there is no 'addd' in it"),
         (["worlds.py:undocumented"], "cannot be shown to the model"),
         (["worlds.py:untyped"], "cannot be shown to the model"),
+        (["worlds.py:spread"], "the model cannot give 'numbers' by name"),
+        (["worlds.py:unbound"], "the model cannot give 'self' by name"),
         (["worlds.py:Echo"], "is a class. Name a function, or make the class the environment"),
         (["worlds.py:add", "worlds.py:add"], "two functions are called 'add'"),
         (["nowhere.py:add"], "there is no file"),

@@ -148,6 +148,30 @@ def refuse(text: str) -> str:
     raise ValueError(f"not {text}")
 
 
+def spread(*numbers: int) -> int:
+    """
+    Adds.
+
+    Args:
+        numbers: What to add.
+    """
+    return sum(numbers)
+
+
+class Desk:
+    def ring(self, times: int) -> str:
+        """
+        Rings.
+
+        Args:
+            times: How often.
+        """
+        return "ring " * times
+
+
+unbound = Desk.ring
+
+
 def undocumented(a: int) -> int:
     return a
 

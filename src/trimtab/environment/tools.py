@@ -153,9 +153,23 @@ def _load(source: Source) -> Tool:
             f"tool {source} is a class. Name a function, or make the class the environment: environment.fn: {source}"
         )
     try:
-        return Tool(call, get_json_schema(call))
+        tool = Tool(call, get_json_schema(call))
     except Exception as error:  # transformers says in several ways what a docstring or a signature lacks
         raise EnvError(
             f"tool {source} cannot be shown to the model: {error}. Give every parameter a type, and write a docstring that "
             "says what the function does and, under `Args:`, what each parameter is"
         ) from error
+    _refuse_uncallable(tool, source)
+    return tool
+
+
+def _refuse_uncallable(tool: Tool, source: Source) -> None:
+    """The model gives arguments by the names that it is shown. A function that cannot take them so would refuse every call."""
+    shown = tool.schema["function"]["parameters"]["properties"]
+    for parameter in inspect.signature(tool.call).parameters.values():
+        by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if not by_name or (parameter.default is parameter.empty and parameter.name not in shown):
+            raise EnvError(
+                f"tool {source}: the model cannot give {parameter.name!r} by name. Write parameters that have "
+                "names, without *, ** and /, and no self: of a class name a function, or make the class the environment"
+            )
