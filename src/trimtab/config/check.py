@@ -14,7 +14,7 @@ from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
 from trimtab.config.contradiction import Contradiction, changed, clash, reward_name
 from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
-from trimtab.config.objectives import judges, normalized, tasks
+from trimtab.config.objectives import judges, normalized, reward_models, tasks
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config, Eval
 from trimtab.config.sft import SftConfig, SftData
@@ -430,6 +430,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _reward,
     normalized,
     judges,
+    reward_models,
     tasks,
     conversation,
     _eval,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from trimtab.config.base import Section
 from trimtab.config.schema import RewardPart
 
+REWARD_MODEL = "model:"
+
 
 @dataclass(frozen=True)
 class Contradiction:
@@ -32,4 +34,4 @@ def changed(section: Section, *names: str) -> list[str]:
 
 def reward_name(part: RewardPart) -> str:
     """What a reward part is called in metrics and in eval.part."""
-    return part.name or part.fn.rsplit(":", 1)[-1]
+    return part.name or ("reward_model" if part.fn.startswith(REWARD_MODEL) else part.fn.rsplit(":", 1)[-1])

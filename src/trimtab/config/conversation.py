@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trimtab.config.contradiction import Contradiction, clash
+from trimtab.config.contradiction import Contradiction, changed, clash
 from trimtab.config.learn import Learn
 from trimtab.config.schema import Config
 
@@ -48,5 +48,6 @@ def conversation(config: Config, learn: Learn) -> Iterator[Contradiction]:
             "Write another reward, such as number_match",
         )
     for place in asked:
-        if config.reward[place].args:
-            yield clash(f"reward.{place}.args", "has no effect: the environment gives the value", "Leave it out")
+        for name in changed(config.reward[place], "args", "timeout_s"):
+            instead = "Write environment.timeout_s" if name == "timeout_s" else "Leave it out"
+            yield clash(f"reward.{place}.{name}", "has no effect: the environment gives the value", instead)

@@ -1,10 +1,10 @@
-"""Contradictions about what is learned from: parts that are normalised, judges, tasks. Called by config/check.py."""
+"""Contradictions about what is learned from: parts that are normalised, judges, reward models, tasks. Called by config/check.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trimtab.config.contradiction import Contradiction, clash
+from trimtab.config.contradiction import REWARD_MODEL, Contradiction, changed, clash
 from trimtab.config.learn import Learn
 from trimtab.config.schema import Config
 
@@ -49,6 +49,16 @@ def judges(config: Config, learn: Learn) -> Iterator[Contradiction]:
                 f"reward.{place}.args.timeout_s reward.{place}.timeout_s",
                 f"is {limit:g} s for one request, but all tries for a completion have {part.timeout_s:g} s together",
                 f"Write reward.{place}.timeout_s: {4 * limit:g}, or a shorter args.timeout_s",
+            )
+
+
+def reward_models(config: Config, learn: Learn) -> Iterator[Contradiction]:
+    for place, part in enumerate(config.reward):
+        for name in changed(part, "args", "timeout_s") if part.fn.startswith(REWARD_MODEL) else []:
+            yield clash(
+                f"reward.{place}.{name} reward.{place}.fn",
+                "has no effect: a reward model is run by the trainer itself, and takes no arguments",
+                "Leave it out",
             )
 
 

@@ -576,6 +576,7 @@ def test_a_reward_model_is_a_part_of_the_reward() -> None:
     assert keys(openrlhf("--reward_pretrain", "org/rm"))["reward.0.fn"] == "model:org/rm"
     two = keys(openrlhf("--reward.model_name_or_path", "a/one, b/two"))
     assert (two["reward.0.fn"], two["reward.1.fn"]) == ("model:a/one", "model:b/two")
+    assert "reward.0.name" not in two and two["reward.1.name"] == "reward_model_1"
     asked = openrlhf("--reward_pretrain", "org/rm", "--reward.remote_url", "mine.py")
     assert keys(asked)["reward.0.fn"] == "mine.py:reward_func" and row(asked, "--reward_pretrain")["outcome"] == "dead"
     on = convert("verl", words=("reward_model.enable=true", "reward_model.model.path=org/rm"))
@@ -590,4 +591,5 @@ def test_a_reward_model_is_a_part_of_the_reward() -> None:
         trl("--reward_model_name_or_path", "org/rm", "--reward_funcs", "a.b", "x/y", "--reward_weights", "1", "2", "3")
     )
     assert [weighed[f"reward.{n}.fn"] for n in range(3)] == ["model:org/rm", "a:b", "model:x/y"]
+    assert weighed["reward.2.name"] == "reward_model_2"
     assert [weighed[f"reward.{n}.weight"] for n in range(3)] == [1.0, 2.0, 3.0]

@@ -167,8 +167,15 @@ def reward_model(sheet: Sheet, name: str) -> None:
     """A reward model's path becomes a part of the reward, after those that are there."""
     said = sheet.read(name, text)
     for path in [part.strip() for part in (said or "").split(",") if part.strip()]:
-        place = sum(key.startswith("reward.") and key.endswith(".fn") for key in sheet.keys)
-        sheet.put(f"reward.{place}.fn", f"model:{path}", name)
+        scored_by(sheet, path, name)
+
+
+def scored_by(sheet: Sheet, path: str, name: str) -> None:
+    """The next part of the reward is this model's score. Metrics call the first one reward_model; others get a name."""
+    parts = [put.value for key, put in sheet.keys.items() if key.startswith("reward.") and key.endswith(".fn")]
+    sheet.put(f"reward.{len(parts)}.fn", f"model:{path}", name)
+    if any(str(part).startswith("model:") for part in parts):
+        sheet.put(f"reward.{len(parts)}.name", f"reward_model_{len(parts)}", name)
 
 
 def adapters(sheet: Sheet, rank: str, alpha: str, targets: str, dropout: str = "") -> None:

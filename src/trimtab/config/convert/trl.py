@@ -11,6 +11,7 @@ from trimtab.config.convert.common import (
     optimizer,
     processes,
     reward_model,
+    scored_by,
     schedule,
     steps_from_epochs,
 )
@@ -269,7 +270,7 @@ def _rewards(sheet: Sheet) -> None:
     if any(key.startswith("reward.") for key in sheet.keys):  # PPO's, which has no functions
         return
     reward_model(sheet, "reward_model_name_or_path")
-    first = sum(key.startswith("reward.") for key in sheet.keys)
+    first = sum(key.startswith("reward.") and key.endswith(".fn") for key in sheet.keys)
     functions = sheet.read("reward_funcs", texts, [])
     weights = sheet.read(
         "reward_weights", lambda value: [real(x) for x in (value if isinstance(value, list) else [value])], []
@@ -278,8 +279,9 @@ def _rewards(sheet: Sheet) -> None:
     for place, name in enumerate(functions, first):
         part = REWARDS.get(name)
         if part is None and "/" in name:
-            part = {"fn": f"model:{name}"}
-        elif part is None:
+            scored_by(sheet, name, "reward_funcs")
+            continue
+        if part is None:
             module, _, function = name.strip("'\"").rpartition(".")
             part = {"fn": f"{module}:{function}" if module else f"rewards.py:{function}"}
             moved += [] if module else [function]
