@@ -245,6 +245,11 @@ def _environment(environment: Environment) -> tuple[dict[str, Any], dict[str, Ca
         section = {"tools": environment}
     else:
         section = {"fn": environment}
+    if "fn" in section and not (section["fn"] is None or isinstance(section["fn"], str) or callable(section["fn"])):
+        what = f"got an object of the class {type(section['fn']).__name__}; every completion has one of its own"
+        raise ConfigError(
+            [Problem("environment", what, "Give the class itself, and its arguments as environment.args.")]
+        )
     objects: dict[str, Callable[..., Any]] = {}
 
     def named(entry: Any) -> Any:

@@ -33,6 +33,18 @@ def plan(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def test_a_reward_model_is_looked_for_in_the_configs_folder_as_training_does(config: Path) -> None:
+    shape = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 512,
+    }  # fmt: skip
+    (config.parent / "rm").mkdir()
+    (config.parent / "rm" / "config.json").write_text(json.dumps(shape))
+    code, out, shown = plan(config, "reward=[{fn: 'model:rm'}]", "--device", "h200", "--json")
+    assert code == 0, shown
+    assert json.loads(out.splitlines()[-1])["fits"]
+
+
 def test_it_answers_as_the_design_says(config: Path) -> None:
     code, out, shown = plan(config, "--device", "h200", "--json")
     found = json.loads(out.splitlines()[-1])

@@ -73,3 +73,10 @@ def test_whole_numbers_are_exact(a: int, b: int, sign: str) -> None:
 def test_any_text_is_answered_or_refused(expression: str) -> None:
     with contextlib.suppress(ValueError, TypeError, ArithmeticError):
         assert isinstance(calculator(expression), str)
+
+
+def test_python_says_nothing_of_what_a_model_writes(recwarn: pytest.WarningsRecorder) -> None:
+    for expression in ("12if 3 else 4", "1 is 1", "0x1for 2"):
+        with pytest.raises(ValueError, match="arithmetic"):
+            calculator(expression)
+    assert not recwarn.list

@@ -272,5 +272,13 @@ def test_from_python_an_environment_is_a_class_a_path_a_list_of_tools_or_a_secti
     assert _environment({"fn": Echo, "max_turns": 2}) == ({"fn": "object:Echo", "max_turns": 2}, {"Echo": Echo})
 
 
+def test_an_object_in_the_place_of_its_class_is_told() -> None:
+    from trimtab.api import _environment
+
+    for given in (Echo(), {"fn": Echo()}):
+        with pytest.raises(ConfigError, match=r"got an object of the class Echo; .* Give the class itself"):
+            _environment(given)  # type: ignore[arg-type]
+
+
 def test_errors_are_for_users() -> None:
     assert issubclass(EnvError, TrimtabError)

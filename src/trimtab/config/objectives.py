@@ -1,4 +1,4 @@
-"""Contradictions about what is learned from: parts that are normalised, judges, reward models, tasks. Called by config/check.py."""
+"""Contradictions about what is learned from: normalised parts, judges, reward models, tasks. Called by config/check.py."""
 
 from __future__ import annotations
 

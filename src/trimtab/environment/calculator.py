@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import warnings
 from collections.abc import Callable
 
 LONGEST, DIGITS = 500, 1000
@@ -29,7 +30,8 @@ def calculator(expression: str) -> str:
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters; {LONGEST} are allowed")
     try:
-        tree = ast.parse(expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/"), mode="eval")
+        with warnings.catch_warnings(action="ignore"):  # of Python about what a model wrote, such as 12if
+            tree = ast.parse(expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression!r} is not an arithmetic expression") from error
     return shown(evaluate(tree.body))

@@ -20,7 +20,7 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import refuse, refuse_small_kv, widest
 from trimtab.plan.report import as_dict, offers
-from trimtab.plan.source import EXAMPLE, PROMPT, job_of, lengths_of, offline_job_of
+from trimtab.plan.source import EXAMPLE, MODEL, PROMPT, job_of, lengths_of, offline_job_of
 
 HOST = 256 * GIB
 """Of a machine that is not here and of which nothing else is said."""
@@ -77,7 +77,7 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
                 f"Examples are taken to have up to {EXAMPLE:,} tokens: say learn.max_tokens, or train, which looks."
             )
     else:
-        job = job_of(config, machine.cpu, machine.device.tiled_head)
+        job = job_of(_found_models(config, file.absolute().parent), machine.cpu, machine.device.tiled_head)
         if config.data.max_prompt_tokens is None:
             notes.append(
                 f"Prompts are taken to have {PROMPT} tokens: say data.max_prompt_tokens, or train, which looks."
@@ -97,6 +97,16 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
             plan, profile = fuller, filled
             notes.append("It fits only with more of the memory than run.profile allows; train takes it then.")
     return Look(plan, config, profile, notes)
+
+
+def _found_models(config: Config, folder: Path) -> Config:
+    """Reward models where training looks for them: in the config's folder first."""
+    parts = []
+    for part in config.reward:
+        here = folder / Path(part.fn.removeprefix(MODEL)).expanduser()
+        found = part.fn.startswith(MODEL) and here.is_dir()
+        parts.append(part.model_copy(update={"fn": f"{MODEL}{here}"}) if found else part)
+    return config.model_copy(update={"reward": parts})
 
 
 def _profile(name: str) -> str:

@@ -11,8 +11,8 @@ from trimtab.config.convert.common import (
     optimizer,
     processes,
     reward_model,
-    scored_by,
     schedule,
+    scored_by,
     steps_from_epochs,
 )
 from trimtab.config.convert.rules import one_of, real, text, texts, whole, yes
