@@ -175,6 +175,8 @@ def test_a_tail_is_told_from_plain_decoding_and_from_slots_that_nothing_could_fi
     SICK["rollout_share"](rows)
     assert found(record(rows))["rollout_share"].cause == BY_ID["rollout_share"].cause
     put("rollout/batch_occupancy", 0.2)(rows)
+    assert found(record(rows))["rollout_share"].cause.startswith("turns: each round")
+    put("environment/turns_mean", 1.0)(rows)
     assert found(record(rows))["rollout_share"].cause.startswith("a tail")
     wide = changed(run={"rollout": {"max_sequences": 2048}})
     assert found(record(rows, wide))["rollout_share"].cause == BY_ID["rollout_share"].cause

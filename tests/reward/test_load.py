@@ -46,7 +46,7 @@ WRONG = {
     "needs.py:score": r"(?s)needs.py\", line 1.*No module named 'no_such_library'",
     "shapes.py:not_callable": r"is int, not a function",
     "shapes.py:one": r"completions cannot be passed by name",
-    "object:missing": r"no function object 'missing' was passed",
+    "object:missing": r"made from Python with a function object 'missing'.*Name a file, or pass the object",
 }
 
 

@@ -96,6 +96,11 @@ def _locate_given(name: str, objects: Mapping[str, Callable[..., Any]], naming: 
     import cloudpickle
 
     if name not in objects:
+        if not objects:
+            raise naming.error(
+                f"{naming.key}: this config was made from Python with a {naming.form} object {name!r} that it cannot hold. "
+                "Name a file, or pass the object."
+            )
         raise naming.error(f"{naming.key}: no {naming.form} object {name!r} was passed. {nearest(name, objects)}")
     if not callable(objects[name]):
         raise naming.error(f"{naming.what} {name!r} is {type(objects[name]).__name__}, not a {naming.form}")

@@ -43,6 +43,8 @@ def rollout_share(record: Record) -> Sick | None:
     if used is not None and used < 0.5:
         mean = record.now("response/length_mean")
         seen += f"; slots {percent(used)} full, mean {count(mean)} and longest {count(longest)} tokens"
+        if (record.now("environment/turns_mean") or 0) > 1:
+            return Sick("warn", seen, "turns: each round of a conversation waits for the last answer of the one before")
         return Sick("warn", seen, "a tail: most of the time a few long responses decode alone")
     if total(record, "rollout/parked"):
         return Sick("warn", seen, "KV memory is short: see the rule kv_short")
