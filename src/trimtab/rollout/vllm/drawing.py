@@ -58,26 +58,16 @@ class Drawing(LogitsProcessor):
                 self._rows[one] = second
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        rows = [self._rows.get(row) for row in range(logits.shape[0])]
-        mine = [row for row, held in enumerate(rows) if held is not None and "id" in held[0]]
+        held = [(row, *self._rows[row]) for row in range(logits.shape[0]) if row in self._rows]
+        mine = [(asked["key"], self._slots[asked["id"]], len(made), row) for row, asked, made in held if "id" in asked]
         if not mine:
             return logits  # a rehearsal of vLLM's own
-        asked = [rows[row] for row in mine]
-        positions = [len(made) for _, made in asked]  # type: ignore[misc]
-        facts = torch.tensor(
-            [
-                [facts["key"] for facts, _ in asked],  # type: ignore[misc]
-                [self._slots[facts["id"]] for facts, _ in asked],  # type: ignore[misc]
-                positions,
-                mine,
-            ]
-        ).to(logits.device, non_blocking=True)
-        temperature = self.sampling.temperature
-        scores = logits[facts[3]].float() / (temperature or 1.0)
-        tokens, logprobs = sample(scores, self.sampling, facts[0], facts[2])
-        self._logprobs[facts[1], facts[2]] = logprobs
-        logits[facts[3]] = float("-inf")
-        logits[facts[3], tokens] = 0.0
+        key_B, slot_B, position_B, row_B = torch.tensor(mine).t().to(logits.device, non_blocking=True)
+        scores_BV = logits[row_B].float() / (self.sampling.temperature or 1.0)
+        tokens_B, logprobs_B = sample(scores_BV, self.sampling, key_B, position_B)
+        self._logprobs[slot_B, position_B] = logprobs_B
+        logits[row_B] = float("-inf")
+        logits[row_B, tokens_B] = 0.0
         return logits
 
     def take(self, ids: list[int], counts: list[int]) -> list[torch.Tensor]:

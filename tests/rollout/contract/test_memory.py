@@ -1,0 +1,23 @@
+"""A cache that holds only some of the sequences: what is preempted and computed again is what it would have been."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rollout.contract.engines import NO_VLLM, make_engine, small_policy, vllm_python
+from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
+
+BLOCK = 32 * 3 * 2 * 32 * 4
+"""Bytes of 32 tokens of the small model: keys and values of three layers, 32 numbers each, in float32."""
+
+
+@pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
+def test_preempted_sequences_are_those_that_were_not() -> None:
+    policy = small_policy()
+    engine, native = make_engine("vllm", policy, kv_bytes=9 * BLOCK), make_engine("native", policy)
+    requests = ask(prompts(6, shared=20), samples=4, new=70)
+    found, wanted = collect(engine, requests), collect(native, requests)
+    assert tokens(found) == tokens(wanted)
+    assert sum(len(t.tokens) + len(t.prompt.tokens) for t in flat(found)) > 5 * 9 * 32, "more than fits at a time"
+    assert engine.stats.kv_usage > 0.7
+    engine.close()
