@@ -17,7 +17,11 @@ def message(**more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "hi", **more}]
 
 
-@pytest.mark.parametrize("value", [datetime(2026, 1, 1), float("nan"), threading.Lock(), object(), {1, 2}], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [datetime(2026, 1, 1), float("nan"), threading.Lock(), object(), {1, 2}],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_message_that_cannot_be_written_as_json_is_refused(value: Any) -> None:
     for check in (checked_opening, checked_observation):
         with pytest.raises(Refused, match="cannot be written as JSON"):
