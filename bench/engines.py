@@ -29,7 +29,7 @@ from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine, Request
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.vllm.engine import VllmEngine
-from trimtab.rollout.vllm.find import find_vllm
+from trimtab.rollout.vllm.find import interpreter
 
 RESULTS = Path(__file__).parent / "results"
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
@@ -61,7 +61,7 @@ def make_engine(kind: str, policy: Policy, sequences: int, python: str | None) -
     }
     if kind == "native":
         return NativeEngine(policy, None, [], page_tokens=64, **settings)
-    where = {"python": find_vllm(python), "page_tokens": 16 if cuda else 128, "eager": not cuda}
+    where = {"python": interpreter(python), "page_tokens": 16 if cuda else 128, "eager": not cuda}
     return VllmEngine(policy, None, [], longest=128 + NEW, **where, **settings)
 
 

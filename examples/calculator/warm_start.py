@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AddedToken, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.data.tasks import TASKS
+from trimtab.demo import build_model
 from trimtab.environment.tools import END, OPEN, as_text
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
@@ -59,25 +60,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
     return tokenizer
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
 
 
 def transcript(tokenizer: Any, row: dict[str, Any], with_tool: bool) -> Sample:
@@ -114,7 +96,7 @@ def warm_start(policy: Policy, tokenizer: Any, phases: Phases = PHASES, seed: in
 def make(folder: Path, phases: Phases = PHASES, seed: int = 0) -> list[float]:
     """The model, as a Hugging Face folder."""
     tokenizer = build_tokenizer()
-    policy = Policy(build_model(tokenizer, seed))
+    policy = Policy(build_model(tokenizer, seed, context=128))
     losses = warm_start(policy, tokenizer, phases, seed)
     save_model(policy.model, tokenizer, folder)
     return losses

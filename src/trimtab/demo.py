@@ -70,7 +70,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, context: int = 64) -> LlamaForCausalLM:
     """About a million parameters, random."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
@@ -81,7 +81,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=4,
-            max_position_embeddings=64,
+            max_position_embeddings=context,
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,

@@ -59,7 +59,7 @@ from trimtab.recovery import open_critic_guard, open_guard
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine, Sampler
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.rollout.vllm.find import find_vllm
+from trimtab.rollout.vllm.find import interpreter, refuse_without_vllm
 from trimtab.update.critic import Critic, restore_critic
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
@@ -156,8 +156,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     device = pick_device(config.run)
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
-    if config.run.engine == "vllm":
-        find_vllm(config.run.rollout.python)
+    refuse_without_vllm(config.run)
     refuse_missing_wandb(config.observe)
     refuse_kernels(config.run, config.model, device)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
@@ -273,8 +272,7 @@ def open_evaluation(
     if config.data.eval is None and inputs.eval_rows is None:
         raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
     device = pick_device(config.run)
-    if config.run.engine == "vllm":
-        find_vllm(config.run.rollout.python)
+    refuse_without_vllm(config.run)
     console = stack.enter_context(Console(1, file=console_file))
     limit = prompt_limit(config)
     tokenizer = load_tokenizer(config.model)
@@ -307,34 +305,23 @@ def open_evaluation(
 def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) -> Engine:
     """The rollout engine of a config whose `run` is resolved, for sequences of so many tokens."""
     rollout = config.run.rollout
-    if config.run.engine == "vllm":
-        from trimtab.rollout.vllm.engine import VllmEngine
+    settings: dict[str, Any] = {
+        "policy": policy,
+        "tokenizer": tokenizer,
+        "stop_token_ids": stop_token_ids(policy.model, tokenizer),
+        "kv_bytes": known(rollout.kv_memory),
+        "page_tokens": known(rollout.page_tokens),
+        "max_sequences": known(rollout.max_sequences),
+        "prefill_tokens": known(rollout.prefill_tokens),
+        "prefix_cache": rollout.prefix_cache,
+        "lend_memory": bool(known(rollout.lend_memory)),
+    }
+    if config.run.engine == "native":
+        return NativeEngine(**settings)
+    from trimtab.rollout.vllm.engine import VllmEngine
 
-        return VllmEngine(
-            policy,
-            tokenizer,
-            stop_token_ids(policy.model, tokenizer),
-            kv_bytes=known(rollout.kv_memory),
-            page_tokens=known(rollout.page_tokens),
-            max_sequences=known(rollout.max_sequences),
-            prefill_tokens=known(rollout.prefill_tokens),
-            longest=longest,
-            prefix_cache=rollout.prefix_cache,
-            lend_memory=bool(known(rollout.lend_memory)),
-            eager=policy.device.type == "cpu" if rollout.eager is None else rollout.eager,
-            python=find_vllm(rollout.python),
-        )
-    return NativeEngine(
-        policy,
-        tokenizer,
-        stop_token_ids(policy.model, tokenizer),
-        kv_bytes=known(rollout.kv_memory),
-        page_tokens=known(rollout.page_tokens),
-        max_sequences=known(rollout.max_sequences),
-        prefill_tokens=known(rollout.prefill_tokens),
-        prefix_cache=rollout.prefix_cache,
-        lend_memory=bool(known(rollout.lend_memory)),
-    )
+    eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
+    return VllmEngine(**settings, longest=longest, eager=eager, python=interpreter(rollout.python))
 
 
 def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, AnyPolicy | None]:

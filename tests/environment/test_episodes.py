@@ -25,7 +25,7 @@ from trimtab.model.policy import Policy
 from trimtab.reward.wire import Failure
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.rollout.native.sampler import stream_key, uniforms
+from trimtab.rollout.sampler import stream_key, uniforms
 from trimtab.rollout.trajectory import Group, Trajectory
 
 HERE = Path(__file__).parent

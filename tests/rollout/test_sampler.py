@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.native.sampler import keep, sample, stream_key, uniforms
+from trimtab.rollout.sampler import keep, sample, stream_key, uniforms
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -4.0]])
 

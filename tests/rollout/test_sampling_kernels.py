@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.native.sampler import keep, sample, stream_key, uniforms
+from trimtab.rollout.sampler import keep, sample, stream_key, uniforms
 
 pytest.importorskip("triton", reason="the sampling kernels are written in Triton, which is not installed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.rollout.native.scheduler import PromptGroup, Sequence
-from trimtab.rollout.native.stops import StopStrings
+from trimtab.rollout.stops import StopStrings
 
 
 def sequence() -> Sequence:

@@ -31,8 +31,8 @@ from trimtab.environment.wire import Opened
 from trimtab.errors import EnvError
 from trimtab.reward.wire import Failure
 from trimtab.rollout.engine import Request, RolloutStats, Sampler
-from trimtab.rollout.native.sampler import stream_key
-from trimtab.rollout.native.stops import decode_all
+from trimtab.rollout.sampler import stream_key
+from trimtab.rollout.stops import decode_all
 from trimtab.rollout.trajectory import Finish, Group, Played, Trajectory
 
 SEEDS = (1 << 63) - 1

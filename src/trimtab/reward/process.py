@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from trimtab.processes import how_it_ended, kill_all
 from trimtab.reward.wire import Failure, receive, send
 
 SLICE_S = 0.1
@@ -96,16 +97,7 @@ class Worker:
         """End the process and all that it started, in its process group or out of it."""
         if self._process.returncode is not None:
             return
-        descendants: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):
-            descendants = self._life.children(recursive=True)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for process in descendants:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
+        kill_all(self._process)
         self._channel.close()
         self._trace.close()
 
@@ -133,10 +125,7 @@ class Worker:
         code = self._process.returncode
         if not ended or code is None:
             return "it closed its channel"
-        if code >= 0:
-            return f"exit status {code}"
-        hint = " (is the machine out of memory?)" if -code == signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-code).name}{hint}"
+        return how_it_ended(code)
 
 
 def _environment() -> dict[str, str]:

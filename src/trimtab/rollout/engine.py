@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
 from trimtab.errors import EngineError
-from trimtab.rollout.trajectory import Group
+from trimtab.rollout.stops import decode_all
+from trimtab.rollout.trajectory import Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -162,3 +163,13 @@ def check_requests(requests: Sequence[Request], context_tokens: int) -> Sampling
                 f"{max(request.limits)} that exceeds the model's context of {context_tokens}"
             )
     return requests[0].sampling
+
+
+def whole_group(request: Request, trajectories: list[Trajectory], index: int, tokenizer: Any) -> Group:
+    """All samples of a request in order, with their texts where there is a tokenizer."""
+    trajectories.sort(key=lambda t: t.sample)
+    if tokenizer is not None:
+        texts = decode_all(tokenizer, [t.tokens.tolist() for t in trajectories])
+        for trajectory, text in zip(trajectories, texts):
+            trajectory.text = text
+    return Group(request.prompt, trajectories, index)

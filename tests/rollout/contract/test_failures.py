@@ -72,9 +72,9 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: 
     python.write_text(BROKEN)
     python.chmod(0o755)
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(EngineError, match=r"exit code 3(.|\n)*a library is missing"):
+    with pytest.raises(EngineError, match=r"exit status 3(.|\n)*a library is missing"):
         VllmEngine(
-            small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, longest=64,
+            small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, page_tokens=32, longest=64,
             python=str(python),
         )  # fmt: skip
     assert not set(psutil.Process().children(recursive=True)) - before
@@ -84,7 +84,6 @@ ALONE = """
 import sys, time
 from trimtab.rollout.vllm.process import EngineProcess
 process = EngineProcess(sys.executable, {})
-process.connect(120.0)
 print(process.pid, flush=True)
 time.sleep(600)
 """
@@ -98,6 +97,18 @@ def test_an_engine_ends_with_its_trainer_however_that_ends() -> None:
     trainer.wait()
     child.wait(30.0)
     assert not child.is_running()
+
+
+def test_an_engine_finds_this_package_and_nothing_that_is_installed_beside_it(tmp_path: Path) -> None:
+    """Where the package is installed, all of the trainer's libraries lie in the same folder."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nls "${PYTHONPATH%%:*}"\n')
+    python.chmod(0o755)
+    process = EngineProcess(str(python), {})
+    with pytest.raises(EngineLost, match="exit status 0"):
+        process.receive(60.0)
+    assert process.last_lines() == "trimtab"
+    process.close()
 
 
 def test_weights_go_through_memory_that_has_no_name() -> None:
@@ -121,9 +132,6 @@ class Scripted:
     def __init__(self, script: list[object]) -> None:
         self.script, self.sent = script, []
         self.pid = 0
-
-    def connect(self, seconds: float) -> None:
-        pass
 
     def send(self, message: object) -> None:
         self.sent.append(message)
@@ -198,7 +206,7 @@ def test_a_process_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
     python.chmod(0o755)
     process = EngineProcess(str(python), {})
     with pytest.raises(EngineLost, match="SIGKILL"):
-        process.connect(60.0)
+        process.receive(60.0)
     process.close()
 
 

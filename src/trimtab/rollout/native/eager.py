@@ -15,8 +15,8 @@ from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.cache import DecodePlan, KVCache, PrefillPlan
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Rows
-from trimtab.rollout.native.sampler import sample
 from trimtab.rollout.native.scheduler import Sequence
+from trimtab.rollout.sampler import sample
 
 
 class EagerDecoder:

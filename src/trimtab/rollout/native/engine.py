@@ -27,15 +27,15 @@ from trimtab.errors import EngineError, MemoryExhausted
 from trimtab.model.memory import Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape, layer_shapes
-from trimtab.rollout.engine import Request, RolloutStats, check_requests
+from trimtab.rollout.engine import Request, RolloutStats, check_requests, whole_group
 from trimtab.rollout.native import scheduler as plan
 from trimtab.rollout.native.cache import PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Outputs, Rows
-from trimtab.rollout.native.sampler import stream_key
-from trimtab.rollout.native.stops import LOOK_EVERY, StopStrings, decode_all
+from trimtab.rollout.sampler import stream_key
+from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 from trimtab.rollout.trajectory import Finish, Group, Trajectory
 
 PREFILL_FLOOR = 16
@@ -224,7 +224,7 @@ class NativeEngine:
                 for index, trajectory in self._trajectories(ended, requests):
                     done[index].append(trajectory)
                     if len(done[index]) == requests[index].samples:
-                        group = self._group(requests[index], done.pop(index), index)
+                        group = whole_group(requests[index], done.pop(index), index, self.tokenizer)
                         idle, left = not rounds or rounds[-1].idle, time.perf_counter()
                         yield group
                         callers += time.perf_counter() - left if idle else 0.0
@@ -415,14 +415,6 @@ class NativeEngine:
                     finish=finish,
                 ),
             )
-
-    def _group(self, request: Request, trajectories: list[Trajectory], index: int) -> Group:
-        trajectories.sort(key=lambda t: t.sample)
-        if self.tokenizer is not None:
-            texts = decode_all(self.tokenizer, [t.tokens.tolist() for t in trajectories])
-            for trajectory, text in zip(trajectories, texts):
-                trajectory.text = text
-        return Group(request.prompt, trajectories, index)
 
     def _release(self, work: plan.Scheduler) -> None:
         """Give every page back, also when the caller stops listening half way."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.native.stops import LOOK_EVERY, StopStrings
+from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 from trimtab.rollout.vllm.messages import Beat, Done, Generate, Publish, Ready, Setup
 from trimtab.rollout.vllm.reading import read_weights
 
@@ -51,6 +51,7 @@ class Core:
             "max_num_batched_tokens": max(setup.prefill_tokens, setup.max_sequences),
             "enable_chunked_prefill": True,
             "kv_cache_memory_bytes": setup.kv_bytes,
+            "block_size": setup.page_tokens,
             "enable_prefix_caching": setup.prefix_cache,
             "enforce_eager": setup.eager,
             "enable_sleep_mode": setup.sleeps,
@@ -59,12 +60,9 @@ class Core:
             "disable_log_stats": True,
             "seed": 0,
         }
-        if setup.page_tokens is not None:
-            arguments["block_size"] = setup.page_tokens
         if setup.cuda:
-            arguments["gpu_memory_utilization"] = (
-                0.01  # of use where it has no size to go by; else it only refuses to start
-            )
+            # The cache has its size; this would only refuse to start beside a trainer that holds more than the rest.
+            arguments["gpu_memory_utilization"] = 0.01
         if setup.rank:
             arguments |= {
                 "enable_lora": True,
@@ -79,6 +77,7 @@ class Core:
         self._tokenizer: Any = None
         self._stops = StopStrings([], None)
         self._asleep = False
+        self._published = Publish(0)
         self._adapters: Any = None
         self._taken = 0
         self.call = 0
@@ -104,7 +103,7 @@ class Core:
 
     def publish(self, order: Publish) -> None:
         """Take what the trainer has put into the shared file, or its adapters alone."""
-        asleep = self._asleep
+        asleep, self._published = self._asleep, order
         self._wake(["weights"])
         self.abort()
         if order.weights or asleep:
@@ -127,15 +126,12 @@ class Core:
         self._adapters = LoRARequest(f"version {order.version}, {self._taken}", self._taken, order.adapters)
         self._engine.add_lora(self._adapters)
 
-    def sleep(self) -> int:
-        """Give up weights and KV; the next version brings the weights again. Bytes that became free."""
-        if not self._setup.sleeps or self._asleep:
-            return 0
-        self.abort()
-        before = torch.cuda.mem_get_info()[0] if self._setup.cuda else 0
-        self._llm.sleep(level=2)
-        self._asleep = True
-        return torch.cuda.mem_get_info()[0] - before if self._setup.cuda else 0
+    def sleep(self) -> None:
+        """Give up weights and KV; what was published is read again when they are needed."""
+        if self._setup.sleeps and not self._asleep:
+            self.abort()
+            self._llm.sleep(level=2)
+            self._asleep = True
 
     def _wake(self, parts: list[str]) -> None:
         if self._asleep:
@@ -147,7 +143,7 @@ class Core:
         from vllm.sampling_params import RequestOutputKind
 
         if self._asleep:
-            self.publish(Publish(0))
+            self.publish(self._published)
         if order.call != self.call:
             self.call, self._fullest = order.call, 0.0
             self._decode_steps = self._prefill_tokens = self._cached_tokens = 0

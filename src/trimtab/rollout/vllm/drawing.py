@@ -15,7 +15,7 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.native.sampler import sample
+from trimtab.rollout.sampler import sample
 
 
 class Drawing(LogitsProcessor):

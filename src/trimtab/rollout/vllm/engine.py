@@ -24,9 +24,8 @@ import torch
 from trimtab.errors import EngineError
 from trimtab.model.adapters import has_adapters
 from trimtab.model.policy import Policy
-from trimtab.rollout.engine import Request, RolloutStats, check_requests
-from trimtab.rollout.native.sampler import stream_key
-from trimtab.rollout.native.stops import decode_all
+from trimtab.rollout.engine import Request, RolloutStats, check_requests, whole_group
+from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.rollout.vllm.messages import Abort, Ask, Beat, Done, Generate, Publish, Ready, Settled, Setup, Sleep
 from trimtab.rollout.vllm.process import EngineLost, EngineProcess
@@ -53,7 +52,7 @@ class VllmEngine:
         max_sequences: int,
         prefill_tokens: int,
         longest: int,
-        page_tokens: int | None = None,
+        page_tokens: int,
         prefix_cache: bool = True,
         lend_memory: bool = False,
         eager: bool = False,
@@ -142,7 +141,10 @@ class VllmEngine:
                 del asks[ended.id]
                 done[index].append(self._trajectory(requests[index], sample, ended))
                 if len(done[index]) == requests[index].samples:
-                    group, left = self._group(requests[index], done.pop(index), index), time.perf_counter()
+                    group, left = (
+                        whole_group(requests[index], done.pop(index), index, self.tokenizer),
+                        time.perf_counter(),
+                    )
                     yield group
                     callers += time.perf_counter() - left
         finally:
@@ -173,7 +175,6 @@ class VllmEngine:
         """A process with the weights that were last published."""
         threads = {} if self._settings["cuda"] else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         self._process = EngineProcess(self._python, threads)
-        self._process.connect(START_S)
         self._process.send(Setup(**self._settings, max_sequences=self.max_sequences))
         ready = self._process.receive(START_S)
         assert isinstance(ready, Ready)
@@ -291,14 +292,6 @@ class VllmEngine:
             versions=torch.full(tokens.shape, self.version, dtype=torch.int32),
             finish="stop" if ended.stopped else "length",
         )
-
-    def _group(self, request: Request, trajectories: list[Trajectory], index: int) -> Group:
-        trajectories.sort(key=lambda t: t.sample)
-        if self.tokenizer is not None:
-            texts = decode_all(self.tokenizer, [t.tokens.tolist() for t in trajectories])
-            for trajectory, text in zip(trajectories, texts):
-                trajectory.text = text
-        return Group(request.prompt, trajectories, index)
 
     def _refuse_while_generating(self, what: str) -> None:
         if self._generating:

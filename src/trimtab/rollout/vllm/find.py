@@ -9,6 +9,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from trimtab.config.run import Run
 from trimtab.errors import ConfigError, Problem
 
 OLDEST, NEWEST = Version("0.25"), Version("0.33")
@@ -22,15 +23,20 @@ print(json.dumps({"there": importlib.util.find_spec("vllm") is not None, "versio
 """
 
 
-def find_vllm(python: str | None) -> str:
-    """The interpreter to start vLLM with. Refused where there is none, or one that this was not tested with."""
-    if python is None:
-        key, chosen = "run.engine", sys.executable
-    else:
-        key, chosen = "run.rollout.python", str(Path(python).expanduser())
-        if not Path(chosen).is_file():
-            fix = "Name the python of an environment with vLLM, such as ~/vllm/bin/python."
-            raise ConfigError([Problem(key, f"there is no interpreter {chosen}", fix)])
+def interpreter(python: str | None) -> str:
+    """What `run.rollout.python` names."""
+    return sys.executable if python is None else str(Path(python).expanduser())
+
+
+def refuse_without_vllm(run: Run) -> None:
+    """Where `run` asks for vLLM and there is none, or one that this was not tested with."""
+    if run.engine != "vllm":
+        return
+    chosen = interpreter(run.rollout.python)
+    key = "run.engine" if run.rollout.python is None else "run.rollout.python"
+    if not Path(chosen).is_file():
+        fix = "Name the python of an environment with vLLM, such as ~/vllm/bin/python."
+        raise ConfigError([Problem(key, f"there is no interpreter {chosen}", fix)])
     try:
         done = subprocess.run([chosen, "-c", LOOK], capture_output=True, text=True, timeout=SECONDS, check=False)
         found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
@@ -45,4 +51,3 @@ def find_vllm(python: str | None) -> str:
         what = f"vLLM {found['version']} is outside of what Trimtab was tested with"
         fix = f"Install one from {OLDEST} up to, not including, {NEWEST}; or write run.engine: native."
         raise ConfigError([Problem(key, what, fix)])
-    return chosen

@@ -31,8 +31,7 @@ class Setup:
     max_sequences: int
     kv_bytes: int
     prefill_tokens: int
-    page_tokens: int | None
-    """None: the engine's own choice."""
+    page_tokens: int
     longest: int
     """Tokens of the longest sequence."""
     prefix_cache: bool
@@ -97,9 +96,6 @@ class Ready:
 @dataclass(frozen=True)
 class Settled:
     """An order has been carried out."""
-
-    freed: int = 0
-    """Bytes of device memory that it gave up."""
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import signal
+import socket
 import subprocess
 import tempfile
 import time
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import trimtab
+from trimtab.processes import how_it_ended, kill_all
 from trimtab.rollout.vllm.messages import Failed
-from trimtab.rollout.vllm.worker import KEY
 
 SLICE_S = 0.2
-ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The trainer's own: memory of expandable segments cannot be given up by vLLM."""
 LAST_LINES = 25
 STOP_S = 5.0
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The trainer's own: memory of expandable segments cannot be given up by vLLM."""
 
 
 class EngineLost(Exception):
@@ -44,38 +41,20 @@ class EngineProcess:
 
     def __init__(self, python: str, variables: dict[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-engine-")
-        address, key = str(Path(self._folder.name) / "link"), secrets.token_bytes(32)
         self.log = Path(self._folder.name) / "log"
-        self._listener = Listener(address, "AF_UNIX", authkey=key)
-        source = str(Path(trimtab.__file__).parent.parent)
-        env = os.environ | variables | {KEY: key.hex()}
-        for name in ALLOCATORS:
-            if "expandable_segments" in env.get(name, ""):
-                del env[name]
-        env["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with self.log.open("wb") as out:
+        ours, theirs = socket.socketpair()
+        with self.log.open("wb") as out, theirs:
             self._process = subprocess.Popen(
-                [python, "-m", "trimtab.rollout.vllm.worker", address],
-                env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                [python, "-m", "trimtab.rollout.vllm.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                env=self._environment(variables), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
-        self._link: Connection | None = None
+        self._link = Connection(ours.detach())
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def connect(self, seconds: float) -> None:
-        """Wait for the process to call."""
-        deadline = time.monotonic() + seconds
-        listener: Any = self._listener
-        listener._listener._socket.settimeout(SLICE_S)
-        while self._link is None:
-            self._look(deadline, "did not start")
-            with contextlib.suppress(TimeoutError):
-                self._link = self._listener.accept()
-
     def send(self, message: Any) -> None:
-        assert self._link is not None
         try:
             self._link.send(message)
         except OSError as error:
@@ -83,10 +62,12 @@ class EngineProcess:
 
     def receive(self, seconds: float) -> Any:
         """The next message; EngineLost where none comes."""
-        assert self._link is not None
         deadline = time.monotonic() + seconds
         while not self._link.poll(SLICE_S):
-            self._look(deadline, f"has said nothing for {seconds:.0f} s")
+            if self._process.poll() is not None and not self._link.poll(0):
+                raise EngineLost(self._ending())
+            if time.monotonic() > deadline:
+                raise EngineLost(f"its process has said nothing for {seconds:.0f} s")
         try:
             message = self._link.recv()
         except (EOFError, OSError) as error:
@@ -97,40 +78,31 @@ class EngineProcess:
 
     def last_lines(self) -> str:
         """What it wrote last."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(line[:400] for line in lines[-LAST_LINES:])
 
     def close(self) -> None:
         """No process is left, and no file."""
-        if self._link is not None:
-            self._link.close()
+        self._link.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S if self._link is not None else 0)
-        self._kill()
-        self._listener.close()
+            self._process.wait(STOP_S)
+        kill_all(self._process)
         self._folder.cleanup()
 
-    def _look(self, deadline: float, silent: str) -> None:
-        if self._process.poll() is not None and not (self._link is not None and self._link.poll(0)):
-            raise EngineLost(self._ending())
-        if time.monotonic() > deadline:
-            raise EngineLost(f"its process {silent}")
+    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
+        """The trainer's, in which the process finds this package and nothing else that lies beside it: its own torch is to be
+        another."""
+        beside = Path(self._folder.name) / "path"
+        beside.mkdir()
+        (beside / "trimtab").symlink_to(Path(trimtab.__file__).parent)
+        found = os.environ | variables
+        found["PYTHONPATH"] = os.pathsep.join([str(beside), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {
+            name: value for name, value in found.items() if name not in ALLOCATORS or "expandable_segments" not in value
+        }
 
     def _ending(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.poll()
-        if code is None:
-            return "its process closed the connection"
-        if code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process ended with exit code {code}"
-
-    def _kill(self) -> None:
-        """With everything that it started."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self._process.pid)
-            for process in [*root.children(recursive=True), root]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        self._process.wait()
+        return "its process closed the connection" if code is None else f"its process ended: {how_it_ended(code)}"

@@ -1,4 +1,4 @@
-"""The main program of an engine's process: `python -m trimtab.rollout.vllm.worker SOCKET`.
+"""The main program of an engine's process: `python -m trimtab.rollout.vllm.worker DESCRIPTOR`, a socket's.
 
 It serves one trainer. When that is gone it ends; whatever it raises is its last message.
 """
@@ -10,12 +10,11 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 
 from trimtab.rollout.vllm.messages import Abort, Failed, Generate, Publish, Settled, Setup, Sleep
 
 BEAT_S = 1.0
-KEY = "TRIMTAB_ENGINE_KEY"
 PARENT_S = 1.0
 
 
@@ -40,7 +39,8 @@ def serve(link: Connection) -> None:
                 core.publish(order)
                 link.send(Settled())
             elif isinstance(order, Sleep):
-                link.send(Settled(core.sleep()))
+                core.sleep()
+                link.send(Settled())
             else:
                 raise AssertionError(f"unknown order {order!r}")
         ended = list(core.step())
@@ -61,10 +61,12 @@ def end_with_parent(parent: int) -> None:
 def main() -> None:
     parent = os.getppid()
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    link = Client(sys.argv[1], authkey=bytes.fromhex(os.environ.pop(KEY)))
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # what vLLM starts must not keep it open
+    link = Connection(descriptor)
     try:
         serve(link)
-    except EOFError:
+    except (EOFError, ConnectionError):
         return  # the trainer has closed its end
     except BaseException as error:
         import torch

@@ -1,0 +1,34 @@
+"""What all processes that a trainer starts have in common: they end with everything that they started, and how is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+
+import psutil
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session of its own, and all that it started, in its process group or out of it."""
+    if process.returncode is not None:
+        return
+    descendants: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        descendants = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in descendants:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=5)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit status in words."""
+    if code >= 0:
+        return f"exit status {code}"
+    hint = " (is the machine out of memory?)" if -code == signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"
