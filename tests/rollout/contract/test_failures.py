@@ -80,27 +80,39 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: 
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
-ALONE = """
+IDLE = """
 import sys, time
 from trimtab.rollout.vllm.process import EngineProcess
-process = EngineProcess(sys.executable, {})
-print(process.pid, flush=True)
+print(EngineProcess(sys.executable, {}).pid, flush=True)
+time.sleep(600)
+"""
+HANGING = """
+import os, subprocess, sys, time
+hangs = "import time, threading; from trimtab.rollout.vllm.worker import end_with_parent as end; "
+hangs += f"threading.Thread(target=end, args=({os.getpid()},)).start(); time.sleep(600)"
+print(subprocess.Popen([sys.executable, "-c", hangs]).pid, flush=True)
 time.sleep(600)
 """
 
 
-def test_an_engine_ends_with_its_trainer_however_that_ends() -> None:
-    trainer = subprocess.Popen([sys.executable, "-c", ALONE], stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
-    child = psutil.Process(int(trainer.stdout.readline()))
-    trainer.kill()
-    trainer.wait()
-    child.wait(30.0)
+@pytest.mark.parametrize("trainer", [IDLE, HANGING], ids=["idle", "hanging"])
+def test_an_engine_ends_with_its_trainer_however_that_ends(trainer: str) -> None:
+    started = subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    child = psutil.Process(int(started.stdout.readline()))
+    started.kill()
+    started.wait()
+    child.wait(60.0)
     assert not child.is_running()
 
 
-def test_an_engine_finds_this_package_and_nothing_that_is_installed_beside_it(tmp_path: Path) -> None:
+def test_an_engine_finds_this_package_and_nothing_that_is_installed_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the package is installed, all of the trainer's libraries lie in the same folder."""
+    for name in ("trimtab", "torch"):
+        (tmp_path / "site" / name).mkdir(parents=True)
+    monkeypatch.setattr("trimtab.__file__", str(tmp_path / "site" / "trimtab" / "__init__.py"))
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nls "${PYTHONPATH%%:*}"\n')
     python.chmod(0o755)
@@ -117,7 +129,8 @@ def test_weights_go_through_memory_that_has_no_name() -> None:
     shared.write()
     found = dict(read_weights(shared.path, shared.layout))
     state = policy.model.state_dict()
-    assert set(found) == {*state, "lm_head.weight"}
+    assert set(found) == set(state) >= {"lm_head.weight"}
+    assert shared.nbytes < sum(value.nbytes for value in found.values()), "what is tied is there once"
     assert all(torch.equal(found[name], value.cpu()) for name, value in state.items())
     assert torch.equal(found["lm_head.weight"], state["model.embed_tokens.weight"].cpu())
     memory = Path(shared.path)
@@ -162,10 +175,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: list[object]) -> tuple[V
     return make_engine("vllm", small_policy(), max_sequences=8), made  # type: ignore[return-value]
 
 
-def done(call: int, id: int) -> object:
+def done(call: int, id: int, token: int = 5) -> object:
     from trimtab.rollout.vllm.messages import Done
 
-    return Done(call, id, torch.tensor([5, 2]).numpy().tobytes(), torch.tensor([-1.0, -2.0]).numpy().tobytes(), True)
+    return Done(
+        call, id, torch.tensor([token, 2]).numpy().tobytes(), torch.tensor([-1.0, -2.0]).numpy().tobytes(), True
+    )
 
 
 def test_memory_that_runs_out_halves_what_runs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +196,10 @@ def test_memory_that_runs_out_halves_what_runs_at_a_time(monkeypatch: pytest.Mon
 
 
 def test_what_comes_twice_or_from_an_earlier_call_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = scripted(monkeypatch, [done(0, 1), done(1, 1), done(1, 1), done(7, 0), done(1, 0)])
+    engine, _ = scripted(monkeypatch, [done(0, 1, 7), done(1, 1), done(1, 1, 8), done(7, 0, 9), done(1, 0)])
     (group,) = engine.generate(ask(prompts(1), samples=2))
     assert engine.stats.sequences == 2 and [t.sample for t in group.trajectories] == [0, 1]
+    assert [t.tokens.tolist() for t in group.trajectories] == [[5, 2], [5, 2]]
 
 
 def test_a_process_that_fails_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

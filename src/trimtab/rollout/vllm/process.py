@@ -44,9 +44,10 @@ class EngineProcess:
         self.log = Path(self._folder.name) / "log"
         ours, theirs = socket.socketpair()
         with self.log.open("wb") as out, theirs:
+            command = [python, "-m", "trimtab.rollout.vllm.worker", str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
-                [python, "-m", "trimtab.rollout.vllm.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                env=self._environment(variables), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                command, pass_fds=[theirs.fileno()], env=self._environment(variables), stdin=subprocess.DEVNULL, stdout=out,
+                stderr=out, start_new_session=True,
             )  # fmt: skip
         self._link = Connection(ours.detach())
 

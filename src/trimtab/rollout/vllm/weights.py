@@ -1,8 +1,8 @@
 """Weights on their way to an engine's process: one file in memory that both map, written by the trainer, read by the engine.
 
 The file has no name, only the trainer's descriptor: when both processes are gone, however they ended, so is the memory. Its
-layout is fixed when the engine starts; publishing copies bytes and moves no pages. A head that is tied to the embedding is
-named by itself: vLLM's CPU kernels keep a packed copy of it, and would go on with the old one.
+layout is fixed when the engine starts; publishing copies bytes and moves no pages. A head that is tied to the embedding has a
+name of its own and the same bytes: vLLM's CPU kernels keep a packed copy of it, and would go on with the old one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,8 @@ ALIGNED = 256
 
 def named_weights(policy: Policy) -> dict[str, torch.Tensor]:
     """Under the names of the checkpoint, without adapters."""
-    model = policy.model
-    base = model.get_base_model() if has_adapters(model) else model
-    state = {n.replace(".base_layer.", "."): value for n, value in base.state_dict().items() if ".lora_" not in n}
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    if head is not None and head.weight is embedding.weight:
-        name = next(n for n, module in base.named_modules() if module is embedding)
-        state["lm_head.weight"] = state[f"{name}.weight"]
-    return state
+    model = policy.model.get_base_model() if has_adapters(policy.model) else policy.model
+    return {n.replace(".base_layer.", "."): value for n, value in model.state_dict().items() if ".lora_" not in n}
 
 
 class SharedWeights:
@@ -39,13 +33,13 @@ class SharedWeights:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        entries, offset, seen = [], 0, dict[int, int]()
+        entries, offset, places = [], 0, dict[int, int]()
         for name, value in named_weights(policy).items():
-            at = seen.get(value.data_ptr()) if name == "lm_head.weight" else None
-            if at is None:
-                at, offset = offset, offset + -(-value.nbytes // ALIGNED) * ALIGNED
-                seen[value.data_ptr()] = at
-            entries.append(Weight(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), at))
+            if value.data_ptr() not in places:
+                places[value.data_ptr()] = offset
+                offset += -(-value.nbytes // ALIGNED) * ALIGNED
+            dtype = str(value.dtype).removeprefix("torch.")
+            entries.append(Weight(name, dtype, tuple(value.shape), places[value.data_ptr()]))
         self.layout = tuple(entries)
         self.nbytes = max(1, offset)
         self._file = os.memfd_create("trimtab-weights")

@@ -1,4 +1,5 @@
-"""The main program of an engine's process: `python -m trimtab.rollout.vllm.worker DESCRIPTOR`, a socket's.
+"""The main program of an engine's process: `python -m trimtab.rollout.vllm.worker SOCKET TRAINER`, a descriptor
+and a process id.
 
 It serves one trainer. When that is gone it ends; whatever it raises is its last message.
 """
@@ -59,9 +60,8 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    parent = os.getppid()
+    descriptor, parent = map(int, sys.argv[1:])
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # what vLLM starts must not keep it open
     link = Connection(descriptor)
     try:
