@@ -18,7 +18,7 @@ from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import Sinks
 from trimtab.observe.timeline import Timeline
-from trimtab.plan.governor import Governor
+from trimtab.plan.governor import Governor, Move
 from trimtab.plan.watch import PlanWatch
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater, UpdateStats
@@ -57,8 +57,12 @@ def end_step(
     metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(steps - state.step)
     metrics |= run.watch.end_step(metrics)
     if state.oom_recoveries == recovered:
-        budget = run.governor.next_budget(metrics, run.updater.token_budget, run.guard.ceiling.get("token_budget"))
-        run.updater.token_budget = budget or run.updater.token_budget
+        updater = run.updater
+        now = Move(updater.token_budget, updater.checkpoint_activations)
+        move = run.governor.next_move(metrics, now, run.guard.ceiling.get("token_budget"))
+        if move is not None:
+            updater.token_budget = move.budget
+            updater.recompute(move.recompute)
     metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
     metrics["throughput/tokens_per_s"] = tokens / metrics["time/total"]
     run.sinks.write(state.step, metrics)

@@ -286,7 +286,7 @@ def open_run(
         stage, config, learn, folder, state, checkpoint is not None, ready.tokenizer, policy, updater, stream,
         stage.samples(config, ready.held_out), ready, console, timeline, sinks, MemoryMeter(ready.device),
         _guard(updater, engine, state, console, timeline, plan), HostWatch(console.warn),
-        PlanWatch(plan), Governor(plan, automatic=automatic), inputs.callbacks,
+        PlanWatch(plan), Governor(plan, automatic, asked.checkpoint_activations == "auto"), inputs.callbacks,
     )  # fmt: skip
 
 
@@ -338,6 +338,7 @@ def step(run: Run) -> dict[str, float]:
         "run/microbatches": float(stats.microbatches),
         "run/packing_fill": stats.row_tokens / (stats.microbatches * stats.token_budget),
         "run/skipped_updates": float(not stats.applied),
+        **({} if stats.behind is None else {"run/device_behind": stats.behind}),
     }
 
 

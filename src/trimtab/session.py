@@ -223,7 +223,7 @@ def open_session(
         Talk.on(ready.talk, engine), updater, ready.scorer, stream, work.eval.prompts, console, timeline, sinks,
         MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
         open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
-        PlanWatch(plan), Governor(plan, automatic=parts.budget_is_automatic), ready.tasks,
+        PlanWatch(plan), parts.governor, ready.tasks,
         None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline), inputs.callbacks,
     )  # fmt: skip
 
@@ -239,7 +239,7 @@ class Parts:
     reference: AnyPolicy | None
     engine: Engine
     updater: Updater
-    budget_is_automatic: bool
+    governor: Governor
     critic: Critic | None = None
 
 
@@ -261,7 +261,8 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     plan = calibrated(plan, asked, updater, engine)
     config = config.model_copy(update={"run": plan.run})
     critic = _load_critic(config, policy) if config.learn.advantage == "gae" else None
-    return Parts(config, plan, policy, reference, engine, updater, automatic, critic)
+    governor = Governor(plan, automatic, asked.checkpoint_activations == "auto")
+    return Parts(config, plan, policy, reference, engine, updater, governor, critic)
 
 
 def open_evaluation(

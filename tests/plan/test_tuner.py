@@ -17,13 +17,14 @@ from trimtab.config.run import Rollout, Run
 from trimtab.model.policy import Policy
 from trimtab.plan import cache
 from trimtab.plan.devices import find_device
-from trimtab.plan.governor import Governor
+from trimtab.plan.governor import Governor, Move
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB
+from trimtab.plan.ledger import GIB, draw_up
 from trimtab.plan.planner import make_plan
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.shape import read_shape, shape_of_model
 from trimtab.plan.source import WELL_KNOWN
+from trimtab.plan.times import predict
 from trimtab.plan.trials import Trial, Tuned
 from trimtab.plan.tuner import climb, fastest, longest_samples, time_update
 from trimtab.update.batch import MicroBatch
@@ -151,10 +152,11 @@ def test_a_spoilt_file_is_as_none(machine: Machine, content: str) -> None:
     assert planned(Run(), job(), machine).run == plan_here(Run(), job(), machine).run
 
 
-def governed(gib: float) -> Governor:
+def governed(gib: float, model: str = "qwen2.5-1.5b") -> Governor:
     device = replace(find_device("h200"), memory=int(gib * GIB))
-    work = Job(read_shape(WELL_KNOWN["qwen2.5-1.5b"]), 2, 32, 16, 256, 256, 512)
-    return Governor(make_plan(Run(), work, Machine(device, 1, 256 * GIB, 16)), automatic=True)
+    work = Job(read_shape(WELL_KNOWN[model]), 2, 32, 16, 256, 256, 512)
+    plan = make_plan(Run(), work, Machine(device, 1, 256 * GIB, 16))
+    return Governor(plan, automatic=True, may_recompute=True)
 
 
 def seen(governor: Governor, peak: float, **changes: float) -> dict[str, float]:
@@ -168,28 +170,73 @@ def seen(governor: Governor, peak: float, **changes: float) -> dict[str, float]:
     return usual | changes
 
 
+def now(governor: Governor) -> Move:
+    assert isinstance(governor.plan.run.token_budget, int)
+    return Move(governor.plan.run.token_budget, False)
+
+
 def test_a_budget_is_raised_where_there_is_room_and_lowered_where_there_is_none() -> None:
     governor = governed(40)
     budget = governor.plan.run.token_budget
     assert budget < 16384
-    raised = governor.next_budget(seen(governor, 30.0), governor.plan.run.token_budget, None)
-    assert raised is not None and budget < raised <= 1.25 * budget
-    capped = governor.next_budget(seen(governor, 30.0), governor.plan.run.token_budget, ceiling=int(1.2 * budget))
-    assert capped is None or capped <= int(0.9 * 1.2 * budget)
-    lowered = governor.next_budget(seen(governor, 39.9), governor.plan.run.token_budget, None)
-    assert lowered is not None and lowered < budget
+    raised = governor.next_move(seen(governor, 30.0), now(governor), None)
+    assert raised is not None and budget < raised.budget <= 1.25 * budget and raised.recompute is False
+    capped = governor.next_move(seen(governor, 30.0), now(governor), ceiling=int(1.2 * budget))
+    assert capped is None or capped.budget <= int(0.9 * 1.2 * budget)
+    lowered = governor.next_move(seen(governor, 39.9), now(governor), None)
+    assert lowered is not None and lowered.budget < budget
 
 
 def test_a_budget_stays_where_it_cannot_help() -> None:
     roomy, tight = governed(140), governed(40)
     budget = tight.plan.run.token_budget
     assert roomy.plan.run.token_budget == 16384
-    assert roomy.next_budget(seen(roomy, 60.0), 16384, None) is None  # larger ones gain nothing
+    assert roomy.next_move(seen(roomy, 60.0), now(roomy), None) is None  # larger ones gain nothing
     for metrics in (
         seen(tight, 30.0, **{"run/microbatches": 1.0}),  # all in one already
         seen(tight, 30.0, **{"run/max_microbatch_tokens": 100.0}),  # not filled
         {"run/token_budget": float(budget)},  # nothing was measured
     ):
-        assert tight.next_budget(metrics, budget, None) is None
-    assert replace(tight, automatic=False).next_budget(seen(tight, 30.0), budget, None) is None
-    assert tight.next_budget(seen(tight, 30.0), budget - 1000, None) is None  # the guard has lowered it since
+        assert tight.next_move(metrics, now(tight), None) is None
+    assert replace(tight, automatic=False).next_move(seen(tight, 30.0), now(tight), None) is None
+    assert (
+        tight.next_move(seen(tight, 30.0), Move(budget - 1000, False), None) is None
+    )  # the guard has lowered it since
+
+
+def test_a_device_that_waits_for_the_host_gets_larger_micro_batches() -> None:
+    """Not after one step, which may have compiled something; and some activations are made again where that costs little."""
+    governor = governed(140)
+    waits, works = (seen(governor, 40.0, **{"run/device_behind": behind}) for behind in (0.02, 0.6))
+    assert governor.next_move(waits, now(governor), None) is None
+    assert governor.next_move(works, now(governor), None) is None
+    assert governor.next_move(waits, now(governor), None) is None
+    moved = governor.next_move(waits, now(governor), None)
+    assert moved is not None and moved.budget == 2 * 16384
+    at_the_widest = Move(65536, False)
+    widest = waits | {"run/token_budget": 65536.0, "run/max_microbatch_tokens": 65536.0}
+    assert all(governor.next_move(widest, at_the_widest, None) is None for _ in range(3))
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"])
+def test_recomputing_for_the_sake_of_launching_is_cheap_and_takes_no_more_memory(model: str) -> None:
+    governor = governed(140, model)
+    plan, start = governor.plan, now(governor)
+    waits = seen(governor, plan.ledger["update"].allocated / GIB, **{"run/device_behind": 0.0})
+    moves = [governor.next_move(waits, start, None) for _ in range(2)]
+    moved = moves[1]
+    assert moves[0] is None and moved is not None and moved.budget > start.budget
+
+    def at(kept: bool | str) -> Run:
+        return plan.run.model_copy(update={"token_budget": moved.budget, "checkpoint_activations": kept})
+
+    def memory(run: Run) -> int:
+        return draw_up(plan.job, plan.machine, run, plan.place)["update"].device_bytes
+
+    longer = predict(plan.job, plan.machine, at("some")).total / predict(plan.job, plan.machine, at(False)).total
+    if moved.recompute == "some":
+        assert longer <= 1.05 and memory(at("some")) <= 1.1 * plan.ledger.fullest.device_bytes
+    else:
+        assert moved.recompute is False and memory(at(False)) <= plan.limits.device
+    pinned = replace(governor, may_recompute=False)
+    assert [pinned.next_move(waits, start, None) for _ in range(2)][1].recompute is False  # type: ignore[union-attr]

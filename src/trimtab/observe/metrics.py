@@ -74,6 +74,9 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
         "run/packing_fill": sum(stats.row_tokens for stats in done) / room,
         "run/skipped_updates": float(sum(not stats.applied for stats in done)),
     }
+    behind = [stats.behind for stats in done if stats.behind is not None]
+    if behind:
+        metrics["run/device_behind"] = min(behind)
     if "kl_ref" in done[0].sums:
         metrics["policy/kl_ref"] = done[0].mean("kl_ref")
     return metrics

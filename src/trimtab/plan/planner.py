@@ -22,6 +22,8 @@ PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
 """Share of a device's memory that a plan may fill."""
 HOST_SHARE = 0.9
 GRAIN = 128
+WIDEST = 65536
+"""Tokens of the largest micro-batch that is of use."""
 """Budgets are multiples of this many tokens."""
 
 
@@ -323,7 +325,7 @@ def _useful(job: Job, machine: Machine, rates: Rates, fill: bool) -> tuple[int, 
         return whole, "the whole step at once"
     flops = machine.device.flops * rates.products(job.shape.hidden)
     launched = launch_s(job) * job.shape.layers * flops / (6 * job.shape.active_parameters)
-    return min(65536, max(16384, 1 << round(launched).bit_length())), "larger micro-batches gain nothing"
+    return min(WIDEST, max(16384, 1 << round(launched).bit_length())), "larger micro-batches gain nothing"
 
 
 def useful_tokens(plan: Plan) -> int:

@@ -23,6 +23,7 @@ from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Keep, Policy
 from trimtab.model.shelf import Shelf
 from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
+from trimtab.update.launching import Launching
 from trimtab.update.optimizer import MasterAdamW
 from trimtab.update.packing import pack
 
@@ -42,6 +43,8 @@ class UpdateStats:
     """The cap they were packed under."""
     grad_norm: float = 0.0
     applied: bool = True
+    behind: float | None = None
+    """Micro-batches that the device had left to do when the last was launched; near 0, it waits for the host."""
     kl_ref_of: list[tuple[list[Sample], torch.Tensor]] = field(default_factory=list)
     """Of each micro-batch: its samples, and each one's KL to the reference, summed over its tokens. Stays on the device."""
 
@@ -137,15 +140,18 @@ class Updater:
         self.progress = Progress()
         self.abandon()
         stats.token_budget = cap(samples, self.token_budget)
+        launching = Launching(self.policy.device)
         for batch in self._micro_batches(samples, self.token_budget):
             self._backward(self._loss(batch, kl_coef, stats))
             stats.microbatches += 1
             stats.row_tokens += batch.tokens_T.shape[0]
             stats.largest = max(stats.largest, batch.tokens_T.shape[0])
             stats.sizes.append(batch.sizes)
+        launching.end()
         self.progress.part = "optimizer step"
         outcome = self.optimizer.step(lr)
         stats.grad_norm, stats.applied = outcome.grad_norm, outcome.applied
+        stats.behind = launching.behind(stats.microbatches)
         return stats
 
     def _micro_batches(self, samples: Sequence[Sample], budget: int) -> Iterator[MicroBatch]:

@@ -86,6 +86,19 @@ def _used_memory(record: Record) -> float | None:
     return peak / size if size and peak else None
 
 
+def waits_for_host(record: Record) -> Sick | None:
+    """One micro-batch leaves nothing to launch ahead."""
+    behind = record.now("run/device_behind")
+    per_update = (record.now("run/microbatches") or 0.0) / record.updates_per_batch
+    if behind is None or behind >= 0.1 or per_update < 3:
+        return None
+    return Sick(
+        "warn",
+        f"{number(behind, 2)} micro-batches were left when the last was launched (median of "
+        f"{record.span('run/device_behind')}), {number(per_update, 1)} an update",
+    )
+
+
 def packing(record: Record) -> Sick | None:
     """With few micro-batches an even split is what leaves room; with many it is sequences that do not fit side by side."""
     fill, per_update = (
@@ -175,6 +188,19 @@ RULES = (
         kind="safe",
         check=small_microbatches,
         needs=("run/microbatches", "run/token_budget"),
+        unless=_on_cpu,
+    ),
+    Rule(
+        "waits_for_host",
+        "the device waits for the host to launch its work",
+        unit="micro-batches that the device has left to do when the last is launched",
+        healthy="half a micro-batch and more",
+        found_when="less than a tenth, with 3 or more micro-batches an update",
+        cause="micro-batches too small for a device as fast as this on a host as slow as this, or a host that is busy elsewhere",
+        remedy="double run.token_budget, with run.checkpoint_activations at some where memory is short, or leave both on auto",
+        kind="safe",
+        check=waits_for_host,
+        needs=("run/device_behind", "run/microbatches"),
         unless=_on_cpu,
     ),
     Rule(
