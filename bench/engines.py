@@ -28,8 +28,9 @@ from trimtab.model.adapters import add_adapters
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine, Request
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.rollout.vllm.engine import VllmEngine
-from trimtab.rollout.vllm.find import interpreter
+from trimtab.rollout.outside.engine import OutsideEngine
+from trimtab.rollout.outside.find import interpreter
+from trimtab.rollout.outside.kinds import KINDS
 
 RESULTS = Path(__file__).parent / "results"
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
@@ -62,7 +63,7 @@ def make_engine(kind: str, policy: Policy, sequences: int, python: str | None) -
     if kind == "native":
         return NativeEngine(policy, None, [], page_tokens=64, **settings)
     where = {"python": interpreter(python), "page_tokens": 16 if cuda else 128, "eager": not cuda}
-    return VllmEngine(policy, None, [], longest=128 + NEW, **where, **settings)
+    return OutsideEngine(KINDS[kind], policy, None, [], longest=128 + NEW, **where, **settings)
 
 
 def used_gib(device: torch.device) -> float | None:

@@ -59,7 +59,9 @@ from trimtab.recovery import open_critic_guard, open_guard
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine, Sampler
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.rollout.vllm.find import interpreter, refuse_without_vllm
+from trimtab.rollout.outside.engine import OutsideEngine
+from trimtab.rollout.outside.find import interpreter, refuse_without_engine
+from trimtab.rollout.outside.kinds import KINDS
 from trimtab.update.critic import Critic, restore_critic
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
@@ -156,7 +158,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     device = pick_device(config.run)
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
-    refuse_without_vllm(config.run)
+    refuse_without_engine(config.run)
     refuse_missing_wandb(config.observe)
     refuse_kernels(config.run, config.model, device)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
@@ -273,7 +275,7 @@ def open_evaluation(
     if config.data.eval is None and inputs.eval_rows is None:
         raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
     device = pick_device(config.run)
-    refuse_without_vllm(config.run)
+    refuse_without_engine(config.run)
     console = stack.enter_context(Console(1, file=console_file))
     limit = prompt_limit(config)
     tokenizer = load_tokenizer(config.model)
@@ -319,10 +321,9 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) ->
     }
     if config.run.engine == "native":
         return NativeEngine(**settings)
-    from trimtab.rollout.vllm.engine import VllmEngine
-
     eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
-    return VllmEngine(**settings, longest=longest, eager=eager, python=interpreter(rollout.python))
+    python = interpreter(rollout.python)
+    return OutsideEngine(KINDS[config.run.engine], **settings, longest=longest, eager=eager, python=python)
 
 
 def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, AnyPolicy | None]:

@@ -21,7 +21,7 @@ from tests.rollout.contract.engines import NO_VLLM, small_model, vllm_python
 from trimtab.errors import ConfigError
 from trimtab.model.load import save_model
 from trimtab.observe.jsonl import read_jsonl
-from trimtab.rollout.vllm.engine import VllmEngine
+from trimtab.rollout.outside.engine import OutsideEngine
 
 needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
 WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
@@ -78,15 +78,15 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
     folder: Path, tmp_path: Path, native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL in the second step's rollout."""
-    whole, killed = VllmEngine._next_done, []
+    whole, killed = OutsideEngine._next_done, []
 
-    def interrupted(self: VllmEngine, *arguments: Any):
+    def interrupted(self: OutsideEngine, *arguments: Any):
         if self.version == 1 and not killed:
             killed.append(self.pid)
             os.kill(self.pid or 0, signal.SIGKILL)
         return whole(self, *arguments)
 
-    monkeypatch.setattr(VllmEngine, "_next_done", interrupted)
+    monkeypatch.setattr(OutsideEngine, "_next_done", interrupted)
     found = run(folder, tmp_path / "run", engine="vllm", rollout={"python": vllm_python()})
     assert killed
     assert sum(row.get("rollout/restarts", 0) for row in found[0]) == 1

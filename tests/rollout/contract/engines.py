@@ -16,6 +16,8 @@ from tiny import tiny_model, tiny_tokenizer
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.rollout.outside.engine import OutsideEngine
+from trimtab.rollout.outside.kinds import KINDS
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 """vLLM's CPU attention wants heads of at least 32 numbers."""
@@ -56,8 +58,6 @@ def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any
     if kind == "native":
         settings = {"kv_bytes": 2**22, "page_tokens": 4, "max_sequences": 16, "prefill_tokens": 64, **changes}
         return NativeEngine(policy, tokenizer, [STOP], **settings)
-    from trimtab.rollout.vllm.engine import VllmEngine
-
     torch.set_num_threads(1)
     settings = {
         "kv_bytes": 2**26,
@@ -68,4 +68,4 @@ def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any
         "eager": True,
         **changes,
     }
-    return VllmEngine(policy, tokenizer, [STOP], python=vllm_python() or "", **settings)
+    return OutsideEngine(KINDS[kind], policy, tokenizer, [STOP], python=vllm_python() or "", **settings)

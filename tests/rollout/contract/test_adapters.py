@@ -12,8 +12,8 @@ from tests.rollout.contract.test_contract import ask, collect, flat, prompts, to
 from trimtab.config.schema import Lora
 from trimtab.model.adapters import add_adapters
 from trimtab.model.policy import Policy
+from trimtab.rollout.outside.weights import SharedWeights, named_weights
 from trimtab.rollout.vllm.core import lora_room
-from trimtab.rollout.vllm.weights import SharedWeights, named_weights
 
 
 def adapted(rank: int = 4) -> Policy:
@@ -33,7 +33,7 @@ def test_vllm_generates_with_the_adapters_that_were_published_last(monkeypatch: 
     policy = adapted()
     change(policy, 1)
     engine, native = make_engine("vllm", policy), make_engine("native", policy)
-    monkeypatch.setattr(SharedWeights, "write", lambda self: pytest.fail("the weights were sent again"))
+    monkeypatch.setattr(SharedWeights, "publish", lambda self: pytest.fail("the weights were sent again"))
     requests = ask(prompts(4, shared=40), samples=3)
     seen = []
     for version in (1, 2, 3):

@@ -17,11 +17,11 @@ from tiny import tiny_tokenizer
 from tests.rollout.contract.engines import NO_VLLM, make_engine, small_model, small_policy, vllm_python
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from trimtab.errors import EngineError
-from trimtab.rollout.vllm import engine as engines
-from trimtab.rollout.vllm.engine import VllmEngine
-from trimtab.rollout.vllm.process import EngineLost, EngineProcess
-from trimtab.rollout.vllm.reading import read_weights
-from trimtab.rollout.vllm.weights import SharedWeights
+from trimtab.rollout.outside import engine as engines
+from trimtab.rollout.outside.engine import OutsideEngine
+from trimtab.rollout.outside.kinds import VLLM
+from trimtab.rollout.outside.messages import Done, Ready, Settled
+from trimtab.rollout.outside.process import EngineLost, EngineProcess
 
 needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
 BROKEN = """#!/bin/sh
@@ -37,7 +37,7 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     """Killed in the middle of a rollout and once more between two, under weights that are not those it began with."""
     policy = small_policy()
     engine = make_engine("vllm", policy)
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, OutsideEngine)
     said: list[str] = []
     engine.on_restart = said.append
     with torch.no_grad():
@@ -46,14 +46,14 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     engine.publish(5)
     requests = ask(prompts(8), samples=4, new=60)
     wanted = tokens(collect(make_engine("native", policy), requests))
-    first, whole = engine.pid, VllmEngine._next_done
+    first, whole = engine.pid, OutsideEngine._next_done
 
-    def interrupted(self: VllmEngine, *arguments: Any) -> Any:
+    def interrupted(self: OutsideEngine, *arguments: Any) -> Any:
         if self.pid == first:  # it was asked this instant
             os.kill(first or 0, signal.SIGKILL)
         return whole(self, *arguments)
 
-    monkeypatch.setattr(VllmEngine, "_next_done", interrupted)
+    monkeypatch.setattr(OutsideEngine, "_next_done", interrupted)
     groups = list(engine.generate(requests))
     assert engine.pid != first and engine.stats.restarts == 1 and "SIGKILL" in said[0]
     assert tokens(sorted(groups, key=lambda g: g.index)) == wanted
@@ -73,22 +73,22 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: 
     python.chmod(0o755)
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(EngineError, match=r"exit status 3(.|\n)*a library is missing"):
-        VllmEngine(
-            small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, page_tokens=32, longest=64,
-            python=str(python),
+        OutsideEngine(
+            VLLM, small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, page_tokens=32,
+            longest=64, python=str(python),
         )  # fmt: skip
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
 IDLE = """
 import sys, time
-from trimtab.rollout.vllm.process import EngineProcess
-print(EngineProcess(sys.executable, {}).pid, flush=True)
+from trimtab.rollout.outside.process import EngineProcess
+print(EngineProcess('vllm', sys.executable, {}).pid, flush=True)
 time.sleep(600)
 """
 HANGING = """
 import os, subprocess, sys, time
-hangs = "import time, threading; from trimtab.rollout.vllm.worker import end_with_parent as end; "
+hangs = "import time, threading; from trimtab.rollout.outside.worker import end_with_parent as end; "
 hangs += f"threading.Thread(target=end, args=({os.getpid()},)).start(); time.sleep(600)"
 print(subprocess.Popen([sys.executable, "-c", hangs]).pid, flush=True)
 time.sleep(600)
@@ -116,27 +116,11 @@ def test_an_engine_finds_this_package_and_nothing_that_is_installed_beside_it(
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nls "${PYTHONPATH%%:*}"\n')
     python.chmod(0o755)
-    process = EngineProcess(str(python), {})
+    process = EngineProcess("vllm", str(python), {})
     with pytest.raises(EngineLost, match="exit status 0"):
         process.receive(60.0)
     assert process.last_lines() == "trimtab"
     process.close()
-
-
-def test_weights_go_through_memory_that_has_no_name() -> None:
-    policy = small_policy()
-    shared = SharedWeights(policy)
-    shared.write()
-    found = dict(read_weights(shared.path, shared.layout))
-    state = policy.model.state_dict()
-    assert set(found) == set(state) >= {"lm_head.weight"}
-    assert shared.nbytes < sum(value.nbytes for value in found.values()), "what is tied is there once"
-    assert all(torch.equal(found[name], value.cpu()) for name, value in state.items())
-    assert torch.equal(found["lm_head.weight"], state["model.embed_tokens.weight"].cpu())
-    memory = Path(shared.path)
-    assert "memfd" in os.readlink(memory)
-    shared.close()
-    assert not memory.exists()
 
 
 class Scripted:
@@ -162,13 +146,14 @@ class Scripted:
         pass
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: list[object]) -> tuple[VllmEngine, list[Scripted]]:
-    from trimtab.rollout.vllm.messages import Ready, Settled
-
+def scripted(
+    monkeypatch: pytest.MonkeyPatch, *scripts: list[object], first: list[object] | None = None
+) -> tuple[OutsideEngine, list[Scripted]]:
     waiting, made = list(scripts), []
+    begins = [Settled()] if first is None else first
 
-    def start(python: str, variables: dict[str, str]) -> Scripted:
-        made.append(Scripted([Ready("0", 9), Settled(), *(waiting.pop(0) if waiting else [EngineLost("again")])]))
+    def start(kind: str, python: str, variables: dict[str, str]) -> Scripted:
+        made.append(Scripted([Ready("0", 9), *begins, *(waiting.pop(0) if waiting else [EngineLost("again")])]))
         return made[-1]
 
     monkeypatch.setattr(engines, "EngineProcess", start)
@@ -176,8 +161,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: list[object]) -> tuple[V
 
 
 def done(call: int, id: int, token: int = 5) -> object:
-    from trimtab.rollout.vllm.messages import Done
-
     return Done(
         call, id, torch.tensor([token, 2]).numpy().tobytes(), torch.tensor([-1.0, -2.0]).numpy().tobytes(), True
     )
@@ -220,7 +203,7 @@ def test_a_process_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -9 $$\n")
     python.chmod(0o755)
-    process = EngineProcess(str(python), {})
+    process = EngineProcess("vllm", str(python), {})
     with pytest.raises(EngineLost, match="SIGKILL"):
         process.receive(60.0)
     process.close()

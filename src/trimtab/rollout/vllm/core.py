@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from trimtab.config.learn import Sampling
+from trimtab.rollout.outside.messages import Beat, Done, Generate, Publish, Ready, Setup
+from trimtab.rollout.outside.reading import Reader
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
-from trimtab.rollout.vllm.messages import Beat, Done, Generate, Publish, Ready, Setup
-from trimtab.rollout.vllm.reading import read_weights
 
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 """One process is the engine and its worker: the trainer watches that one. The second model runner has no logits processors."""
@@ -78,6 +78,7 @@ class Core:
         self._stops = StopStrings([], None)
         self._asleep = False
         self._published = Publish(0)
+        self._reader = Reader()
         self._adapters: Any = None
         self._taken = 0
         self.call = 0
@@ -102,19 +103,21 @@ class Core:
         return bool(self._running)
 
     def publish(self, order: Publish) -> None:
-        """Take what the trainer has put into the shared file, or its adapters alone."""
+        """Take the trainer's weights, or its adapters alone; `NotShared` where they cannot be seen, and then as before."""
+        if order.weights is not None:
+            self._reader.take(order.weights)
         asleep, self._published = self._asleep, order
         self._wake(["weights"])
         self.abort()
-        if order.weights or asleep:
-            setup = self._setup
-            weights = read_weights(setup.weights, setup.layout)
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if order.weights is not None or asleep:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._reader.read()})
         if order.adapters is not None:
             self._take_adapters(order)
         self._wake(["kv_cache"])
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: it still holds blocks of unfinished requests")
+        if self._setup.cuda:
+            torch.cuda.synchronize()  # the trainer may write its weights again
 
     def _take_adapters(self, order: Publish) -> None:
         """Under a name of their own: vLLM caches adapters, and what was computed with them, by name."""

@@ -8,13 +8,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Weight:
-    """Where a tensor lies in the file that both processes have in memory."""
+    """Where a tensor lies in memory that both processes see."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     """In bytes."""
+    handle: int = 0
+    """On a device: which of the allocations."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where all of them lie: in a file in host memory, or in allocations of the device that both use (ipc.py)."""
+
+    layout: tuple[Weight, ...]
+    file: str | None = None
+    handles: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -23,9 +34,6 @@ class Setup:
 
     folder: str
     """Holds the model's config and the tokenizer, no weights."""
-    weights: str
-    """The file that weights are published through."""
-    layout: tuple[Weight, ...]
     dtype: str
     cuda: bool
     max_sequences: int
@@ -70,11 +78,11 @@ class Abort:
 
 @dataclass(frozen=True)
 class Publish:
-    """Read what was published, and forget what was computed before; answered by `Settled`."""
+    """Read what was published, and forget what was computed before; answered by `Settled`, or by `Unread`."""
 
     version: int
-    weights: bool = True
-    """The file has new ones."""
+    weights: Weights | None = None
+    """None: those of the `Publish` before."""
     adapters: str | None = None
     """Folder of new adapters."""
 
@@ -96,6 +104,13 @@ class Ready:
 @dataclass(frozen=True)
 class Settled:
     """An order has been carried out."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """The weights of a `Publish` are not where this process can see them; nothing was changed."""
+
+    why: str
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from typing import Any
 
 import trimtab
 from trimtab.processes import how_it_ended, kill_all
-from trimtab.rollout.vllm.messages import Failed
+from trimtab.rollout.outside.messages import Failed
 
 SLICE_S = 0.2
 LAST_LINES = 25
 STOP_S = 5.0
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The trainer's own: memory of expandable segments cannot be given up by vLLM."""
+"""The trainer's own: memory of expandable segments cannot be given up by engines."""
 
 
 class EngineLost(Exception):
@@ -39,12 +39,12 @@ class EngineLost(Exception):
 class EngineProcess:
     """One process, from its start to its end."""
 
-    def __init__(self, python: str, variables: dict[str, str]) -> None:
+    def __init__(self, kind: str, python: str, variables: dict[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-engine-")
         self.log = Path(self._folder.name) / "log"
         ours, theirs = socket.socketpair()
         with self.log.open("wb") as out, theirs:
-            command = [python, "-m", "trimtab.rollout.vllm.worker", str(theirs.fileno()), str(os.getpid())]
+            command = [python, "-m", "trimtab.rollout.outside.worker", kind, str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=self._environment(variables), stdin=subprocess.DEVNULL, stdout=out,
                 stderr=out, start_new_session=True,

@@ -1,31 +1,71 @@
-"""The main program of an engine's process: `python -m trimtab.rollout.vllm.worker SOCKET TRAINER`, a descriptor
-and a process id.
+"""The main program of an engine's process: `python -m trimtab.rollout.outside.worker KIND SOCKET TRAINER`, the name of a library,
+a descriptor and a process id.
 
 It serves one trainer. When that is gone it ends; whatever it raises is its last message.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
+from typing import Protocol
 
-from trimtab.rollout.vllm.messages import Abort, Failed, Generate, Publish, Settled, Setup, Sleep
+from trimtab.rollout.outside.ipc import NotShared
+from trimtab.rollout.outside.messages import (
+    Abort,
+    Beat,
+    Done,
+    Failed,
+    Generate,
+    Publish,
+    Ready,
+    Settled,
+    Setup,
+    Sleep,
+    Unread,
+)
 
 BEAT_S = 1.0
 PARENT_S = 1.0
 
 
-def serve(link: Connection) -> None:
-    """Carry out orders in turn; between them, step."""
-    from trimtab.rollout.vllm.core import Core
+class Core(Protocol):
+    """An engine inside its process; one for each kind, in `trimtab.rollout.KIND.core`."""
 
+    @property
+    def ready(self) -> Ready: ...
+
+    @property
+    def beat(self) -> Beat: ...
+
+    @property
+    def busy(self) -> bool:
+        """Something is unfinished."""
+
+    def publish(self, order: Publish) -> None:
+        """Raises `NotShared` where the weights cannot be seen, and then nothing has changed."""
+
+    def sleep(self) -> None: ...
+
+    def begin(self, order: Generate) -> None: ...
+
+    def step(self) -> Iterable[Done]:
+        """Go on a little; what ended with it."""
+
+    def abort(self) -> None: ...
+
+
+def serve(kind: str, link: Connection) -> None:
+    """Carry out orders in turn; between them, step."""
     setup = link.recv()
     assert isinstance(setup, Setup)
-    core = Core(setup)
+    core: Core = importlib.import_module(f"trimtab.rollout.{kind}.core").Core(setup)
     link.send(core.ready)
     beaten = time.monotonic()
     while True:
@@ -37,8 +77,11 @@ def serve(link: Connection) -> None:
                 core.abort()
                 link.send(Settled())
             elif isinstance(order, Publish):
-                core.publish(order)
-                link.send(Settled())
+                try:
+                    core.publish(order)
+                    link.send(Settled())
+                except NotShared as error:
+                    link.send(Unread(str(error)))
             elif isinstance(order, Sleep):
                 core.sleep()
                 link.send(Settled())
@@ -60,12 +103,12 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    descriptor, parent = map(int, sys.argv[1:])
+    kind, (descriptor, parent) = sys.argv[1], map(int, sys.argv[2:])
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
     os.set_inheritable(descriptor, False)  # what vLLM starts must not keep it open
     link = Connection(descriptor)
     try:
-        serve(link)
+        serve(kind, link)
     except (EOFError, ConnectionError):
         return  # the trainer has closed its end
     except BaseException as error:

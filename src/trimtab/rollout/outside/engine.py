@@ -1,6 +1,6 @@
-"""vLLM behind the contract of rollout/engine.py.
+"""Another library behind the contract of rollout/engine.py.
 
-The engine is a process of its own, in this environment or in another (`run.rollout.python`), so that neither library touches the
+It runs in a process of its own, in this environment or in another (`run.rollout.python`), so that neither library touches the
 other's. It draws tokens as the native engine does, by the same code and from the same random numbers: `run.engine` does not
 change what is learned, beyond the rounding of another forward pass.
 
@@ -25,11 +25,24 @@ from trimtab.errors import EngineError
 from trimtab.model.adapters import has_adapters
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Request, RolloutStats, check_requests, whole_group
+from trimtab.rollout.outside.kinds import Kind
+from trimtab.rollout.outside.messages import (
+    Abort,
+    Ask,
+    Beat,
+    Done,
+    Generate,
+    Publish,
+    Ready,
+    Settled,
+    Setup,
+    Sleep,
+    Unread,
+)
+from trimtab.rollout.outside.process import EngineLost, EngineProcess
+from trimtab.rollout.outside.weights import SharedWeights
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
-from trimtab.rollout.vllm.messages import Abort, Ask, Beat, Done, Generate, Publish, Ready, Settled, Setup, Sleep
-from trimtab.rollout.vllm.process import EngineLost, EngineProcess
-from trimtab.rollout.vllm.weights import SharedWeights
 
 START_S = 600.0
 """Imports, kernels, graphs."""
@@ -39,11 +52,12 @@ MOST_FAILURES = 3
 """In a row, without a sequence in between."""
 
 
-class VllmEngine:
+class OutsideEngine:
     """See rollout/engine.py."""
 
     def __init__(
         self,
+        kind: Kind,
         policy: Policy,
         tokenizer: Any,
         stop_token_ids: Sequence[int],
@@ -58,7 +72,7 @@ class VllmEngine:
         eager: bool = False,
         python: str = sys.executable,
     ) -> None:
-        self.policy, self.tokenizer = policy, tokenizer
+        self.kind, self.policy, self.tokenizer = kind, policy, tokenizer
         self.version = 0
         self.stats = RolloutStats()
         self.on_recovery: Callable[[str], None] = lambda line: None
@@ -77,13 +91,12 @@ class VllmEngine:
         self._weights = SharedWeights(policy)
         self._sleeps = lend_memory and policy.device.type == "cuda"
         self._settings: dict[str, Any] = {
-            "folder": self._folder.name, "weights": self._weights.path, "layout": self._weights.layout,
+            "folder": self._folder.name,
             "dtype": str(policy.dtype).removeprefix("torch."), "cuda": policy.device.type == "cuda",
             "kv_bytes": kv_bytes, "prefill_tokens": prefill_tokens, "page_tokens": page_tokens, "longest": longest,
             "prefix_cache": prefix_cache, "eager": eager, "sleeps": self._sleeps, "rank": _rank(policy),
         }  # fmt: skip
         self.ready: Ready
-        self._weights.write()
         self._adapters = self._weights.write_adapters(Path(self._folder.name))
         try:
             self._start()
@@ -93,7 +106,9 @@ class VllmEngine:
     @property
     def path(self) -> str:
         where = "" if self._python == sys.executable else f" of {self._python}"
-        return f"vLLM {self.ready.version}{where}, a process of its own; Trimtab draws the tokens"
+        read = "reads the trainer's weights" if self._weights.direct else "gets weights through host memory"
+        version = f"{self.kind.title} {self.ready.version}"
+        return f"{version}{where}, a process of its own, {read}; Trimtab draws the tokens"
 
     @property
     def outside_bytes(self) -> int:
@@ -108,14 +123,28 @@ class VllmEngine:
         self._refuse_while_generating("publish")
         self.version = version
         self._adapters = self._weights.write_adapters(Path(self._folder.name))
-        if self._adapters is None:
-            self._weights.write()
-        self._carry_out(Publish(version, self._adapters is None, self._adapters))
+        try:
+            if self._adapters is None:
+                self._publish_all()
+            else:
+                self._carry_out(Publish(version, None, self._adapters))
+        except EngineLost as lost:
+            self._recover(lost, 0)
+
+    def _publish_all(self) -> None:
+        """Weights and adapters, by the way that this process can read them from."""
+        order = Publish(self.version, self._weights.publish(), self._adapters)
+        if isinstance(self._carry_out(order), Unread):
+            self._weights.direct = False
+            self._carry_out(Publish(self.version, self._weights.publish(), self._adapters))
 
     def lend(self) -> None:
         if self._sleeps:
             self._refuse_while_generating("lend")
-            self._carry_out(Sleep())
+            try:
+                self._carry_out(Sleep())
+            except EngineLost as lost:
+                self._recover(lost, 0)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         self._refuse_while_generating("generate")
@@ -174,13 +203,12 @@ class VllmEngine:
     def _start(self) -> None:
         """A process with the weights that were last published."""
         threads = {} if self._settings["cuda"] else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        self._process = EngineProcess(self._python, threads)
+        self._process = EngineProcess(self.kind.name, self._python, threads)
         self._process.send(Setup(**self._settings, max_sequences=self.max_sequences))
         ready = self._process.receive(START_S)
         assert isinstance(ready, Ready)
         self.ready = ready
-        self._process.send(Publish(self.version, True, self._adapters))
-        assert isinstance(self._process.receive(START_S), Settled)
+        self._publish_all()
 
     def _stop(self) -> None:
         if self._process is not None:
@@ -206,16 +234,18 @@ class VllmEngine:
         tail = "" if self._process is None else self._process.last_lines()
         self.close()
         lines = f" Its last lines:\n{tail}" if tail else ""
-        return EngineError(f"vLLM cannot go on: {lost}.{lines}")
+        return EngineError(f"{self.kind.title} cannot go on: {lost}.{lines}")
 
     def _recover(self, lost: EngineLost, unfinished: int) -> None:
         """A new process in place of one that is lost; what ran out of memory gets fewer sequences at a time."""
         self._count(lost)
         if lost.short and self.max_sequences > 1:
             self.max_sequences //= 2
-            self.on_recovery(f"vLLM ran out of memory; started again; rollout.max_sequences -> {self.max_sequences:,}")
+            fewer = f"rollout.max_sequences -> {self.max_sequences:,}"
+            self.on_recovery(f"{self.kind.title} ran out of memory; started again; {fewer}")
         else:
-            self.on_restart(f"vLLM was lost ({lost}); started again, {unfinished:,} sequences are generated anew")
+            anew = f"{unfinished:,} sequences are generated anew"
+            self.on_restart(f"{self.kind.title} was lost ({lost}); started again, {anew}")
         if self._generating:
             self.stats.restarts += 1
         else:
@@ -250,29 +280,23 @@ class VllmEngine:
                 assert isinstance(message, Done)
                 return message
 
-    def _carry_out(self, order: Any) -> None:
-        """An order that is answered; where its process is lost, a new one starts with the weights as they are now."""
-        try:
-            assert self._process is not None
-            self._process.send(order)
-            self._until_settled()
-        except EngineLost as lost:
-            self._recover(lost, 0)
+    def _carry_out(self, order: Any) -> Settled | Unread:
+        """An order that is answered; `EngineLost` where its process is."""
+        assert self._process is not None
+        self._process.send(order)
+        while True:
+            message = self._process.receive(SILENT_S)
+            if isinstance(message, Settled | Unread):
+                return message
 
     def _settle(self) -> None:
         """Nobody listens any more: nothing of this call may come later."""
         if self._process is None:
             return  # it was given up
         try:
-            self._process.send(Abort())
-            self._until_settled()
+            self._carry_out(Abort())
         except EngineLost:
             self._restart()
-
-    def _until_settled(self) -> None:
-        assert self._process is not None
-        while not isinstance(self._process.receive(SILENT_S), Settled):
-            pass
 
     def _note(self, beat: Beat) -> None:
         if beat.call == self._call:
@@ -299,7 +323,7 @@ class VllmEngine:
 
 
 def _write_config(policy: Policy, tokenizer: Any, folder: Path) -> None:
-    """What vLLM needs to build the model; weights come by another way."""
+    """What a library needs to build the model; weights come by another way."""
     model = policy.model.get_base_model() if has_adapters(policy.model) else policy.model
     config = model.config
     named = config.architectures

@@ -1,0 +1,54 @@
+"""Whether the library that an engine runs is there, told before anything expensive starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+from trimtab.config.run import Run
+from trimtab.errors import ConfigError, Problem
+from trimtab.rollout.outside.kinds import KINDS
+
+SECONDS = 120.0
+LOOK = """
+import importlib.metadata, importlib.util, json, sys
+module, *names = sys.argv[1:]
+found = [d.version for d in map(lambda n: next(iter(importlib.metadata.distributions(name=n)), None), names) if d]
+print(json.dumps({"there": importlib.util.find_spec(module) is not None, "version": (found or [None])[0]}))
+"""
+
+
+def interpreter(python: str | None) -> str:
+    """What `run.rollout.python` names."""
+    return sys.executable if python is None else str(Path(python).expanduser())
+
+
+def refuse_without_engine(run: Run) -> None:
+    """Where `run` asks for another library's engine and there is none, or one that this was not tested with."""
+    kind = KINDS.get(run.engine)
+    if kind is None:
+        return
+    chosen = interpreter(run.rollout.python)
+    key = "run.engine" if run.rollout.python is None else "run.rollout.python"
+    if not Path(chosen).is_file():
+        fix = f"Name the python of an environment with {kind.title}, such as ~/{kind.name}/bin/python."
+        raise ConfigError([Problem(key, f"there is no interpreter {chosen}", fix)])
+    try:
+        command = [chosen, "-c", LOOK, kind.name, *kind.packages]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, IndexError, json.JSONDecodeError):
+        found = None
+    if found is None:
+        raise ConfigError([Problem(key, f"{chosen} does not run Python", "Name another interpreter.")])
+    if not found["there"]:
+        fix = f"pip install 'trimtab[{kind.name}]', or name another environment's interpreter in run.rollout.python."
+        raise ConfigError([Problem(key, f"{kind.title} is not installed for {chosen}", fix)])
+    if found["version"] is not None and not kind.oldest <= Version(found["version"]) < kind.newest:
+        what = f"{kind.title} {found['version']} is outside of what Trimtab was tested with"
+        fix = f"Install one from {kind.oldest} up to, not including, {kind.newest}; or write run.engine: native."
+        raise ConfigError([Problem(key, what, fix)])

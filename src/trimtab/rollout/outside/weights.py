@@ -1,0 +1,118 @@
+"""Weights on their way to an engine's process: the trainer's own where both are on one GPU, or else a copy in host memory.
+
+On a GPU the engine is told where the trainer's weights lie and reads them there: nothing is copied but into the engine, and no
+host memory is taken. Elsewhere, and where a GPU's memory cannot be shared (expandable segments, some containers), one file in
+memory is written by the trainer and read by the engine. It has no name, only the trainer's descriptor: when both processes are
+gone, however they ended, so is the memory. A head that is tied to the embedding has a name of its own and the same bytes: vLLM's
+CPU kernels keep a packed copy of it, and would go on with the old one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from trimtab.model.adapters import has_adapters, save_adapters
+from trimtab.model.policy import Policy
+from trimtab.rollout.outside.ipc import NotShared, export
+from trimtab.rollout.outside.messages import Weight, Weights
+from trimtab.rollout.outside.reading import count, view
+
+ALIGNED = 256
+
+
+def named_weights(policy: Policy) -> dict[str, torch.Tensor]:
+    """Under the names of the checkpoint, without adapters."""
+    model = policy.model.get_base_model() if has_adapters(policy.model) else policy.model
+    return {n.replace(".base_layer.", "."): value for n, value in model.state_dict().items() if ".lora_" not in n}
+
+
+class SharedWeights:
+    """The trainer's side."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._file: _File | None = None
+        self.direct = policy.device.type == "cuda"
+        """The engine reads them where the trainer has them."""
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._file is None else self._file.nbytes
+
+    def publish(self) -> Weights:
+        """Where the engine finds the current ones, all of them written."""
+        state = named_weights(self._policy)
+        if self.direct:
+            try:
+                found = _places(state)
+            except NotShared:
+                self.direct = False
+            else:
+                torch.cuda.synchronize(self._policy.device)
+                return found
+        if self._file is None:
+            self._file = _File(state)
+        self._file.write(state)
+        return Weights(self._file.layout, self._file.path)
+
+    def write_adapters(self, folder: Path) -> str | None:
+        """The trainer's current adapters in a new folder within this one, where it has any; the one before is gone."""
+        if not has_adapters(self._policy.model):
+            return None
+        for earlier in folder.glob("adapters-*"):
+            shutil.rmtree(earlier)
+        target = Path(tempfile.mkdtemp(prefix="adapters-", dir=folder))
+        save_adapters(self._policy.model, target)
+        return str(target)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _places(state: dict[str, torch.Tensor]) -> Weights:
+    """Where the weights themselves lie on the device."""
+    handles: dict[bytes, int] = {}
+    layout = []
+    for name, value in state.items():
+        if not value.is_contiguous():
+            raise NotShared(f"{name} is not in one piece")
+        handle, offset = export(value.data_ptr())
+        layout.append(_entry(name, value, offset, handles.setdefault(handle, len(handles))))
+    return Weights(tuple(layout), None, tuple(handles))
+
+
+class _File:
+    """A copy in host memory. Its layout is fixed; writing it copies bytes and moves no pages."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        entries, offset, places = [], 0, dict[int, int]()
+        for name, value in state.items():
+            if value.data_ptr() not in places:
+                places[value.data_ptr()] = offset
+                offset += -(-value.nbytes // ALIGNED) * ALIGNED
+            entries.append(_entry(name, value, places[value.data_ptr()]))
+        self.layout = tuple(entries)
+        self.nbytes = max(1, offset)
+        self._file = os.memfd_create("trimtab-weights")
+        os.truncate(self._file, self.nbytes)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._bytes = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def write(self, state: dict[str, torch.Tensor]) -> None:
+        for entry in self.layout:
+            view(self._bytes[entry.offset : entry.offset + count(entry)], entry).copy_(state[entry.name])
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _entry(name: str, value: torch.Tensor, offset: int, handle: int = 0) -> Weight:
+    return Weight(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), offset, handle)
