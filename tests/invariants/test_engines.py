@@ -82,8 +82,8 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
 
     def interrupted(self: OutsideEngine, *arguments: Any):
         if self.version == 1 and not killed:
-            killed.append(self.pid)
-            os.kill(self.pid or 0, signal.SIGKILL)
+            killed.append(self.pids[0])
+            os.kill(self.pids[0], signal.SIGKILL)
         return whole(self, *arguments)
 
     monkeypatch.setattr(OutsideEngine, "_next_done", interrupted)

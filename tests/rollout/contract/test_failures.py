@@ -20,7 +20,7 @@ from trimtab.errors import EngineError
 from trimtab.rollout.outside import engine as engines
 from trimtab.rollout.outside.engine import OutsideEngine
 from trimtab.rollout.outside.kinds import VLLM
-from trimtab.rollout.outside.messages import Done, Ready, Settled
+from trimtab.rollout.outside.messages import Done, Generate, Ready, Settled
 from trimtab.rollout.outside.process import EngineLost, EngineProcess
 
 needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
@@ -46,21 +46,21 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     engine.publish(5)
     requests = ask(prompts(8), samples=4, new=60)
     wanted = tokens(collect(make_engine("native", policy), requests))
-    first, whole = engine.pid, OutsideEngine._next_done
+    first, whole = engine.pids[0], OutsideEngine._next_done
 
     def interrupted(self: OutsideEngine, *arguments: Any) -> Any:
-        if self.pid == first:  # it was asked this instant
-            os.kill(first or 0, signal.SIGKILL)
+        if self.pids[0] == first:  # it was asked this instant
+            os.kill(first, signal.SIGKILL)
         return whole(self, *arguments)
 
     monkeypatch.setattr(OutsideEngine, "_next_done", interrupted)
     groups = list(engine.generate(requests))
-    assert engine.pid != first and engine.stats.restarts == 1 and "SIGKILL" in said[0]
+    assert engine.pids[0] != first and engine.stats.restarts == 1 and "SIGKILL" in said[0]
     assert tokens(sorted(groups, key=lambda g: g.index)) == wanted
     assert engine.stats.sequences == 32 and len(groups) == 8
     assert {v for g in groups for t in g.trajectories for v in t.versions.tolist()} == {5}
-    os.kill(engine.pid or 0, signal.SIGSTOP)  # alive and silent
-    hanging = psutil.Process(engine.pid)
+    os.kill(engine.pids[0], signal.SIGSTOP)  # alive and silent
+    hanging = psutil.Process(engine.pids[0])
     monkeypatch.setattr(engines, "SILENT_S", 2.0)
     assert tokens(collect(engine, requests)) == wanted
     assert not hanging.is_running() and "said nothing" in said[1]
@@ -139,6 +139,9 @@ class Scripted:
             raise said
         return said
 
+    def take(self) -> object:
+        return self.receive(0.0)
+
     def last_lines(self) -> str:
         return "the end of its log"
 
@@ -147,7 +150,7 @@ class Scripted:
 
 
 def scripted(
-    monkeypatch: pytest.MonkeyPatch, *scripts: list[object], first: list[object] | None = None
+    monkeypatch: pytest.MonkeyPatch, *scripts: list[object], first: list[object] | None = None, **changes: int
 ) -> tuple[OutsideEngine, list[Scripted]]:
     waiting, made = list(scripts), []
     begins = [Settled()] if first is None else first
@@ -157,7 +160,8 @@ def scripted(
         return made[-1]
 
     monkeypatch.setattr(engines, "EngineProcess", start)
-    return make_engine("vllm", small_policy(), max_sequences=8), made  # type: ignore[return-value]
+    monkeypatch.setattr(engines, "wait_for", lambda processes: None)
+    return make_engine("vllm", small_policy(), max_sequences=8, **changes), made  # type: ignore[return-value]
 
 
 def done(call: int, id: int, token: int = 5) -> object:
@@ -183,6 +187,44 @@ def test_what_comes_twice_or_from_an_earlier_call_is_not_counted(monkeypatch: py
     (group,) = engine.generate(ask(prompts(1), samples=2))
     assert engine.stats.sequences == 2 and [t.sample for t in group.trajectories] == [0, 1]
     assert [t.tokens.tolist() for t in group.trajectories] == [[5, 2], [5, 2]]
+
+
+def test_two_processes_share_prompts_and_one_that_is_lost_repeats_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples 0 and 1 are of the first prompt, 2 and 3 of the second, 4 and 5 of the third."""
+    first = [done(1, 1), EngineLost("gone"), done(1, 4)]
+    engine, made = scripted(
+        monkeypatch, first, [done(1, 3), done(1, 2)], [done(1, 5), done(1, 0), done(1, 4)], processes=2
+    )
+    assert [process.sent[0].max_sequences for process in made] == [4, 4]
+    assert made[0].sent[0].kv_bytes == made[1].sent[0].kv_bytes == 2**25
+    groups = sorted(engine.generate(ask(prompts(3), samples=2)), key=lambda group: group.index)
+    asked = [sorted(a.id for order in p.sent if isinstance(order, Generate) for a in order.asks) for p in made]
+    assert asked == [[0, 1, 4, 5], [2, 3], [0, 4, 5]]
+    assert [[t.sample for t in group.trajectories] for group in groups] == [[0, 1]] * 3
+    assert engine.stats.sequences == 6 and engine.stats.restarts == 1 and len(engine.pids) == 2
+    engine.close()
+
+
+@needs_vllm
+def test_two_processes_give_what_one_gives() -> None:
+    policy = small_policy()
+    requests = ask(prompts(5, shared=20), samples=3, new=24)
+    wanted = tokens(collect(make_engine("native", policy), requests))
+    engine = make_engine("vllm", policy, processes=2)
+    assert isinstance(engine, OutsideEngine) and len(set(engine.pids)) == 2 and "2 processes" in engine.path
+    assert tokens(collect(engine, requests)) == wanted
+    with torch.no_grad():
+        for mine, new in zip(policy.model.parameters(), small_model(7).parameters()):
+            mine.copy_(new)
+    engine.publish(1)
+    native = make_engine("native", policy)
+    assert tokens(collect(engine, requests)) == tokens(collect(native, requests)) != wanted
+    some = engine.generate(requests)
+    next(some)
+    some.close()  # nothing of it comes later
+    assert tokens(collect(engine, requests)) == tokens(collect(native, requests))
+    engine.close()
+    assert engine.pids == []
 
 
 def test_a_process_that_fails_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

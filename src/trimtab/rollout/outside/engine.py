@@ -1,8 +1,9 @@
 """Another library behind the contract of rollout/engine.py.
 
-It runs in a process of its own, in this environment or in another (`run.rollout.python`), so that neither library touches the
-other's. It draws tokens as the native engine does, by the same code and from the same random numbers: `run.engine` does not
-change what is learned, beyond the rounding of another forward pass.
+It runs in processes of their own, in this environment or in another (`run.rollout.python`), so that neither library touches the
+other's. Such libraries are often bound by the work of their host: several processes on one device then share out the sequences
+of a rollout. They draw tokens as the native engine does, by the same code and from the same random numbers: `run.engine` does
+not change what is learned, beyond the rounding of another forward pass.
 
 A process that dies, hangs or runs out of memory is started again with the current weights, and what was unfinished is asked for
 again with the same keys: every sequence arrives exactly once. One that fails again and again without a single sequence ends the
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from trimtab.rollout.outside.messages import (
     Sleep,
     Unread,
 )
-from trimtab.rollout.outside.process import EngineLost, EngineProcess
+from trimtab.rollout.outside.process import EngineLost, EngineProcess, wait_for
 from trimtab.rollout.outside.weights import SharedWeights
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
@@ -50,6 +52,33 @@ SILENT_S = 300.0
 """A process that steps says so every second; one step may compile something."""
 MOST_FAILURES = 3
 """In a row, without a sequence in between."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One of the processes, and what it is asked for."""
+
+    process: EngineProcess | None = None
+    asks: dict[int, Ask] = field(default_factory=dict)
+    """What has not come yet."""
+    failures: int = 0
+    heard: float = 0.0
+    """When it last said something."""
+    beat: Beat | None = None
+
+    @property
+    def running(self) -> EngineProcess:
+        assert self.process is not None
+        return self.process
+
+    @property
+    def load(self) -> int:
+        return sum(ask.limit for ask in self.asks.values())
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None
 
 
 class OutsideEngine:
@@ -70,6 +99,7 @@ class OutsideEngine:
         prefix_cache: bool = True,
         lend_memory: bool = False,
         eager: bool = False,
+        processes: int = 1,
         python: str = sys.executable,
     ) -> None:
         self.kind, self.policy, self.tokenizer = kind, policy, tokenizer
@@ -82,8 +112,9 @@ class OutsideEngine:
         self._stop_ids = list(stop_token_ids)
         self._context = min(policy.context_tokens, longest)
         self._python = python
-        self._process: EngineProcess | None = None
-        self._generating, self._call, self._failures = False, 0, 0
+        self._members = [Member() for _ in range(processes)]
+        self._generating, self._call = False, 0
+        self._sampling: dict[str, Any] = {}
         self._restarts = 0
         """Between two rollouts: they are told with the next."""
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-model-")
@@ -93,92 +124,71 @@ class OutsideEngine:
         self._settings: dict[str, Any] = {
             "folder": self._folder.name,
             "dtype": str(policy.dtype).removeprefix("torch."), "cuda": policy.device.type == "cuda",
-            "kv_bytes": kv_bytes, "prefill_tokens": prefill_tokens, "page_tokens": page_tokens, "longest": longest,
+            "kv_bytes": kv_bytes // processes, "prefill_tokens": prefill_tokens, "page_tokens": page_tokens, "longest": longest,
             "prefix_cache": prefix_cache, "eager": eager, "sleeps": self._sleeps, "rank": _rank(policy),
         }  # fmt: skip
         self.ready: Ready
         self._adapters = self._weights.write_adapters(Path(self._folder.name))
         try:
-            self._start()
+            self._start(self._members)
         except EngineLost as lost:
             raise self._given_up(lost) from lost
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def path(self) -> str:
         where = "" if self._python == sys.executable else f" of {self._python}"
-        read = "reads the trainer's weights" if self._weights.direct else "gets weights through host memory"
-        version = f"{self.kind.title} {self.ready.version}"
-        return f"{version}{where}, a process of its own, {read}; Trimtab draws the tokens"
+        many = "a process of its own" if len(self._members) == 1 else f"{len(self._members)} processes of their own"
+        how = "read in place" if self._weights.direct else "through host memory"
+        return f"{self.kind.title} {self.ready.version}{where}, {many}; weights {how}; Trimtab draws the tokens"
 
     @property
     def outside_bytes(self) -> int:
         return 0
 
     @property
-    def pid(self) -> int | None:
-        """Of the process, where there is one."""
-        return None if self._process is None else self._process.pid
+    def pids(self) -> list[int]:
+        """Of the processes there are."""
+        return [member.process.pid for member in self._members if member.process is not None]
 
     def publish(self, version: int) -> None:
         self._refuse_while_generating("publish")
         self.version = version
         self._adapters = self._weights.write_adapters(Path(self._folder.name))
-        try:
-            if self._adapters is None:
-                self._publish_all()
-            else:
-                self._carry_out(Publish(version, None, self._adapters))
-        except EngineLost as lost:
-            self._recover(lost, 0)
-
-    def _publish_all(self) -> None:
-        """Weights and adapters, by the way that this process can read them from."""
-        order = Publish(self.version, self._weights.publish(), self._adapters)
-        if isinstance(self._carry_out(order), Unread):
-            self._weights.direct = False
-            self._carry_out(Publish(self.version, self._weights.publish(), self._adapters))
+        if self._adapters is None:
+            self._recover_all(self._publish(self._members))
+        else:
+            self._recover_all(self._tell(self._members, Publish(version, None, self._adapters))[1])
 
     def lend(self) -> None:
         if self._sleeps:
             self._refuse_while_generating("lend")
-            try:
-                self._carry_out(Sleep())
-            except EngineLost as lost:
-                self._recover(lost, 0)
+            self._recover_all(self._tell(self._members, Sleep())[1])
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         self._refuse_while_generating("generate")
         sampling = check_requests(requests, self._context)
         self.stats, self._restarts = RolloutStats(slots=self.max_sequences, restarts=self._restarts), 0
-        self._call += 1
-        asks: dict[int, Ask] = {}
-        whose: dict[int, tuple[int, int]] = {}
-        for index, request in enumerate(requests):
-            for sample, limit in enumerate(request.limits):
-                number = request.first_sample + sample
-                key = stream_key(request.seed, request.step, request.prompt.id, number, request.first_position)
-                id = len(whose)
-                whose[id] = (index, sample)
-                asks[id] = Ask(id, list(request.prompt.tokens), limit, key)
+        self._call, self._sampling = self._call + 1, sampling.model_dump()
+        whose = self._share_out(requests)
         done: dict[int, list[Trajectory]] = {index: [] for index in range(len(requests))}
         self._generating, began, callers = True, time.perf_counter(), 0.0
         try:
-            self._ask(asks, sampling.model_dump())
-            while asks:
-                ended = self._next_done(asks, sampling.model_dump())
+            for member in self._members:
+                self._ask(member)
+            while any(member.asks for member in self._members):
+                ended = self._next_done()
                 index, sample = whose[ended.id]
-                del asks[ended.id]
                 done[index].append(self._trajectory(requests[index], sample, ended))
                 if len(done[index]) == requests[index].samples:
-                    group, left = (
-                        whole_group(requests[index], done.pop(index), index, self.tokenizer),
-                        time.perf_counter(),
-                    )
+                    group = whole_group(requests[index], done.pop(index), index, self.tokenizer)
+                    left = time.perf_counter()
                     yield group
                     callers += time.perf_counter() - left
         finally:
-            if asks:
-                self._settle()
+            self._settle([member for member in self._members if member.asks])
             self._generating = False
         self.stats.decode_s = time.perf_counter() - began - callers
 
@@ -193,116 +203,166 @@ class OutsideEngine:
         fewer = min(self.max_sequences, limits.get("max_sequences", self.max_sequences))
         if fewer < self.max_sequences:
             self.max_sequences = fewer
-            self._restart()
+            for member in self._members:
+                self._restart(member)
 
     def close(self) -> None:
-        self._stop()
+        for member in self._members:
+            member.stop()
         self._weights.close()
         self._folder.cleanup()
 
-    def _start(self) -> None:
-        """A process with the weights that were last published."""
+    def _share_out(self, requests: Sequence[Request]) -> dict[int, tuple[int, int]]:
+        """Give every member its part, the samples of a prompt to one of them; returns whose each sequence is."""
+        whose: dict[int, tuple[int, int]] = {}
+        for member in self._members:
+            member.asks, member.beat = {}, None
+        for index, request in enumerate(requests):
+            member = min(self._members, key=lambda member: member.load)
+            for sample, limit in enumerate(request.limits):
+                number = request.first_sample + sample
+                key = stream_key(request.seed, request.step, request.prompt.id, number, request.first_position)
+                id = len(whose)
+                whose[id] = (index, sample)
+                member.asks[id] = Ask(id, list(request.prompt.tokens), limit, key)
+        return whose
+
+    def _start(self, members: Sequence[Member]) -> None:
+        """Processes with the trainer's weights, all at once."""
         threads = {} if self._settings["cuda"] else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        self._process = EngineProcess(self.kind.name, self._python, threads)
-        self._process.send(Setup(**self._settings, max_sequences=self.max_sequences))
-        ready = self._process.receive(START_S)
-        assert isinstance(ready, Ready)
-        self.ready = ready
-        self._publish_all()
+        each = -(-self.max_sequences // len(self._members))
+        for member in members:
+            member.process = EngineProcess(self.kind.name, self._python, threads)
+            member.process.send(Setup(**self._settings, max_sequences=each))
+        for member in members:
+            ready = member.running.receive(START_S)
+            assert isinstance(ready, Ready)
+            self.ready = ready
+        for lost in self._publish(members).values():
+            raise lost
 
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+    def _publish(self, members: Sequence[Member]) -> dict[Member, EngineLost]:
+        """Weights and adapters, by the way that all can read them from."""
+        answers, lost = self._tell(members, Publish(self.version, self._weights.publish(), self._adapters))
+        if not any(isinstance(answer, Unread) for answer in answers):
+            return lost
+        self._weights.direct = False
+        return self._publish(members)
 
-    def _restart(self) -> None:
+    def _tell(self, members: Sequence[Member], order: Any) -> tuple[list[Settled | Unread], dict[Member, EngineLost]]:
+        """An order that all carry out at once: their answers, and who was lost over it."""
+        answers: list[Settled | Unread] = []
+        lost: dict[Member, EngineLost] = {}
+        for step in (lambda member: member.running.send(order), lambda member: answers.append(self._answer(member))):
+            for member in members:
+                if member not in lost:
+                    try:
+                        step(member)
+                    except EngineLost as error:
+                        lost[member] = error
+        return answers, lost
+
+    def _answer(self, member: Member) -> Settled | Unread:
+        while True:
+            message = member.running.receive(SILENT_S)
+            if isinstance(message, Settled | Unread):
+                return message
+
+    def _restart(self, member: Member) -> None:
         """Until it starts, or has failed too often."""
         while True:
             try:
-                self._stop()
-                self._start()
+                member.stop()
+                self._start([member])
                 return
             except EngineLost as lost:
-                self._count(lost)
+                self._count(member, lost)
 
-    def _count(self, lost: EngineLost) -> None:
-        self._failures += 1
-        if self._failures > MOST_FAILURES:
-            raise self._given_up(lost) from lost
+    def _count(self, member: Member, lost: EngineLost) -> None:
+        member.failures += 1
+        if member.failures > MOST_FAILURES:
+            raise self._given_up(lost, member) from lost
 
-    def _given_up(self, lost: EngineLost) -> EngineError:
-        tail = "" if self._process is None else self._process.last_lines()
+    def _given_up(self, lost: EngineLost, member: Member | None = None) -> EngineError:
+        tails = [m.process.last_lines() for m in ([member] if member else self._members) if m.process is not None]
         self.close()
-        lines = f" Its last lines:\n{tail}" if tail else ""
+        lines = f" Its last lines:\n{tails[0]}" if tails and tails[0] else ""
         return EngineError(f"{self.kind.title} cannot go on: {lost}.{lines}")
 
-    def _recover(self, lost: EngineLost, unfinished: int) -> None:
+    def _recover_all(self, lost: Mapping[Member, EngineLost]) -> None:
+        for member, error in lost.items():
+            self._recover(member, error)
+
+    def _recover(self, member: Member, lost: EngineLost) -> None:
         """A new process in place of one that is lost; what ran out of memory gets fewer sequences at a time."""
-        self._count(lost)
-        if lost.short and self.max_sequences > 1:
+        self._count(member, lost)
+        if lost.short and self.max_sequences > len(self._members):
             self.max_sequences //= 2
             fewer = f"rollout.max_sequences -> {self.max_sequences:,}"
             self.on_recovery(f"{self.kind.title} ran out of memory; started again; {fewer}")
         else:
-            anew = f"{unfinished:,} sequences are generated anew"
+            anew = f"{len(member.asks):,} sequences are generated anew"
             self.on_restart(f"{self.kind.title} was lost ({lost}); started again, {anew}")
         if self._generating:
             self.stats.restarts += 1
         else:
             self._restarts += 1
-        self._restart()
+        self._restart(member)
 
-    def _ask(self, asks: dict[int, Ask], sampling: dict[str, Any]) -> None:
+    def _ask(self, member: Member) -> None:
         """Send everything that is unfinished, to as many processes as that takes."""
-        while True:
+        while member.asks:
             try:
-                assert self._process is not None
-                self._process.send(
-                    Generate(self._call, list(asks.values()), sampling, [*self._stop_ids, *sampling["stop_token_ids"]])
-                )
+                stops = [*self._stop_ids, *self._sampling["stop_token_ids"]]
+                member.running.send(Generate(self._call, list(member.asks.values()), self._sampling, stops))
+                member.heard = time.monotonic()
                 return
             except EngineLost as lost:
-                self._recover(lost, len(asks))
+                self._recover(member, lost)
 
-    def _next_done(self, asks: dict[int, Ask], sampling: dict[str, Any]) -> Done:
+    def _next_done(self) -> Done:
+        """The next sequence that nobody has had."""
         while True:
-            try:
-                assert self._process is not None
-                message = self._process.receive(SILENT_S)
-            except EngineLost as lost:
-                self._recover(lost, len(asks))
-                self._ask(asks, sampling)
-                continue
-            if isinstance(message, Beat):
-                self._note(message)
-            elif message.call == self._call and message.id in asks:
-                self._failures = 0
-                assert isinstance(message, Done)
-                return message
+            busy = sorted((m for m in self._members if m.asks), key=lambda member: member.heard)
+            wait_for([member.running for member in busy])
+            for member in busy:
+                try:
+                    message = member.running.take()
+                    if message is None and time.monotonic() - member.heard > SILENT_S:
+                        raise EngineLost(f"its process has said nothing for {SILENT_S:.0f} s")
+                except EngineLost as lost:
+                    self._recover(member, lost)
+                    self._ask(member)
+                    continue
+                if message is None:
+                    continue
+                member.heard = time.monotonic()
+                if isinstance(message, Beat):
+                    self._note(member, message)
+                elif isinstance(message, Done) and message.call == self._call and message.id in member.asks:
+                    member.failures = 0
+                    del member.asks[message.id]
+                    return message
 
-    def _carry_out(self, order: Any) -> Settled | Unread:
-        """An order that is answered; `EngineLost` where its process is."""
-        assert self._process is not None
-        self._process.send(order)
-        while True:
-            message = self._process.receive(SILENT_S)
-            if isinstance(message, Settled | Unread):
-                return message
-
-    def _settle(self) -> None:
+    def _settle(self, members: Sequence[Member]) -> None:
         """Nobody listens any more: nothing of this call may come later."""
-        if self._process is None:
-            return  # it was given up
-        try:
-            self._carry_out(Abort())
-        except EngineLost:
-            self._restart()
+        alive = [member for member in members if member.process is not None]  # or it was given up
+        lost = self._tell(alive, Abort())[1]
+        for member in members:
+            member.asks = {}
+        for member in lost:
+            self._restart(member)
 
-    def _note(self, beat: Beat) -> None:
-        if beat.call == self._call:
-            self.stats.decode_steps = beat.decode_steps
-            self.stats.prefill_tokens, self.stats.cached_prefix_tokens = beat.prefill_tokens, beat.cached_tokens
-            self.stats.peak_pages, self.stats.total_pages = beat.blocks, self.ready.blocks
+    def _note(self, member: Member, beat: Beat) -> None:
+        if beat.call != self._call:
+            return
+        member.beat = beat
+        beats = [member.beat for member in self._members if member.beat is not None]
+        self.stats.decode_steps = max(beat.decode_steps for beat in beats)
+        self.stats.prefill_tokens = sum(beat.prefill_tokens for beat in beats)
+        self.stats.cached_prefix_tokens = sum(beat.cached_tokens for beat in beats)
+        self.stats.peak_pages = sum(beat.blocks for beat in beats)
+        self.stats.total_pages = self.ready.blocks * len(self._members)
 
     def _trajectory(self, request: Request, sample: int, ended: Done) -> Trajectory:
         tokens = torch.from_numpy(np.frombuffer(ended.tokens, np.int64).copy())

@@ -1,6 +1,6 @@
 """A process that runs an engine: started, spoken to, watched and killed.
 
-`receive` never waits for a process that is dead, and not longer than asked for one that is silent. What it wrote is in a file,
+Nothing ever waits for a process that is dead, and not longer than asked for one that is silent. What it wrote is in a file,
 the end of which goes into errors.
 """
 
@@ -12,7 +12,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ class EngineLost(Exception):
         """Of memory."""
 
 
+def wait_for(processes: Sequence[EngineProcess]) -> None:
+    """Until one of them has said something, or for a moment."""
+    wait([process.link for process in processes], SLICE_S)
+
+
 class EngineProcess:
     """One process, from its start to its end."""
 
@@ -49,7 +55,7 @@ class EngineProcess:
                 command, pass_fds=[theirs.fileno()], env=self._environment(variables), stdin=subprocess.DEVNULL, stdout=out,
                 stderr=out, start_new_session=True,
             )  # fmt: skip
-        self._link = Connection(ours.detach())
+        self.link = Connection(ours.detach())
 
     @property
     def pid(self) -> int:
@@ -57,20 +63,27 @@ class EngineProcess:
 
     def send(self, message: Any) -> None:
         try:
-            self._link.send(message)
+            self.link.send(message)
         except OSError as error:
             raise EngineLost(self._ending()) from error
 
     def receive(self, seconds: float) -> Any:
         """The next message; EngineLost where none comes."""
         deadline = time.monotonic() + seconds
-        while not self._link.poll(SLICE_S):
-            if self._process.poll() is not None and not self._link.poll(0):
-                raise EngineLost(self._ending())
+        while (message := self.take()) is None:
             if time.monotonic() > deadline:
                 raise EngineLost(f"its process has said nothing for {seconds:.0f} s")
+            wait_for([self])
+        return message
+
+    def take(self) -> Any:
+        """A message that is there, or None; EngineLost where none will come."""
+        if not self.link.poll(0):
+            if self._process.poll() is not None and not self.link.poll(0):
+                raise EngineLost(self._ending())
+            return None
         try:
-            message = self._link.recv()
+            message = self.link.recv()
         except (EOFError, OSError) as error:
             raise EngineLost(self._ending()) from error
         if isinstance(message, Failed):
@@ -84,7 +97,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """No process is left, and no file."""
-        self._link.close()
+        self.link.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
         kill_all(self._process)
