@@ -50,7 +50,7 @@ def make_policy(shape: dict[str, Any], adapters: bool, device: torch.device) -> 
     return policy
 
 
-def make_engine(kind: str, policy: Policy, sequences: int, python: str | None) -> Engine:
+def make_engine(kind: str, policy: Policy, sequences: int, python: str | None, processes: int) -> Engine:
     cuda = policy.device.type == "cuda"
     shape = policy.config
     token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * (shape.hidden_size // shape.num_attention_heads)
@@ -62,7 +62,12 @@ def make_engine(kind: str, policy: Policy, sequences: int, python: str | None) -
     }
     if kind == "native":
         return NativeEngine(policy, None, [], page_tokens=64, **settings)
-    where = {"python": interpreter(python), "page_tokens": 16 if cuda else 128, "eager": not cuda}
+    where = {
+        "python": interpreter(python),
+        "page_tokens": 16 if cuda else 128,
+        "eager": not cuda,
+        "processes": processes,
+    }
     return OutsideEngine(KINDS[kind], policy, None, [], longest=128 + NEW, **where, **settings)
 
 
@@ -82,13 +87,15 @@ def timed(work: Any, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def measure(kind: str, shape: dict[str, Any], sequences: int, adapters: bool, python: str | None) -> dict[str, Any]:
+def measure(
+    kind: str, shape: dict[str, Any], sequences: int, adapters: bool, python: str | None, processes: int
+) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = make_policy(shape, adapters, device)
     before = used_gib(device)
     made: list[Engine] = []
     found: dict[str, Any] = {
-        "start_s": timed(lambda: made.append(make_engine(kind, policy, sequences, python)), device)
+        "start_s": timed(lambda: made.append(make_engine(kind, policy, sequences, python, processes)), device)
     }
     engine, words = made[0], int(shape["vocab_size"])
     prompts = [[t % (words - 3) + 3 for t in tokens] for tokens in random_prompts(sequences // 8)]
@@ -127,6 +134,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["0.5b", "7b"], choices=list(SHAPES))
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--engines", nargs="+", default=["native", "vllm"])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1], help="of vLLM, each a row")
+    parser.add_argument("--adapters", action="store_true", help="with adapters of rank 16 as well")
     parser.add_argument("--python", help="interpreter of an environment with vLLM")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -137,10 +146,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for name, shape in shapes.items():
         for sequences in [16] if args.tiny else args.sequences:
-            for adapters in (False, True):
-                for kind in args.engines:
-                    row = {"engine": kind, "model": name + (", adapters" if adapters else ""), "sequences": sequences}
-                    row |= measure(kind, dict(shape), sequences, adapters, args.python)
+            for adapters in [False, True][: 1 + args.adapters]:
+                for kind, processes in [
+                    (k, n) for k in args.engines for n in ([1] if k == "native" else args.processes)
+                ]:
+                    row = {"engine": kind + (f" x {processes}" if processes > 1 else ""), "sequences": sequences}
+                    row["model"] = name + (", adapters" if adapters else "")
+                    row |= measure(kind, dict(shape), sequences, adapters, args.python, processes)
                     found["rows"].append(row)
                     print(row, flush=True)
                     file = args.out / f"engines-{found['date']}"

@@ -44,7 +44,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "7b-lora": {"prompts_per_step": 16, "samples_per_prompt": 8, "max_new_tokens": 256, "lr": 1e-5, "lora": 16},
 }
 TRL_BEST: dict[str, dict[str, Any]] = {
-    "G": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 8, "vllm_gpu_memory_utilization": 0.35},
+    "G": {"per_device_train_batch_size": 128, "gradient_accumulation_steps": 4, "vllm_gpu_memory_utilization": 0.35},
     "1.5b": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 16, "vllm_gpu_memory_utilization": 0.35},
     "7b-lora": {
         "per_device_train_batch_size": 16,
@@ -53,12 +53,10 @@ TRL_BEST: dict[str, dict[str, Any]] = {
     },
 }
 TRL_SWEEP: dict[str, dict[str, Any]] = {
-    "micro-batch 64": {},
-    "micro-batch 128": {"per_device_train_batch_size": 128, "gradient_accumulation_steps": 4},
+    "micro-batch 128": {},
+    "micro-batch 64": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 8},
     "Liger": {"use_liger_kernel": True},
-    "checkpointing, micro-batch 128": {
-        "gradient_checkpointing": True, "per_device_train_batch_size": 128, "gradient_accumulation_steps": 4,
-    },
+    "checkpointing": {"gradient_checkpointing": True},
     "utilisation 0.5": {"vllm_gpu_memory_utilization": 0.5},
     "micro-batch 32": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 16},
 }  # fmt: skip

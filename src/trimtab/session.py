@@ -323,7 +323,8 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) ->
         return NativeEngine(**settings)
     eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
     python = interpreter(rollout.python)
-    return OutsideEngine(KINDS[config.run.engine], **settings, longest=longest, eager=eager, python=python)
+    settings |= {"longest": longest, "eager": eager, "python": python, "processes": known(rollout.processes)}
+    return OutsideEngine(KINDS[config.run.engine], **settings)
 
 
 def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, AnyPolicy | None]:

@@ -36,6 +36,7 @@ CASES: dict[str, list[Any]] = {
     "rollout.lend_memory": [True, False],
     "rollout.python": [None],  # of vllm: test_engines.py
     "rollout.eager": [None],
+    "rollout.processes": ["auto"],
     "offload.optimizer": [True, False],
     "offload.reference": [False],  # true needs a reference policy: below
     "offload.activations": [True, False],

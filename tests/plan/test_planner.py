@@ -18,7 +18,7 @@ from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.here import pick_device, pick_reward_workers
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import CONTEXT, GIB, GRAPHS, MIB, UNSEEN, VLLM, draw_up, kv_bytes
+from trimtab.plan.ledger import CONTEXT, ENGINE, GIB, GRAPHS, MIB, PROCESS, UNSEEN, draw_up, kv_bytes
 from trimtab.plan.planner import PROFILES, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
@@ -430,21 +430,41 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
 
 def test_vllm_has_weights_and_a_context_of_its_own() -> None:
     job, machine = qwen(), Machine(find_device("h200"), 1, 256 * GIB, 16)
-    native, vllm = (make_plan(Run(engine=engine), job, machine) for engine in ("native", "vllm"))
+    one = Rollout(processes=1)
+    native, vllm = (make_plan(Run(engine=engine, rollout=one), job, machine) for engine in ("native", "vllm"))
     weights = job.shape.parameters * job.itemsize
-    for phase, more in (("rollout", CONTEXT + GRAPHS + weights), ("update", CONTEXT + GRAPHS)):
+    idle = ("update", "publish", "checkpoint", "export")
+    for phase, more in (("rollout", CONTEXT + GRAPHS + weights), *((phase, CONTEXT + GRAPHS) for phase in idle)):
         found = vllm.ledger[phase].device_bytes - native.ledger[phase].device_bytes
         assert found == pytest.approx(more, rel=0.1), phase
-    assert vllm.ledger["rollout"].host_bytes > native.ledger["rollout"].host_bytes + weights
+    assert vllm.ledger["rollout"].host_bytes >= native.ledger["rollout"].host_bytes + PROCESS
     assert vllm.ledger["rollout"].allocated < weights * 10, "another process is not what torch's meter sees"
     kept = make_plan(Run(engine="vllm", rollout=Rollout(lend_memory=False)), job, machine)
-    assert kept.ledger["update"].device[VLLM] >= weights + kept.run.rollout.kv_memory
+    assert kept.ledger["update"].device[ENGINE] >= weights + kept.run.rollout.kv_memory
     assert vllm.times.publish > 0 == native.times.publish
+
+
+@pytest.mark.parametrize(
+    ("model", "least", "most"), [("qwen2.5-0.5b", 3, 6), ("qwen2.5-1.5b", 2, 6), ("qwen2.5-7b", 1, 2)]
+)
+def test_small_models_get_several_processes_of_vllm(model: str, least: int, most: int) -> None:
+    """Each with its weights and its context, of which the plan knows."""
+    machine = Machine(find_device("h200"), 1, 256 * GIB, 16)
+    job = Job(read_shape(WELL_KNOWN[model]), 2, 32, 16, 256, 256, 512)
+    plan = make_plan(Run(engine="vllm"), job, machine)
+    count = plan.run.rollout.processes
+    assert isinstance(count, int) and least <= count <= most and plan.fits
+    alone = make_plan(Run(engine="vllm", rollout=Rollout(processes=1)), job, machine)
+    more = plan.ledger["rollout"].device[ENGINE] - alone.ledger["rollout"].device[ENGINE]
+    assert more >= (count - 1) * (job.shape.parameters * job.itemsize + CONTEXT + GRAPHS)
+    assert plan.times.rollout <= alone.times.rollout
+    small = replace(machine, device=find_device("t4"), cores=4)
+    assert make_plan(Run(engine="vllm"), job, small).run.rollout.processes == 1
 
 
 def test_vllm_on_a_cpu_counts_its_copy_in_the_host() -> None:
     job, machine = qwen(), Machine(find_device("h200"), 1, 64 * GIB, 16, cpu=True)
     vllm = make_plan(Run(engine="vllm"), job, machine)
     host, weights = vllm.ledger["rollout"].host, job.shape.parameters * job.itemsize
-    assert host["rollout weights"] == host["published weights"] == weights and host[VLLM] > 0
+    assert host["rollout weights"] == host["published weights"] == weights and host[ENGINE] > 0
     assert vllm.run.rollout.page_tokens == 128

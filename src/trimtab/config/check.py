@@ -343,9 +343,9 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
 
 
 def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
-    if config.run.engine != "vllm":
-        for name in ("python", "eager"):
-            if name in changed(config.run.rollout):
+    if not config.run.outside:
+        for name in ("python", "eager", "processes"):
+            if name in changed(config.run.rollout) and getattr(config.run.rollout, name) != 1:
                 yield clash(
                     f"run.rollout.{name} run.engine",
                     "has no effect on the native engine",

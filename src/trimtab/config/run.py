@@ -50,6 +50,9 @@ class Rollout(Section):
     None: this one's."""
     eager: bool | None = None
     """vLLM without compiling and graphs: it starts sooner and decodes slower. None: on a CPU."""
+    processes: PositiveInt | Auto = "auto"
+    """Of vLLM, which share out the sequences of a rollout; each has a copy of the weights. auto: several where one would be
+    bound by its host, as it is with small models on a GPU."""
 
 
 class Offload(Section):
@@ -97,3 +100,8 @@ class Run(Section):
     """Processes that run reward functions; and as many that run an environment, where there is one."""
     offload: Offload = Offload()
     rollout: Rollout = Rollout()
+
+    @property
+    def outside(self) -> bool:
+        """What generates is another library, in processes of its own."""
+        return self.engine not in ("auto", "native")

@@ -36,8 +36,8 @@ CPU_PROCESS = GIB
 """Host memory of a process with torch alone."""
 WORKER = GIB // 4
 """Host memory of a reward worker."""
-VLLM = "vLLM's process"
-UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", VLLM)
+ENGINE = "engine's processes"
+UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
 PIECE, SLOTS = 2**26, 3
 """Elements of a piece of an offloaded optimizer's state, and how many pieces are on the device while it steps."""
 REWARD_TOKENS = 8192
@@ -127,7 +127,7 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
     phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
     if job.generates:
         rollout = _phase("rollout", resident | _rollout(job, machine, run, place), host)
-        merged = {} if run.engine == "vllm" else _merged_copy(rollout, job, machine)
+        merged = {} if run.outside else _merged_copy(rollout, job, machine)
         phases.append(replace(rollout, device=rollout.device | merged))
     if job.training:
         stays = {} if run.rollout.lend_memory is True else merged
@@ -154,9 +154,9 @@ def _training_phases(
             key=lambda phase: phase.device_bytes,
         ),
         _phase("optimizer", states | _stepping(job, machine, run), host),
-        _phase("publish", resident | ({} if place.shares_weights else copies), host),
-        _phase("checkpoint", resident | gathered, host | _staging(job, machine, run)),
-        _phase("export", resident | gathered, host | whole),
+        _phase("publish", resident | ({} if place.shares_weights else copies) | _apart(job, machine, run), host),
+        _phase("checkpoint", resident | gathered | _apart(job, machine, run), host | _staging(job, machine, run)),
+        _phase("export", resident | gathered | _apart(job, machine, run), host | whole),
     ]
 
 
@@ -253,15 +253,16 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
     rows = batch * (job.new_tokens * 16 + 512)
-    apart = run.engine == "vllm" or not place.shares_weights
-    own = {"rollout weights": shape.parameters * s // place.tensor} if apart else {}
+    apart = run.outside or not place.shares_weights
+    copies = _processes(run)
+    own = {"rollout weights": copies * shape.parameters * s // place.tensor} if apart else {}
     found = own | {
         "KV cache": rollout.kv_memory,
         "decode step": batch * entry // place.tensor + rows,
-        "prefill": prefill * pass_ // place.tensor,
+        "prefill": copies * prefill * pass_ // place.tensor,
     }
-    if run.engine == "vllm" and not machine.cpu:
-        found = {VLLM: sum(found.values()) + CONTEXT + GRAPHS}
+    if run.outside and not machine.cpu:
+        found = {ENGINE: sum(found.values()) + copies * (CONTEXT + GRAPHS)}
     return found | _rewarding(job)
 
 
@@ -342,13 +343,23 @@ def _stays(job: Job, machine: Machine, run: Run) -> dict[str, int]:
     if not job.generates:
         return {}
     assert run.rollout.kv_memory != "auto"
-    lent, apart = run.rollout.lend_memory is True, run.engine == "vllm"
+    lent, apart = run.rollout.lend_memory is True, run.outside
     found = {} if lent else {"KV cache": run.rollout.kv_memory}
     if apart and not lent:
-        found["rollout weights"] = job.shape.parameters * job.itemsize
+        found["rollout weights"] = _processes(run) * job.shape.parameters * job.itemsize
     if apart and not machine.cpu:
-        return {VLLM: sum(found.values()) + CONTEXT + GRAPHS}
+        return {ENGINE: sum(found.values()) + _processes(run) * (CONTEXT + GRAPHS)}
     return found
+
+
+def _processes(run: Run) -> int:
+    """Of an engine outside; 1 where it is the trainer's own."""
+    return run.rollout.processes if run.outside and run.rollout.processes != "auto" else 1
+
+
+def _apart(job: Job, machine: Machine, run: Run) -> dict[str, int]:
+    """Of an engine outside, what stays while nothing of it runs."""
+    return _stays(job, machine, run) if run.outside else {}
 
 
 def _stepping(job: Job, machine: Machine, run: Run) -> dict[str, int]:
@@ -369,9 +380,10 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
         found["reward workers"] = run.reward_workers * WORKER
         if job.environment:
             found["environment workers"] = run.reward_workers * WORKER
-    if run.engine == "vllm" and job.generates:
-        found[VLLM] = CPU_PROCESS if machine.cpu else PROCESS
-        found["published weights"] = job.shape.parameters * job.itemsize
+    if run.outside and job.generates:
+        found[ENGINE] = _processes(run) * (CPU_PROCESS if machine.cpu else PROCESS)
+        if machine.cpu:
+            found["published weights"] = job.shape.parameters * job.itemsize
     if run.offload.optimizer is True:
         found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards
     if run.offload.reference is True and job.reference:

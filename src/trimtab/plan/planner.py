@@ -16,12 +16,15 @@ from trimtab.config.run import Offload, Rollout, Run
 from trimtab.plan.activations import Kept
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import ALONE, MIB, Ledger, Placement, draw_up, kv_bytes
-from trimtab.plan.times import FITTED, Rates, Times, launch_s, predict
+from trimtab.plan.times import FITTED, Rates, Times, launch_s, outside_step, predict
 
 PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
 """Share of a device's memory that a plan may fill."""
 HOST_SHARE = 0.9
 GRAIN = 128
+MOST_PROCESSES = 6
+"""Of an engine outside: each takes its turn on the device, and has its own kernels and graphs there."""
+NEAR = 1.1
 WIDEST = 65536
 """Tokens of the largest micro-batch that is of use."""
 """Budgets are multiples of this many tokens."""
@@ -190,6 +193,7 @@ def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -
             "lend_memory": _lend(run, machine)[0],
             "max_sequences": 1,
             "prefill_tokens": 1,
+            "processes": _processes(run, job, machine)[0],
         }
     )
     pinned = {
@@ -242,7 +246,7 @@ def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
     """On a CPU, where attention has no paged kernel, a page that holds a whole sequence spares a copy of the cache a step."""
     if run.rollout.page_tokens != "auto":
         return run.rollout.page_tokens, ""
-    if run.engine == "vllm":
+    if run.outside:
         return (128 if machine.cpu else 16), "vLLM's own"
     if not machine.cpu:
         return 64, "one tile of the decode kernel"
@@ -251,6 +255,21 @@ def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
     if roomy and 2 * whole <= machine.host_memory // 2:
         return job.typical_sequence, "one page a sequence: decoding reads it in place"
     return 16, "little waste at the end of a sequence"
+
+
+def _processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
+    """Of an engine outside: while one is busy on its host another has the device. The fewest that come near the fastest; each
+    has a copy of the weights, all together a quarter of the device at most."""
+    if run.rollout.processes != "auto":
+        return run.rollout.processes, ""
+    if not run.outside or machine.cpu:
+        return 1, "all cores work for it" if run.outside else "the trainer's own"
+    room = machine.device.memory // 4 // (job.shape.parameters * job.itemsize)
+    most = max(1, min(MOST_PROCESSES, machine.cores // 3, room, job.in_flight // 32))
+    context = job.typical_prompt + job.expected_completion / 2
+    seconds = {n: outside_step(job, machine, run, n, job.in_flight, context) for n in range(1, most + 1)}
+    count = min(n for n in seconds if seconds[n] <= NEAR * min(seconds.values()))
+    return count, "one would wait for its host" if count > 1 else "more would gain nothing"
 
 
 def _lend(run: Run, machine: Machine) -> tuple[bool, str]:
@@ -282,6 +301,7 @@ def _rollout(
             run.rollout, "run.rollout", "prefill_tokens", 4096 if machine.cpu else 16384, "keeps the device busy"
         ),
     }
+    settings["processes"] = fill_in(run.rollout, "run.rollout", "processes", *_processes(run, job, machine))
     without = draft.model_copy(update={"rollout": draft.rollout.model_copy(update=settings | {"kv_memory": 1})})
     kv, why = _kv_memory(without, job, machine, limits, place)
     settings["kv_memory"] = fill_in(run.rollout, "run.rollout", "kv_memory", kv, why)

@@ -20,6 +20,10 @@ FORWARD = 0.35
 DECODE_LAYER = 16e-6
 """Seconds of a layer of a decode step beyond its bytes and products, in a graph."""
 DECODE_STEP = 150e-6
+OUTSIDE_STEP, OUTSIDE_SEQUENCE = 2e-3, 36e-6
+"""Seconds of its host that a decode step takes vLLM, and for each sequence: 512 of them 20 ms, with any model (docs/log.md)."""
+OUTSIDE_PUBLISH = 0.15
+"""Seconds: names, views and kernels of a model's weights."""
 CPU_BANDWIDTH, CPU_FLOPS = 12e9, 50e9
 """Of one core, in float32."""
 
@@ -68,6 +72,12 @@ class Times:
 def launch_s(job: Job) -> float:
     """Of a layer, forward and backward: as measured on this host, or as on others."""
     return LAUNCH if job.correction.launch_s is None else job.correction.launch_s
+
+
+def outside_step(job: Job, machine: Machine, run: Run, processes: int, batch: float, context: float) -> float:
+    """Seconds of a decode step of an engine outside: its processes take turns on the device, and each waits for its host."""
+    device_s = _Clock(job, machine, run, ALONE, FITTED).device_step(batch / processes, context)
+    return max(processes * device_s, device_s + OUTSIDE_STEP + OUTSIDE_SEQUENCE * batch / processes)
 
 
 def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE, rates: Rates = FITTED) -> Times:
@@ -127,6 +137,12 @@ class _Clock:
         return total
 
     def _decode_step(self, batch: float, context: float) -> float:
+        processes = self.run.rollout.processes
+        if not self.run.outside or self.machine.cpu or processes == "auto":
+            return self.device_step(batch, context)
+        return outside_step(self.job, self.machine, self.run, processes, batch, context)
+
+    def device_step(self, batch: float, context: float) -> float:
         job, shape, cut = self.job, self.job.shape, self.place.tensor
         read = min(shape.parameters, shape.active_parameters * max(1.0, batch)) * job.itemsize / cut
         keys = batch * context * shape.kv_elements * job.itemsize / cut
@@ -217,8 +233,8 @@ class _Clock:
 
     def publish(self) -> float:
         """Rollout reads the trainer's own weights, or gets a copy."""
-        if self.run.engine == "vllm" and not self.machine.cpu:
-            return 2 * self.job.shape.parameters * self.job.itemsize / self.machine.device.host_link + 0.1
+        if self.run.outside and not self.machine.cpu:
+            return 2 * self.job.shape.parameters * self.job.itemsize / self.bandwidth + OUTSIDE_PUBLISH
         if self.place.shares_weights:
             return 0.0
         return self.job.shape.parameters * self.job.itemsize / self._link(self.machine.devices) + 0.05

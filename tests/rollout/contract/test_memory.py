@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.rollout.contract.engines import NO_VLLM, make_engine, small_policy, vllm_python
 from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
@@ -20,4 +21,27 @@ def test_preempted_sequences_are_those_that_were_not() -> None:
     assert tokens(found) == tokens(wanted)
     assert sum(len(t.tokens) + len(t.prompt.tokens) for t in flat(found)) > 5 * 9 * 32, "more than fits at a time"
     assert engine.stats.kv_usage > 0.7
+    engine.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or vllm_python() is None, reason="needs a GPU and vLLM")
+def test_memory_that_is_lent_is_free_and_comes_back() -> None:
+    """As the device sees it: KV and weights are gone, and what is generated afterwards is the same."""
+    policy = small_policy()
+    engine = make_engine("vllm", policy, kv_bytes=2**31, lend_memory=True)
+    requests = ask(prompts(4), samples=2)
+    wanted = tokens(collect(engine, requests))
+
+    def free() -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    for version in (1, 2):
+        holding = free()
+        engine.lend()
+        assert free() - holding > 0.95 * 2**31
+        engine.publish(version)
+        assert abs(free() - holding) < 2**27
+        assert tokens(collect(engine, requests)) == wanted
+    engine.lend()
+    assert tokens(collect(engine, requests)) == wanted, "without publishing again"
     engine.close()

@@ -22,6 +22,8 @@ from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 """One process is the engine and its worker: the trainer watches that one. The second model runner has no logits processors."""
 USUAL = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+"""vLLM's attention would compute in TF32, which is 3e-3 in a log-prob."""
 ROOMS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -35,7 +37,8 @@ class Core:
     """One vLLM engine."""
 
     def __init__(self, setup: Setup) -> None:
-        os.environ.update({key: value for key, value in USUAL.items() if key not in os.environ} | NEEDED)
+        exact = EXACT if setup.dtype == "float32" else {}
+        os.environ.update({key: value for key, value in USUAL.items() if key not in os.environ} | NEEDED | exact)
         import vllm
 
         from trimtab.rollout.vllm.drawing import Drawing
