@@ -228,16 +228,18 @@ class OutsideEngine:
         return whose
 
     def _start(self, members: Sequence[Member]) -> None:
-        """Processes with the trainer's weights, all at once."""
+        """Processes with the trainer's weights. The first alone where something is compiled, which the others then find."""
         threads = {} if self._settings["cuda"] else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         each = -(-self.max_sequences // len(self._members))
-        for member in members:
-            member.process = EngineProcess(self.kind.name, self._python, threads)
-            member.process.send(Setup(**self._settings, max_sequences=each))
-        for member in members:
-            ready = member.running.receive(START_S)
-            assert isinstance(ready, Ready)
-            self.ready = ready
+        ahead = 1 if self._settings["cuda"] and not self._settings["eager"] else 0
+        for together in (members[:ahead], members[ahead:]):
+            for member in together:
+                member.process = EngineProcess(self.kind.name, self._python, threads)
+                member.process.send(Setup(**self._settings, max_sequences=each))
+            for member in together:
+                ready = member.running.receive(START_S)
+                assert isinstance(ready, Ready)
+                self.ready = ready
         for lost in self._publish(members).values():
             raise lost
 

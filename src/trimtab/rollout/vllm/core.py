@@ -18,6 +18,7 @@ from trimtab.config.learn import Sampling
 from trimtab.rollout.outside.messages import Beat, Done, Generate, Publish, Ready, Setup
 from trimtab.rollout.outside.reading import Reader
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
+from trimtab.rollout.vllm.reload import reload
 
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 """One process is the engine and its worker: the trainer watches that one. The second model runner has no logits processors."""
@@ -113,7 +114,7 @@ class Core:
         self._wake(["weights"])
         self.abort()
         if order.weights is not None or asleep:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._reader.read()})
+            self._llm.collective_rpc(reload, args=(self._reader.read(),))
         if order.adapters is not None:
             self._take_adapters(order)
         self._wake(["kv_cache"])
