@@ -273,8 +273,10 @@ def test_adapters_are_seen_as_they_are(architecture: str, merge: bool) -> None:
     assert (expected - bare).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_product_follows_its_adapters(merge: bool) -> None:
+@pytest.mark.parametrize(("merge", "at_once"), [(False, 1), (True, 12), (True, 2**23)])
+def test_a_product_follows_its_adapters(merge: bool, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged whole, or two rows of six at a time."""
+    monkeypatch.setattr("trimtab.rollout.native.fused.MERGED_AT_ONCE", at_once)
     linear, a, b = torch.nn.Linear(6, 5), torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
     product = Product(Linears([linear.weight], [linear.bias], [Adapter(a, b, 0.5, 1, 4), Adapter(a, b, 0.25, 1, 4)]))
     x = torch.randn(7, 6)

@@ -23,6 +23,9 @@ from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partial
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, most_rows, serves, skinny
 
+MERGED_AT_ONCE = 2**23
+"""Elements of a weight that are in float32 while adapters are added to them: a layer of a large model would be half a GiB."""
+
 
 class Product:
     """x W^T + b, with what adapters add to it.
@@ -87,12 +90,16 @@ class Product:
         if self._merged is not None:
             self._downs, self._ups = None, []
             self._merged.copy_(self.weight)
+            rows = max(1, MERGED_AT_ONCE // self.inputs)
             for start, end in {(a.start, a.end) for a in self.adapters}:
-                part = self.weight[start:end].to(torch.float32, copy=True)
-                for a in self.adapters:
-                    if a.start == start:
-                        part += a.b.weight.float() @ a.a.weight.float() * a.scale
-                self._merged[start:end] = part.to(self.weight.dtype)
+                for first in range(start, end, rows):
+                    last = min(end, first + rows)
+                    part = self.weight[first:last].to(torch.float32, copy=True)
+                    for a in self.adapters:
+                        if a.start == start:
+                            up = a.b.weight[first - start : last - start].float() * a.scale
+                            part += up @ a.a.weight.float()
+                    self._merged[first:last] = part
         else:
             downs = torch.cat([a.a.weight for a in self.adapters]).to(self.weight.dtype)
             ups = [(a.b.weight.float() * a.scale).to(self.weight.dtype) for a in self.adapters]
