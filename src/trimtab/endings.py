@@ -65,6 +65,7 @@ def end_step(
             updater.recompute(move.recompute)
     metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
     metrics["throughput/tokens_per_s"] = tokens / metrics["time/total"]
+    metrics |= run.watch.used(metrics["time/update"])
     run.sinks.write(state.step, metrics)
     run.console.step(state.step, metrics)
     # After the metrics: a kill in between repeats the step and its row, where the other order would lose the row.

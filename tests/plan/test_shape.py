@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from trimtab.model.parts import KNOWN
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 from trimtab.plan.shape import FAMILIES, measured_shape, read_shape, shape_of_model
-from trimtab.plan.source import FUSED, WELL_KNOWN
+from trimtab.plan.source import FUSED, WELL_KNOWN, shape_of
 
 LATENT = {
     "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4,
@@ -96,3 +97,19 @@ def test_adapters_are_counted_apart(kind: str) -> None:
 )  # fmt: skip
 def test_well_known_models_have_their_published_size(name: str, billions: float) -> None:
     assert read_shape(WELL_KNOWN[name]).parameters == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+def test_an_architecture_that_cannot_be_built_is_told_as_a_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose code needs a library that is not installed."""
+    GPTNeoXConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=11).save_pretrained(tmp_path)
+
+    def missing(config: object) -> None:
+        raise ImportError("\nThis model requires the timm library\nwhich is not here")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", missing)
+    with pytest.raises(
+        ModelError, match=r"a gpt_neox model cannot be built.*ImportError: This model requires the timm"
+    ):
+        shape_of(str(tmp_path))

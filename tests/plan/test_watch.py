@@ -67,3 +67,16 @@ def test_what_was_lowered_since_counts() -> None:
     kept = watch.update_bytes([sizes])
     watch.saw([sizes], True, 128, False)
     assert watch.update_bytes([sizes]) < kept
+
+
+@pytest.mark.parametrize(("rank", "factor"), [(0, 6), (16, 4)])
+def test_use_is_products_over_what_the_device_could_have_done(rank: int, factor: int) -> None:
+    """SmolLM2-135M by hand: 106,203,456 parameters of layers and the last norm, a table of 49,152 x 576."""
+    watch = watching(rank=rank)
+    assert watch.used(1.0) == {}, "nothing ran yet"
+    for _ in range(2):
+        watch.saw([(1000, 800, 1000, 5, 0), (500, 100, 500, 5, 0)], False, 4096, False)
+    watch.end_step({})
+    operations = 2 * factor * (106_203_456 * 1500 + 49_152 * 576 * 900)
+    assert watch.used(0.5)["throughput/update_mfu"] == pytest.approx(operations / 0.5 / 989e12, rel=1e-3)
+    assert watch.used(0.0) == {}

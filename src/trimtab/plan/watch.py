@@ -26,6 +26,8 @@ class PlanWatch:
         self.plan = plan
         self._path: Path | None = None
         self._steps: list[Sequence[Sizes]] = []
+        self._products = 0.0
+        """Operations of the last step's products with weights."""
 
     def saw(self, optimizer_step: Sequence[Sizes], kept: bool | str, chunk: int, away: bool) -> None:
         """The micro-batches of one optimizer step, and the settings they ran with."""
@@ -36,6 +38,7 @@ class PlanWatch:
     def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Predicted peaks of the phases that were measured since the last call, in GiB as allocated."""
         steps, self._steps = self._steps, []
+        self._products = sum(self._operations(Row(*sizes)) for step in steps for sizes in step)
         found: dict[str, float] = {}
         if "memory/rollout_peak_gib" in metrics:
             found["memory/rollout_predicted_gib"] = self.plan.ledger["rollout"].allocated / GIB
@@ -44,6 +47,22 @@ class PlanWatch:
             found["memory/update_predicted_gib"] = predicted
             found["memory/predicted_over_measured"] = predicted / metrics["memory/update_peak_gib"]
         return found
+
+    def used(self, update_s: float) -> dict[str, float]:
+        """The share of the device's matrix rate that the last step's update reached; of what it learned from, not of what it made
+        again."""
+        if not self._products or self.plan.machine.cpu or update_s <= 0:
+            return {}
+        return {"throughput/update_mfu": self._products / update_s / self.plan.machine.device.flops}
+
+    def _operations(self, row: Row) -> float:
+        """Forward and backward; without gradients of weights a third less."""
+        shape, critic = self.plan.job.shape, self.plan.job.critic
+        factor = 4.0 if self.plan.job.rank else 6.0
+        body = shape.active_parameters - shape.table
+        return factor * (
+            body * row.tokens + shape.table * row.predicted + (critic.parameters if critic else 0) * row.tokens
+        )
 
     def _critic_bytes(self, optimizer_step: Sequence[Sizes]) -> int:
         """Of a critic's passes over the same micro-batches, its own gradients among them."""

@@ -99,6 +99,16 @@ def waits_for_host(record: Record) -> Sick | None:
     )
 
 
+def low_use(record: Record) -> Sick | None:
+    """Where it is known why, another rule says so; this one is for what remains."""
+    use = record.now("throughput/update_mfu")
+    share = record.share_of_time("update") or 0.0
+    if use is None or use >= 0.1 or share < 0.2 or waits_for_host(record) or small_microbatches(record):
+        return None
+    seen = f"{percent(use)} of the device's matrix rate (median of {record.span('throughput/update_mfu')})"
+    return Sick("warn", f"{seen}; updates take {percent(share)} of all time")
+
+
 def packing(record: Record) -> Sick | None:
     """With few micro-batches an even split is what leaves room; with many it is sequences that do not fit side by side."""
     fill, per_update = (
@@ -201,6 +211,19 @@ RULES = (
         kind="safe",
         check=waits_for_host,
         needs=("run/device_behind", "run/microbatches"),
+        unless=_on_cpu,
+    ),
+    Rule(
+        "low_use",
+        "the update leaves the device unused",
+        unit="share of the device's matrix rate",
+        healthy="30 % and more; small models 20 %",
+        found_when="below 10 %, in updates that take a fifth of the time, where neither micro-batches nor the host explain it",
+        cause="the model's own modules instead of fused layers, another process on the device, or states that are offloaded",
+        remedy="see the start-up card for run.kernels, run.offload.optimizer and run.offload.activations; nvidia-smi for others",
+        kind="safe",
+        check=low_use,
+        needs=("throughput/update_mfu", "time/update"),
         unless=_on_cpu,
     ),
     Rule(
