@@ -50,7 +50,7 @@ def test_vllm_generates_with_the_adapters_that_were_published_last(monkeypatch: 
 
 
 def test_weights_have_the_names_of_the_checkpoint() -> None:
-    assert set(named_weights(adapted())) == set(named_weights(small_policy()))
+    assert set(dict(named_weights(adapted()))) == set(dict(named_weights(small_policy())))
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])

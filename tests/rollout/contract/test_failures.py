@@ -161,6 +161,7 @@ def scripted(
 
     monkeypatch.setattr(engines, "EngineProcess", start)
     monkeypatch.setattr(engines, "wait_for", lambda processes: None)
+    monkeypatch.setattr(OutsideEngine, "_refuse_other_logprobs", lambda self: None)
     return make_engine("vllm", small_policy(), max_sequences=8, **changes), made  # type: ignore[return-value]
 
 

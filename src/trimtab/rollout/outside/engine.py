@@ -23,9 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from trimtab.config.learn import Sampling
+from trimtab.data.prompt import Prompt
 from trimtab.errors import EngineError
 from trimtab.model.adapters import has_adapters
-from trimtab.model.policy import Policy
+from trimtab.model.packed import PackedPlan
+from trimtab.model.policy import TOLERANCE_NATS, Policy
 from trimtab.rollout.engine import Request, RolloutStats, check_requests, whole_group
 from trimtab.rollout.outside.kinds import Kind
 from trimtab.rollout.outside.messages import (
@@ -52,6 +55,7 @@ SILENT_S = 300.0
 """A process that steps says so every second; one step may compile something."""
 MOST_FAILURES = 3
 """In a row, without a sequence in between."""
+PROBE_PROMPTS, PROBE_TOKENS = 3, 12
 
 
 @dataclass(eq=False)
@@ -136,6 +140,7 @@ class OutsideEngine:
         except BaseException:
             self.close()
             raise
+        self._refuse_other_logprobs()
 
     @property
     def path(self) -> str:
@@ -211,6 +216,28 @@ class OutsideEngine:
             member.stop()
         self._weights.close()
         self._folder.cleanup()
+
+    def _refuse_other_logprobs(self) -> None:
+        """A library may compute a model in another way than the trainer, or not take all of its weights. Nothing that such a one
+        draws is learned from."""
+        numbers, words = torch.Generator().manual_seed(1), int(self.policy.config.vocab_size)
+        length = max(1, min(PROBE_TOKENS, self._context // 2))
+        rows = torch.randint(0, words, (PROBE_PROMPTS, length), generator=numbers).tolist()
+        new = min(PROBE_TOKENS, self._context - length)
+        requests = [Request(Prompt(i, "", row), 2, new, Sampling(), seed=1, step=0) for i, row in enumerate(rows)]
+        try:
+            found = [trajectory for group in self.generate(requests) for trajectory in group.trajectories]
+            gap = float(torch.cat([(t.logprobs - _logprobs(self.policy, t)).abs() for t in found]).mean())
+            if not gap <= TOLERANCE_NATS[self.policy.dtype]:
+                whose = f"{self.kind.title} {self.ready.version} gives other log-probs for {self.policy.name} than the trainer"
+                raise EngineError(
+                    f"{whose}: {gap:.2g} nats a token. It computes this model in another way, or does not take its weights. "
+                    "Write run.engine: native."
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.stats = RolloutStats()
 
     def _share_out(self, requests: Sequence[Request]) -> dict[int, tuple[int, int]]:
         """Give every member its part, the samples of a prompt to one of them; returns whose each sequence is."""
@@ -382,6 +409,16 @@ class OutsideEngine:
     def _refuse_while_generating(self, what: str) -> None:
         if self._generating:
             raise EngineError(f"{what} was called while an earlier generate is not finished; exhaust or close it first")
+
+
+@torch.no_grad()
+def _logprobs(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
+    """The trainer's, of what was drawn."""
+    device, first = policy.device, len(trajectory.prompt.tokens)
+    tokens = torch.tensor([*trajectory.prompt.tokens, *trajectory.tokens.tolist()], device=device)
+    plan = PackedPlan([len(tokens) - 1], device)
+    hidden_TE = policy.hidden(tokens[:-1], plan.positions, plan)[first - 1 :].contiguous()
+    return policy.head.token_stats(hidden_TE, tokens[first:], 1.0, len(tokens)).logprobs.float().cpu()
 
 
 def _write_config(policy: Policy, tokenizer: Any, folder: Path) -> None:

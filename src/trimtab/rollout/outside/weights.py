@@ -1,10 +1,11 @@
 """Weights on their way to an engine's process: the trainer's own where both are on one GPU, or else a copy in host memory.
 
 On a GPU the engine is told where the trainer's weights lie and reads them there: nothing is copied but into the engine, and no
-host memory is taken. Elsewhere, and where a GPU's memory cannot be shared (expandable segments, some containers), one file in
-memory is written by the trainer and read by the engine. It has no name, only the trainer's descriptor: when both processes are
-gone, however they ended, so is the memory. A head that is tied to the embedding has a name of its own and the same bytes: vLLM's
-CPU kernels keep a packed copy of it, and would go on with the old one.
+host memory is taken. Elsewhere, where a GPU's memory cannot be shared (expandable segments, some containers), and where a
+checkpoint holds weights in another shape than the model does (experts), one file in memory is written by the trainer and read by
+the engine. It has no name, only the trainer's descriptor: when both processes are gone, however they ended, so is the memory. A
+head that is tied to the embedding has a name of its own and the same bytes: vLLM's CPU kernels keep a packed copy of it, and
+would go on with the old one.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.policy import Policy
@@ -25,10 +28,23 @@ from trimtab.rollout.outside.reading import count, view
 ALIGNED = 256
 
 
-def named_weights(policy: Policy) -> dict[str, torch.Tensor]:
-    """Under the names of the checkpoint, without adapters."""
+def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """Under the names of the checkpoint, without adapters. Most are the model's own tensors; experts, which transformers has in
+    one tensor and checkpoints one by one, are copies, made a layer at a time."""
     model = policy.model.get_base_model() if has_adapters(policy.model) else policy.model
-    return {n.replace(".base_layer.", "."): value for n, value in model.state_dict().items() if ".lora_" not in n}
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in model.state_dict().items():
+        if ".lora_" not in name:
+            name = name.replace(".base_layer.", ".")
+            layers.setdefault(_layer(name), {})[name] = value
+    for found in layers.values():
+        yield from revert_weight_conversion(model, found).items()
+
+
+def _layer(name: str) -> str:
+    """What is converted together: up to the first number of a name."""
+    parts = name.split(".")
+    return ".".join(parts[: next((i for i, part in enumerate(parts) if part.isdigit()), 0) + 1])
 
 
 class SharedWeights:
@@ -46,18 +62,17 @@ class SharedWeights:
 
     def publish(self) -> Weights:
         """Where the engine finds the current ones, all of them written."""
-        state = named_weights(self._policy)
         if self.direct:
             try:
-                found = _places(state)
+                found = _places(self._policy)
             except NotShared:
                 self.direct = False
             else:
                 torch.cuda.synchronize(self._policy.device)
                 return found
         if self._file is None:
-            self._file = _File(state)
-        self._file.write(state)
+            self._file = _File(self._policy)
+        self._file.write()
         return Weights(self._file.layout, self._file.path)
 
     def write_adapters(self, folder: Path) -> str | None:
@@ -76,13 +91,19 @@ class SharedWeights:
             self._file = None
 
 
-def _places(state: dict[str, torch.Tensor]) -> Weights:
+def _own(policy: Policy) -> set[int]:
+    """Addresses of the memory that the model itself has."""
+    return {value.untyped_storage().data_ptr() for value in policy.model.state_dict().values()}
+
+
+def _places(policy: Policy) -> Weights:
     """Where the weights themselves lie on the device."""
+    own = _own(policy)
     handles: dict[bytes, int] = {}
     layout = []
-    for name, value in state.items():
-        if not value.is_contiguous():
-            raise NotShared(f"{name} is not in one piece")
+    for name, value in named_weights(policy):
+        if value.untyped_storage().data_ptr() not in own or not value.is_contiguous():
+            raise NotShared(f"{name} is not a piece of the model's memory")
         handle, offset = export(value.data_ptr())
         layout.append(_entry(name, value, offset, handles.setdefault(handle, len(handles))))
     return Weights(tuple(layout), None, tuple(handles))
@@ -91,13 +112,15 @@ def _places(state: dict[str, torch.Tensor]) -> Weights:
 class _File:
     """A copy in host memory. Its layout is fixed; writing it copies bytes and moves no pages."""
 
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        entries, offset, places = [], 0, dict[int, int]()
-        for name, value in state.items():
-            if value.data_ptr() not in places:
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        own, entries, offset, places = _own(policy), [], 0, dict[int, int]()
+        for name, value in named_weights(policy):
+            tied = places.get(value.data_ptr()) if value.untyped_storage().data_ptr() in own else None
+            entries.append(_entry(name, value, offset if tied is None else tied))
+            if tied is None:
                 places[value.data_ptr()] = offset
                 offset += -(-value.nbytes // ALIGNED) * ALIGNED
-            entries.append(_entry(name, value, places[value.data_ptr()]))
         self.layout = tuple(entries)
         self.nbytes = max(1, offset)
         self._file = os.memfd_create("trimtab-weights")
@@ -106,9 +129,9 @@ class _File:
         self._bytes = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
 
     @torch.no_grad()
-    def write(self, state: dict[str, torch.Tensor]) -> None:
-        for entry in self.layout:
-            view(self._bytes[entry.offset : entry.offset + count(entry)], entry).copy_(state[entry.name])
+    def write(self) -> None:
+        for entry, (_, value) in zip(self.layout, named_weights(self._policy), strict=True):
+            view(self._bytes[entry.offset : entry.offset + count(entry)], entry).copy_(value)
 
     def close(self) -> None:
         os.close(self._file)

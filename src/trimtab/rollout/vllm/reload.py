@@ -11,7 +11,10 @@ import torch
 
 def reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     """For vLLM's workers to run: take weights under the names of a checkpoint, with or without adapters around the layers."""
-    with _bare(worker.model_runner.get_model()):
+    model = worker.model_runner.get_model()
+    if not hasattr(model, "lm_head"):  # some architectures have none where it is tied to the embedding
+        weights = ((name, value) for name, value in weights if not name.startswith("lm_head."))
+    with _bare(model):
         worker.reload_weights(weights_iterator=weights)
 
 
