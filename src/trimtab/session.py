@@ -158,7 +158,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     device = pick_device(config.run)
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
-    refuse_without_engine(config.run)
+    refuse_without_engine(config.run, device)
     refuse_missing_wandb(config.observe)
     refuse_kernels(config.run, config.model, device)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
@@ -275,7 +275,7 @@ def open_evaluation(
     if config.data.eval is None and inputs.eval_rows is None:
         raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
     device = pick_device(config.run)
-    refuse_without_engine(config.run)
+    refuse_without_engine(config.run, device)
     console = stack.enter_context(Console(1, file=console_file))
     limit = prompt_limit(config)
     tokenizer = load_tokenizer(config.model)

@@ -99,7 +99,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
         ({"engine": "vllm", "rollout": {"python": "/nowhere/python"}}, "there is no interpreter /nowhere/python"),
         ({"engine": "vllm", "rollout": {"python": "/bin/true"}}, "does not run Python"),
         ({"rollout": {"eager": True}}, "has no effect on the native engine"),
-        ({"engine": "sglang"}, "native"),
+        ({"engine": "sglang"}, r"SGLang needs a CUDA device(.|\n)*run.engine: native"),
         ({"engine": "native", "rollout": {"python": "/bin/true"}}, "has no effect on the native engine"),
     ],
     ids=str,

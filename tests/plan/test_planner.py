@@ -79,7 +79,7 @@ def pins() -> st.SearchStrategy[Run]:
     return st.builds(
         Run,
         threads=optional(st.integers(1, 64)),
-        engine=st.sampled_from(["auto", "native", "vllm"]),
+        engine=st.sampled_from(["auto", "native", "vllm", "sglang"]),
         token_budget=optional(sizes),
         score_token_budget=optional(sizes),
         logprob_chunk=optional(st.integers(1, 10**5)),

@@ -345,21 +345,22 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
 def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if not config.run.outside:
         for name in ("python", "eager", "processes"):
-            if name in changed(config.run.rollout) and getattr(config.run.rollout, name) != 1:
+            one = name == "processes" and config.run.rollout.processes == 1  # as many as it has
+            if name in changed(config.run.rollout) and not one:
                 yield clash(
                     f"run.rollout.{name} run.engine",
                     "has no effect on the native engine",
-                    f"Write run.engine: vllm, or leave {name} out",
+                    f"Write run.engine: vllm or sglang, or leave {name} out",
                 )
         return
-    if config.model.lora is not None and config.model.lora.r > 512:
+    if config.run.engine == "vllm" and config.model.lora is not None and config.model.lora.r > 512:
         yield clash(
             "run.engine model.lora", "vllm has adapters of rank 512 at most", "Write run.engine: native, or a lower r"
         )
     if config.model.dtype == "float64":
         yield clash(
             "run.engine model.dtype",
-            "vllm cannot compute in float64",
+            f"{config.run.engine} cannot compute in float64",
             "Write run.engine: native, or another model.dtype",
         )
 

@@ -46,13 +46,13 @@ class Rollout(Section):
     """Give the memory of the KV cache to the update and take it back for the next rollout. auto: where the device
     can do that."""
     python: str | None = None
-    """Interpreter of the environment that holds vLLM, such as ~/vllm/bin/python: its packages need not agree with this one's.
-    None: this one's."""
+    """Interpreter of the environment that holds vLLM or SGLang, such as ~/vllm/bin/python: its packages need not agree with this
+    one's. None: this one's."""
     eager: bool | None = None
-    """vLLM without compiling and graphs: it starts sooner and decodes slower. None: on a CPU."""
+    """vLLM or SGLang without compiling and graphs: it starts sooner and decodes slower. None: on a CPU."""
     processes: PositiveInt | Auto = "auto"
-    """Of vLLM, which share out the sequences of a rollout; each has a copy of the weights. auto: several where one would be
-    bound by its host, as it is with small models on a GPU."""
+    """Of vLLM or SGLang, which share out the sequences of a rollout; each has a copy of the weights. auto: several where one
+    would be bound by its host, as it is with small models on a GPU."""
 
 
 class Offload(Section):
@@ -80,9 +80,9 @@ class Run(Section):
     at what makes a step faster."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads for tensor work. auto: one a physical core."""
-    engine: Literal["auto", "native", "vllm"] = "auto"
-    """What generates. vllm needs trimtab[vllm], here or in rollout.python; it draws the same tokens, up to the rounding of
-    another forward pass. auto: the native engine."""
+    engine: Literal["auto", "native", "vllm", "sglang"] = "auto"
+    """What generates. vllm needs trimtab[vllm], here or in rollout.python; sglang needs a GPU, and an environment of its own in
+    rollout.python. Both draw the same tokens, up to the rounding of another forward pass. auto: the native engine."""
     kernels: Kernels = "auto"
     """What computes the layers of the update. native: Trimtab's fused layers, or none. liger: the model's own modules with
     Liger's norms, rotation and gated products (CUDA; pip install 'trimtab[liger]'). plain: the model's own modules. auto:

@@ -247,7 +247,7 @@ def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
     if run.rollout.page_tokens != "auto":
         return run.rollout.page_tokens, ""
     if run.outside:
-        return (128 if machine.cpu else 16), "vLLM's own"
+        return (128 if machine.cpu else 16), "what such engines use"
     if not machine.cpu:
         return 64, "one tile of the decode kernel"
     whole = job.in_flight * job.typical_sequence * job.shape.kv_elements * job.itemsize

@@ -21,7 +21,8 @@ DECODE_LAYER = 16e-6
 """Seconds of a layer of a decode step beyond its bytes and products, in a graph."""
 DECODE_STEP = 150e-6
 OUTSIDE_STEP, OUTSIDE_SEQUENCE = 2e-3, 36e-6
-"""Seconds of its host that a decode step takes vLLM, and for each sequence: 512 of them 20 ms, with any model (docs/log.md)."""
+"""Seconds of its host that a decode step takes vLLM, and for each sequence: 512 of them 20 ms, with any model (docs/log.md).
+SGLang is taken to need as much: it has not been measured."""
 OUTSIDE_PUBLISH = 0.15
 """Seconds: names, views and kernels of a model's weights."""
 CPU_BANDWIDTH, CPU_FLOPS = 12e9, 50e9

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
@@ -50,7 +51,24 @@ def vllm_python() -> str | None:
     return found if tried.returncode == 0 else None
 
 
+@cache
+def sglang_python() -> str | None:
+    """The interpreter of an environment with SGLang, which has no use without a GPU: TRIMTAB_SGLANG_PYTHON, or this one."""
+    if DEVICE.type != "cuda":
+        return None
+    found = os.environ.get("TRIMTAB_SGLANG_PYTHON") or sys.executable
+    tried = subprocess.run([found, "-c", "import importlib.util as u; assert u.find_spec('sglang')"], check=False)
+    return found if tried.returncode == 0 else None
+
+
 NO_VLLM = "there is no environment with vLLM: run `make vllm`, or name its interpreter in TRIMTAB_VLLM_PYTHON"
+NO_SGLANG = "needs a GPU, and an environment with SGLang: name its interpreter in TRIMTAB_SGLANG_PYTHON"
+PYTHONS = {"vllm": vllm_python, "sglang": sglang_python}
+MISSING = {"vllm": NO_VLLM, "sglang": NO_SGLANG}
+OUTSIDE = [
+    pytest.param(kind, marks=pytest.mark.skipif(PYTHONS[kind]() is None, reason=MISSING[kind])) for kind in PYTHONS
+]
+"""Engines in processes of their own, for `parametrize`."""
 
 
 def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any) -> Engine:
@@ -68,4 +86,4 @@ def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any
         "eager": True,
         **changes,
     }
-    return OutsideEngine(KINDS[kind], policy, tokenizer, [STOP], python=vllm_python() or "", **settings)
+    return OutsideEngine(KINDS[kind], policy, tokenizer, [STOP], python=PYTHONS[kind]() or "", **settings)

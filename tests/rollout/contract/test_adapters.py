@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rollout.contract.engines import DEVICE, NO_VLLM, make_engine, small_model, small_policy, vllm_python
+from tests.rollout.contract.engines import DEVICE, OUTSIDE, make_engine, small_model, small_policy
 from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
 from trimtab.config.schema import Lora
 from trimtab.model.adapters import add_adapters
@@ -28,11 +28,11 @@ def change(policy: Policy, seed: int) -> None:
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=numbers))
 
 
-@pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
-def test_vllm_generates_with_the_adapters_that_were_published_last(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_adapters_that_were_published_last_are_generated_with(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = adapted()
     change(policy, 1)
-    engine, native = make_engine("vllm", policy), make_engine("native", policy)
+    engine, native = make_engine(kind, policy), make_engine("native", policy)
     monkeypatch.setattr(SharedWeights, "publish", lambda self: pytest.fail("the weights were sent again"))
     requests = ask(prompts(4, shared=40), samples=3)
     seen = []

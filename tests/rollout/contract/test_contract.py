@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import VOCABULARY, tiny_tokenizer
 
-from tests.rollout.contract.engines import LONGEST, NO_VLLM, STOP, make_engine, small_model, small_policy, vllm_python
+from tests.rollout.contract.engines import LONGEST, OUTSIDE, STOP, make_engine, small_model, small_policy
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
 from trimtab.errors import EngineError
@@ -40,10 +40,8 @@ class Served:
         self.engine.publish(self.version)
 
 
-@pytest.fixture(scope="module", params=["native", "vllm"])
+@pytest.fixture(scope="module", params=["native", *OUTSIDE])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    if request.param == "vllm" and vllm_python() is None:
-        pytest.skip(NO_VLLM)
     policy = small_policy()
     made = make_engine(request.param, policy)
     yield Served(request.param, made, policy)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from tests.rollout.contract.engines import NO_VLLM, make_engine, small_model, small_policy, vllm_python
+from tests.rollout.contract.engines import OUTSIDE, make_engine, small_model, small_policy
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from trimtab.errors import EngineError
 from trimtab.rollout.outside import engine as engines
@@ -23,20 +23,19 @@ from trimtab.rollout.outside.kinds import VLLM
 from trimtab.rollout.outside.messages import Done, Generate, Ready, Settled
 from trimtab.rollout.outside.process import EngineLost, EngineProcess
 
-needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
 BROKEN = """#!/bin/sh
 echo "a library is missing" >&2
 exit 3
 """
 
 
-@needs_vllm
+@pytest.mark.parametrize("kind", OUTSIDE)
 def test_a_killed_process_is_started_again_with_current_weights_and_its_work_repeated(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the middle of a rollout and once more between two, under weights that are not those it began with."""
     policy = small_policy()
-    engine = make_engine("vllm", policy)
+    engine = make_engine(kind, policy)
     assert isinstance(engine, OutsideEngine)
     said: list[str] = []
     engine.on_restart = said.append
@@ -206,12 +205,12 @@ def test_two_processes_share_prompts_and_one_that_is_lost_repeats_only_its_own(m
     engine.close()
 
 
-@needs_vllm
-def test_two_processes_give_what_one_gives() -> None:
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_two_processes_give_what_one_gives(kind: str) -> None:
     policy = small_policy()
     requests = ask(prompts(5, shared=20), samples=3, new=24)
     wanted = tokens(collect(make_engine("native", policy), requests))
-    engine = make_engine("vllm", policy, processes=2)
+    engine = make_engine(kind, policy, processes=2)
     assert isinstance(engine, OutsideEngine) and len(set(engine.pids)) == 2 and "2 processes" in engine.path
     assert tokens(collect(engine, requests)) == wanted
     with torch.no_grad():
@@ -252,13 +251,14 @@ def test_a_process_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
     process.close()
 
 
-@needs_vllm
-def test_nothing_is_left_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_nothing_is_left_after_close(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do the trainer's variables reach what the engine depends on."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "0.001")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     before = set(psutil.Process().children(recursive=True))
-    engine = make_engine("vllm", small_policy())
+    engine = make_engine(kind, small_policy())
     assert collect(engine, ask(prompts(2)))
     engine.close()
     assert not set(psutil.Process().children(recursive=True)) - before

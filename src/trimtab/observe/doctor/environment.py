@@ -13,7 +13,7 @@ from trimtab.observe.doctor.finding import Finding, Level
 TRUE = ("1", "true", "yes", "on")
 TOLD = re.compile(
     r"CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|CUDA_DEVICE_MAX_CONNECTIONS|PYTORCH_.*ALLOC_CONF|PYTORCH_NO_CUDA_MEMORY_CACHING|"
-    r"OMP_.*|MKL_NUM_THREADS|NCCL_.*|VLLM_.*|RAY_.*|TRITON_INTERPRET|TORCH_LOGS|NVIDIA_TF32_OVERRIDE|"
+    r"OMP_.*|MKL_NUM_THREADS|NCCL_.*|VLLM_.*|SGLANG_.*|CUDA_HOME|RAY_.*|TRITON_INTERPRET|TORCH_LOGS|NVIDIA_TF32_OVERRIDE|"
     r"HF_(HUB|DATASETS)_OFFLINE|TRANSFORMERS_OFFLINE|HF_HOME|TOKENIZERS_PARALLELISM|PYTHONOPTIMIZE"
 )
 """Variables worth seeing in a report."""
@@ -78,6 +78,10 @@ def _older(version: str, than: str) -> bool:
 def _cumem_off(value: str, around: Surroundings) -> bool:
     vllm = around.packages.get("vllm")
     return value.strip() == "0" and vllm is not None and not _older(vllm, "0.16")
+
+
+def _on_with_sglang(value: str, around: Surroundings) -> bool:
+    return "sglang" in around.packages and _on(value, around)
 
 
 _SLEEP = "vLLM before 0.20.1 refuses to sleep and wake beside expandable segments"
@@ -145,6 +149,13 @@ TABLE = (
         _cumem_off,
         "bad",
         "with vLLM 0.16 and newer (NCCL 2.27) ncclCommInitRank fails; old guides advise it",
+        "unset it",
+    ),
+    Hurts(
+        "SGLANG_DETECT_SLOW_RANK",
+        _on_with_sglang,
+        "warn",
+        "SGLang times products for a while before it starts; for debugging only",
         "unset it",
     ),
     Hurts(

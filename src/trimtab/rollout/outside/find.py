@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from packaging.version import Version
 
 from trimtab.config.run import Run
@@ -27,11 +28,14 @@ def interpreter(python: str | None) -> str:
     return sys.executable if python is None else str(Path(python).expanduser())
 
 
-def refuse_without_engine(run: Run) -> None:
-    """Where `run` asks for another library's engine and there is none, or one that this was not tested with."""
+def refuse_without_engine(run: Run, device: torch.device) -> None:
+    """Where `run` asks for another library's engine and there is none, none that was tested, or none for the device."""
     kind = KINDS.get(run.engine)
     if kind is None:
         return
+    if kind.needs_gpu and device.type != "cuda":
+        fix = "Write run.engine: native, or vllm, which both run on a CPU; or run where there is a CUDA device."
+        raise ConfigError([Problem("run.engine", f"{kind.title} needs a CUDA device, and this run has none", fix)])
     chosen = interpreter(run.rollout.python)
     key = "run.engine" if run.rollout.python is None else "run.rollout.python"
     if not Path(chosen).is_file():
@@ -46,8 +50,7 @@ def refuse_without_engine(run: Run) -> None:
     if found is None:
         raise ConfigError([Problem(key, f"{chosen} does not run Python", "Name another interpreter.")])
     if not found["there"]:
-        fix = f"pip install 'trimtab[{kind.name}]', or name another environment's interpreter in run.rollout.python."
-        raise ConfigError([Problem(key, f"{kind.title} is not installed for {chosen}", fix)])
+        raise ConfigError([Problem(key, f"{kind.title} is not installed for {chosen}", kind.install)])
     if found["version"] is not None and not kind.oldest <= Version(found["version"]) < kind.newest:
         what = f"{kind.title} {found['version']} is outside of what Trimtab was tested with"
         fix = f"Install one from {kind.oldest} up to, not including, {kind.newest}; or write run.engine: native."

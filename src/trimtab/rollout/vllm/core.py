@@ -155,7 +155,7 @@ class Core:
             self.call, self._fullest = order.call, 0.0
             self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
         sampling = Sampling.model_validate(order.sampling)
-        self._draw.sampling = sampling
+        self._draw.drawn.sampling = sampling
         self._stops = StopStrings(sampling.stop, self._read_tokenizer() if sampling.stop else None)
         for ask in order.asks:
             name = f"{order.call}-{ask.id}"

@@ -1,0 +1,1 @@
+"""SGLang as a rollout engine, in a process of its own: see outside/engine.py."""

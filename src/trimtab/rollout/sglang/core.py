@@ -1,0 +1,276 @@
+"""The engine inside its process: SGLang's scheduler (driver.py), with Trimtab's sampling, stop strings and weights.
+
+Nothing computed under one version of the weights is used under another: what is unfinished is dropped and the prefix cache
+emptied when weights change. A sequence that SGLang would end for a reason of its own, or cut short, is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.config.learn import Sampling
+from trimtab.rollout.outside.messages import Ask, Beat, Done, Generate, Publish, Ready, Setup
+from trimtab.rollout.outside.reading import Reader
+from trimtab.rollout.sglang.admission import Admission
+from trimtab.rollout.sglang.arguments import environment
+from trimtab.rollout.sglang.loading import load_weights
+from trimtab.rollout.stops import LOOK_EVERY, StopStrings
+
+WEIGHTS, KV = "weights", "kv_cache"
+
+
+@dataclass
+class _Running:
+    ask: Ask
+    request: Any = None
+    """SGLang's, since it entered."""
+    looked: int = 0
+
+    @property
+    def made(self) -> list[int]:
+        return list(self.request.output_ids)
+
+
+class Core:
+    """One SGLang scheduler."""
+
+    def __init__(self, setup: Setup) -> None:
+        if not setup.cuda:
+            raise RuntimeError("SGLang needs a CUDA device: write run.engine: native, or vllm")
+        wanted = environment(os.environ, setup.dtype)
+        for name in os.environ.keys() - wanted.keys():
+            del os.environ[name]
+        os.environ.update(wanted)
+        import sglang
+
+        from trimtab.rollout.sglang import driver
+
+        self._setup, self._driver = setup, driver
+        self._scheduler = driver.start(setup)
+        self._drawing = self._scheduler.drawing
+        self._running: dict[str, _Running] = {}
+        self._admission = Admission(setup.max_sequences, setup.prefix_cache)
+        self._tokenizer: Any = None
+        self._stops, self._stop_ids = StopStrings([], None), frozenset[int]()
+        self._asleep: set[str] = set()
+        self._published = Publish(0)
+        self._reader = Reader()
+        self._adapters: str | None = None
+        self._taken = 0
+        self._checked = False
+        self.call = 0
+        self.version = str(sglang.__version__)
+        self._blocks = int(self._scheduler.max_total_num_tokens) // setup.page_tokens
+        self._steps = self._prefill_tokens = self._cached_tokens = 0
+        self._fullest = 0.0
+
+    @property
+    def ready(self) -> Ready:
+        return Ready(self.version, self._blocks)
+
+    @property
+    def beat(self) -> Beat:
+        """What the current call has done."""
+        used = round(self._fullest * self._blocks)
+        return Beat(self.call, self._steps, self._prefill_tokens, self._cached_tokens, used)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def publish(self, order: Publish) -> None:
+        """Take the trainer's weights, or its adapters alone; `NotShared` where they cannot be seen, and then as before."""
+        if order.weights is not None:
+            self._reader.take(order.weights)
+        stale, self._published = WEIGHTS in self._asleep, order
+        self._wake(WEIGHTS)
+        self.abort()
+        with self._driver.quiet():
+            if order.weights is not None or stale:
+                model = self._scheduler.tp_worker.model_runner.model
+                load_weights(model, self._reader.read(), check=not self._checked)
+                self._checked = True
+            if order.adapters is not None:
+                self._take_adapters(order)
+        self._wake(KV)
+        with self._driver.quiet():
+            if not self._scheduler.flush_cache(empty_cache=False):
+                raise RuntimeError("SGLang did not empty its prefix cache: it still holds unfinished requests")
+        torch.cuda.synchronize()  # the trainer may write its weights again
+
+    def _take_adapters(self, order: Publish) -> None:
+        """Under a name of their own: SGLang keeps adapters, and what was computed with them, by name."""
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
+
+        if self._adapters is not None:
+            old = UnloadLoRAAdapterReqInput(lora_name=self._adapters, lora_id=self._adapters)
+            _refuse_failure(self._scheduler.unload_lora_adapter(old))
+        self._taken += 1
+        self._adapters = f"version-{order.version}-{self._taken}"
+        new = LoadLoRAAdapterReqInput(lora_name=self._adapters, lora_id=self._adapters, lora_path=order.adapters)
+        _refuse_failure(self._scheduler.load_lora_adapter(new))
+
+    def sleep(self) -> None:
+        """Give up weights and KV; what was published is read again when they are needed."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        if self._setup.sleeps and not self._asleep:
+            self.abort()
+            with self._driver.quiet():
+                order = ReleaseMemoryOccupationReqInput(tags=[KV, WEIGHTS])
+                self._scheduler.weight_updater.release_memory_occupation(order)
+                torch.cuda.empty_cache()
+            self._asleep = {KV, WEIGHTS}
+
+    def _wake(self, part: str) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        if part in self._asleep:
+            with self._driver.quiet():
+                self._scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[part]))
+            self._asleep.remove(part)
+
+    def begin(self, order: Generate) -> None:
+        if self._asleep:
+            self.publish(self._published)
+        if order.call != self.call:
+            self.call, self._fullest = order.call, 0.0
+            self._steps = self._prefill_tokens = self._cached_tokens = 0
+        sampling = Sampling.model_validate(order.sampling)
+        self._drawing.drawn.sampling = sampling
+        self._stops = StopStrings(sampling.stop, self._read_tokenizer() if sampling.stop else None)
+        self._stop_ids = frozenset(order.stop_ids)
+        self._running |= {self._name(ask): _Running(ask) for ask in order.asks}
+        self._drawing.keys = {name: running.ask.key for name, running in self._running.items()}
+        self._admission.add(order.asks)
+
+    def _name(self, ask: Ask) -> str:
+        """No name may begin with another: SGLang aborts all requests whose names begin with one."""
+        return f"{self.call}-{ask.id}."
+
+    def step(self) -> Iterator[Done]:
+        """One batch of SGLang, and the sequences that ended with it."""
+        self._enter()
+        batch = self._scheduler.turn()
+        if batch is None:
+            if self._scheduler.is_fully_idle() and not self._admission:
+                raise RuntimeError(f"SGLang has nothing left to do, and {len(self._running)} sequences are unfinished")
+            return
+        self._steps += 1
+        self._fullest = max(self._fullest, self._scheduler.pool_stats_observer.get_pool_stats().get_max_pool_usage())
+        ended = [request for request in batch.reqs if request.finished() and request.rid in self._running]
+        for request in ended:
+            self._refuse_ending(request)
+            self._cached_tokens += request.cached_tokens
+            self._prefill_tokens += len(request.origin_input_ids) - request.cached_tokens
+        yield from self._finish([(request.rid, list(request.output_ids)) for request in ended])
+        if self._stops:
+            yield from self._cut_short()
+
+    def _enter(self) -> None:
+        """Hand over those whose turn it is."""
+        inside = sum(running.request is not None for running in self._running.values())
+        for ask in self._admission.enter(inside, self._has_begun):
+            self._hand_over(ask)
+
+    def _has_begun(self, ask: Ask) -> bool:
+        running = self._running.get(self._name(ask))
+        return running is None or (running.request is not None and len(running.request.output_ids) > 0)
+
+    def _hand_over(self, ask: Ask) -> None:
+        from array import array
+
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        name = self._name(ask)
+        params = SamplingParams(max_new_tokens=ask.limit, temperature=0.0, stop_token_ids=sorted(self._stop_ids))
+        params.normalize(None)
+        self._scheduler.handle_generate_request(
+            TokenizedGenerateReqInput(
+                rid=name,
+                input_text=None,
+                input_ids=array("q", ask.tokens),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=params,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+                lora_id=self._adapters,
+            )
+        )
+        request = self._scheduler.waiting_queue[-1]
+        assert request.rid == name and request.sampling_params is params
+        if params.max_new_tokens != ask.limit:
+            raise RuntimeError(f"SGLang would end a sequence after {params.max_new_tokens} of {ask.limit} new tokens")
+        self._running[name].request = request
+        self._drawing.drawn.hold(name)
+
+    def _refuse_ending(self, request: Any) -> None:
+        ending = request.finished_reason.to_json()
+        if ending["type"] not in ("stop", "length"):
+            raise RuntimeError(f"SGLang gave up a sequence: {ending.get('message') or ending}")
+
+    def _cut_short(self) -> Iterator[Done]:
+        """End what has come to a stop string."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        found = []
+        for name, running in self._running.items():
+            if running.request is not None and len(running.request.output_ids) - running.looked >= LOOK_EVERY:
+                made = running.made
+                end = self._stops.find(running, made)
+                if end is not None:
+                    found.append((name, made[:end]))
+        for name, _ in found:
+            self._scheduler.abort_request(AbortReq(rid=name))
+        yield from self._finish(found, cut=True)
+
+    def _finish(self, ended: list[tuple[str, list[int]]], cut: bool = False) -> Iterator[Done]:
+        if not ended:
+            return
+        found = []
+        for name, tokens in ended:
+            running = self._running.pop(name)
+            end = self._stops.find(running, tokens) if self._stops else None
+            tokens = tokens if end is None else tokens[:end]
+            stopped = cut or end is not None or tokens[-1] in self._stop_ids
+            found.append((name, running.ask.id, tokens, stopped))
+        logprobs = self._drawing.drawn.take([name for name, *_ in found], [len(tokens) for _, _, tokens, _ in found])
+        for (_, id, tokens, stopped), values in zip(found, logprobs):
+            yield Done(
+                self.call, id, torch.tensor(tokens).numpy().tobytes(), values.contiguous().numpy().tobytes(), stopped
+            )
+
+    def abort(self) -> None:
+        """Leave nothing behind of what is unfinished."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._drawing.drawn.forget(self._running)
+        self._running.clear()
+        self._admission.clear()
+        self._scheduler.abort_request(AbortReq(abort_all=True))
+        while not self._scheduler.is_fully_idle():
+            self._scheduler.turn()
+
+    def _read_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(Path(self._setup.folder))
+        return self._tokenizer
+
+
+def _refuse_failure(result: Any) -> None:
+    if not result.success:
+        raise RuntimeError(f"SGLang did not take the adapters: {result.error_message}")

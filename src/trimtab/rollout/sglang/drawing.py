@@ -1,0 +1,31 @@
+"""Trimtab's sampling inside SGLang (outside/drawing.py): a sampler of its own, registered under a name.
+
+SGLang hands a sampler the logits of a batch and no requests. Who drives the scheduler says whose they are before each step:
+without overlap a step's batch is known, and all tokens before it are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.sampler import Sampler
+
+from trimtab.rollout.outside.drawing import Drawn
+from trimtab.rollout.sglang.rows import draw_batch
+
+
+class Drawing(Sampler):
+    """See outside/drawing.py."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        super().__init__()
+        self.drawn = drawn
+        self.keys: Mapping[str, int] = {}
+        """Of the random numbers, by the name of a request."""
+        self.requests: Sequence[Any] = ()
+        """Of the step that is computed, a row each."""
+
+    def forward(self, logits_output: Any, *_: Any) -> torch.Tensor:
+        return draw_batch(self.drawn, logits_output.next_token_logits, self.requests, self.keys)

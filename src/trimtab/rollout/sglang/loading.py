@@ -1,0 +1,46 @@
+"""Weights into SGLang's model, every one of them.
+
+SGLang's loaders pass over names that they do not know: after the first load every parameter is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]], check: bool) -> None:
+    """Under the names of the checkpoint. `check`: raise where a parameter was not written."""
+    with without_adapters(model):
+        if check:
+            for parameter in floating(model).values():
+                parameter.data.fill_(float("nan"))
+        model.load_weights(weights)
+        left = [name for name, value in floating(model).items() if value.isnan().any()] if check else []
+    if left:
+        raise RuntimeError(f"SGLang did not take the weights of {', '.join(left[:5])}: {len(left)} of its parameters")
+
+
+def floating(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: value for name, value in model.named_parameters() if value.is_floating_point()}
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """While layers are wrapped for adapters, their weights have other names."""
+    wrapped = [(name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")]
+    try:
+        for name, module in wrapped:
+            _put(model, name, module.base_layer)
+        yield
+    finally:
+        for name, module in wrapped:
+            _put(model, name, module)
+
+
+def _put(model: torch.nn.Module, name: str, module: Any) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -1,0 +1,54 @@
+"""An engine that cannot run is told before anything expensive, with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trimtab.config.run import Rollout, Run
+from trimtab.errors import ConfigError
+from trimtab.rollout.outside.find import refuse_without_engine
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def python(folder: Path, answer: str) -> str:
+    """An interpreter that answers this."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (
+            '{"there": false, "version": null}',
+            r"SGLang is not installed for(.|\n)*sglang==0.5.17(.|\n)*run.rollout.python",
+        ),
+        (
+            '{"there": true, "version": "0.5.16"}',
+            r"SGLang 0.5.16 is outside(.|\n)*from 0.5.17 up to, not including, 0.5.18",
+        ),
+        ('{"there": true, "version": "0.5.18"}', r"SGLang 0.5.18 is outside"),
+    ],
+)
+def test_what_was_not_tested_is_refused(tmp_path: Path, answer: str, words: str) -> None:
+    run = Run(engine="sglang", rollout=Rollout(python=python(tmp_path, answer)))
+    with pytest.raises(ConfigError, match=words):
+        refuse_without_engine(run, GPU)
+
+
+def test_what_was_tested_is_not(tmp_path: Path) -> None:
+    there = python(tmp_path, '{"there": true, "version": "0.5.17"}')
+    refuse_without_engine(Run(engine="sglang", rollout=Rollout(python=there)), GPU)
+    refuse_without_engine(Run(), CPU)
+
+
+def test_sglang_on_a_cpu_is_refused_without_a_look_at_it(tmp_path: Path) -> None:
+    run = Run(engine="sglang", rollout=Rollout(python=str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match=r"SGLang needs a CUDA device(.|\n)*run.engine: native, or vllm"):
+        refuse_without_engine(run, CPU)

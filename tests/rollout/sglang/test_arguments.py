@@ -1,0 +1,89 @@
+"""What SGLang is started with, without SGLang."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trimtab.rollout.outside.messages import Setup
+from trimtab.rollout.sglang.arguments import (
+    CONTEXT_ROOM,
+    adapted_layers,
+    environment,
+    least_kv_tokens,
+    server_arguments,
+    whole_pages,
+)
+from trimtab.rollout.sglang.core import Core
+
+SETUP = Setup(
+    folder="/model", dtype="bfloat16", cuda=True, max_sequences=24, kv_bytes=2**30, prefill_tokens=1000, page_tokens=16,
+    longest=300, prefix_cache=True, eager=False, sleeps=True,
+)  # fmt: skip
+
+
+def test_limits_are_those_of_the_engine() -> None:
+    found = server_arguments(SETUP)
+    assert found["max_running_requests"] == found["cuda_graph_max_bs_decode"] == 24
+    assert found["chunked_prefill_size"] == 1008, "SGLang wants whole pages"
+    assert found["context_length"] == 300 + CONTEXT_ROOM
+    assert found["page_size"] == 16 and found["enable_memory_saver"] is True
+    assert found["disable_radix_cache"] is False and found["disable_cuda_graph"] is False
+    assert found["disable_overlap_schedule"] is True and found["skip_tokenizer_init"] is True
+    assert "attention_backend" not in found and "enable_lora" not in found
+
+
+def test_choices_are_passed_on() -> None:
+    found = server_arguments(replace(SETUP, prefix_cache=False, eager=True, sleeps=False, dtype="float32"))
+    assert found["disable_radix_cache"] is True and found["disable_cuda_graph"] is True
+    assert found["enable_memory_saver"] is False
+    assert found["attention_backend"] == "triton"
+
+
+def test_large_chunks_of_prompts_are_not_cut_by_another_limit() -> None:
+    assert server_arguments(replace(SETUP, prefill_tokens=40000))["max_prefill_tokens"] == 40000
+
+
+@pytest.mark.parametrize(("tokens", "page", "whole"), [(1, 16, 16), (16, 16, 16), (17, 16, 32), (64, 1, 64)])
+def test_whole_pages(tokens: int, page: int, whole: int) -> None:
+    assert whole_pages(tokens, page) == whole
+
+
+@pytest.mark.parametrize("page", [1, 16, 32])
+@pytest.mark.parametrize("prompt", [1, 31, 32, 33, 290])
+def test_the_least_cache_holds_what_sglang_counts_for_the_longest_sequence(page: int, prompt: int) -> None:
+    """Scheduler.init_req_max_new_tokens: prompt in whole pages + new tokens + a page + 1 may not be more than the cache."""
+    setup = replace(SETUP, page_tokens=page)
+    assert whole_pages(prompt, page) + (setup.longest - prompt) + page + 1 <= least_kv_tokens(setup)
+
+
+def test_variables_that_would_end_sequences_are_gone() -> None:
+    found = environment(
+        {"SGLANG_MAX_NEW_TOKENS_LIMIT": "5", "SGLANG_REQ_RUNNING_TIMEOUT": "1", "HOME": "/root"}, "bfloat16"
+    )
+    assert "SGLANG_MAX_NEW_TOKENS_LIMIT" not in found and found["SGLANG_REQ_RUNNING_TIMEOUT"] == "-1"
+    assert found["HOME"] == "/root" and "TRITON_F32_DEFAULT" not in found
+    assert environment({}, "float32")["TRITON_F32_DEFAULT"] == "ieee"
+
+
+def test_adapters_are_where_the_trainer_has_them(tmp_path: Path) -> None:
+    written = tmp_path / "adapters-1"
+    written.mkdir()
+    (written / "adapter_config.json").write_text(
+        json.dumps({"target_modules": ["self_attn.q_proj", "down_proj", "q_proj"]})
+    )
+    found = server_arguments(replace(SETUP, folder=str(tmp_path), rank=12))
+    assert found["lora_target_modules"] == ["down_proj", "q_proj"] and found["max_lora_rank"] == 12
+    (written / "adapter_config.json").write_text(json.dumps({"target_modules": ".*proj"}))
+    with pytest.raises(RuntimeError, match="names of the layers"):
+        adapted_layers(tmp_path)
+    with pytest.raises(RuntimeError, match="no adapters"):
+        adapted_layers(tmp_path / "elsewhere")
+
+
+def test_a_cpu_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"needs a CUDA device(.|\n)*native"):
+        Core(replace(SETUP, cuda=False))
