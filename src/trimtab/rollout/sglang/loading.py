@@ -5,11 +5,12 @@ SGLang's loaders pass over names that they do not know: after the first load eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from trimtab.rollout.outside.bare import without_adapters
 
 
 def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]], check: bool) -> None:
@@ -26,21 +27,3 @@ def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]], check:
 
 def floating(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: value for name, value in model.named_parameters() if value.is_floating_point()}
-
-
-@contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """While layers are wrapped for adapters, their weights have other names."""
-    wrapped = [(name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")]
-    try:
-        for name, module in wrapped:
-            _put(model, name, module.base_layer)
-        yield
-    finally:
-        for name, module in wrapped:
-            _put(model, name, module)
-
-
-def _put(model: torch.nn.Module, name: str, module: Any) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
