@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,7 +34,7 @@ from trimtab.data.stream import PromptStream
 from trimtab.environment.episodes import Episodes
 from trimtab.environment.hosts import Hosts
 from trimtab.environment.replies import ReplyEncoder
-from trimtab.errors import ConfigError, Problem
+from trimtab.errors import ConfigError, EngineError, Problem
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.load import load_config, load_model, load_tokenizer, stop_token_ids
@@ -49,7 +49,7 @@ from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor
 from trimtab.plan.here import machine_here, pick_device
 from trimtab.plan.job import Job
-from trimtab.plan.planner import Plan
+from trimtab.plan.planner import Choice, Plan
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.report import as_dict
 from trimtab.plan.shape import ModelShape, shape_of_model
@@ -249,15 +249,14 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     """Load the models, plan with them, and build what the plan says."""
     policy, reference = _load_policies(config, ready.device, checkpoint)
     plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
+    torch.set_num_threads(known(plan.run.threads))
+    plan, engine = open_engine(config, plan, policy, ready.work.tokenizer)
+    stack.callback(engine.close)
     asked, run = config.run, plan.run
     if run.offload.reference is True and isinstance(reference, Policy):
         reference = FromHost(reference)
-    torch.set_num_threads(known(run.threads))
     if ready.scorer.models is not None:
         ready.scorer.models.load(policy.device, policy.dtype)
-    longest = plan.job.longest_sequence
-    engine = make_engine(config.model_copy(update={"run": run}), policy, ready.work.tokenizer, longest)
-    stack.callback(engine.close)
     updater = make_updater(policy, config.learn, run, Updater)
     automatic = is_automatic(asked, plan)
     plan = calibrated(plan, asked, updater, engine)
@@ -292,17 +291,32 @@ def open_evaluation(
     if scorer.models is not None:
         scorer.models.load(policy.device, policy.dtype)
     job = _measuring_job(config, policy, held_out)
-    run = plan_here(config.run, job, machine_here(device)).run
-    config = config.model_copy(update={"run": run})
-    torch.set_num_threads(known(run.threads))
-    engine = make_engine(config, policy, tokenizer, job.longest_sequence)
+    plan = plan_here(config.run, job, machine_here(device))
+    torch.set_num_threads(known(plan.run.threads))
+    plan, engine = open_engine(config, plan, policy, tokenizer)
     stack.callback(engine.close)
+    config = config.model_copy(update={"run": plan.run})
     if held_out.note:
         console.note(held_out.note)
     spare_the_collector(stack)
     column = config.data.task
     tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
     return Evaluation(config, Talk.on(talk, engine), scorer, held_out.prompts, console, tasks)
+
+
+def open_engine(config: Config, plan: Plan, policy: Policy, tokenizer: Any) -> tuple[Plan, Engine]:
+    """The engine that a plan names. Where that is not what was asked for and cannot be had, the native one, with a plan of its
+    own."""
+    longest = plan.job.longest_sequence
+    try:
+        return plan, make_engine(config.model_copy(update={"run": plan.run}), policy, tokenizer, longest)
+    except EngineError as error:
+        if config.run.engine != "auto" or not plan.run.outside:
+            raise
+        refused = f"{plan.run.engine} was planned: {str(error).splitlines()[0]}"
+    plan = planned(config.run.model_copy(update={"engine": "native"}), plan.job, plan.machine)
+    plan = replace(plan, choices=(*plan.choices, Choice("run.engine", "native", refused)))
+    return plan, make_engine(config.model_copy(update={"run": plan.run}), policy, tokenizer, longest)
 
 
 def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) -> Engine:

@@ -6,6 +6,7 @@ float32's last digits and not bit by bit.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -17,10 +18,14 @@ from safetensors.torch import load_file
 from tiny import tiny_tokenizer
 
 import trimtab
+import trimtab.session as session
 from tests.rollout.contract.engines import NO_VLLM, small_model, vllm_python
-from trimtab.errors import ConfigError
+from trimtab.config.run import Run
+from trimtab.errors import ConfigError, EngineError
 from trimtab.model.load import save_model
 from trimtab.observe.jsonl import read_jsonl
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.planner import Plan
 from trimtab.rollout.outside.engine import OutsideEngine
 
 needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
@@ -111,6 +116,37 @@ def test_an_engine_that_is_not_there_is_told_before_weights_are_read(
     with pytest.raises(ConfigError, match=words):
         run(folder, tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_nobody_asked_for_gives_way_where_it_cannot_start(
+    folder: Path, tmp_path: Path, native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is made to want vLLM; that cannot start; the run is the native engine's, and its card says why."""
+    plain = session.planned
+
+    def wanting(run: Run, job: Job, machine: Machine) -> Plan:
+        return plain(run.model_copy(update={"engine": "vllm"}) if run.engine == "auto" else run, job, machine)
+
+    def failing(*_: object, **__: object) -> OutsideEngine:
+        raise EngineError("vLLM cannot go on: its process ended.\nand more")
+
+    monkeypatch.setattr(session, "planned", wanting)
+    monkeypatch.setattr(session, "OutsideEngine", failing)
+    found = run(folder, tmp_path / "run")
+    assert_same_learned(native, found, folder)
+    choices = {c["key"]: c for c in json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]}
+    assert choices["run.engine"]["value"] == "native"
+    assert choices["run.engine"]["why"] == "vllm was planned: vLLM cannot go on: its process ended."
+    with pytest.raises(EngineError, match="its process ended"):
+        run(folder, tmp_path / "asked", engine="vllm", rollout={"python": vllm_python() or fake_vllm(tmp_path)})
+
+
+def fake_vllm(folder: Path) -> str:
+    """An interpreter that says it has one."""
+    python = folder / "with-vllm"
+    python.write_text("""#!/bin/sh\necho '{"there": true, "version": "0.32.0"}'\n""")
+    python.chmod(0o755)
+    return str(python)
 
 
 def test_versions_outside_of_what_was_tested_are_refused(tmp_path: Path, folder: Path) -> None:

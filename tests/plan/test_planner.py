@@ -3,6 +3,7 @@ needed."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.here import pick_device, pick_reward_workers
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import CONTEXT, ENGINE, GIB, GRAPHS, MIB, PROCESS, UNSEEN, draw_up, kv_bytes
-from trimtab.plan.planner import PROFILES, make_plan, place_over
+from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
@@ -460,6 +461,40 @@ def test_small_models_get_several_processes_of_vllm(model: str, least: int, most
     assert plan.times.rollout <= alone.times.rollout
     small = replace(machine, device=find_device("t4"), cores=4)
     assert make_plan(Run(engine="vllm"), job, small).run.rollout.processes == 1
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1, "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def engine_of(plan: Plan) -> Choice:
+    return next(choice for choice in plan.choices if choice.key == "run.engine")
+
+
+def test_the_engine_is_chosen_by_what_is_here_and_what_a_step_would_take() -> None:
+    here = Machine(find_device("h200"), 1, 256 * GIB, 16, engines=("vllm",))
+    dense = make_plan(Run(), qwen(), here)
+    assert engine_of(dense).value == dense.run.engine == "native" and "vllm" in engine_of(dense).why
+    assert engine_of(make_plan(Run(), qwen(), replace(here, engines=()))).why == "shares the trainer's weights"
+    assert make_plan(Run(), qwen(), replace(here, cpu=True)).run.engine == "native"
+    # Experts that the host chooses are launched layer by layer in the native engine.
+    experts = replace(qwen(), shape=read_shape(EXPERTS), fused=False, rank=16, adapters=10**7)
+    chosen = make_plan(Run(), experts, here)
+    assert chosen.run.engine == "vllm" and re.search(r"native [\d.]+ s, vllm [\d.]+ s", engine_of(chosen).why)
+    assert make_plan(Run(), experts, replace(here, engines=())).run.engine == "native"
+    assert make_plan(Run(engine="native"), experts, here).run.engine == "native"
+
+
+def test_a_model_that_is_cut_over_devices_is_not_the_native_engines() -> None:
+    job = Job(read_shape(WELL_KNOWN["llama-3.1-70b"]), 2, 32, 16, 256, 256, 512)
+    machine = Machine(find_device("a100-80"), 64, 1024 * GIB, 64)
+    plan = place_over(Run(), job, machine)
+    assert plan.place.tensor > 1 and plan.run.engine == "vllm"
+    assert engine_of(plan).why == f"a copy of the model is cut over {plan.place.tensor} devices"
+    assert place_over(Run(), job, replace(machine, engines=("sglang",))).run.engine == "sglang"
 
 
 def test_vllm_on_a_cpu_counts_its_copy_in_the_host() -> None:

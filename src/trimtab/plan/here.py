@@ -15,6 +15,7 @@ from trimtab.plan.devices import Device, nearest
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import CONTEXT
 from trimtab.plan.planner import workers_for
+from trimtab.rollout.outside.find import engines_here
 
 
 def pick_device(run: Run) -> torch.device:
@@ -50,7 +51,7 @@ def machine_here(device: torch.device) -> Machine:
     host = free_memory(torch.device("cpu")) + psutil.Process().memory_info().rss
     if device.type != "cuda":
         return Machine(nearest("CPU", host), 1, host, physical_cores(), cpu=True)
-    return Machine(_device_here(device), 1, host, physical_cores())
+    return Machine(_device_here(device), 1, host, physical_cores(), engines=engines_here())
 
 
 def _device_here(device: torch.device) -> Device:

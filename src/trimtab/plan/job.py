@@ -23,6 +23,8 @@ class Machine:
     """There is no device but the host: one memory for all."""
     per_host: int = 8
     """Devices of one machine."""
+    engines: tuple[str, ...] = ()
+    """Other libraries than Trimtab that could generate here."""
 
     @property
     def hosts(self) -> int:

@@ -8,7 +8,7 @@ as they are, and have to fit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -22,6 +22,10 @@ PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
 """Share of a device's memory that a plan may fill."""
 HOST_SHARE = 0.9
 GRAIN = 128
+CUT_OVER = "vllm"
+"""What runs a copy of a model on several devices: the native engine's is on one."""
+CLEARLY = 1.25
+"""Another engine than the native has a copy of the weights and takes long to start: what it must gain a step."""
 MOST_PROCESSES = 6
 """Of an engine outside: each takes its turn on the device, and has its own kernels and graphs there."""
 NEAR = 1.1
@@ -89,6 +93,8 @@ def make_plan(
     rates: Rates = FITTED,
 ) -> Plan:
     """The fastest plan that fits; where none does, the one that lacks the least."""
+    if run.engine == "auto" and job.generates:
+        return _with_engine(run, job, machine, profile, place, rates)
     limits = limits_of(machine, profile)
     plans = [
         _with_budgets(run, job, machine, limits, place, rates, kept, offload, fill=profile == "max")
@@ -100,6 +106,28 @@ def make_plan(
     fastest = min(plan.times.total for plan in fitting)
     # The first within a hundredth: they come in the order of what is left alone.
     return next(plan for plan in fitting if plan.times.total <= 1.01 * fastest)
+
+
+def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Placement, rates: Rates) -> Plan:
+    """The native engine, but where a copy of the model is on several devices, or another that is here is clearly faster."""
+    others = () if machine.cpu else machine.engines
+    names = ("native", *others) if place.tensor == 1 else others or (CUT_OVER,)
+    plans = {
+        name: make_plan(run.model_copy(update={"engine": name}), job, machine, profile, place, rates) for name in names
+    }
+    fitting = [name for name in names if plans[name].fits] or list(names)
+    weight = {name: 1.0 if name == "native" else CLEARLY for name in names}
+    name = min(fitting, key=lambda name: (plans[name].short, weight[name] * plans[name].times.total))
+    if place.tensor > 1:
+        why = f"a copy of the model is cut over {place.tensor} devices"
+    elif len(names) == 1:
+        why = "shares the trainer's weights" if place.shares_weights else "a copy of the model fits on a device"
+    else:
+        why = "rollout of a step: " + ", ".join(f"{other} {plans[other].times.rollout:.2g} s" for other in names)
+    chosen = plans[name]
+    after = 1 + max(i for i, choice in enumerate(chosen.choices) if choice.key.startswith("run.rollout."))
+    choices = (*chosen.choices[:after], Choice("run.engine", name, why), *chosen.choices[after:])
+    return replace(chosen, choices=choices)
 
 
 def _ways(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Kept, Offload]]:
@@ -158,9 +186,6 @@ def _with_budgets(
     why_kept = {False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits"}[kept]
     filled = draft.model_copy(
         update={
-            "engine": fill_in(run, "run", "engine", "native", "shares the trainer's weights")
-            if job.generates
-            else run.engine,
             "kernels": fill_in(run, "run", "kernels", "native" if job.fused else "plain", _why_kernels(job, machine)),
             "threads": fill_in(run, "run", "threads", machine.cores, "one a physical core"),
             "reward_workers": fill_in(

@@ -20,6 +20,8 @@ FORWARD = 0.35
 DECODE_LAYER = 16e-6
 """Seconds of a layer of a decode step beyond its bytes and products, in a graph."""
 DECODE_STEP = 150e-6
+OWN_LAYER = 130e-6
+"""More, where it is the model's own modules: 0.5B parameters and 1,024 sequences, 7.2 ms a step and not 4.05 (docs/log.md)."""
 OUTSIDE_STEP, OUTSIDE_SEQUENCE = 2e-3, 36e-6
 """Seconds of its host that a decode step takes vLLM, and for each sequence: 512 of them 20 ms, with any model (docs/log.md).
 SGLang is taken to need as much: it has not been measured."""
@@ -75,9 +77,12 @@ def launch_s(job: Job) -> float:
     return LAUNCH if job.correction.launch_s is None else job.correction.launch_s
 
 
-def outside_step(job: Job, machine: Machine, run: Run, processes: int, batch: float, context: float) -> float:
+def outside_step(
+    job: Job, machine: Machine, run: Run, processes: int, batch: float, context: float, place: Placement = ALONE,
+    rates: Rates = FITTED,
+) -> float:  # fmt: skip
     """Seconds of a decode step of an engine outside: its processes take turns on the device, and each waits for its host."""
-    device_s = _Clock(job, machine, run, ALONE, FITTED).device_step(batch / processes, context)
+    device_s = _Clock(job, machine, run, place, rates).device_step(batch / processes, context)
     return max(processes * device_s, device_s + OUTSIDE_STEP + OUTSIDE_SEQUENCE * batch / processes)
 
 
@@ -141,7 +146,7 @@ class _Clock:
         processes = self.run.rollout.processes
         if not self.run.outside or self.machine.cpu or processes == "auto":
             return self.device_step(batch, context)
-        return outside_step(self.job, self.machine, self.run, processes, batch, context)
+        return outside_step(self.job, self.machine, self.run, processes, batch, context, self.place, self.rates)
 
     def device_step(self, batch: float, context: float) -> float:
         job, shape, cut = self.job, self.job.shape, self.place.tensor
@@ -152,11 +157,20 @@ class _Clock:
             self.machine.cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * self.rates.decode_flops
         )
         products = 2 * batch * shape.active_parameters / cut / rate
-        fixed = 2e-3 if self.machine.cpu else DECODE_STEP + shape.layers * DECODE_LAYER
+        fixed = 2e-3 if self.machine.cpu else DECODE_STEP + shape.layers * (DECODE_LAYER + self._own_layer)
         exchange = 0.0
         if cut > 1:
             exchange = shape.layers * 2 * (10e-6 + batch * shape.hidden * job.itemsize / self._link(cut))
         return fixed + max(read / self.bandwidth, products) + (keys + logits) / self.bandwidth + exchange
+
+    @property
+    def _own_layer(self) -> float:
+        """Seconds beyond that of a layer that the native engine runs through the model's own modules: in a graph, or launched by
+        the host where the choice of experts is its."""
+        job = self.job
+        if job.fused or self.run.outside:
+            return 0.0
+        return FORWARD * launch_s(job) if job.shape.active_parameters < job.shape.parameters else OWN_LAYER
 
     def _prefill(self, sequences: int) -> float:
         tokens = sequences / self.job.samples * self.job.typical_prompt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -26,6 +28,16 @@ print(json.dumps({"there": importlib.util.find_spec(module) is not None, "versio
 def interpreter(python: str | None) -> str:
     """What `run.rollout.python` names."""
     return sys.executable if python is None else str(Path(python).expanduser())
+
+
+def engines_here() -> tuple[str, ...]:
+    """The libraries that this environment has, in versions that were tested."""
+    found = []
+    for kind in KINDS.values():
+        versions = [d.version for name in kind.packages for d in importlib.metadata.distributions(name=name)]
+        if versions and importlib.util.find_spec(kind.name) and kind.oldest <= Version(versions[0]) < kind.newest:
+            found.append(kind.name)
+    return tuple(found)
 
 
 def refuse_without_engine(run: Run, device: torch.device) -> None:
