@@ -82,8 +82,8 @@ class Run(Section):
     """CPU threads for tensor work. auto: one a physical core."""
     engine: Literal["auto", "native", "vllm", "sglang"] = "auto"
     """What generates. vllm needs trimtab[vllm], here or in rollout.python; sglang needs a GPU, and an environment of its own in
-    rollout.python. Both draw the same tokens, up to the rounding of another forward pass. auto: the native engine, but where a copy of the
-    model is on several devices, or one of the others is installed here and a step is clearly faster with it by the plan."""
+    rollout.python. Both draw the same tokens, up to the rounding of another forward pass. auto: the native engine, but where a
+    copy of the model is on several devices, or another is installed here and a step is clearly faster with it by the plan."""
     kernels: Kernels = "auto"
     """What computes the layers of the update. native: Trimtab's fused layers, or none. liger: the model's own modules with
     Liger's norms, rotation and gated products (CUDA; pip install 'trimtab[liger]'). plain: the model's own modules. auto:
