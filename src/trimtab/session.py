@@ -28,6 +28,7 @@ from trimtab.build import (
 )
 from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint
 from trimtab.config.algorithms import resolve
+from trimtab.config.run import Run
 from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
@@ -38,6 +39,7 @@ from trimtab.errors import ConfigError, EngineError, Problem
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.load import load_config, load_model, load_tokenizer, stop_token_ids
+from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
 from trimtab.observe.card import StartCard, rollout_batch
 from trimtab.observe.console import Console
@@ -250,11 +252,11 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     policy, reference = _load_policies(config, ready.device, checkpoint)
     plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
     torch.set_num_threads(known(plan.run.threads))
+    reference = _put_away(reference, plan.run)  # an engine takes its memory when it is made
     plan, engine = open_engine(config, plan, policy, ready.work.tokenizer)
     stack.callback(engine.close)
     asked, run = config.run, plan.run
-    if run.offload.reference is True and isinstance(reference, Policy):
-        reference = FromHost(reference)
+    reference = _put_away(reference, run)
     if ready.scorer.models is not None:
         ready.scorer.models.load(policy.device, policy.dtype)
     updater = make_updater(policy, config.learn, run, Updater)
@@ -262,8 +264,17 @@ def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path 
     plan = calibrated(plan, asked, updater, engine)
     config = config.model_copy(update={"run": plan.run})
     critic = _load_critic(config, policy) if config.learn.advantage == "gae" else None
-    governor = Governor(plan, automatic, asked.checkpoint_activations == "auto")
+    governor = Governor(plan, automatic, asked.checkpoint_activations == "auto", config.learn.updates_per_batch)
     return Parts(config, plan, policy, reference, engine, updater, governor, critic)
+
+
+def _put_away(reference: AnyPolicy | None, run: Run) -> AnyPolicy | None:
+    """A reference that waits in host memory, where the plan has it there."""
+    if run.offload.reference is not True or not isinstance(reference, Policy):
+        return reference
+    away, device = FromHost(reference), reference.device
+    free(device)  # another process cannot use what torch keeps
+    return away
 
 
 def open_evaluation(

@@ -39,7 +39,7 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
         assert isinstance(most, int)
         found = tune(parts.updater, parts.engine, plan.job, min(most, plan.job.in_flight), report)
     tuned, values = applied(config.run, {"token_budget": found.token_budget, "max_sequences": found.max_sequences})
-    chosen = make_plan(tuned, plan.job, plan.machine, config.run.profile)
+    chosen = make_plan(tuned.model_copy(update={"engine": plan.run.engine}), plan.job, plan.machine, config.run.profile)
     for key, value in values.items():
         before = f" (planned {shown(key, planned[key])})" if key in planned and planned[key] != value else ""
         console.print(f"{key}: {shown(key, value)}{before}")

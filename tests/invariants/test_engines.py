@@ -158,3 +158,21 @@ def test_versions_outside_of_what_was_tested_are_refused(tmp_path: Path, folder:
     python.write_text("""#!/bin/sh\necho '{"there": false, "version": null}'\n""")
     with pytest.raises(ConfigError, match=r"not installed for(.|\n)*trimtab\[vllm\]"):
         run(folder, tmp_path / "run", engine="vllm", rollout={"python": str(python)})
+
+
+def test_a_reference_that_waits_on_the_host_is_there_before_an_engine_takes_its_memory(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    away, make = session.FromHost, session.make_engine
+    monkeypatch.setattr(session, "FromHost", lambda policy: (order.append("reference"), away(policy))[1])
+    monkeypatch.setattr(session, "make_engine", lambda *given: (order.append("engine"), make(*given))[1])
+    trimtab.train(
+        model=str(folder),
+        data=[{"prompt": word} for word in WORDS],
+        reward=variety,
+        learn={"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4, "kl": {"coef": 0.1}},
+        run={"device": "cpu", "threads": 1, "offload": {"reference": True}},
+        observe={"dir": str(tmp_path / "run"), "tensorboard": False},
+    )
+    assert order == ["reference", "engine"]

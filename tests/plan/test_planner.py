@@ -431,7 +431,7 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
 
 def test_vllm_has_weights_and_a_context_of_its_own() -> None:
     job, machine = qwen(), Machine(find_device("h200"), 1, 256 * GIB, 16)
-    one = Rollout(processes=1)
+    one = Rollout(processes=1, page_tokens=16)
     native, vllm = (make_plan(Run(engine=engine, rollout=one), job, machine) for engine in ("native", "vllm"))
     weights = job.shape.parameters * job.itemsize
     idle = ("update", "publish", "checkpoint", "export")
@@ -486,6 +486,40 @@ def test_the_engine_is_chosen_by_what_is_here_and_what_a_step_would_take() -> No
     assert chosen.run.engine == "vllm" and re.search(r"native [\d.]+ s, vllm [\d.]+ s", engine_of(chosen).why)
     assert make_plan(Run(), experts, replace(here, engines=())).run.engine == "native"
     assert make_plan(Run(engine="native"), experts, here).run.engine == "native"
+
+
+def test_an_engine_has_fewer_processes_where_more_would_not_fit() -> None:
+    machine = Machine(find_device("h200"), 1, 256 * GIB, 16)
+    job = Job(read_shape(WELL_KNOWN["llama-3.1-8b"]), 2, 128, 8, 128, 128, 512)
+    plan, one = (make_plan(Run(engine="vllm", rollout=r), job, machine) for r in (Rollout(), Rollout(processes=1)))
+    assert one.fits and plan.fits
+    small = Machine(find_device("a100-40"), 1, 256 * GIB, 16)
+    job = Job(read_shape(WELL_KNOWN["qwen2.5-1.5b"]), 2, 128, 8, 128, 128, 512)
+    for card in (small, replace(small, device=replace(small.device, memory=30 * GIB))):
+        plan, one = (make_plan(Run(engine="vllm", rollout=r), job, card) for r in (Rollout(), Rollout(processes=1)))
+        assert plan.fits == one.fits
+        found = [choice.value for choice in plan.choices if choice.key == "run.rollout.processes"]
+        assert found == [plan.run.rollout.processes]
+
+
+def test_every_process_of_an_engine_holds_the_longest_sequence() -> None:
+    machine = Machine(find_device("h200"), 1, 256 * GIB, 16)
+    job = Job(read_shape(WELL_KNOWN["qwen2.5-0.5b"]), 2, 16, 8, 150, 32_000, 512)
+    one = kv_bytes(job, 1, job.longest_sequence, 16)
+    for kv in ("auto", one, 3 * one):
+        rollout = make_plan(Run(engine="vllm", rollout=Rollout(kv_memory=kv)), job, machine).run.rollout
+        assert isinstance(rollout.kv_memory, int) and isinstance(rollout.processes, int)
+        assert rollout.kv_memory // rollout.processes >= one
+    with pytest.raises(ConfigError, match="in each of 4 processes"):
+        plan_here(Run(engine="vllm", rollout=Rollout(kv_memory=3 * one, processes=4)), job, machine)
+
+
+def test_an_engine_is_chosen_where_everything_else_is_pinned() -> None:
+    pinned = Rollout(
+        max_sequences=64, kv_memory=4 * GIB, prefill_tokens=4096, page_tokens=64, lend_memory=True, processes=1
+    )
+    plan = make_plan(Run(rollout=pinned), qwen(), Machine(find_device("h200"), 1, 256 * GIB, 16))
+    assert engine_of(plan).value == "native"
 
 
 def test_a_model_that_is_cut_over_devices_is_not_the_native_engines() -> None:

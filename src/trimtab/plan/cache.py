@@ -46,6 +46,7 @@ def key_of(job: Job, machine: Machine, run: Run) -> str:
         },
         "critic": None if job.critic is None else [job.critic.kind, job.critic.hidden, job.critic.parameters],
         "device": ["cpu" if machine.cpu else machine.device.name, machine.cores],
+        "engines": list(machine.engines) if run.engine == "auto" else [],
         "memory": None if machine.cpu else machine.device.memory // (8 * GIB),
         "run": pinned,
         "versions": [trimtab.__version__, *map(_version, ("torch", "transformers"))],

@@ -42,6 +42,8 @@ class Governor:
     plan: Plan
     automatic: bool
     may_recompute: bool = False
+    updates: int = 1
+    """Of a step: those of one micro-batch each gain nothing from larger ones."""
     _waited: int = field(default=0, init=False)
     """Steps in a row in which the device waited for the host."""
 
@@ -61,7 +63,7 @@ class Governor:
         if peak > self._limit:
             lower = max(self.plan.job.longest_trained, int(LOWER * largest) // GRAIN * GRAIN)
             return Move(lower, now.recompute) if lower < now.budget else None
-        if largest <= 0.9 * now.budget or metrics.get("run/microbatches", 1) <= 1:
+        if largest <= 0.9 * now.budget or metrics.get("run/microbatches", 1) <= self.updates:
             return None
         most, step, recompute = useful_tokens(self.plan), RAISE, now.recompute
         room = (self._limit - self._states) / max(1e-9, peak - self._states)
@@ -97,7 +99,8 @@ class Governor:
 
         whole, some = run(budget, False), run(budget, "some")
         planned = max(bytes_(run(now.budget, False)), plan.ledger.fullest.device_bytes)
-        cheap = seconds(some) <= LITTLE * seconds(whole) and bytes_(some) <= 1.1 * planned
+        room = min(plan.limits.device, int(1.1 * planned))
+        cheap = seconds(some) <= LITTLE * seconds(whole) and bytes_(some) <= room
         return "some" if cheap else False
 
     @property

@@ -262,7 +262,7 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
         "prefill": copies * prefill * pass_ // place.tensor,
     }
     if run.outside and not machine.cpu:
-        found = {ENGINE: sum(found.values()) + copies * (CONTEXT + GRAPHS)}
+        found = {ENGINE: _elsewhere(found) + copies * (CONTEXT + GRAPHS)}
     return found | _rewarding(job)
 
 
@@ -348,8 +348,13 @@ def _stays(job: Job, machine: Machine, run: Run) -> dict[str, int]:
     if apart and not lent:
         found["rollout weights"] = _processes(run) * job.shape.parameters * job.itemsize
     if apart and not machine.cpu:
-        return {ENGINE: sum(found.values()) + _processes(run) * (CONTEXT + GRAPHS)}
+        return {ENGINE: _elsewhere(found) + _processes(run) * (CONTEXT + GRAPHS)}
     return found
+
+
+def _elsewhere(found: dict[str, int]) -> int:
+    """Of other processes, with the slack of their allocators."""
+    return sum(found.values()) + int(SLACK * sum(size for name, size in found.items() if name != "KV cache"))
 
 
 def _processes(run: Run) -> int:
@@ -382,7 +387,9 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
             found["environment workers"] = run.reward_workers * WORKER
     if run.outside and job.generates:
         found[ENGINE] = _processes(run) * (CPU_PROCESS if machine.cpu else PROCESS)
-        if machine.cpu:
+        if (
+            machine.cpu or job.shape.active_parameters < job.shape.parameters
+        ):  # experts have other names in a checkpoint
             found["published weights"] = job.shape.parameters * job.itemsize
     if run.offload.optimizer is True:
         found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards
@@ -407,7 +414,9 @@ def _phase(name: str, device: dict[str, int], host: dict[str, int]) -> Phase:
     used = {key: value for key, value in device.items() if value}
     used["workspaces"] = WORKSPACES
     unseen = {"CUDA context": CONTEXT, "CUDA graphs": GRAPHS}
-    unseen["allocator slack"] = int(SLACK * sum(value for key, value in used.items() if key != "KV cache"))
+    unseen["allocator slack"] = int(
+        SLACK * sum(value for key, value in used.items() if key not in ("KV cache", ENGINE))
+    )
     return Phase(name, used | {key: value for key, value in unseen.items() if value}, host)
 
 

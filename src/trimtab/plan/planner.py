@@ -101,6 +101,8 @@ def make_plan(
         for kept, offload in _ways(run, job, machine)
     ]
     fitting = [plan for plan in plans if plan.fits]
+    if not fitting and run.outside and run.rollout.processes == "auto" and plans[0].run.rollout.processes != 1:
+        return _with_fewer_processes(run, plans[0], profile, rates)
     if not fitting:
         return min(plans, key=lambda plan: plan.short)
     fastest = min(plan.times.total for plan in fitting)
@@ -125,9 +127,20 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
     else:
         why = "rollout of a step: " + ", ".join(f"{other} {plans[other].times.rollout:.2g} s" for other in names)
     chosen = plans[name]
-    after = 1 + max(i for i, choice in enumerate(chosen.choices) if choice.key.startswith("run.rollout."))
+    after = 1 + max((i for i, choice in enumerate(chosen.choices) if choice.key.startswith("run.rollout.")), default=-1)
     choices = (*chosen.choices[:after], Choice("run.engine", name, why), *chosen.choices[after:])
     return replace(chosen, choices=choices)
+
+
+def _with_fewer_processes(run: Run, short: Plan, profile: str, rates: Rates) -> Plan:
+    """Than a plan that does not fit has: as many of an engine as fit, or one."""
+    assert short.run.rollout.processes != "auto"
+    for count in range(short.run.rollout.processes - 1, 0, -1):
+        pinned = run.model_copy(update={"rollout": run.rollout.model_copy(update={"processes": count})})
+        plan = make_plan(pinned, short.job, short.machine, profile, short.place, rates)
+        if plan.fits or count == 1:
+            break
+    return replace(plan, choices=(Choice("run.rollout.processes", count, "more would not fit"), *plan.choices))
 
 
 def _ways(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Kept, Offload]]:
@@ -291,6 +304,9 @@ def _processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
         return 1, "all cores work for it" if run.outside else "the trainer's own"
     room = machine.device.memory // 4 // (job.shape.parameters * job.itemsize)
     most = max(1, min(MOST_PROCESSES, machine.cores // 3, room, job.in_flight // 32))
+    if run.rollout.kv_memory != "auto":  # each has to hold the longest sequence
+        page = page_tokens(run, job, machine)[0]
+        most = max(1, min(most, run.rollout.kv_memory // kv_bytes(job, 1, job.longest_sequence, page)))
     context = job.typical_prompt + job.expected_completion / 2
     seconds = {n: outside_step(job, machine, run, n, job.in_flight, context) for n in range(1, most + 1)}
     count = min(n for n in seconds if seconds[n] <= NEAR * min(seconds.values()))
@@ -339,7 +355,8 @@ def _kv_memory(without: Run, job: Job, machine: Machine, limits: Limits, place: 
     rollout = without.rollout
     assert rollout.page_tokens != "auto"
     ledger = draw_up(job, machine, without, place)
-    least = kv_bytes(job, 2, job.longest_sequence, rollout.page_tokens)
+    assert rollout.processes != "auto"
+    least = kv_bytes(job, max(2, rollout.processes), job.longest_sequence, rollout.page_tokens)
     wanted = int(kv_bytes(job, job.in_flight, job.typical_sequence, rollout.page_tokens) * 1.05) + MIB
     wanted = max(least, wanted // max(1, machine.devices))
     if machine.cpu:

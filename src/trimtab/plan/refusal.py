@@ -47,11 +47,13 @@ def planned(run: Run, job: Job, machine: Machine) -> Plan:
 
 def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
     pinned = run.rollout.kv_memory
-    need = kv_bytes(job, 1, job.longest_sequence, page_tokens(run, job, machine)[0])
+    processes = run.rollout.processes if run.outside and run.rollout.processes != "auto" else 1
+    need = processes * kv_bytes(job, 1, job.longest_sequence, page_tokens(run, job, machine)[0])
     if not job.generates:
         return
     if pinned != "auto" and pinned < need:
-        what = f"{pinned:,} bytes cannot hold one sequence of {job.longest_sequence} tokens, which takes {need:,}"
+        each = f" in each of {processes} processes" if processes > 1 else ""
+        what = f"{pinned:,} bytes cannot hold one sequence of {job.longest_sequence} tokens{each}, which takes {need:,}"
         fix = f"At least {-(-need // 1024)}KiB, or auto; or lower learn.max_new_tokens."
         raise ConfigError([Problem("run.rollout.kv_memory", what, fix)])
 

@@ -249,7 +249,10 @@ class _Clock:
     def publish(self) -> float:
         """Rollout reads the trainer's own weights, or gets a copy."""
         if self.run.outside and not self.machine.cpu:
-            return 2 * self.job.shape.parameters * self.job.itemsize / self.bandwidth + OUTSIDE_PUBLISH
+            shape = self.job.shape
+            through_host = shape.active_parameters < shape.parameters  # experts have other names in a checkpoint
+            rate = self.machine.device.host_link if through_host else self.bandwidth
+            return 2 * shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
         if self.place.shares_weights:
             return 0.0
         return self.job.shape.parameters * self.job.itemsize / self._link(self.machine.devices) + 0.05

@@ -20,7 +20,7 @@ from trimtab.errors import EngineError
 from trimtab.rollout.outside import engine as engines
 from trimtab.rollout.outside.engine import OutsideEngine
 from trimtab.rollout.outside.kinds import VLLM
-from trimtab.rollout.outside.messages import Done, Generate, Ready, Settled
+from trimtab.rollout.outside.messages import Done, Generate, Ready, Settled, Sleep
 from trimtab.rollout.outside.process import EngineLost, EngineProcess
 
 BROKEN = """#!/bin/sh
@@ -202,6 +202,22 @@ def test_two_processes_share_prompts_and_one_that_is_lost_repeats_only_its_own(m
     assert asked == [[0, 1, 4, 5], [2, 3], [0, 4, 5]]
     assert [[t.sample for t in group.trajectories] for group in groups] == [[0, 1]] * 3
     assert engine.stats.sequences == 6 and engine.stats.restarts == 1 and len(engine.pids) == 2
+    engine.close()
+
+
+def test_processes_that_run_out_of_memory_together_get_fewer_sequences_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = EngineLost("out", short=True)
+    engine, made = scripted(monkeypatch, [short], [short], [done(1, 0)], [done(1, 1)], processes=2)
+    assert len(list(engine.generate(ask(prompts(2), samples=1)))) == 2
+    assert engine.lowered == {"max_sequences": 4} and [p.sent[0].max_sequences for p in made] == [4, 4, 2, 2]
+    engine.close()
+
+
+def test_who_is_lost_when_memory_is_lent_lends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = scripted(monkeypatch, [Settled()], [EngineLost("gone")], [Settled()], processes=2)
+    engine._sleeps = True
+    engine.lend()
+    assert [[type(order) for order in process.sent].count(Sleep) for process in made] == [1, 1, 1]
     engine.close()
 
 

@@ -69,15 +69,13 @@ class Member:
     heard: float = 0.0
     """When it last said something."""
     beat: Beat | None = None
+    sequences: int = 0
+    """At most at a time."""
 
     @property
     def running(self) -> EngineProcess:
         assert self.process is not None
         return self.process
-
-    @property
-    def load(self) -> int:
-        return sum(ask.limit for ask in self.asks.values())
 
     def stop(self) -> None:
         if self.process is not None:
@@ -170,7 +168,9 @@ class OutsideEngine:
     def lend(self) -> None:
         if self._sleeps:
             self._refuse_while_generating("lend")
-            self._recover_all(self._tell(self._members, Sleep())[1])
+            lost = self._tell(self._members, Sleep())[1]
+            self._recover_all(lost)
+            self._recover_all(self._tell(list(lost), Sleep())[1])  # who had to start again is awake
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         self._refuse_while_generating("generate")
@@ -209,7 +209,11 @@ class OutsideEngine:
         if fewer < self.max_sequences:
             self.max_sequences = fewer
             for member in self._members:
-                self._restart(member)
+                member.stop()
+            try:
+                self._start(self._members)
+            except EngineLost as lost:
+                raise self._given_up(lost) from lost
 
     def close(self) -> None:
         for member in self._members:
@@ -244,8 +248,10 @@ class OutsideEngine:
         whose: dict[int, tuple[int, int]] = {}
         for member in self._members:
             member.asks, member.beat = {}, None
+        loads = dict.fromkeys(self._members, 0)
         for index, request in enumerate(requests):
-            member = min(self._members, key=lambda member: member.load)
+            member = min(loads, key=lambda member: loads[member])
+            loads[member] += sum(request.limits)
             for sample, limit in enumerate(request.limits):
                 number = request.first_sample + sample
                 key = stream_key(request.seed, request.step, request.prompt.id, number, request.first_position)
@@ -263,6 +269,7 @@ class OutsideEngine:
             for member in together:
                 member.process = EngineProcess(self.kind.name, self._python, threads)
                 member.process.send(Setup(**self._settings, max_sequences=each))
+                member.sequences = each
             for member in together:
                 ready = member.running.receive(START_S)
                 assert isinstance(ready, Ready)
@@ -276,7 +283,7 @@ class OutsideEngine:
         if not any(isinstance(answer, Unread) for answer in answers):
             return lost
         self._weights.direct = False
-        return self._publish(members)
+        return lost | self._publish([member for member in members if member not in lost])
 
     def _tell(self, members: Sequence[Member], order: Any) -> tuple[list[Settled | Unread], dict[Member, EngineLost]]:
         """An order that all carry out at once: their answers, and who was lost over it."""
@@ -325,7 +332,10 @@ class OutsideEngine:
     def _recover(self, member: Member, lost: EngineLost) -> None:
         """A new process in place of one that is lost; what ran out of memory gets fewer sequences at a time."""
         self._count(member, lost)
-        if lost.short and self.max_sequences > len(self._members):
+        count = len(self._members)
+        if lost.short and member.sequences > -(-self.max_sequences // count):  # another has run out at the same time
+            self.on_restart(f"{self.kind.title} ran out of memory; started again with fewer sequences, as another was")
+        elif lost.short and self.max_sequences > count:
             self.max_sequences //= 2
             fewer = f"rollout.max_sequences -> {self.max_sequences:,}"
             self.on_recovery(f"{self.kind.title} ran out of memory; started again; {fewer}")
