@@ -443,6 +443,11 @@ def test_vllm_has_weights_and_a_context_of_its_own() -> None:
     kept = make_plan(Run(engine="vllm", rollout=Rollout(lend_memory=False)), job, machine)
     assert kept.ledger["update"].device[ENGINE] >= weights + kept.run.rollout.kv_memory
     assert vllm.times.publish > 0 == native.times.publish
+    untied = replace(job, shape=read_shape(WELL_KNOWN["llama-3.1-8b"]))
+    assert "published weights" not in make_plan(Run(engine="vllm"), untied, machine).ledger["rollout"].host
+    experts = replace(job, shape=read_shape(EXPERTS), fused=False, rank=16, adapters=10**7)
+    held = make_plan(Run(engine="vllm"), experts, machine).ledger["rollout"].host["published weights"]
+    assert held == experts.shape.parameters * experts.itemsize, "experts go through host memory"
 
 
 @pytest.mark.parametrize(

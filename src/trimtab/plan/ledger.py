@@ -387,9 +387,7 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
             found["environment workers"] = run.reward_workers * WORKER
     if run.outside and job.generates:
         found[ENGINE] = _processes(run) * (CPU_PROCESS if machine.cpu else PROCESS)
-        if (
-            machine.cpu or job.shape.active_parameters < job.shape.parameters
-        ):  # experts have other names in a checkpoint
+        if machine.cpu or job.shape.has_experts:  # which have other names in a checkpoint
             found["published weights"] = job.shape.parameters * job.itemsize
     if run.offload.optimizer is True:
         found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards

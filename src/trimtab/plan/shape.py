@@ -100,6 +100,10 @@ class ModelShape:
         """What a token is multiplied by: an embedding is read, not multiplied."""
         return sum(b.active for b in self.blocks) + self.other + self.table
 
+    @property
+    def has_experts(self) -> bool:
+        return any(block.experts for block in self.blocks)
+
     @cached_property
     def kv_elements(self) -> int:
         """That one token stores in all layers."""

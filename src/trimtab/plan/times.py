@@ -170,7 +170,7 @@ class _Clock:
         job = self.job
         if job.fused or self.run.outside:
             return 0.0
-        return FORWARD * launch_s(job) if job.shape.active_parameters < job.shape.parameters else OWN_LAYER
+        return FORWARD * launch_s(job) if job.shape.has_experts else OWN_LAYER
 
     def _prefill(self, sequences: int) -> float:
         tokens = sequences / self.job.samples * self.job.typical_prompt
@@ -250,8 +250,8 @@ class _Clock:
         """Rollout reads the trainer's own weights, or gets a copy."""
         if self.run.outside and not self.machine.cpu:
             shape = self.job.shape
-            through_host = shape.active_parameters < shape.parameters  # experts have other names in a checkpoint
-            rate = self.machine.device.host_link if through_host else self.bandwidth
+            # Experts have other names in a checkpoint, and go through the host.
+            rate = self.machine.device.host_link if shape.has_experts else self.bandwidth
             return 2 * shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
         if self.place.shares_weights:
             return 0.0
