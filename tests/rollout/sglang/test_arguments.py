@@ -61,12 +61,13 @@ def test_the_least_cache_holds_what_sglang_counts_for_the_longest_sequence(page:
 
 
 def test_variables_that_would_end_sequences_are_gone() -> None:
-    found = environment(
-        {"SGLANG_MAX_NEW_TOKENS_LIMIT": "5", "SGLANG_REQ_RUNNING_TIMEOUT": "1", "HOME": "/root"}, "bfloat16"
-    )
+    found = environment({"SGLANG_MAX_NEW_TOKENS_LIMIT": "5", "SGLANG_REQ_RUNNING_TIMEOUT": "1", "HOME": "/root"})
     assert "SGLANG_MAX_NEW_TOKENS_LIMIT" not in found and found["SGLANG_REQ_RUNNING_TIMEOUT"] == "-1"
-    assert found["HOME"] == "/root" and "TRITON_F32_DEFAULT" not in found
-    assert environment({}, "float32")["TRITON_F32_DEFAULT"] == "ieee"
+    assert found["HOME"] == "/root"
+
+
+def test_float32_is_float32() -> None:
+    assert SETUP.exact == {} and replace(SETUP, dtype="float32").exact == {"TRITON_F32_DEFAULT": "ieee"}
 
 
 def test_adapters_are_where_the_trainer_has_them(tmp_path: Path) -> None:

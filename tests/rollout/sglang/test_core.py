@@ -105,8 +105,10 @@ def test_sequences_are_those_that_each_would_be_alone(core: Core, sampling: dict
         wanted, logprobs, stopped = alone(0, ask, **sampling)
         assert (tokens(found[ask.id]), found[ask.id].stopped) == (wanted, stopped)
         assert np.frombuffer(found[ask.id].logprobs, np.float32).tolist() == pytest.approx(logprobs, abs=1e-5)
-    assert (core.beat.prefill_tokens, core.beat.cached_tokens) == (5 * 3, 10 * 3), "a prompt is computed once"
-    assert core.beat.decode_steps > 0 and core.beat.blocks == 16 and core.ready.blocks == 64
+    assert (core.account.beat.prefill_tokens, core.account.beat.cached_tokens) == (5 * 3, 10 * 3), (
+        "a prompt is computed once"
+    )
+    assert core.account.beat.decode_steps > 0 and core.account.beat.blocks == 16 and core.account.ready.blocks == 64
 
 
 def test_a_stop_token_at_the_limit_is_a_stop(core: Core) -> None:

@@ -16,15 +16,14 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+from trimtab.rollout.outside.account import Account
 from trimtab.rollout.outside.ipc import NotShared
 from trimtab.rollout.outside.messages import (
     Abort,
-    Beat,
     Done,
     Failed,
     Generate,
     Publish,
-    Ready,
     Settled,
     Setup,
     Sleep,
@@ -38,11 +37,7 @@ PARENT_S = 1.0
 class Core(Protocol):
     """An engine inside its process; one for each kind, in `trimtab.rollout.KIND.core`."""
 
-    @property
-    def ready(self) -> Ready: ...
-
-    @property
-    def beat(self) -> Beat: ...
+    account: Account
 
     @property
     def busy(self) -> bool:
@@ -66,7 +61,7 @@ def serve(kind: str, link: Connection) -> None:
     setup = link.recv()
     assert isinstance(setup, Setup)
     core: Core = importlib.import_module(f"trimtab.rollout.{kind}.core").Core(setup)
-    link.send(core.ready)
+    link.send(core.account.ready)
     beaten = time.monotonic()
     while True:
         while link.poll(0 if core.busy else None):
@@ -90,7 +85,7 @@ def serve(kind: str, link: Connection) -> None:
         ended = list(core.step())
         if not core.busy or time.monotonic() - beaten > BEAT_S:
             beaten = time.monotonic()
-            link.send(core.beat)  # before the last sequence, after which nobody listens
+            link.send(core.account.beat)  # before the last sequence, after which nobody listens
         for done in ended:
             link.send(done)
 

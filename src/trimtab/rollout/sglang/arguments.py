@@ -20,8 +20,6 @@ NEEDED = {
     "SGLANG_REQ_WAITING_TIMEOUT": "-1",
     "SGLANG_REQ_RUNNING_TIMEOUT": "-1",
 }
-EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-"""Triton's products would be of TF32, which is 3e-3 in a log-prob."""
 UNWANTED = ("SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLANG_TEST_RETRACT", "SGLANG_TEST_SCRIPTED_RUNTIME")
 CONTEXT_ROOM = 8
 """SGLang lets no prompt come nearer to the context's end than 6 tokens, and no sequence nearer than 2."""
@@ -29,10 +27,9 @@ NEVER_S = 10**6
 """SGLang's own watchdog would signal this process's parent, which is the trainer."""
 
 
-def environment(variables: Mapping[str, str], dtype: str) -> dict[str, str]:
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables that SGLang is to find."""
-    kept = {name: value for name, value in variables.items() if name not in UNWANTED}
-    return kept | NEEDED | (EXACT if dtype == "float32" else {})
+    return {name: value for name, value in variables.items() if name not in UNWANTED} | NEEDED
 
 
 def server_arguments(setup: Setup) -> dict[str, Any]:

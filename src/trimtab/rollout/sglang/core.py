@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.messages import Ask, Beat, Done, Generate, Publish, Ready, Setup
+from trimtab.rollout.outside.account import Account, stop_strings
+from trimtab.rollout.outside.messages import Ask, Done, Generate, Publish, Setup
 from trimtab.rollout.outside.reading import Reader
 from trimtab.rollout.sglang.admission import Admission
 from trimtab.rollout.sglang.arguments import environment
@@ -43,7 +43,7 @@ class Core:
     def __init__(self, setup: Setup) -> None:
         if not setup.cuda:
             raise RuntimeError("SGLang needs a CUDA device: write run.engine: native, or vllm")
-        wanted = environment(os.environ, setup.dtype)
+        wanted = environment(os.environ) | setup.exact
         for name in os.environ.keys() - wanted.keys():
             del os.environ[name]
         os.environ.update(wanted)
@@ -56,7 +56,6 @@ class Core:
         self._drawing = self._scheduler.drawing
         self._running: dict[str, _Running] = {}
         self._admission = Admission(setup.max_sequences, setup.prefix_cache)
-        self._tokenizer: Any = None
         self._stops, self._stop_ids = StopStrings([], None), frozenset[int]()
         self._asleep: set[str] = set()
         self._published = Publish(0)
@@ -64,21 +63,8 @@ class Core:
         self._adapters: str | None = None
         self._taken = 0
         self._checked = False
-        self.call = 0
-        self.version = str(sglang.__version__)
-        self._blocks = int(self._scheduler.max_total_num_tokens) // setup.page_tokens
-        self._steps = self._prefill_tokens = self._cached_tokens = 0
-        self._fullest = 0.0
-
-    @property
-    def ready(self) -> Ready:
-        return Ready(self.version, self._blocks)
-
-    @property
-    def beat(self) -> Beat:
-        """What the current call has done."""
-        used = round(self._fullest * self._blocks)
-        return Beat(self.call, self._steps, self._prefill_tokens, self._cached_tokens, used)
+        blocks = int(self._scheduler.max_total_num_tokens) // setup.page_tokens
+        self.account = Account(str(sglang.__version__), blocks)
 
     @property
     def busy(self) -> bool:
@@ -139,12 +125,10 @@ class Core:
     def begin(self, order: Generate) -> None:
         if self._asleep:
             self.publish(self._published)
-        if order.call != self.call:
-            self.call, self._fullest = order.call, 0.0
-            self._steps = self._prefill_tokens = self._cached_tokens = 0
+        self.account.begin(order.call)
         sampling = Sampling.model_validate(order.sampling)
         self._drawing.drawn.sampling = sampling
-        self._stops = StopStrings(sampling.stop, self._read_tokenizer() if sampling.stop else None)
+        self._stops = stop_strings(sampling, self._setup.folder)
         self._stop_ids = frozenset(order.stop_ids)
         self._running |= {self._name(ask): _Running(ask) for ask in order.asks}
         self._drawing.keys = {name: running.ask.key for name, running in self._running.items()}
@@ -152,7 +136,7 @@ class Core:
 
     def _name(self, ask: Ask) -> str:
         """No name may begin with another: SGLang aborts all requests whose names begin with one."""
-        return f"{self.call}-{ask.id}."
+        return f"{self.account.call}-{ask.id}."
 
     def step(self) -> Iterator[Done]:
         """One batch of SGLang, and the sequences that ended with it."""
@@ -162,13 +146,11 @@ class Core:
             if self._scheduler.is_fully_idle() and not self._admission:
                 raise RuntimeError(f"SGLang has nothing left to do, and {len(self._running)} sequences are unfinished")
             return
-        self._steps += 1
-        self._fullest = max(self._fullest, self._scheduler.pool_stats_observer.get_pool_stats().get_max_pool_usage())
+        self.account.step(self._scheduler.pool_stats_observer.get_pool_stats().get_max_pool_usage())
         ended = [request for request in batch.reqs if request.finished() and request.rid in self._running]
         for request in ended:
             self._refuse_ending(request)
-            self._cached_tokens += request.cached_tokens
-            self._prefill_tokens += len(request.origin_input_ids) - request.cached_tokens
+            self.account.prompt(len(request.origin_input_ids), request.cached_tokens)
         yield from self._finish([(request.rid, list(request.output_ids)) for request in ended])
         if self._stops:
             yield from self._cut_short()
@@ -248,9 +230,7 @@ class Core:
             found.append((name, running.ask.id, tokens, stopped))
         logprobs = self._drawing.drawn.take([name for name, *_ in found], [len(tokens) for _, _, tokens, _ in found])
         for (_, id, tokens, stopped), values in zip(found, logprobs):
-            yield Done(
-                self.call, id, torch.tensor(tokens).numpy().tobytes(), values.contiguous().numpy().tobytes(), stopped
-            )
+            yield self.account.done(id, tokens, values, stopped)
 
     def abort(self) -> None:
         """Leave nothing behind of what is unfinished."""
@@ -262,13 +242,6 @@ class Core:
         self._scheduler.abort_request(AbortReq(abort_all=True))
         while not self._scheduler.is_fully_idle():
             self._scheduler.turn()
-
-    def _read_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(Path(self._setup.folder))
-        return self._tokenizer
 
 
 def _refuse_failure(result: Any) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.messages import Beat, Done, Generate, Publish, Ready, Setup
+from trimtab.rollout.outside.account import Account, stop_strings
+from trimtab.rollout.outside.messages import Done, Generate, Publish, Setup
 from trimtab.rollout.outside.reading import Reader
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 from trimtab.rollout.vllm.reload import reload
@@ -23,8 +23,6 @@ from trimtab.rollout.vllm.reload import reload
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 """One process is the engine and its worker: the trainer watches that one. The second model runner has no logits processors."""
 USUAL = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-"""vLLM's attention would compute in TF32, which is 3e-3 in a log-prob."""
 ROOMS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -38,8 +36,8 @@ class Core:
     """One vLLM engine."""
 
     def __init__(self, setup: Setup) -> None:
-        exact = EXACT if setup.dtype == "float32" else {}
-        os.environ.update({key: value for key, value in USUAL.items() if key not in os.environ} | NEEDED | exact)
+        usual = {key: value for key, value in USUAL.items() if key not in os.environ}
+        os.environ.update(usual | NEEDED | setup.exact)
         import vllm
 
         from trimtab.rollout.vllm.drawing import Drawing
@@ -78,29 +76,14 @@ class Core:
         self._engine = self._llm.llm_engine
         self._draw = Drawing.current
         self._running: dict[str, _Running] = {}
-        self._tokenizer: Any = None
         self._stops = StopStrings([], None)
         self._asleep = False
         self._published = Publish(0)
         self._reader = Reader()
         self._adapters: Any = None
         self._taken = 0
-        self.call = 0
-        self.version = vllm.__version__
-        self._blocks = int(self._engine.vllm_config.cache_config.num_gpu_blocks)
+        self.account = Account(vllm.__version__, int(self._engine.vllm_config.cache_config.num_gpu_blocks))
         self._cache = self._engine.engine_core.engine_core.scheduler.kv_cache_manager
-        self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
-        self._fullest = 0.0
-
-    @property
-    def ready(self) -> Ready:
-        return Ready(self.version, self._blocks)
-
-    @property
-    def beat(self) -> Beat:
-        """What the current call has done."""
-        used = round(self._fullest * self._blocks)
-        return Beat(self.call, self._decode_steps, self._prefill_tokens, self._cached_tokens, used)
 
     @property
     def busy(self) -> bool:
@@ -151,12 +134,10 @@ class Core:
 
         if self._asleep:
             self.publish(self._published)
-        if order.call != self.call:
-            self.call, self._fullest = order.call, 0.0
-            self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
+        self.account.begin(order.call)
         sampling = Sampling.model_validate(order.sampling)
         self._draw.drawn.sampling = sampling
-        self._stops = StopStrings(sampling.stop, self._read_tokenizer() if sampling.stop else None)
+        self._stops = stop_strings(sampling, self._setup.folder)
         for ask in order.asks:
             name = f"{order.call}-{ask.id}"
             self._running[name] = _Running(ask.id)
@@ -174,15 +155,13 @@ class Core:
     def step(self) -> Iterator[Done]:
         """One step of vLLM, and the sequences that ended with it."""
         outputs = self._engine.step()
-        self._decode_steps += 1
-        self._fullest = max(self._fullest, self._cache.usage)
+        self.account.step(self._cache.usage)
         ended = [
             (out.request_id, out.outputs[0]) for out in outputs if out.finished and out.request_id in self._running
         ]
         for out in outputs:
             if out.finished:
-                self._cached_tokens += out.num_cached_tokens or 0
-                self._prefill_tokens += len(out.prompt_token_ids or []) - (out.num_cached_tokens or 0)
+                self.account.prompt(len(out.prompt_token_ids or []), out.num_cached_tokens or 0)
         yield from self._finish([(name, list(o.token_ids), o.finish_reason == "stop") for name, o in ended])
         if self._stops:
             yield from self._cut_short()
@@ -210,9 +189,7 @@ class Core:
             found.append((running.ask_id, tokens if end is None else tokens[:end], stopped or end is not None))
         logprobs = self._draw.take([id for id, _, _ in found], [len(tokens) for _, tokens, _ in found])
         for (id, tokens, stopped), values in zip(found, logprobs):
-            yield Done(
-                self.call, id, torch.tensor(tokens).numpy().tobytes(), values.contiguous().numpy().tobytes(), stopped
-            )
+            yield self.account.done(id, tokens, values, stopped)
 
     def abort(self) -> None:
         """Leave nothing behind of what is unfinished."""
@@ -222,13 +199,6 @@ class Core:
             self._running.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
-
-    def _read_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(Path(self._setup.folder))
-        return self._tokenizer
 
 
 def lora_room(rank: int) -> int:
