@@ -4,8 +4,8 @@
     python bench/engines.py --python ~/vllm/bin/python --tiny      # a tiny model on a CPU: it shows that it runs
 
 For each engine and shape: seconds to start; to publish all weights, and adapters of rank 16; device memory in use (NVML) while it
-generates, when it has lent its memory and when it has it again; tokens a second of 8 samples of each prompt, 128 + 128 tokens.
-The model is random, so nothing stops early. Writes DIR/engines-DATE.json and .md after every row.
+generates and when it has lent its memory; tokens a second by the number of sequences in flight, 8 samples of each prompt, 128 +
+128 tokens. The model is random, so nothing stops early. Writes DIR/engines-DATE.json and .md after every engine.
 """
 
 from __future__ import annotations
@@ -88,51 +88,53 @@ def timed(work: Any, device: torch.device) -> float:
 
 
 def measure(
-    kind: str, shape: dict[str, Any], sequences: int, adapters: bool, python: str | None, processes: int
+    kind: str, shape: dict[str, Any], sizes: list[int], adapters: bool, python: str | None, processes: int
 ) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = make_policy(shape, adapters, device)
-    before = used_gib(device)
+    found: dict[str, Any] = {"start_gib": used_gib(device)}
     made: list[Engine] = []
-    found: dict[str, Any] = {
-        "start_s": timed(lambda: made.append(make_engine(kind, policy, sequences, python, processes)), device)
-    }
-    engine, words = made[0], int(shape["vocab_size"])
-    prompts = [[t % (words - 3) + 3 for t in tokens] for tokens in random_prompts(sequences // 8)]
-    requests = [Request(Prompt(i, "", p), 8, NEW, Sampling(), seed=0, step=0) for i, p in enumerate(prompts)]
+    found["start_s"] = timed(lambda: made.append(make_engine(kind, policy, max(sizes), python, processes)), device)
+    engine = made[0]
     try:
-        for step in range(3):
-            found["publish_s"] = timed(lambda step=step: engine.publish(step), device)
-            for _ in engine.generate(requests):
-                pass
-            found["tokens_per_s"] = engine.stats.generated_tokens / max(
-                1e-9, engine.stats.decode_s + engine.stats.prefill_s
-            )
+        found["tokens_per_s"] = {}
+        for version, sequences in enumerate([*sizes, sizes[-1]]):  # the last once more: by then all is made
+            found["publish_s"] = timed(lambda version=version: engine.publish(version), device)
+            for _ in range(2):  # graphs are captured and kernels compiled when they are first used
+                for _ in engine.generate(requests_of(sequences, int(shape["vocab_size"]))):
+                    pass
+                seconds = engine.stats.decode_s + engine.stats.prefill_s
+                found["tokens_per_s"][sequences] = engine.stats.generated_tokens / max(1e-9, seconds)
             found["generating_gib"] = used_gib(device)
             found["lend_s"] = timed(engine.lend, device)
             found["lent_gib"] = used_gib(device)
-        found["start_gib"] = before
     finally:
         engine.close()
     return found
 
 
+def requests_of(sequences: int, words: int) -> list[Request]:
+    prompts = [[t % (words - 3) + 3 for t in tokens] for tokens in random_prompts(sequences // 8)]
+    return [Request(Prompt(i, "", p), 8, NEW, Sampling(), seed=0, step=0) for i, p in enumerate(prompts)]
+
+
 def report(found: dict[str, Any]) -> str:
+    sizes = sorted({int(size) for row in found["rows"] for size in row["tokens_per_s"]})
+    columns = ["start_s", "publish_s", "lend_s", "start_gib", "generating_gib", "lent_gib"]
+    head = ["engine", "model", *columns, *(f"tokens/s, {size} sequences" for size in sizes)]
     lines = [f"# Engines inside Trimtab, {found['date']}, {found['machine']}", ""]
-    columns = ["start_s", "publish_s", "tokens_per_s", "lend_s", "start_gib", "generating_gib", "lent_gib"]
-    lines += ["| engine | model | sequences | " + " | ".join(columns) + " |", "|" + "---|" * (3 + len(columns))]
+    lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in found["rows"]:
-        shown = [
-            "-" if row[c] is None else f"{row[c]:,.0f}" if c == "tokens_per_s" else f"{row[c]:.2f}" for c in columns
-        ]
-        lines.append(f"| {row['engine']} | {row['model']} | {row['sequences']} | " + " | ".join(shown) + " |")
+        shown = [row["engine"], row["model"], *("-" if row[c] is None else f"{row[c]:.2f}" for c in columns)]
+        shown += [f"{row['tokens_per_s'][size]:,.0f}" if size in row["tokens_per_s"] else "-" for size in sizes]
+        lines.append("| " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["0.5b", "7b"], choices=list(SHAPES))
-    parser.add_argument("--sequences", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--engines", nargs="+", default=["native", "vllm"])
     parser.add_argument("--processes", type=int, nargs="+", default=[1], help="of vLLM, each a row")
     parser.add_argument("--adapters", action="store_true", help="with adapters of rank 16 as well")
@@ -144,20 +146,19 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine, "rows": []}
     args.out.mkdir(parents=True, exist_ok=True)
+    sizes = [16] if args.tiny else sorted(args.sequences)
+    tried = [(kind, count) for kind in args.engines for count in ([1] if kind == "native" else args.processes)]
     for name, shape in shapes.items():
-        for sequences in [16] if args.tiny else args.sequences:
-            for adapters in [False, True][: 1 + args.adapters]:
-                for kind, processes in [
-                    (k, n) for k in args.engines for n in ([1] if k == "native" else args.processes)
-                ]:
-                    row = {"engine": kind + (f" x {processes}" if processes > 1 else ""), "sequences": sequences}
-                    row["model"] = name + (", adapters" if adapters else "")
-                    row |= measure(kind, dict(shape), sequences, adapters, args.python, processes)
-                    found["rows"].append(row)
-                    print(row, flush=True)
-                    file = args.out / f"engines-{found['date']}"
-                    file.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-                    file.with_suffix(".md").write_text(report(found))
+        for adapters in [False, True][: 1 + args.adapters]:
+            for kind, processes in tried:
+                row = {"engine": kind + (f" x {processes}" if processes > 1 else "")}
+                row["model"] = name + (", adapters" if adapters else "")
+                row |= measure(kind, dict(shape), sizes, adapters, args.python, processes)
+                found["rows"].append(row)
+                print(row, flush=True)
+                file = args.out / f"engines-{found['date']}"
+                file.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+                file.with_suffix(".md").write_text(report(found))
     print(report(found))
 
 

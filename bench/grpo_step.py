@@ -52,13 +52,28 @@ TRL_BEST: dict[str, dict[str, Any]] = {
         "vllm_gpu_memory_utilization": 0.35,
     },
 }
-TRL_SWEEP: dict[str, dict[str, Any]] = {
-    "micro-batch 128": {},
-    "micro-batch 64": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 8},
-    "Liger": {"use_liger_kernel": True},
-    "checkpointing": {"gradient_checkpointing": True},
-    "utilisation 0.5": {"vllm_gpu_memory_utilization": 0.5},
-    "micro-batch 32": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 16},
+TRL_SWEEP: dict[str, dict[str, dict[str, Any]]] = {
+    "G": {
+        "micro-batch 128": {},
+        "Liger": {"use_liger_kernel": True},
+        "checkpointing": {"gradient_checkpointing": True},
+        "utilisation 0.5": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 8,
+                            "vllm_gpu_memory_utilization": 0.5},
+        "micro-batch 64": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 8},
+        "micro-batch 32": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 16},
+    },
+    "1.5b": {
+        "micro-batch 16": {},
+        "Liger, micro-batch 32": {"use_liger_kernel": True, "per_device_train_batch_size": 32,
+                                  "gradient_accumulation_steps": 8, "vllm_gpu_memory_utilization": 0.2},
+        "Liger": {"use_liger_kernel": True},
+        "checkpointing": {"gradient_checkpointing": True},
+    },
+    "7b-lora": {
+        "micro-batch 16": {},
+        "Liger": {"use_liger_kernel": True},
+        "checkpointing": {"gradient_checkpointing": True},
+    },
 }  # fmt: skip
 
 
@@ -84,11 +99,23 @@ def rows_of(gsm8k: Path) -> list[dict[str, Any]]:
 
 
 def make_random(shape: str, folder: Path) -> list[dict[str, Any]]:
-    """A Qwen2 of random parameters with a tokenizer of as many words, which never stops; and its prompts."""
+    """A Qwen2 of random parameters with a tokenizer of as many words, which never stops, unless it is there; and its prompts."""
     import random
 
+    from rollout import random_prompts
+
+    if not (folder / "tokenizer.json").exists():
+        save_random(shape, folder)
+    draw = random.Random(0)
+    return [
+        {"prompt": " ".join(f"w{t}" for t in tokens), "answer": str(draw.randrange(10))}
+        for tokens in random_prompts(512)
+    ]
+
+
+def save_random(shape: str, folder: Path) -> None:
     import torch
-    from rollout import SHAPES, random_prompts
+    from rollout import SHAPES
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -110,11 +137,6 @@ def make_random(shape: str, folder: Path) -> list[dict[str, Any]]:
         model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    draw = random.Random(0)
-    return [
-        {"prompt": " ".join(f"w{t}" for t in tokens), "answer": str(draw.randrange(10))}
-        for tokens in random_prompts(512)
-    ]
 
 
 def parameters_of(folder: Path) -> int:
@@ -340,6 +362,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trl-steps", type=int, default=5)
     parser.add_argument("--skip", type=int, default=2)
     parser.add_argument("--sweep", action="store_true", help="TRL's settings one by one")
+    parser.add_argument("--settings", nargs="+", help="of the sweep, by name; default all")
+    parser.add_argument("--models", type=Path, help="folder that keeps the random models for the next call")
     parser.add_argument(
         "--run", nargs="+", type=json.loads, default=[], help='Trimtab again with these, {"token_budget": 16384}'
     )
@@ -350,13 +374,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tries_of(side: str, name: str, sweep: bool, pinned: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def tries_of(side: str, name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What to run of a side: a name in the table -> its settings."""
     if side == "trimtab":
-        return {side: {}} | {f"trimtab, {json.dumps(settings)}": settings for settings in pinned}
-    if not sweep:
+        return {side: {}} | {f"trimtab, {json.dumps(settings)}": settings for settings in args.run}
+    if not args.sweep:
         return {side: TRL_BEST[name]}
-    return {f"trl, {what}": TRL_BEST[name] | change for what, change in TRL_SWEEP.items()}
+    tried = args.settings or list(TRL_SWEEP[name])
+    return {f"trl, {what}": TRL_BEST[name] | TRL_SWEEP[name][what] for what in tried if what in TRL_SWEEP[name]}
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -375,12 +400,13 @@ def compare(args: argparse.Namespace) -> None:
                 folder = as_folder(args.model, Path(scratch))
                 rows.write_text(json.dumps(rows_of(args.gsm8k)))
             else:
-                folder = Path(scratch) / name
-                rows.write_text(json.dumps(make_random(name.split("-")[0], folder)))
+                shape = name.split("-")[0]
+                folder = (args.models or Path(scratch)) / shape
+                rows.write_text(json.dumps(make_random(shape, folder)))
             torch.cuda.empty_cache()
             runs = found["workloads"].setdefault(name, {})
             for side in args.sides:
-                for what, settings in tries_of(side, name, args.sweep, args.run).items():
+                for what, settings in tries_of(side, name, args).items():
                     try:
                         runs[what] = call(side, WORKLOADS[name], folder, rows, settings, args)
                         print(describe(f"{name} {what}", runs[what]), flush=True)

@@ -53,16 +53,17 @@ def vllm_python() -> str | None:
 
 @cache
 def sglang_python() -> str | None:
-    """The interpreter of an environment with SGLang, which has no use without a GPU: TRIMTAB_SGLANG_PYTHON, or this one."""
-    if DEVICE.type != "cuda":
+    """The interpreter of an environment with SGLang: TRIMTAB_SGLANG_PYTHON, or this one. On a CPU SGLang is slow (a minute to
+    start): there only if it is named."""
+    found = os.environ.get("TRIMTAB_SGLANG_PYTHON") or (sys.executable if DEVICE.type == "cuda" else None)
+    if found is None:
         return None
-    found = os.environ.get("TRIMTAB_SGLANG_PYTHON") or sys.executable
     tried = subprocess.run([found, "-c", "import importlib.util as u; assert u.find_spec('sglang')"], check=False)
     return found if tried.returncode == 0 else None
 
 
 NO_VLLM = "there is no environment with vLLM: run `make vllm`, or name its interpreter in TRIMTAB_VLLM_PYTHON"
-NO_SGLANG = "needs a GPU, and an environment with SGLang: name its interpreter in TRIMTAB_SGLANG_PYTHON"
+NO_SGLANG = "needs an environment with SGLang: name its interpreter in TRIMTAB_SGLANG_PYTHON"
 PYTHONS = {"vllm": vllm_python, "sglang": sglang_python}
 MISSING = {"vllm": NO_VLLM, "sglang": NO_SGLANG}
 OUTSIDE = [

@@ -17,7 +17,6 @@ from trimtab.rollout.sglang.arguments import (
     server_arguments,
     whole_pages,
 )
-from trimtab.rollout.sglang.core import Core
 
 SETUP = Setup(
     folder="/model", dtype="bfloat16", cuda=True, max_sequences=24, kv_bytes=2**30, prefill_tokens=1000, page_tokens=16,
@@ -85,6 +84,7 @@ def test_adapters_are_where_the_trainer_has_them(tmp_path: Path) -> None:
         adapted_layers(tmp_path / "elsewhere")
 
 
-def test_a_cpu_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"needs a CUDA device(.|\n)*native"):
-        Core(replace(SETUP, cuda=False))
+def test_without_a_gpu_nothing_asks_for_one() -> None:
+    found = server_arguments(replace(SETUP, cuda=False, dtype="bfloat16"))
+    assert found["device"] == "cpu" and found["attention_backend"] == "torch_native"
+    assert "attention_backend" not in server_arguments(replace(SETUP, cuda=True, dtype="bfloat16"))

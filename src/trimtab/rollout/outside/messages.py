@@ -50,6 +50,11 @@ class Setup:
     """Of adapters that are published by themselves; 0: there are none."""
 
     @property
+    def plain(self) -> bool:
+        """A library's kernels of half precision are of no use."""
+        return self.dtype == "float32" or not self.cuda
+
+    @property
     def exact(self) -> dict[str, str]:
         """Variables without which Triton's products of float32 are of TF32: 3e-3 in a log-prob."""
         return {"TRITON_F32_DEFAULT": "ieee"} if self.dtype == "float32" else {}

@@ -39,7 +39,7 @@ def server_arguments(setup: Setup) -> dict[str, Any]:
         "model_path": setup.folder,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "device": "cuda",
+        "device": "cuda" if setup.cuda else "cpu",
         "dtype": setup.dtype,
         "context_length": setup.longest + CONTEXT_ROOM,
         "max_running_requests": setup.max_sequences,
@@ -58,8 +58,9 @@ def server_arguments(setup: Setup) -> dict[str, Any]:
         "random_seed": 0,
         "log_level": "warning",
     }
-    if setup.dtype == "float32":
-        arguments["attention_backend"] = "triton"  # the others compute in half precision alone
+    if setup.plain:
+        # The others compute in half precision alone.
+        arguments["attention_backend"] = "triton" if setup.cuda else "torch_native"
     if setup.rank:
         arguments |= {
             "enable_lora": True,

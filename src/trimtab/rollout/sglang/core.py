@@ -17,6 +17,7 @@ from trimtab.config.learn import Sampling
 from trimtab.rollout.outside.account import Account, stop_strings
 from trimtab.rollout.outside.messages import Ask, Done, Generate, Publish, Setup
 from trimtab.rollout.outside.reading import Reader
+from trimtab.rollout.sglang import on_cpu
 from trimtab.rollout.sglang.admission import Admission
 from trimtab.rollout.sglang.arguments import environment
 from trimtab.rollout.sglang.loading import load_weights
@@ -41,9 +42,7 @@ class Core:
     """One SGLang scheduler."""
 
     def __init__(self, setup: Setup) -> None:
-        if not setup.cuda:
-            raise RuntimeError("SGLang needs a CUDA device: write run.engine: native, or vllm")
-        wanted = environment(os.environ) | setup.exact
+        wanted = environment(os.environ) | setup.exact | ({} if setup.cuda else on_cpu.NEEDED)
         for name in os.environ.keys() - wanted.keys():
             del os.environ[name]
         os.environ.update(wanted)
@@ -88,7 +87,8 @@ class Core:
         with self._driver.quiet():
             if not self._scheduler.flush_cache(empty_cache=False):
                 raise RuntimeError("SGLang did not empty its prefix cache: it still holds unfinished requests")
-        torch.cuda.synchronize()  # the trainer may write its weights again
+        if self._setup.cuda:
+            torch.cuda.synchronize()  # the trainer may write its weights again
 
     def _take_adapters(self, order: Publish) -> None:
         """Under a name of their own: SGLang keeps adapters, and what was computed with them, by name."""

@@ -23,6 +23,7 @@ from sglang.srt.utils import DynamicGradMode
 
 from trimtab.rollout.outside.drawing import Drawn
 from trimtab.rollout.outside.messages import Setup
+from trimtab.rollout.sglang import on_cpu
 from trimtab.rollout.sglang.arguments import BACKEND, least_kv_tokens, server_arguments
 from trimtab.rollout.sglang.drawing import Drawing
 
@@ -68,12 +69,14 @@ class Driven(Scheduler):
 
 def start(setup: Setup) -> Driven:
     """With weights that mean nothing yet."""
-    drawn = Drawn(setup.max_sequences, setup.longest, torch.device("cuda"))
+    drawn = Drawn(setup.max_sequences, setup.longest, torch.device("cuda" if setup.cuda else "cpu"))
     register_sampler_backend(BACKEND, lambda: Drawing(drawn))
     if setup.sleeps:
         _give_memory_up_through_torch()
-    if setup.dtype == "float32":
+    if setup.plain:
         _plain_layers()
+    if not setup.cuda:
+        on_cpu.prepare()
     _size_cache(setup.kv_bytes)
     settings = ServerArgs(**server_arguments(setup))
     settings.check_server_args()
