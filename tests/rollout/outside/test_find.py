@@ -52,3 +52,17 @@ def test_sglang_on_a_cpu_is_refused_without_a_look_at_it(tmp_path: Path) -> None
     run = Run(engine="sglang", rollout=Rollout(python=str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match=r"SGLang needs a CUDA device(.|\n)*run.engine: native, or vllm"):
         refuse_without_engine(run, CPU)
+
+
+def test_more_parts_than_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = python(tmp_path, '{"there": true, "version": "0.25.0"}')
+    run = Run(engine="vllm", rollout=Rollout(python=there, tensor_parallel=4))
+    for devices, words in (
+        (1, r"is 4, and there is one CUDA device(.|\n)*at most 1"),
+        (2, r"there are 2 CUDA devices"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
+        with pytest.raises(ConfigError, match=words):
+            refuse_without_engine(run, GPU)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    refuse_without_engine(run, GPU)
