@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,8 @@ class Core:
 
     def _workers(self, work: Any, *given: Any) -> Any:
         """All of vLLM's workers do it; what the first one answers."""
-        return self._llm.collective_rpc(work, args=given)[0]
+        with _in_words():
+            return self._llm.collective_rpc(work, args=given)[0]
 
     def publish(self, order: Publish) -> None:
         """Take the trainer's weights, or its adapters alone; `NotShared` where they cannot be seen, and then as before."""
@@ -155,12 +157,8 @@ class Core:
 
     def step(self) -> Iterator[Done]:
         """One step of vLLM, and the sequences that ended with it."""
-        try:
+        with _in_words():
             outputs = self._engine.step()
-        except RuntimeError as error:
-            if str(error) == "cancelled":  # as vLLM has it
-                raise RuntimeError("one of vLLM's workers has ended") from error
-            raise
         self.account.step(self._cache.usage)
         ended = [
             (out.request_id, out.outputs[0]) for out in outputs if out.finished and out.request_id in self._running
@@ -205,6 +203,17 @@ class Core:
             self._running.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """What vLLM says where a worker in a process of its own has died."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) == "cancelled":
+            raise RuntimeError("one of vLLM's workers has ended") from error
+        raise
 
 
 def lora_room(rank: int) -> int:
