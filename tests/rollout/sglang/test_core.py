@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import tiny_tokenizer
 
 from tests.rollout.sglang.fake import VOCABULARY, Model, Scheduler, modules
@@ -178,14 +180,19 @@ def test_an_engine_that_keeps_its_memory_does_not_sleep(monkeypatch: pytest.Monk
     assert "release" not in scheduler(core).log
 
 
-def test_adapters_replace_those_before(core: Core, tmp_path: Path) -> None:
-    core.publish(Publish(1, None, "first"))
-    core.publish(Publish(2, None, "second"))
+def test_adapters_replace_those_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    core = make(monkeypatch, tmp_path, rank=4)
+    for version, rank in ((1, 4), (2, 4), (3, 8)):
+        (folder := tmp_path / str(version)).mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        save_file({"lora_A": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    core.publish(Publish(1, None, str(tmp_path / "1")))
+    core.publish(Publish(2, None, str(tmp_path / "2")))
     assert len(scheduler(core).adapters) == 1 and "2" in scheduler(core).adapters[0]
     core.begin(order(asks(1)))
     assert len(finish(core)) == 3
-    with pytest.raises(RuntimeError, match="no such folder"):
-        core.publish(Publish(3, None, "broken"))
+    with pytest.raises(RuntimeError, match="its rank is too high"):
+        core.publish(Publish(3, None, str(tmp_path / "3")))
 
 
 def test_a_sequence_that_would_be_cut_short_is_an_error(core: Core) -> None:
