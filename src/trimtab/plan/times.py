@@ -25,6 +25,9 @@ OWN_LAYER = 130e-6
 OUTSIDE_STEP, OUTSIDE_SEQUENCE = 2e-3, 36e-6
 """Seconds of its host that a decode step takes vLLM, and for each sequence: 512 of them 20 ms, with any model (docs/log.md).
 SGLang is taken to need as much: it has not been measured."""
+OUTSIDE_DEVICE = 1.3e-3
+"""Seconds of the device that a step takes beyond the native engine's: five processes of SmolLM2-135M, 103 sequences each, had
+steps of 12 ms on an H200 that was 88 % busy, 2.1 ms for each of them (docs/log.md)."""
 OUTSIDE_PUBLISH = 0.15
 """Seconds: names, views and kernels of a model's weights."""
 CPU_BANDWIDTH, CPU_FLOPS = 12e9, 50e9
@@ -82,7 +85,7 @@ def outside_step(
     rates: Rates = FITTED,
 ) -> float:  # fmt: skip
     """Seconds of a decode step of an engine outside: its processes take turns on the device, and each waits for its host."""
-    device_s = _Clock(job, machine, run, place, rates).device_step(batch / processes, context)
+    device_s = OUTSIDE_DEVICE + _Clock(job, machine, run, place, rates).device_step(batch / processes, context)
     return max(processes * device_s, device_s + OUTSIDE_STEP + OUTSIDE_SEQUENCE * batch / processes)
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import tiny_model
 
-from tests.rollout.contract.engines import DEVICE, NO_VLLM, SHAPE, make_engine, vllm_python
+from tests.rollout.contract.engines import DEVICE, NO_VLLM, OUTSIDE, SHAPE, make_engine, vllm_python
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
@@ -20,15 +20,17 @@ needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
 
 
 def policy_of(architecture: str, **changes: int) -> Policy:
-    return Policy(tiny_model(architecture, **SHAPE, intermediate_size=64, **changes).to(DEVICE))
+    return Policy(tiny_model(architecture, **SHAPE | changes).to(DEVICE))
 
 
-@needs_vllm
+@pytest.mark.parametrize("kind", OUTSIDE)
 @pytest.mark.parametrize(("architecture", "changes"), [("gemma2", {"head_dim": 32}), ("phi3", {})])
-def test_weights_reach_architectures_with_other_layers_and_heads(architecture: str, changes: dict[str, int]) -> None:
+def test_weights_reach_architectures_with_other_layers_and_heads(
+    kind: str, architecture: str, changes: dict[str, int]
+) -> None:
     """gemma2 has no head of its own in vLLM; phi3 has its projections in one."""
     policy = policy_of(architecture, **changes)
-    engine, native = make_engine("vllm", policy), make_engine("native", policy)
+    engine, native = make_engine(kind, policy), make_engine("native", policy)
     requests = ask(prompts(3), samples=2)
     for version in (1, 2):
         with torch.no_grad():
