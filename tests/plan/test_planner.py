@@ -19,7 +19,7 @@ from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.here import pick_device, pick_reward_workers
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import CONTEXT, ENGINE, GIB, GRAPHS, MIB, PROCESS, UNSEEN, draw_up, kv_bytes
+from trimtab.plan.ledger import CONTEXT, ENGINE, GIB, GRAPHS, MIB, PROCESS, SLACK, UNSEEN, draw_up, kv_bytes
 from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
@@ -491,6 +491,88 @@ def test_the_engine_is_chosen_by_what_is_here_and_what_a_step_would_take() -> No
     assert chosen.run.engine == "vllm" and re.search(r"native [\d.]+ s, vllm [\d.]+ s", engine_of(chosen).why)
     assert make_plan(Run(), experts, replace(here, engines=())).run.engine == "native"
     assert make_plan(Run(engine="native"), experts, here).run.engine == "native"
+
+
+def experts(**settings: Any) -> Job:
+    return replace(qwen(), shape=read_shape(EXPERTS), fused=False, rank=16, adapters=10**7, **settings)
+
+
+def test_another_engine_has_to_be_clearly_faster_by_the_whole_step() -> None:
+    """Rollouts of a few tokens: vLLM's take much less time, but weights have to be copied for them."""
+    here = Machine(find_device("h200"), 1, 256 * GIB, 16, engines=("vllm",))
+    job = experts(prompts=256, completion=8)
+    native, vllm = (make_plan(Run(engine=engine), job, here).times for engine in ("native", "vllm"))
+    assert 1.25 * vllm.rollout < native.rollout and vllm.total < native.total < 1.25 * vllm.total
+    assert make_plan(Run(), job, here).run.engine == "native"
+
+
+def test_where_no_engine_fits_it_is_the_one_that_lacks_the_least() -> None:
+    here = replace(h(20), engines=("vllm",))
+    native, vllm = (make_plan(Run(engine=engine), experts(), here) for engine in ("native", "vllm"))
+    assert 0 < native.short < vllm.short and vllm.times.total < native.times.total
+    assert make_plan(Run(), experts(), here).run.engine == "native"
+
+
+def test_a_cpu_has_no_choice_of_engines() -> None:
+    plan = make_plan(Run(), qwen(), Machine(find_device("h200"), 1, 64 * GIB, 16, cpu=True, engines=("vllm",)))
+    assert engine_of(plan).value == "native" and engine_of(plan).why == "shares the trainer's weights"
+
+
+def test_the_engine_is_told_after_what_it_runs_with() -> None:
+    keys = [choice.key for choice in make_plan(Run(), qwen(), h(140)).choices]
+    at = keys.index("run.engine")
+    assert [key.startswith("run.rollout.") for key in keys] == [*[True] * at, *[False] * (len(keys) - at)]
+
+
+@pytest.mark.parametrize("lend", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_process_of_an_engine_is_counted_to_the_byte(count: int, lend: bool) -> None:
+    """With its weights, its prompts and its context; pages and sequences are shared out. Memory that is lent leaves a context."""
+    job, machine = qwen(reference=True, compared=True), h(140)
+    pinned = Rollout(kv_memory=4 * GIB, page_tokens=16, lend_memory=lend, processes=count)
+    run = make_plan(Run(engine="vllm", rollout=pinned), job, machine).run
+    alone, outside = (draw_up(job, machine, run.model_copy(update={"engine": engine})) for engine in ("native", "vllm"))
+    weights, context = count * job.shape.parameters * job.itemsize, count * (CONTEXT + GRAPHS)
+    own = alone["rollout"].device
+    work = weights + own["decode step"] + count * own["prefill"]
+    assert outside["rollout"].device[ENGINE] == 4 * GIB + work + int(SLACK * work) + context
+    kept = 0 if lend else 4 * GIB + weights + int(SLACK * weights)
+    for phase in ("score", "update", "optimizer", "publish", "checkpoint", "export"):
+        assert outside[phase].device[ENGINE] == kept + context, phase
+        slack = "allocator slack"
+        assert outside[phase].device[slack] == alone[phase].device[slack], "that of other processes is theirs"
+    assert outside["rollout"].host[ENGINE] == count * PROCESS
+
+
+def test_the_native_engine_has_no_processes_whatever_is_pinned() -> None:
+    one, four = (
+        make_plan(Run(engine="native", rollout=Rollout(processes=count)), qwen(), h(140)).ledger for count in (1, 4)
+    )
+    assert one == four
+    kv = kv_bytes(qwen(), 1, qwen().longest_sequence, 64)
+    assert plan_here(Run(engine="native", rollout=Rollout(processes=4, kv_memory=kv)), qwen(), h(140)).fits
+
+
+def test_adapters_are_merged_by_the_native_engine_alone() -> None:
+    job = qwen(rank=16, adapters=qwen().shape.lora_parameters(16))
+    native, vllm = (make_plan(Run(engine=engine), job, h(140)).ledger for engine in ("native", "vllm"))
+    assert "merged copy" in native["rollout"].device and "merged copy" not in vllm["rollout"].device
+
+
+@pytest.mark.parametrize(("gib", "most"), [(16, 2), (20, 3), (22, 4), (140, 5)])
+def test_an_engine_has_as_many_processes_as_fit(gib: int, most: int) -> None:
+    """And the plan says so once."""
+
+    def plan(count: int | str) -> Plan:
+        return make_plan(Run(engine="vllm", rollout=Rollout(kv_memory=8 * GIB, processes=count)), qwen(), h(gib))
+
+    found = plan("auto")
+    assert found.fits and found.run.rollout.processes == most and plan(most).fits
+    why = [choice.why for choice in found.choices if choice.key == "run.rollout.processes"]
+    if gib == 140:
+        assert why == ["one would wait for its host"]
+    else:
+        assert why == ["more would not fit"] and not plan(most + 1).fits
 
 
 def test_an_engine_has_fewer_processes_where_more_would_not_fit() -> None:

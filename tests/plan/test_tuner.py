@@ -134,6 +134,15 @@ def test_it_is_not_used_for_anything_else(machine: Machine) -> None:
     assert cache.recall(job(), machine, Run(checkpoint_activations=True)) is None
 
 
+def test_it_is_used_as_long_as_the_same_engines_could_be_chosen(machine: Machine) -> None:
+    """One that is named is the same whatever else is installed."""
+    more = replace(machine, engines=("vllm",))
+    for run in (Run(), Run(engine="native")):
+        cache.keep(Tuned(123, 7, ()), job(), machine, run, "2026-11-15")
+    assert cache.recall(job(), more, Run()) is None
+    assert cache.recall(job(), more, Run(engine="native")) is not None
+
+
 @pytest.mark.parametrize(
     "content",
     [
