@@ -227,6 +227,29 @@ def test_a_device_that_waits_for_the_host_gets_larger_micro_batches() -> None:
     assert all(governor.next_move(widest, at_the_widest, None) is None for _ in range(3))
 
 
+def test_a_device_is_not_taken_to_wait_where_nothing_says_so() -> None:
+    """Nor is what it said before the last change, nor where every update is one micro-batch already."""
+    governor = governed(140)
+    unknown = seen(governor, 40.0)
+    waits = unknown | {"run/device_behind": 0.02}
+    assert all(governor.next_move(unknown, now(governor), None) is None for _ in range(4))
+    several = replace(governor, updates=9)
+    assert all(several.next_move(waits, now(several), None) is None for _ in range(4))
+    moves = [governor.next_move(waits, now(governor), None) is not None for _ in range(6)]
+    assert moves == [False, True, False, True, False, True]
+
+
+def test_a_device_that_waits_gets_no_more_than_fits() -> None:
+    """Twice as much at most; less where a peak was near the limit, or a size has run out of memory."""
+    governor = replace(governed(140), may_recompute=False)
+    limit, states = governor._limit, governor._states
+    near = seen(governor, states + (limit - states) / 1.5, **{"run/device_behind": 0.0})
+    first, moved = (governor.next_move(near, now(governor), None) for _ in range(2))
+    assert first is None and moved is not None and 1.3 * 16384 < moved.budget < 1.5 * 16384
+    below = [governor.next_move(near, now(governor), ceiling=20_000) for _ in range(2)][1]
+    assert below is not None and below.budget == 18_000
+
+
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"])
 def test_recomputing_for_the_sake_of_launching_is_cheap_and_takes_no_more_memory(model: str) -> None:
     governor = governed(140, model)
