@@ -61,10 +61,11 @@ def order(asked: list[Ask], call: int = 1, stop_ids: tuple[int, ...] = (STOP,), 
 
 def finish(core: Core) -> dict[int, Done]:
     found: dict[int, Done] = {}
-    while core.busy:
-        for done in core.step():
+    for _ in range(1000):
+        for done in core.step() if core.busy else ():
             assert done.id not in found
             found[done.id] = done
+    assert not core.busy, "it does not come to an end"
     return found
 
 
@@ -170,6 +171,26 @@ def test_memory_comes_back_in_parts_with_the_weights_in_between(core: Core, tmp_
     core.sleep()
     core.begin(order(asks(1)))  # without another publication: those from before are read again
     assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(4, ask)[0] for ask in asks(1)}
+
+
+def test_adapters_alone_bring_back_the_weights_that_were_given_up(core: Core, tmp_path: Path) -> None:
+    core.publish(published(tmp_path, 4, version=1))
+    core.sleep()
+    core.publish(Publish(2, None, "adapters"))
+    core.begin(order(asks(1)))
+    assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(4, ask)[0] for ask in asks(1)}
+
+
+def test_weights_that_are_not_taken_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Model, "load_weights", lambda self, weights: None)
+    with pytest.raises(RuntimeError, match="did not take the weights of table"):
+        make(monkeypatch, tmp_path)
+
+
+def test_a_cache_that_is_not_emptied_is_an_error(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler(core), "flush_cache", lambda empty_cache: False)
+    with pytest.raises(RuntimeError, match="did not empty its prefix cache"):
+        core.publish(published(tmp_path, 4, version=1))
 
 
 def test_an_engine_that_keeps_its_memory_does_not_sleep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
