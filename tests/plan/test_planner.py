@@ -24,7 +24,7 @@ from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
-from trimtab.plan.times import predict
+from trimtab.plan.times import outside_step, predict
 from trimtab.update import conveyor, eightbit, optimizer
 
 
@@ -559,6 +559,24 @@ def test_adapters_are_merged_by_the_native_engine_alone() -> None:
     assert "merged copy" in native["rollout"].device and "merged copy" not in vllm["rollout"].device
 
 
+def processes(model: str, gib: int, **settings: Any) -> int:
+    cores = settings.pop("cores", 16)
+    plan = make_plan(Run(engine="vllm"), qwen(model, **settings), replace(h(gib), cores=cores))
+    assert isinstance(plan.run.rollout.processes, int)
+    return plan.run.rollout.processes
+
+
+def test_processes_are_as_many_as_gain_something() -> None:
+    """The fewest that come near the fastest, with three cores and 32 sequences each, and a quarter of the device for weights."""
+    steps = [outside_step(qwen("qwen2.5-7b"), h(400), Run(engine="vllm"), n, 512, 512) for n in (1, 2, 3)]
+    assert steps[2] < steps[1] < 1.1 * steps[2] < steps[0] and processes("qwen2.5-7b", 400) == 2
+    assert [processes("qwen2.5-1.5b", 140, cores=cores) for cores in (2, 6, 11, 16)] == [1, 2, 3, 4]
+    assert [processes("qwen2.5-0.5b", 140, prompts=prompts) for prompts in (1, 2, 4, 6)] == [1, 1, 2, 3]
+    assert [processes("qwen2.5-1.5b", gib) for gib in (24, 36, 48)] == [2, 3, 4]
+    cpu = make_plan(Run(engine="vllm"), qwen(), Machine(find_device("h200"), 1, 64 * GIB, 16, cpu=True))
+    assert cpu.run.rollout.processes == 1
+
+
 @pytest.mark.parametrize(("gib", "most"), [(16, 2), (20, 3), (22, 4), (140, 5)])
 def test_an_engine_has_as_many_processes_as_fit(gib: int, most: int) -> None:
     """And the plan says so once."""
@@ -591,8 +609,9 @@ def test_an_engine_has_fewer_processes_where_more_would_not_fit() -> None:
 
 def test_every_process_of_an_engine_holds_the_longest_sequence() -> None:
     machine = Machine(find_device("h200"), 1, 256 * GIB, 16)
-    job = Job(read_shape(WELL_KNOWN["qwen2.5-0.5b"]), 2, 16, 8, 150, 32_000, 512)
+    job = qwen(prompts=16, samples=8, longest_prompt=32_000, typical_prompt=150)
     one = kv_bytes(job, 1, job.longest_sequence, 16)
+    assert 3 * one > kv_bytes(job, job.in_flight, job.typical_sequence, 16), "or any cache would do"
     for kv in ("auto", one, 3 * one):
         rollout = make_plan(Run(engine="vllm", rollout=Rollout(kv_memory=kv)), job, machine).run.rollout
         assert isinstance(rollout.kv_memory, int) and isinstance(rollout.processes, int)
