@@ -19,7 +19,7 @@ from trimtab.config.learn import Sampling
 from trimtab.rollout.outside.messages import Ask, Done, Generate, Publish, Weight, Weights
 from trimtab.rollout.sampler import sample
 from trimtab.rollout.sglang.core import Core
-from trimtab.rollout.stops import StopStrings
+from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 
 STOP = 2
 
@@ -137,6 +137,18 @@ def test_stop_strings_end_where_they_are_complete(core: Core) -> None:
     assert cut, "or nothing was tried"
 
 
+def test_stop_strings_of_sequences_too_short_to_be_looked_at_are_found_at_their_end(core: Core) -> None:
+    asked = asks(limit=LOOK_EVERY - 2)
+    core.begin(order(asked, stop=["a", "7", "+"]))
+    found = finish(core)
+    inside = 0
+    for ask in asked:
+        wanted, _, stopped = alone(0, ask, stop=["a", "7", "+"])
+        assert (tokens(found[ask.id]), found[ask.id].stopped) == (wanted, stopped)
+        inside += stopped and wanted[-1] != STOP and len(wanted) < ask.limit
+    assert inside, "or nothing was tried"
+
+
 def test_ended_by_a_stop_string_it_takes_no_other_with_it(core: Core) -> None:
     """SGLang aborts every request whose name begins with the one that is named."""
     names = [core._name(Ask(id, [], 1, 0)) for id in range(120)]
@@ -147,8 +159,10 @@ def test_nothing_is_left_of_what_was_aborted(core: Core) -> None:
     core.begin(order(asks()))
     for _ in range(3):
         list(core.step())
+    held = [name for name in core._running if name in core._drawing.drawn]
     core.abort()
     assert not core.busy and scheduler(core).is_fully_idle() and not core._admission
+    assert held and not any(name in core._drawing.drawn for name in held), "slots are free again"
     core.begin(order(asks(2), call=2))
     assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(0, ask)[0] for ask in asks(2)}
 
@@ -207,6 +221,21 @@ def test_adapters_replace_those_before(core: Core, tmp_path: Path) -> None:
     assert len(finish(core)) == 3
     with pytest.raises(RuntimeError, match="no such folder"):
         core.publish(Publish(3, None, "broken"))
+
+
+def test_adapters_that_come_again_under_a_version_have_another_name(core: Core) -> None:
+    """SGLang would use what it computed with those before."""
+    core.publish(Publish(1, None, "first"))
+    (before,) = scheduler(core).adapters
+    core.publish(Publish(1, None, "second"))
+    assert len(scheduler(core).adapters) == 1 and scheduler(core).adapters != [before]
+
+
+def test_variables_are_the_engines_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SGLANG_MAX_NEW_TOKENS_LIMIT", "5")
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    make(monkeypatch, tmp_path, dtype="float32")
+    assert "SGLANG_MAX_NEW_TOKENS_LIMIT" not in os.environ and os.environ["TRITON_F32_DEFAULT"] == "ieee"
 
 
 def test_a_sequence_that_would_be_cut_short_is_an_error(core: Core) -> None:
