@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,9 +162,9 @@ def test_a_spoilt_file_is_as_none(machine: Machine, content: str) -> None:
     assert planned(Run(), job(), machine).run == plan_here(Run(), job(), machine).run
 
 
-def governed(gib: float, model: str = "qwen2.5-1.5b") -> Governor:
+def governed(gib: float, model: str = "qwen2.5-1.5b", completion: int = 512, **changes: Any) -> Governor:
     device = replace(find_device("h200"), memory=int(gib * GIB))
-    work = Job(read_shape(WELL_KNOWN[model]), 2, 32, 16, 256, 256, 512)
+    work = replace(Job(read_shape(WELL_KNOWN[model]), 2, 32, 16, 256, 256, completion), **changes)
     plan = make_plan(Run(), work, Machine(device, 1, 256 * GIB, 16))
     return Governor(plan, automatic=True, may_recompute=True)
 
@@ -248,6 +249,27 @@ def test_a_device_that_waits_gets_no_more_than_fits() -> None:
     assert first is None and moved is not None and 1.3 * 16384 < moved.budget < 1.5 * 16384
     below = [governor.next_move(near, now(governor), ceiling=20_000) for _ in range(2)][1]
     assert below is not None and below.budget == 18_000
+
+
+def test_activations_are_made_again_only_where_they_may_and_where_what_is_left_fits() -> None:
+    """Twice as many tokens then take no more memory than so many did."""
+
+    def after_waiting(governor: Governor) -> Move | None:
+        peak = governor.plan.ledger["update"].allocated / GIB
+        waits = seen(governor, peak, **{"run/device_behind": 0.0})
+        return [governor.next_move(waits, now(governor), None) for _ in range(2)][1]
+
+    roomy = governed(24, "smollm2-135m", completion=2048)
+    assert now(roomy).budget == 32768 and after_waiting(roomy) == Move(65536, "some")
+    others = (
+        replace(governed(24, "smollm2-135m", completion=2048), may_recompute=False),
+        governed(16, "smollm2-135m", completion=2048),
+        governed(80, "smollm2-135m", completion=2048, fused=False),
+    )
+    for governor in others:
+        assert governor.plan.run.checkpoint_activations is False
+        moved = after_waiting(governor)
+        assert moved is None or moved.recompute is False
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"])

@@ -137,6 +137,22 @@ def test_stop_strings_end_where_they_are_complete(core: Core) -> None:
     assert cut, "or nothing was tried"
 
 
+def test_what_ended_with_a_stop_string_is_not_gone_on_with(core: Core) -> None:
+    core.begin(order(asks(2, limit=200), stop=["a", "7", "+"]))
+    assert len(finish(core)) == 6
+    there = [*scheduler(core).running, *scheduler(core).waiting_queue]
+    assert not [request for request in there if not request.finished() and request.to_finish is None]
+
+
+def test_no_more_enter_than_there_is_room_for(core: Core) -> None:
+    """But for the samples of a prompt, which follow its first."""
+    core.begin(order(asks()))
+    while core.busy:
+        there = {*scheduler(core).running, *scheduler(core).waiting_queue}
+        assert sum(not request.finished() for request in there) <= 6 + 2
+        list(core.step())
+
+
 def test_stop_strings_of_sequences_too_short_to_be_looked_at_are_found_at_their_end(core: Core) -> None:
     asked = asks(limit=LOOK_EVERY - 2)
     core.begin(order(asked, stop=["a", "7", "+"]))
@@ -219,8 +235,18 @@ def test_adapters_replace_those_before(core: Core, tmp_path: Path) -> None:
     assert len(scheduler(core).adapters) == 1 and "2" in scheduler(core).adapters[0]
     core.begin(order(asks(1)))
     assert len(finish(core)) == 3
+    assert scheduler(core).with_adapters == 3 * scheduler(core).adapters
     with pytest.raises(RuntimeError, match="no such folder"):
         core.publish(Publish(3, None, "broken"))
+
+
+def test_adapters_are_taken_again_with_memory_that_was_given_up(core: Core) -> None:
+    core.publish(Publish(1, None, "first"))
+    (before,) = scheduler(core).adapters
+    core.sleep()
+    core.begin(order(asks(1)))
+    assert len(finish(core)) == 3 and before not in scheduler(core).with_adapters
+    assert scheduler(core).with_adapters == 3 * scheduler(core).adapters
 
 
 def test_adapters_that_come_again_under_a_version_have_another_name(core: Core) -> None:
