@@ -88,7 +88,7 @@ def test_half_precision_is_drawn_from_in_full() -> None:
     drawn.hold("a")
     drawn.draw(scores, [Row(0, "a", 9, 0)])
     _, wanted = sample(scores.float().cpu() / 0.7, drawn.sampling, torch.tensor([9]), torch.tensor([0]))
-    assert drawn.take(["a"], [1])[0].item() == pytest.approx(wanted.item(), abs=1e-5)
+    assert drawn.take(["a"], [1])[0].item() == pytest.approx(wanted.item(), abs=1e-4)
 
 
 @dataclass
