@@ -500,7 +500,7 @@ def experts(**settings: Any) -> Job:
 def test_another_engine_has_to_be_clearly_faster_by_the_whole_step() -> None:
     """Rollouts of a few tokens: vLLM's take much less time, but weights have to be copied for them."""
     here = Machine(find_device("h200"), 1, 256 * GIB, 16, engines=("vllm",))
-    job = experts(prompts=256, completion=8)
+    job = experts(prompts=256, completion=12)
     native, vllm = (make_plan(Run(engine=engine), job, here).times for engine in ("native", "vllm"))
     assert 1.25 * vllm.rollout < native.rollout and vllm.total < native.total < 1.25 * vllm.total
     assert make_plan(Run(), job, here).run.engine == "native"
