@@ -575,6 +575,7 @@ def test_processes_are_as_many_as_gain_something() -> None:
     assert [processes("qwen2.5-1.5b", gib) for gib in (24, 36, 48)] == [2, 3, 4]
     cpu = make_plan(Run(engine="vllm"), qwen(), Machine(find_device("h200"), 1, 64 * GIB, 16, cpu=True))
     assert cpu.run.rollout.processes == 1
+    assert "all cores work for it" in [choice.why for choice in cpu.choices if choice.key == "run.rollout.processes"]
 
 
 @pytest.mark.parametrize(("gib", "most"), [(16, 2), (20, 3), (22, 4), (140, 5)])

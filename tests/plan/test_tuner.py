@@ -261,6 +261,8 @@ def test_activations_are_made_again_only_where_they_may_and_where_what_is_left_f
 
     roomy = governed(24, "smollm2-135m", completion=2048)
     assert now(roomy).budget == 32768 and after_waiting(roomy) == Move(65536, "some")
+    wider = governed(24, "qwen2.5-0.5b", completion=8192)
+    assert now(wider).budget == 16384 and after_waiting(wider) == Move(32768, "some"), "judged by what is next"
     others = (
         replace(governed(24, "smollm2-135m", completion=2048), may_recompute=False),
         governed(16, "smollm2-135m", completion=2048),
