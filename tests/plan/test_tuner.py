@@ -135,6 +135,14 @@ def test_it_is_not_used_for_anything_else(machine: Machine) -> None:
     assert cache.recall(job(), machine, Run(checkpoint_activations=True)) is None
 
 
+def test_it_is_kept_for_runs_with_reward_models_too(machine: Machine) -> None:
+    scored = replace(job(), reward_models=(job().shape,))
+    cache.keep(Tuned(123, 7, ()), scored, machine, Run(), "2026-11-15")
+    assert cache.recall(scored, machine, Run()) is not None and cache.recall(job(), machine, Run()) is None
+    larger = replace(scored, reward_models=(read_shape(WELL_KNOWN["qwen2.5-0.5b"]),))
+    assert cache.recall(larger, machine, Run()) is None
+
+
 def test_it_is_used_as_long_as_the_same_engines_could_be_chosen(machine: Machine) -> None:
     """One that is named is the same whatever else is installed."""
     more = replace(machine, engines=("vllm",))
