@@ -174,10 +174,13 @@ def test_what_nobody_listens_to_is_called_off(monkeypatch: pytest.MonkeyPatch) -
 
 def test_who_is_lost_when_it_is_called_off_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, made = scripted(monkeypatch, [done(1, 0), EngineLost("gone")], [done(2, 0)])
+    said: list[str] = []
+    engine.on_restart = said.append
     listening = engine.generate(ask(prompts(2), samples=1))
     next(listening)
     listening.close()
     assert len(made) == 2 and made[0].closed and not asked(made[1])
+    assert len(said) == engine.stats.restarts == 1, "and it is told"
     assert len(collect(engine, ask(prompts(1), samples=1))) == 1
     engine.close()
 
