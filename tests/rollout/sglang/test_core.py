@@ -18,6 +18,7 @@ from tests.rollout.sglang.test_arguments import SETUP
 from trimtab.config.learn import Sampling
 from trimtab.rollout.outside.messages import Ask, Done, Generate, Publish, Weight, Weights
 from trimtab.rollout.sampler import sample
+from trimtab.rollout.sglang.arguments import NEEDED
 from trimtab.rollout.sglang.core import Core
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 
@@ -35,8 +36,8 @@ def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Core:
     monkeypatch.setattr("trimtab.rollout.sglang.driver", sys.modules["trimtab.rollout.sglang.driver"], raising=False)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in list(os.environ):
-        monkeypatch.setenv(name, os.environ[name])  # whatever the engine changes is undone
+    for name in {*os.environ, *NEEDED}:
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # whatever the engine changes is undone
     tiny_tokenizer().save_pretrained(folder)
     made = Core(replace(SETUP, folder=str(folder), max_sequences=6, **changes))
     made.publish(published(folder, 0))
