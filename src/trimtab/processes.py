@@ -13,17 +13,23 @@ import psutil
 def kill_all(process: subprocess.Popen[bytes]) -> None:
     """End a process that leads a session of its own, and all that it started, in its process group or out of it."""
     if process.returncode is not None:
+        if not psutil.pid_exists(process.pid):  # or its number is another's by now
+            _kill_group(process.pid)
         return
     descendants: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         descendants = psutil.Process(process.pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    _kill_group(process.pid)
     for child in descendants:
         with contextlib.suppress(psutil.Error):
             child.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def how_it_ended(code: int) -> str:

@@ -349,6 +349,7 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) ->
     eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
     python = interpreter(rollout.python)
     settings |= {"longest": longest, "eager": eager, "python": python, "processes": known(rollout.processes)}
+    settings["tensor_parallel"] = rollout.tensor_parallel
     return OutsideEngine(KINDS[config.run.engine], **settings)
 
 

@@ -450,6 +450,26 @@ def test_vllm_has_weights_and_a_context_of_its_own() -> None:
     assert held == experts.shape.parameters * experts.itemsize, "experts go through host memory"
 
 
+def test_of_a_model_in_two_parts_the_trainers_device_has_one() -> None:
+    machine = Machine(find_device("h200"), 1, 256 * GIB, 16)
+    job = Job(read_shape(WELL_KNOWN["qwen2.5-7b"]), 2, 32, 16, 256, 256, 512, rank=16, adapters=10**7)
+    pinned = {"page_tokens": 16, "kv_memory": 8 * GIB, "lend_memory": False, "max_sequences": 256}
+    whole, half, sevenths = (
+        make_plan(Run(engine="vllm", rollout=Rollout(**pinned, processes=one, tensor_parallel=parts)), job, machine)
+        for one, parts in ((1, 1), ("auto", 2), (1, 7))
+    )
+    weights = job.shape.parameters * job.itemsize
+    assert half.run.rollout.processes == 1
+    for phase in ("rollout", "update"):
+        saved = whole.ledger[phase].device_bytes - half.ledger[phase].device_bytes
+        assert saved == pytest.approx((weights + 8 * GIB) / 2, rel=0.1), phase
+    assert half.ledger["rollout"].host["published weights"] == weights, "they go through host memory"
+    saved = whole.ledger["update"].device_bytes - sevenths.ledger["update"].device_bytes
+    assert saved == pytest.approx(weights * 6 / 7, rel=0.1), "of 4 KV heads every one of 7 devices has all"
+    with pytest.raises(ConfigError, match=r"28 attention heads cannot be cut(.|\n)*Write 4"):
+        plan_here(Run(engine="vllm", rollout=Rollout(tensor_parallel=5)), job, machine)
+
+
 @pytest.mark.parametrize(
     ("model", "least", "most"), [("qwen2.5-0.5b", 3, 6), ("qwen2.5-1.5b", 2, 6), ("qwen2.5-7b", 1, 2)]
 )

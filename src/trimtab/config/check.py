@@ -16,6 +16,7 @@ from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
 from trimtab.config.objectives import judges, normalized, reward_models, tasks
 from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.run import Run
 from trimtab.config.schema import Config, Eval
 from trimtab.config.sft import SftConfig, SftData
 from trimtab.errors import Problem
@@ -342,10 +343,26 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
         )
 
 
+def _cut(run: Run) -> Iterator[Contradiction]:
+    devices = run.rollout.tensor_parallel
+    if run.engine != "vllm":
+        yield clash(
+            "run.rollout.tensor_parallel run.engine",
+            f"{run.engine} runs on one device",
+            "Write run.engine: vllm, or leave tensor_parallel out",
+        )
+    elif run.rollout.processes not in ("auto", 1):
+        yield clash(
+            "run.rollout.tensor_parallel run.rollout.processes",
+            f"one engine is cut over {devices} devices; several of them would take turns there",
+            "Leave one of the two out",
+        )
+
+
 def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if not config.run.outside:
-        for name in ("python", "eager", "processes"):
-            one = name == "processes" and config.run.rollout.processes == 1  # as many as it has
+        for name in ("python", "eager", "processes", "tensor_parallel"):
+            one = name in ("processes", "tensor_parallel") and getattr(config.run.rollout, name) == 1  # as it has
             if name in changed(config.run.rollout) and not one:
                 yield clash(
                     f"run.rollout.{name} run.engine",
@@ -353,6 +370,8 @@ def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
                     f"Write run.engine: vllm or sglang, or leave {name} out",
                 )
         return
+    if config.run.rollout.tensor_parallel > 1:
+        yield from _cut(config.run)
     if config.run.engine == "vllm" and config.model.lora is not None and config.model.lora.r > 512:
         yield clash(
             "run.engine model.lora", "vllm has adapters of rank 512 at most", "Write run.engine: native, or a lower r"

@@ -302,6 +302,8 @@ def _processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
         return run.rollout.processes, ""
     if not run.outside or machine.cpu:
         return 1, "all cores work for it" if run.outside else "the trainer's own"
+    if run.rollout.tensor_parallel > 1:
+        return 1, f"it has {run.rollout.tensor_parallel} devices"
     room = machine.device.memory // 4 // (job.shape.parameters * job.itemsize)
     most = max(1, min(MOST_PROCESSES, machine.cores // 3, room, job.in_flight // 32))
     if run.rollout.kv_memory != "auto":  # each has to hold the longest sequence

@@ -24,6 +24,7 @@ def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, st
 def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     """The plan of a run that is about to start; raises where nothing fits."""
     refuse_small_kv(run, job, machine)
+    refuse_uneven_cut(run, job)
     plan, profile = widest(run, job, machine, run.profile)
     if not plan.fits and not machine.cpu:  # host memory can be swapped, and what others hold there comes and goes
         raise refuse(plan, run, profile)
@@ -56,6 +57,15 @@ def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
         what = f"{pinned:,} bytes cannot hold one sequence of {job.longest_sequence} tokens{each}, which takes {need:,}"
         fix = f"At least {-(-need // 1024)}KiB, or auto; or lower learn.max_new_tokens."
         raise ConfigError([Problem("run.rollout.kv_memory", what, fix)])
+
+
+def refuse_uneven_cut(run: Run, job: Job) -> None:
+    """Every device has as many heads as every other."""
+    devices, heads = run.rollout.tensor_parallel, sorted({block.heads for block in job.shape.kinds})
+    if job.generates and any(count % devices for count in heads):
+        most = max(n for n in range(1, devices) if not any(count % n for count in heads))
+        what = f"is {devices}, and {' and '.join(map(str, heads))} attention heads cannot be cut into as many parts"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}, or another divisor.")])
 
 
 def refuse(plan: Plan, run: Run, profile: str) -> ConfigError:

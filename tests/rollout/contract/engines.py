@@ -20,8 +20,8 @@ from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.outside.engine import OutsideEngine
 from trimtab.rollout.outside.kinds import KINDS
 
-SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-"""vLLM's CPU attention wants heads of at least 32 numbers."""
+SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""vLLM's CPU attention wants heads of at least 32 numbers, SGLang's adapters on a CPU layers of 64."""
 STOP = 2
 LONGEST = 128
 

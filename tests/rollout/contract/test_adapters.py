@@ -30,8 +30,6 @@ def change(policy: Policy, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", OUTSIDE)
 def test_adapters_that_were_published_last_are_generated_with(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "sglang" and DEVICE.type == "cpu":
-        pytest.skip("SGLang's adapters need memory that is pinned for a GPU")
     policy = adapted()
     change(policy, 1)
     engine, native = make_engine(kind, policy), make_engine("native", policy)

@@ -109,8 +109,8 @@ def test_who_is_lost_where_another_cannot_see_the_weights_is_started_again(monke
     """And is not told twice before."""
 
     class Direct(SharedWeights):
-        def __init__(self, policy: Policy) -> None:
-            super().__init__(policy)
+        def __init__(self, policy: Policy, one_device: bool) -> None:
+            super().__init__(policy, one_device)
             self.direct = True
 
     monkeypatch.setattr(weights, "export", lambda pointer: (b"a handle", pointer))

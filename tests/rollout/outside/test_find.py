@@ -77,3 +77,17 @@ def test_engines_here_are_those_that_were_tested(
     assert engines_here() == engines
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert engines_here() == (), "what was left behind of one is none"
+
+
+def test_more_parts_than_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = python(tmp_path, '{"there": true, "version": "0.25.0"}')
+    run = Run(engine="vllm", rollout=Rollout(python=there, tensor_parallel=4))
+    for devices, words in (
+        (1, r"is 4, and there is one CUDA device(.|\n)*at most 1"),
+        (2, r"there are 2 CUDA devices"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
+        with pytest.raises(ConfigError, match=words):
+            refuse_without_engine(run, GPU)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    refuse_without_engine(run, GPU)

@@ -49,8 +49,8 @@ def test_weights_that_an_engine_cannot_see_go_through_host_memory(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
     class Direct(SharedWeights):
-        def __init__(self, policy: Policy) -> None:
-            super().__init__(policy)
+        def __init__(self, policy: Policy, one_device: bool = True) -> None:
+            super().__init__(policy, one_device)
             self.direct = True
 
     monkeypatch.setattr(engines, "SharedWeights", Direct)

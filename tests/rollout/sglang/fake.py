@@ -6,7 +6,7 @@ from array import array
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,6 +66,13 @@ class Request:
             self.finished_reason = Ending("stop")
 
 
+class Adapters(NamedTuple):
+    lora_id: str
+    lora_name: str
+    lora_path: str
+    pinned: bool
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +95,7 @@ class Scheduler:
         self.setup = setup
         self.model = Model()
         self.drawing = SimpleNamespace(drawn=Drawn(setup.max_sequences, setup.longest, torch.device("cpu")), keys={})
-        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=self.model))
+        self.tp_worker = SimpleNamespace(model_runner=self)
         self.weight_updater = self
         self.pool_stats_observer = self
         self.max_total_num_tokens = 64 * setup.page_tokens
@@ -161,12 +168,13 @@ class Scheduler:
         self.asleep -= set(order.tags)
         self.log.append(f"resume {order.tags[0]}")
 
-    def load_lora_adapter(self, order: Message) -> Any:
-        self.adapters.append(order.lora_id)
-        return SimpleNamespace(success=order.lora_path != "broken", error_message="no such folder")
+    def load_lora_adapter_from_tensors(self, named: Adapters, tensors: dict[str, torch.Tensor], config: Any) -> Any:
+        assert tensors
+        self.adapters.append(named.lora_id)
+        return SimpleNamespace(success=config["r"] <= self.setup.rank, error_message="its rank is too high")
 
-    def unload_lora_adapter(self, order: Message) -> Any:
-        self.adapters.remove(order.lora_id)
+    def unload_lora_adapter(self, named: Adapters) -> Any:
+        self.adapters.remove(named.lora_id)
         return SimpleNamespace(success=True)
 
 
@@ -177,15 +185,18 @@ def modules(kept: list[Scheduler]) -> dict[str, Any]:
         kept.append(Scheduler(setup))
         return kept[-1]
 
-    messages = SimpleNamespace(
-        **dict.fromkeys(
-            ("AbortReq", "TokenizedGenerateReqInput", "LoadLoRAAdapterReqInput", "UnloadLoRAAdapterReqInput",
-             "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"), Message,
-        )
-    )  # fmt: skip
+    orders = (
+        "AbortReq",
+        "TokenizedGenerateReqInput",
+        "ReleaseMemoryOccupationReqInput",
+        "ResumeMemoryOccupationReqInput",
+    )
+    messages = SimpleNamespace(**dict.fromkeys(orders, Message))
     return {
         "sglang": SimpleNamespace(__version__="0.5.17"),
         "sglang.srt": SimpleNamespace(),
+        "sglang.srt.lora": SimpleNamespace(),
+        "sglang.srt.lora.lora_registry": SimpleNamespace(LoRARef=Adapters),
         "sglang.srt.managers": SimpleNamespace(),
         "sglang.srt.managers.io_struct": messages,
         "sglang.srt.sampling": SimpleNamespace(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import tiny_tokenizer
 
 from tests.rollout.sglang.fake import VOCABULARY, Model, Scheduler, modules
@@ -204,10 +206,13 @@ def test_memory_comes_back_in_parts_with_the_weights_in_between(core: Core, tmp_
     assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(4, ask)[0] for ask in asks(1)}
 
 
-def test_adapters_alone_bring_back_the_weights_that_were_given_up(core: Core, tmp_path: Path) -> None:
+def test_adapters_alone_bring_back_the_weights_that_were_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    core = make(monkeypatch, tmp_path, rank=4)
     core.publish(published(tmp_path, 4, version=1))
     core.sleep()
-    core.publish(Publish(2, None, "adapters"))
+    core.publish(Publish(2, None, adapters(tmp_path / "2")))
     core.begin(order(asks(1)))
     assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(4, ask)[0] for ask in asks(1)}
 
@@ -230,19 +235,31 @@ def test_an_engine_that_keeps_its_memory_does_not_sleep(monkeypatch: pytest.Monk
     assert "release" not in scheduler(core).log
 
 
-def test_adapters_replace_those_before(core: Core, tmp_path: Path) -> None:
-    core.publish(Publish(1, None, "first"))
-    core.publish(Publish(2, None, "second"))
+def adapters(folder: Path, rank: int = 4) -> str:
+    """As the trainer writes them."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    save_file({"lora_A": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+def test_adapters_replace_those_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    core = make(monkeypatch, tmp_path, rank=4)
+    for version in (1, 2):
+        core.publish(Publish(version, None, adapters(tmp_path / str(version))))
     assert len(scheduler(core).adapters) == 1 and "2" in scheduler(core).adapters[0]
     core.begin(order(asks(1)))
     assert len(finish(core)) == 3
     assert scheduler(core).with_adapters == 3 * scheduler(core).adapters
-    with pytest.raises(RuntimeError, match="no such folder"):
-        core.publish(Publish(3, None, "broken"))
+    with pytest.raises(RuntimeError, match="its rank is too high"):
+        core.publish(Publish(3, None, adapters(tmp_path / "3", rank=8)))
 
 
-def test_adapters_are_taken_again_with_memory_that_was_given_up(core: Core) -> None:
-    core.publish(Publish(1, None, "first"))
+def test_adapters_are_taken_again_with_memory_that_was_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    core = make(monkeypatch, tmp_path, rank=4)
+    core.publish(Publish(1, None, adapters(tmp_path / "1")))
     (before,) = scheduler(core).adapters
     core.sleep()
     core.begin(order(asks(1)))
@@ -250,11 +267,14 @@ def test_adapters_are_taken_again_with_memory_that_was_given_up(core: Core) -> N
     assert scheduler(core).with_adapters == 3 * scheduler(core).adapters
 
 
-def test_adapters_that_come_again_under_a_version_have_another_name(core: Core) -> None:
+def test_adapters_that_come_again_under_a_version_have_another_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """SGLang would use what it computed with those before."""
-    core.publish(Publish(1, None, "first"))
+    core = make(monkeypatch, tmp_path, rank=4)
+    core.publish(Publish(1, None, adapters(tmp_path / "1")))
     (before,) = scheduler(core).adapters
-    core.publish(Publish(1, None, "second"))
+    core.publish(Publish(1, None, adapters(tmp_path / "2")))
     assert len(scheduler(core).adapters) == 1 and scheduler(core).adapters != [before]
 
 

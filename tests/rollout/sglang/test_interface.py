@@ -19,6 +19,7 @@ SOURCES = os.environ.get("TRIMTAB_SGLANG_SOURCES")
 pytestmark = pytest.mark.skipif(SOURCES is None, reason="name the folder of SGLang's package in TRIMTAB_SGLANG_SOURCES")
 SCHEDULER = "srt/managers/scheduler.py"
 MESSAGES = "srt/managers/io_struct.py"
+RUNNER = "srt/model_executor/model_runner.py"
 
 FUNCTIONS = {
     (SCHEDULER, "Scheduler.__init__"): (
@@ -32,8 +33,9 @@ FUNCTIONS = {
     (SCHEDULER, "Scheduler.abort_request"): "self recv_req",
     (SCHEDULER, "Scheduler.is_fully_idle"): "self for_health_check",
     (SCHEDULER, "Scheduler.flush_cache"): "self empty_cache",
-    (SCHEDULER, "Scheduler.load_lora_adapter"): "self recv_req",
-    (SCHEDULER, "Scheduler.unload_lora_adapter"): "self recv_req",
+    (RUNNER, "ModelRunner.load_lora_adapter_from_tensors"): "self lora_ref tensors config_dict added_tokens_config",
+    (RUNNER, "ModelRunner.unload_lora_adapter"): "self lora_ref",
+    ("srt/server_args.py", "ServerArgs._handle_cpu_backends"): "self",
     ("srt/managers/scheduler_components/ipc_channels.py", "SchedulerIpcChannels.create"): (
         "cls port_args is_rank_zero skip_tokenizer_init metrics_enabled enable_scripted_runtime"
     ),
@@ -79,8 +81,7 @@ FIELDS = {
     (MESSAGES, "AbortReq"): "abort_all",
     (MESSAGES, "ReleaseMemoryOccupationReqInput"): "tags",
     (MESSAGES, "ResumeMemoryOccupationReqInput"): "tags",
-    (MESSAGES, "LoadLoRAAdapterReqInput"): "lora_name lora_path lora_id",
-    (MESSAGES, "UnloadLoRAAdapterReqInput"): "lora_name lora_id",
+    ("srt/lora/lora_registry.py", "LoRARef"): "lora_id lora_name lora_path pinned",
     (MESSAGES, "LoRAUpdateOutput"): "success error_message",
     ("srt/sampling/sampling_params.py", "SamplingParams"): "max_new_tokens temperature stop_token_ids",
     ("srt/managers/scheduler_components/output_sender.py", "SenderWrapper"): "socket",
@@ -92,7 +93,7 @@ FIELDS = {
         "rid origin_input_ids output_ids sampling_params finished_reason inflight_middle_chunks cached_tokens"
     ),
     ("srt/configs/model_config.py", "ModelConfig"): "hf_eos_token_id",
-    ("srt/model_executor/model_runner.py", "ModelRunner"): "sampler",
+    (RUNNER, "ModelRunner"): "sampler",
     ("srt/mem_cache/kv_cache_configurator.py", "KVCacheConfigurator"): "mambaish_config",
     ("srt/lora/layers.py", "BaseLayerWithLoRA"): "base_layer",
 }  # fmt: skip

@@ -102,6 +102,7 @@ class OutsideEngine:
         lend_memory: bool = False,
         eager: bool = False,
         processes: int = 1,
+        tensor_parallel: int = 1,
         python: str = sys.executable,
     ) -> None:
         self.kind, self.policy, self.tokenizer = kind, policy, tokenizer
@@ -121,13 +122,16 @@ class OutsideEngine:
         """Between two rollouts: they are told with the next."""
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-model-")
         _write_config(policy, tokenizer, Path(self._folder.name))
-        self._weights = SharedWeights(policy)
+        self._weights = SharedWeights(policy, one_device=tensor_parallel == 1)
         self._sleeps = lend_memory and policy.device.type == "cuda"
+        kv_heads = getattr(policy.config, "num_key_value_heads", None) or policy.config.num_attention_heads
+        each = tensor_parallel if kv_heads % tensor_parallel == 0 else 1  # or every device has all of them
         self._settings: dict[str, Any] = {
             "folder": self._folder.name,
             "dtype": str(policy.dtype).removeprefix("torch."), "cuda": policy.device.type == "cuda",
-            "kv_bytes": kv_bytes // processes, "prefill_tokens": prefill_tokens, "page_tokens": page_tokens, "longest": longest,
-            "prefix_cache": prefix_cache, "eager": eager, "sleeps": self._sleeps, "rank": _rank(policy),
+            "kv_bytes": kv_bytes // processes // each, "prefill_tokens": prefill_tokens, "page_tokens": page_tokens,
+            "longest": longest, "prefix_cache": prefix_cache, "eager": eager, "sleeps": self._sleeps, "rank": _rank(policy),
+            "tensor_parallel": tensor_parallel,
         }  # fmt: skip
         self.ready: Ready
         self._adapters = self._weights.write_adapters(Path(self._folder.name))

@@ -48,6 +48,10 @@ def refuse_without_engine(run: Run, device: torch.device) -> None:
     if kind.needs_gpu and device.type != "cuda":
         fix = "Write run.engine: native, or vllm, which both run on a CPU; or run where there is a CUDA device."
         raise ConfigError([Problem("run.engine", f"{kind.title} needs a CUDA device, and this run has none", fix)])
+    here = max(1, torch.cuda.device_count())
+    if device.type == "cuda" and run.rollout.tensor_parallel > here:
+        what = f"is {run.rollout.tensor_parallel}, and there {'is one CUDA device' if here == 1 else f'are {here} CUDA devices'}"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write at most {here}.")])
     chosen = interpreter(run.rollout.python)
     key = "run.engine" if run.rollout.python is None else "run.rollout.python"
     if not Path(chosen).is_file():

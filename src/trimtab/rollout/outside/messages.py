@@ -38,6 +38,7 @@ class Setup:
     cuda: bool
     max_sequences: int
     kv_bytes: int
+    """On each device."""
     prefill_tokens: int
     page_tokens: int
     longest: int
@@ -48,6 +49,8 @@ class Setup:
     """Memory is given up between rollouts."""
     rank: int = 0
     """Of adapters that are published by themselves; 0: there are none."""
+    tensor_parallel: int = 1
+    """Devices that a copy of the model is cut over."""
 
     @property
     def plain(self) -> bool:

@@ -1,11 +1,11 @@
 """Weights on their way to an engine's process: the trainer's own where both are on one GPU, or else a copy in host memory.
 
 On a GPU the engine is told where the trainer's weights lie and reads them there: nothing is copied but into the engine, and no
-host memory is taken. Elsewhere, where a GPU's memory cannot be shared (expandable segments, some containers), and where a
-checkpoint holds weights in another shape than the model does (experts), one file in memory is written by the trainer and read by
-the engine. It has no name, only the trainer's descriptor: when both processes are gone, however they ended, so is the memory. A
-head that is tied to the embedding has a name of its own and the same bytes: vLLM's CPU kernels keep a packed copy of it, and
-would go on with the old one.
+host memory is taken. Elsewhere, where an engine has several GPUs, where a GPU's memory cannot be shared (expandable segments,
+some containers), and where a checkpoint holds weights in another shape than the model does (experts), one file in memory is
+written by the trainer and read by the engine. It has no name, only the trainer's descriptor: when both processes are gone,
+however they ended, so is the memory. A head that is tied to the embedding has a name of its own and the same bytes: vLLM's CPU
+kernels keep a packed copy of it, and would go on with the old one.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _layer(name: str) -> str:
 class SharedWeights:
     """The trainer's side."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, one_device: bool = True) -> None:
         self._policy = policy
         self._file: _File | None = None
-        self.direct = policy.device.type == "cuda"
+        self.direct = policy.device.type == "cuda" and one_device
         """The engine reads them where the trainer has them."""
 
     @property

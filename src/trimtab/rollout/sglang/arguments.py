@@ -68,6 +68,8 @@ def server_arguments(setup: Setup) -> dict[str, Any]:
             "max_loras_per_batch": 2,  # the adapters, and none: what graphs are captured with
             "lora_target_modules": adapted_layers(Path(setup.folder)),
         }
+        if not setup.cuda:
+            arguments["lora_backend"] = "torch_native"
     return arguments
 
 

@@ -6,9 +6,11 @@ emptied when weights change. A sequence that SGLang would end for a reason of it
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,16 +93,21 @@ class Core:
             torch.cuda.synchronize()  # the trainer may write its weights again
 
     def _take_adapters(self, order: Publish) -> None:
-        """Under a name of their own: SGLang keeps adapters, and what was computed with them, by name."""
-        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
+        """Under a name of their own: SGLang keeps adapters, and what was computed with them, by name. From tensors: a folder it
+        would read as it reads the model's, which has no weights."""
+        from safetensors.torch import load_file
+        from sglang.srt.lora.lora_registry import LoRARef
 
+        assert order.adapters is not None
+        folder, runner = Path(order.adapters), self._scheduler.tp_worker.model_runner
+        config = json.loads((folder / "adapter_config.json").read_text())
         if self._adapters is not None:
-            old = UnloadLoRAAdapterReqInput(lora_name=self._adapters, lora_id=self._adapters)
-            _refuse_failure(self._scheduler.unload_lora_adapter(old))
+            _refuse_failure(runner.unload_lora_adapter(LoRARef(self._adapters, self._adapters, "", False)))
         self._taken += 1
         self._adapters = f"version-{order.version}-{self._taken}"
-        new = LoadLoRAAdapterReqInput(lora_name=self._adapters, lora_id=self._adapters, lora_path=order.adapters)
-        _refuse_failure(self._scheduler.load_lora_adapter(new))
+        named = LoRARef(self._adapters, self._adapters, str(folder), False)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        _refuse_failure(runner.load_lora_adapter_from_tensors(named, tensors, config))
 
     def sleep(self) -> None:
         """Give up weights and KV; what was published is read again when they are needed."""

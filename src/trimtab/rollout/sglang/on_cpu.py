@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from trimtab.rollout.sglang.arguments import BACKEND
 
@@ -14,9 +18,13 @@ NEEDED = {"TRITON_INTERPRET": "1"}
 
 
 def prepare() -> None:
-    """Before a model is made. SGLang's rotation asks for a kernel of vLLM's, which its form in PyTorch then does not call."""
+    """Before a model is made. SGLang's rotation asks for a kernel of vLLM's, which its form in PyTorch then does not call; its
+    adapters ask for memory that is pinned, which there is none of without a GPU."""
     from sglang.srt.server_args import ServerArgs
 
+    for make in (torch.tensor, torch.zeros, torch.empty, torch.arange):
+        setattr(torch, make.__name__, _unpinned(make))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     if importlib.util.find_spec("vllm") is None:
         kernels: Any = ModuleType("vllm._custom_ops")
         kernels.rotary_embedding = None
@@ -29,3 +37,11 @@ def prepare() -> None:
         self.sampling_backend = BACKEND
 
     ServerArgs._handle_cpu_backends = with_sampler
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(make)
+    def made(*given: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        return make(*given, **settings)
+
+    return made

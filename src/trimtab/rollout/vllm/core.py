@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from trimtab.config.learn import Sampling
 from trimtab.rollout.outside.account import Account, stop_strings
 from trimtab.rollout.outside.messages import Done, Generate, Publish, Setup
-from trimtab.rollout.outside.reading import Reader
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
-from trimtab.rollout.vllm.reload import reload
 
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""One process is the engine and its worker: the trainer watches that one. The second model runner has no logits processors."""
+"""One process is the engine, and its worker where there is one: the trainer watches that one. The second model runner has no
+logits processors."""
+CUT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+"""Where workers have processes of their own: a fork would hold this one's connection open."""
 USUAL = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ROOMS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -37,12 +37,13 @@ class Core:
 
     def __init__(self, setup: Setup) -> None:
         usual = {key: value for key, value in USUAL.items() if key not in os.environ}
-        os.environ.update(usual | NEEDED | setup.exact)
+        os.environ.update(usual | NEEDED | setup.exact | (CUT if setup.tensor_parallel > 1 else {}))
         import vllm
 
+        from trimtab.rollout.vllm import inside
         from trimtab.rollout.vllm.drawing import Drawing
 
-        self._setup = setup
+        self._setup, self._inside = setup, inside
         arguments: dict[str, Any] = {
             "model": setup.folder,
             "load_format": "dummy",
@@ -65,6 +66,8 @@ class Core:
         if setup.cuda:
             # The cache has its size; this would only refuse to start beside a trainer that holds more than the rest.
             arguments["gpu_memory_utilization"] = 0.01
+        if setup.tensor_parallel > 1:
+            arguments |= {"tensor_parallel_size": setup.tensor_parallel, "distributed_executor_backend": "mp"}
         if setup.rank:
             arguments |= {
                 "enable_lora": True,
@@ -74,12 +77,10 @@ class Core:
             }
         self._llm = vllm.LLM(**arguments)
         self._engine = self._llm.llm_engine
-        self._draw = Drawing.current
         self._running: dict[str, _Running] = {}
         self._stops = StopStrings([], None)
         self._asleep = False
         self._published = Publish(0)
-        self._reader = Reader()
         self._adapters: Any = None
         self._taken = 0
         self.account = Account(vllm.__version__, int(self._engine.vllm_config.cache_config.num_gpu_blocks))
@@ -89,22 +90,25 @@ class Core:
     def busy(self) -> bool:
         return bool(self._running)
 
+    def _workers(self, work: Any, *given: Any) -> Any:
+        """All of vLLM's workers do it; what the first one answers."""
+        with _in_words():
+            return self._llm.collective_rpc(work, args=given)[0]
+
     def publish(self, order: Publish) -> None:
         """Take the trainer's weights, or its adapters alone; `NotShared` where they cannot be seen, and then as before."""
         if order.weights is not None:
-            self._reader.take(order.weights)
+            self._workers(self._inside.see, order.weights)
         asleep, self._published = self._asleep, order
         self._wake(["weights"])
         self.abort()
         if order.weights is not None or asleep:
-            self._llm.collective_rpc(reload, args=(self._reader.read(),))
+            self._workers(self._inside.reload)
         if order.adapters is not None:
             self._take_adapters(order)
         self._wake(["kv_cache"])
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: it still holds blocks of unfinished requests")
-        if self._setup.cuda:
-            torch.cuda.synchronize()  # the trainer may write its weights again
 
     def _take_adapters(self, order: Publish) -> None:
         """Under a name of their own: vLLM caches adapters, and what was computed with them, by name."""
@@ -135,9 +139,8 @@ class Core:
         if self._asleep:
             self.publish(self._published)
         self.account.begin(order.call)
-        sampling = Sampling.model_validate(order.sampling)
-        self._draw.drawn.sampling = sampling
-        self._stops = stop_strings(sampling, self._setup.folder)
+        self._workers(self._inside.sample_as, order.sampling)
+        self._stops = stop_strings(Sampling.model_validate(order.sampling), self._setup.folder)
         for ask in order.asks:
             name = f"{order.call}-{ask.id}"
             self._running[name] = _Running(ask.id)
@@ -154,7 +157,8 @@ class Core:
 
     def step(self) -> Iterator[Done]:
         """One step of vLLM, and the sequences that ended with it."""
-        outputs = self._engine.step()
+        with _in_words():
+            outputs = self._engine.step()
         self.account.step(self._cache.usage)
         ended = [
             (out.request_id, out.outputs[0]) for out in outputs if out.finished and out.request_id in self._running
@@ -163,18 +167,17 @@ class Core:
             if out.finished:
                 self.account.prompt(len(out.prompt_token_ids or []), out.num_cached_tokens or 0)
         yield from self._finish([(name, list(o.token_ids), o.finish_reason == "stop") for name, o in ended])
-        if self._stops:
+        if self._stops and self.account.steps % LOOK_EVERY == 0:
             yield from self._cut_short()
 
     def _cut_short(self) -> Iterator[Done]:
         """End what has come to a stop string."""
         found = []
-        for name, running in self._running.items():
-            made = self._draw.made.get(running.ask_id, [])
-            if len(made) - running.looked >= LOOK_EVERY:
-                end = self._stops.find(running, list(made))
-                if end is not None:
-                    found.append((name, list(made[:end]), True))
+        everything = self._workers(self._inside.made, [running.ask_id for running in self._running.values()])
+        for (name, running), made in zip(self._running.items(), everything, strict=True):
+            end = self._stops.find(running, made) if len(made) > running.looked else None
+            if end is not None:
+                found.append((name, made[:end], True))
         if found:
             self._engine.abort_request([name for name, _, _ in found])
             yield from self._finish(found)
@@ -187,7 +190,8 @@ class Core:
             running = self._running.pop(name)
             end = self._stops.find(running, tokens) if self._stops else None
             found.append((running.ask_id, tokens if end is None else tokens[:end], stopped or end is not None))
-        logprobs = self._draw.take([id for id, _, _ in found], [len(tokens) for _, tokens, _ in found])
+        counts = [len(tokens) for _, tokens, _ in found]
+        logprobs = self._workers(self._inside.take, [id for id, _, _ in found], counts)
         for (id, tokens, stopped), values in zip(found, logprobs):
             yield self.account.done(id, tokens, values, stopped)
 
@@ -195,10 +199,21 @@ class Core:
         """Leave nothing behind of what is unfinished."""
         if self._running:
             self._engine.abort_request(list(self._running))
-            self._draw.forget([running.ask_id for running in self._running.values()])
+            self._workers(self._inside.forget, [running.ask_id for running in self._running.values()])
             self._running.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """What vLLM says where a worker in a process of its own has died."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) == "cancelled":
+            raise RuntimeError("one of vLLM's workers has ended") from error
+        raise
 
 
 def lora_room(rank: int) -> int:

@@ -1,0 +1,63 @@
+"""A model that is cut over several devices (here processes of a CPU) gives what it gives whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.rollout.contract.engines import NO_VLLM, PYTHONS, make_engine, small_policy
+from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
+from trimtab.rollout.outside.engine import OutsideEngine
+
+pytestmark = [
+    pytest.mark.skipif(PYTHONS["vllm"]() is None, reason=NO_VLLM),
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def test_a_model_in_two_parts_gives_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = small_policy()
+    engine = make_engine("vllm", policy, tensor_parallel=2)
+    assert isinstance(engine, OutsideEngine)
+    native = make_engine("native", policy)
+    requests = ask(prompts(4, shared=20), samples=3)
+    found, wanted = collect(engine, requests), collect(native, requests)
+    assert tokens(found) == tokens(wanted)
+    for one, other in zip(flat(found), flat(wanted)):
+        assert torch.allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.05)
+    for made in (engine, native):
+        made.publish(1)
+    new = tokens(collect(native, requests))
+    assert new != tokens(wanted) and tokens(collect(engine, requests)) == new
+
+    stopping = ask(prompts(4), samples=3, stop=["a", "e"])
+    assert tokens(collect(engine, stopping)) == tokens(collect(native, stopping))
+
+    parts = [
+        p for p in psutil.Process(engine.pids[0]).children(recursive=True) if "tracker" not in " ".join(p.cmdline())
+    ]
+    assert len(parts) == 2
+    long = ask(prompts(6), samples=3, new=90)
+    wanted, whole = tokens(collect(native, long)), OutsideEngine._next_done
+
+    said: list[str] = []
+    engine.on_restart = said.append
+
+    def interrupted(self: OutsideEngine) -> Any:
+        if parts[1].is_running():  # it was asked this instant
+            parts[1].kill()
+        return whole(self)
+
+    monkeypatch.setattr(OutsideEngine, "_next_done", interrupted)
+    assert tokens(collect(engine, long)) == wanted
+    assert engine.stats.restarts == 1 and "one of vLLM's workers has ended" in said[0]
+    parts += psutil.Process(engine.pids[0]).children(recursive=True)
+    engine.close()
+    assert not [p for p in parts if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
