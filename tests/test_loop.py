@@ -16,6 +16,7 @@ import trimtab
 from trimtab.errors import ConfigError, TrainingError
 from trimtab.export import export_run
 from trimtab.observe.sinks import read_metrics
+from trimtab.plan.governor import Governor, Move
 from trimtab.update.updater import Updater
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(5)]
@@ -144,6 +145,22 @@ def test_several_updates_a_batch_move_the_ratio(model_folder, tmp_path) -> None:
         _, metrics = train(model_folder, tmp_path / source, learn=learn)
         assert metrics[1]["policy/kl_old"] > 0
         assert metrics[1]["run/microbatches"] >= 4
+
+
+def test_a_governed_step_runs_with_what_the_one_before_led_to(model_folder, tmp_path, monkeypatch) -> None:
+    """The governor knows how many updates a step has, and what it moves is moved."""
+    seen: list[tuple[int, Move]] = []
+
+    def more(self: Governor, metrics: dict[str, float], now: Move, ceiling: int | None) -> Move:
+        seen.append((self.updates, now))
+        return Move(now.budget + 128, True)
+
+    monkeypatch.setattr(Governor, "next_move", more)
+    learn = {"updates_per_step": 2, "epochs_per_step": 2, "loss": "clip", "steps": 3}
+    _, metrics = train(model_folder, tmp_path, learn=learn)
+    first = seen[0][1]
+    assert seen == [(4, first), (4, Move(first.budget + 128, True)), (4, Move(first.budget + 256, True))]
+    assert [row["run/token_budget"] - first.budget for row in metrics if "run/token_budget" in row] == [0, 128, 256]
 
 
 def test_kl_is_zero_at_first_and_the_adaptive_controller_moves(model_folder, tmp_path) -> None:

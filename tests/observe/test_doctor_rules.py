@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.observe.sick import SETTINGS, SICK, STEPS, healthy_rows, put, record, reward, together
+from tests.observe.sick import SETTINGS, SICK, STEPS, healthy_rows, put, record, reward, share_of_time, together
 from trimtab.config.reference import slot
 from trimtab.observe.doctor.examine import examine
 from trimtab.observe.doctor.finding import Finding, is_healthy
@@ -190,6 +190,36 @@ def test_memory_that_nothing_would_use_is_no_fault() -> None:
     assert "memory_unused" not in found(record(rows))
     kept = changed(run={"checkpoint_activations": True})
     assert "activations are made again" in found(record(rows, kept))["memory_unused"].evidence
+
+
+def test_a_host_is_waited_for_only_where_it_could_be_ahead() -> None:
+    """With fewer than three micro-batches an update there is nothing to launch ahead; a step here has two updates."""
+    rows = healthy_rows()
+    SICK["waits_for_host"](rows)
+    for microbatches, waits in ((8.0, True), (6.0, True), (5.0, False), (2.0, False)):
+        put("run/microbatches", microbatches)(rows)
+        assert ("waits_for_host" in found(record(rows))) == waits
+    put("run/microbatches", 8.0)(rows)
+    for behind, waits in ((0.0, True), (0.09, True), (0.11, False), (0.4, False)):
+        put("run/device_behind", behind)(rows)
+        assert ("waits_for_host" in found(record(rows))) == waits
+    on_cpu = examine(record(rows, changed(run={"device": "cpu"})))
+    assert on_cpu.not_judged["waits_for_host"] == on_cpu.not_judged["low_use"] == "runs on a CPU"
+
+
+def test_low_use_is_told_where_nothing_else_explains_it() -> None:
+    """Nor where updates are a small part of the time."""
+    rows = healthy_rows()
+    for use, low in ((0.01, True), (0.09, True), (0.11, False), (0.19, False)):
+        put("throughput/update_mfu", use)(rows)
+        assert ("low_use" in found(record(rows))) == low
+    for other in ("waits_for_host", "small_microbatches"):
+        rows = healthy_rows()
+        together(SICK["low_use"], SICK[other])(rows)
+        assert {"low_use", other} & set(found(record(rows))) == {other}
+    rows = healthy_rows()
+    together(SICK["low_use"], share_of_time("update", 0.5))(rows)
+    assert "low_use" not in found(record(rows))
 
 
 def test_training_that_makes_things_worse_is_bad() -> None:

@@ -19,12 +19,12 @@ from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.here import pick_device, pick_reward_workers
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import CONTEXT, ENGINE, GIB, GRAPHS, MIB, PROCESS, UNSEEN, draw_up, kv_bytes
+from trimtab.plan.ledger import CONTEXT, ENGINE, GIB, GRAPHS, MIB, PROCESS, SLACK, UNSEEN, draw_up, kv_bytes
 from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
-from trimtab.plan.times import predict
+from trimtab.plan.times import outside_step, predict
 from trimtab.update import conveyor, eightbit, optimizer
 
 
@@ -513,6 +513,107 @@ def test_the_engine_is_chosen_by_what_is_here_and_what_a_step_would_take() -> No
     assert make_plan(Run(engine="native"), experts, here).run.engine == "native"
 
 
+def experts(**settings: Any) -> Job:
+    return replace(qwen(), shape=read_shape(EXPERTS), fused=False, rank=16, adapters=10**7, **settings)
+
+
+def test_another_engine_has_to_be_clearly_faster_by_the_whole_step() -> None:
+    """Rollouts of a few tokens: vLLM's take much less time, but weights have to be copied for them."""
+    here = Machine(find_device("h200"), 1, 256 * GIB, 16, engines=("vllm",))
+    job = experts(prompts=256, completion=12)
+    native, vllm = (make_plan(Run(engine=engine), job, here).times for engine in ("native", "vllm"))
+    assert 1.25 * vllm.rollout < native.rollout and vllm.total < native.total < 1.25 * vllm.total
+    assert make_plan(Run(), job, here).run.engine == "native"
+
+
+def test_where_no_engine_fits_it_is_the_one_that_lacks_the_least() -> None:
+    here = replace(h(20), engines=("vllm",))
+    native, vllm = (make_plan(Run(engine=engine), experts(), here) for engine in ("native", "vllm"))
+    assert 0 < native.short < vllm.short and vllm.times.total < native.times.total
+    assert make_plan(Run(), experts(), here).run.engine == "native"
+
+
+def test_a_cpu_has_no_choice_of_engines() -> None:
+    plan = make_plan(Run(), qwen(), Machine(find_device("h200"), 1, 64 * GIB, 16, cpu=True, engines=("vllm",)))
+    assert engine_of(plan).value == "native" and engine_of(plan).why == "shares the trainer's weights"
+
+
+def test_the_engine_is_told_after_what_it_runs_with() -> None:
+    keys = [choice.key for choice in make_plan(Run(), qwen(), h(140)).choices]
+    at = keys.index("run.engine")
+    assert [key.startswith("run.rollout.") for key in keys] == [*[True] * at, *[False] * (len(keys) - at)]
+
+
+@pytest.mark.parametrize("lend", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_process_of_an_engine_is_counted_to_the_byte(count: int, lend: bool) -> None:
+    """With its weights, its prompts and its context; pages and sequences are shared out. Memory that is lent leaves a context."""
+    job, machine = qwen(reference=True, compared=True), h(140)
+    pinned = Rollout(kv_memory=4 * GIB, page_tokens=16, lend_memory=lend, processes=count)
+    run = make_plan(Run(engine="vllm", rollout=pinned), job, machine).run
+    alone, outside = (draw_up(job, machine, run.model_copy(update={"engine": engine})) for engine in ("native", "vllm"))
+    weights, context = count * job.shape.parameters * job.itemsize, count * (CONTEXT + GRAPHS)
+    own = alone["rollout"].device
+    work = weights + own["decode step"] + count * own["prefill"]
+    assert outside["rollout"].device[ENGINE] == 4 * GIB + work + int(SLACK * work) + context
+    kept = 0 if lend else 4 * GIB + weights + int(SLACK * weights)
+    for phase in ("score", "update", "optimizer", "publish", "checkpoint", "export"):
+        assert outside[phase].device[ENGINE] == kept + context, phase
+        slack = "allocator slack"
+        assert outside[phase].device[slack] == alone[phase].device[slack], "that of other processes is theirs"
+    assert outside["rollout"].host[ENGINE] == count * PROCESS
+
+
+def test_the_native_engine_has_no_processes_whatever_is_pinned() -> None:
+    one, four = (
+        make_plan(Run(engine="native", rollout=Rollout(processes=count)), qwen(), h(140)).ledger for count in (1, 4)
+    )
+    assert one == four
+    kv = kv_bytes(qwen(), 1, qwen().longest_sequence, 64)
+    assert plan_here(Run(engine="native", rollout=Rollout(processes=4, kv_memory=kv)), qwen(), h(140)).fits
+
+
+def test_adapters_are_merged_by_the_native_engine_alone() -> None:
+    job = qwen(rank=16, adapters=qwen().shape.lora_parameters(16))
+    native, vllm = (make_plan(Run(engine=engine), job, h(140)).ledger for engine in ("native", "vllm"))
+    assert "merged copy" in native["rollout"].device and "merged copy" not in vllm["rollout"].device
+
+
+def processes(model: str, gib: int, **settings: Any) -> int:
+    cores = settings.pop("cores", 16)
+    plan = make_plan(Run(engine="vllm"), qwen(model, **settings), replace(h(gib), cores=cores))
+    assert isinstance(plan.run.rollout.processes, int)
+    return plan.run.rollout.processes
+
+
+def test_processes_are_as_many_as_gain_something() -> None:
+    """The fewest that come near the fastest, with three cores and 32 sequences each, and a quarter of the device for weights."""
+    steps = [outside_step(qwen("qwen2.5-7b"), h(400), Run(engine="vllm"), n, 512, 512) for n in (1, 2, 3)]
+    assert steps[2] < steps[1] < 1.1 * steps[2] < steps[0] and processes("qwen2.5-7b", 400) == 2
+    assert [processes("qwen2.5-1.5b", 140, cores=cores) for cores in (2, 6, 11, 16)] == [1, 2, 3, 4]
+    assert [processes("qwen2.5-0.5b", 140, prompts=prompts) for prompts in (1, 2, 4, 6)] == [1, 1, 2, 3]
+    assert [processes("qwen2.5-1.5b", gib) for gib in (24, 36, 48)] == [2, 3, 4]
+    cpu = make_plan(Run(engine="vllm"), qwen(), Machine(find_device("h200"), 1, 64 * GIB, 16, cpu=True))
+    assert cpu.run.rollout.processes == 1
+    assert "all cores work for it" in [choice.why for choice in cpu.choices if choice.key == "run.rollout.processes"]
+
+
+@pytest.mark.parametrize(("gib", "most"), [(16, 2), (20, 3), (22, 4), (140, 5)])
+def test_an_engine_has_as_many_processes_as_fit(gib: int, most: int) -> None:
+    """And the plan says so once."""
+
+    def plan(count: int | str) -> Plan:
+        return make_plan(Run(engine="vllm", rollout=Rollout(kv_memory=8 * GIB, processes=count)), qwen(), h(gib))
+
+    found = plan("auto")
+    assert found.fits and found.run.rollout.processes == most and plan(most).fits
+    why = [choice.why for choice in found.choices if choice.key == "run.rollout.processes"]
+    if gib == 140:
+        assert why == ["one would wait for its host"]
+    else:
+        assert why == ["more would not fit"] and not plan(most + 1).fits
+
+
 def test_an_engine_has_fewer_processes_where_more_would_not_fit() -> None:
     machine = Machine(find_device("h200"), 1, 256 * GIB, 16)
     job = Job(read_shape(WELL_KNOWN["llama-3.1-8b"]), 2, 128, 8, 128, 128, 512)
@@ -529,8 +630,9 @@ def test_an_engine_has_fewer_processes_where_more_would_not_fit() -> None:
 
 def test_every_process_of_an_engine_holds_the_longest_sequence() -> None:
     machine = Machine(find_device("h200"), 1, 256 * GIB, 16)
-    job = Job(read_shape(WELL_KNOWN["qwen2.5-0.5b"]), 2, 16, 8, 150, 32_000, 512)
+    job = qwen(prompts=16, samples=8, longest_prompt=32_000, typical_prompt=150)
     one = kv_bytes(job, 1, job.longest_sequence, 16)
+    assert 3 * one > kv_bytes(job, job.in_flight, job.typical_sequence, 16), "or any cache would do"
     for kv in ("auto", one, 3 * one):
         rollout = make_plan(Run(engine="vllm", rollout=Rollout(kv_memory=kv)), job, machine).run.rollout
         assert isinstance(rollout.kv_memory, int) and isinstance(rollout.processes, int)

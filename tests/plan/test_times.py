@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from trimtab.config.run import Offload, Run
+from trimtab.config.run import Offload, Rollout, Run
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB
+from trimtab.plan.ledger import ALONE, GIB
 from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
-from trimtab.plan.times import predict
+from trimtab.plan.times import FITTED, OUTSIDE_PUBLISH, OUTSIDE_SEQUENCE, OUTSIDE_STEP, _Clock, outside_step, predict
 
 NOTHING = Offload(optimizer=False, reference=False, activations=False)
 H200 = Machine(find_device("h200"), 1, 128 * GIB, 16)
@@ -77,3 +77,43 @@ def test_a_reference_takes_a_pass_and_a_host_link_takes_longer() -> None:
     away = predict(job, H200, waits)
     assert away.score > plan.times.score
     assert make_plan(Run(), replace(job, reference=False, compared=False), H200).times.score == 0
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-0.5b"])
+def test_a_step_of_vllm_takes_its_host_20_ms_with_any_small_model(name: str) -> None:
+    """512 sequences in one process (docs/log.md)."""
+    assert outside_step(work(name), H200, Run(engine="vllm"), 1, 512, 384) == pytest.approx(0.022, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "bound"),
+    [("qwen2.5-0.5b", 1, "host"), ("qwen2.5-0.5b", 2, "host"), ("llama-3.1-70b", 2, "device")],
+)
+def test_processes_take_turns_on_the_device_while_others_are_busy_on_their_hosts(
+    name: str, count: int, bound: str
+) -> None:
+    job, run = work(name), Run(engine="vllm")
+    device_s = _Clock(job, H200, run, ALONE, FITTED).device_step(512 / count, 384)
+    wanted = {"device": count * device_s, "host": device_s + OUTSIDE_STEP + OUTSIDE_SEQUENCE * 512 / count}
+    assert max(wanted, key=lambda which: wanted[which]) == bound
+    assert outside_step(job, H200, run, count, 512, 384) == pytest.approx(wanted[bound])
+
+
+def test_an_engine_outside_has_layers_of_its_own() -> None:
+    """Which the model's own modules are not."""
+    plain, fused = (
+        make_plan(Run(engine="vllm"), work("qwen2.5-0.5b", fused=fused), H200).times.rollout for fused in (False, True)
+    )
+    assert plain == fused
+
+
+def test_experts_go_to_an_engine_outside_by_way_of_the_host() -> None:
+    """So their link is what publishing waits for."""
+    dense = work("qwen2.5-1.5b")
+    blocks = tuple(replace(block, experts=8) for block in dense.shape.blocks)
+    job = replace(dense, shape=replace(dense.shape, blocks=blocks))
+    assert job.shape.has_experts and not dense.shape.has_experts
+    run = make_plan(Run(engine="vllm", rollout=Rollout(processes=1)), dense, H200).run
+    moved = 2 * job.shape.parameters * job.itemsize / H200.device.host_link
+    assert predict(job, H200, run).publish == pytest.approx(moved + OUTSIDE_PUBLISH)
+    assert predict(dense, H200, run).publish < predict(job, H200, run).publish

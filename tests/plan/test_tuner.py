@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,23 @@ def test_it_is_not_used_for_anything_else(machine: Machine) -> None:
     assert cache.recall(job(), machine, Run(checkpoint_activations=True)) is None
 
 
+def test_it_is_kept_for_runs_with_reward_models_too(machine: Machine) -> None:
+    scored = replace(job(), reward_models=(job().shape,))
+    cache.keep(Tuned(123, 7, ()), scored, machine, Run(), "2026-11-15")
+    assert cache.recall(scored, machine, Run()) is not None and cache.recall(job(), machine, Run()) is None
+    larger = replace(scored, reward_models=(read_shape(WELL_KNOWN["qwen2.5-0.5b"]),))
+    assert cache.recall(larger, machine, Run()) is None
+
+
+def test_it_is_used_as_long_as_the_same_engines_could_be_chosen(machine: Machine) -> None:
+    """One that is named is the same whatever else is installed."""
+    more = replace(machine, engines=("vllm",))
+    for run in (Run(), Run(engine="native")):
+        cache.keep(Tuned(123, 7, ()), job(), machine, run, "2026-11-15")
+    assert cache.recall(job(), more, Run()) is None
+    assert cache.recall(job(), more, Run(engine="native")) is not None
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -152,9 +170,9 @@ def test_a_spoilt_file_is_as_none(machine: Machine, content: str) -> None:
     assert planned(Run(), job(), machine).run == plan_here(Run(), job(), machine).run
 
 
-def governed(gib: float, model: str = "qwen2.5-1.5b") -> Governor:
+def governed(gib: float, model: str = "qwen2.5-1.5b", completion: int = 512, **changes: Any) -> Governor:
     device = replace(find_device("h200"), memory=int(gib * GIB))
-    work = Job(read_shape(WELL_KNOWN[model]), 2, 32, 16, 256, 256, 512)
+    work = replace(Job(read_shape(WELL_KNOWN[model]), 2, 32, 16, 256, 256, completion), **changes)
     plan = make_plan(Run(), work, Machine(device, 1, 256 * GIB, 16))
     return Governor(plan, automatic=True, may_recompute=True)
 
@@ -216,6 +234,52 @@ def test_a_device_that_waits_for_the_host_gets_larger_micro_batches() -> None:
     at_the_widest = Move(65536, False)
     widest = waits | {"run/token_budget": 65536.0, "run/max_microbatch_tokens": 65536.0}
     assert all(governor.next_move(widest, at_the_widest, None) is None for _ in range(3))
+
+
+def test_a_device_is_not_taken_to_wait_where_nothing_says_so() -> None:
+    """Nor is what it said before the last change, nor where every update is one micro-batch already."""
+    governor = governed(140)
+    unknown = seen(governor, 40.0)
+    waits = unknown | {"run/device_behind": 0.02}
+    assert all(governor.next_move(unknown, now(governor), None) is None for _ in range(4))
+    several = replace(governor, updates=9)
+    assert all(several.next_move(waits, now(several), None) is None for _ in range(4))
+    moves = [governor.next_move(waits, now(governor), None) is not None for _ in range(6)]
+    assert moves == [False, True, False, True, False, True]
+
+
+def test_a_device_that_waits_gets_no_more_than_fits() -> None:
+    """Twice as much at most; less where a peak was near the limit, or a size has run out of memory."""
+    governor = replace(governed(140), may_recompute=False)
+    limit, states = governor._limit, governor._states
+    near = seen(governor, states + (limit - states) / 1.5, **{"run/device_behind": 0.0})
+    first, moved = (governor.next_move(near, now(governor), None) for _ in range(2))
+    assert first is None and moved is not None and 1.3 * 16384 < moved.budget < 1.5 * 16384
+    below = [governor.next_move(near, now(governor), ceiling=20_000) for _ in range(2)][1]
+    assert below is not None and below.budget == 18_000
+
+
+def test_activations_are_made_again_only_where_they_may_and_where_what_is_left_fits() -> None:
+    """Twice as many tokens then take no more memory than so many did."""
+
+    def after_waiting(governor: Governor) -> Move | None:
+        peak = governor.plan.ledger["update"].allocated / GIB
+        waits = seen(governor, peak, **{"run/device_behind": 0.0})
+        return [governor.next_move(waits, now(governor), None) for _ in range(2)][1]
+
+    roomy = governed(24, "smollm2-135m", completion=2048)
+    assert now(roomy).budget == 32768 and after_waiting(roomy) == Move(65536, "some")
+    wider = governed(24, "qwen2.5-0.5b", completion=8192)
+    assert now(wider).budget == 16384 and after_waiting(wider) == Move(32768, "some"), "judged by what is next"
+    others = (
+        replace(governed(24, "smollm2-135m", completion=2048), may_recompute=False),
+        governed(16, "smollm2-135m", completion=2048),
+        governed(80, "smollm2-135m", completion=2048, fused=False),
+    )
+    for governor in others:
+        assert governor.plan.run.checkpoint_activations is False
+        moved = after_waiting(governor)
+        assert moved is None or moved.recompute is False
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"])

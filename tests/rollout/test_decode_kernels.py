@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -290,6 +291,46 @@ def test_a_product_follows_its_adapters(merge: bool, at_once: int, monkeypatch: 
             torch.testing.assert_close(product(x), expected)
             a.weight.mul_(3.0)
             linear.weight.add_(1.0)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 12, 2**23])
+def test_adapters_of_several_layers_are_merged_each_into_its_own(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values lie one after the other. What is added is rounded once: two that cancel out leave no trace."""
+    monkeypatch.setattr("trimtab.rollout.native.fused.MERGED_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    linear, places = torch.nn.Linear(6, 9, bias=False).bfloat16(), ((0, 4), (4, 7), (7, 9))
+    pairs = [(torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, end - start, bias=False)) for start, end in places]
+    adapters = [
+        Adapter(*pair, scale, *place) for pair, place in zip(pairs, places) for scale in (100.0, -100.0, 0.5)
+    ]  # fmt: skip
+    product, before = Product(Linears([linear.weight], None, adapters)), linear.weight.detach().clone()
+    product.make_room(lambda shape, dtype: torch.full(shape, float("nan"), dtype=dtype))
+    with torch.no_grad():
+        product.refresh()
+        wanted = before + 0.5 * torch.cat([b.weight @ a.weight for a, b in pairs])
+        found = product(torch.eye(6, dtype=torch.bfloat16)).t()
+    torch.testing.assert_close(found.float(), wanted, atol=1e-4, rtol=2**-8)
+    assert torch.equal(linear.weight, before)
+
+
+def test_merging_takes_little_memory_beside_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.rollout.native.fused.MERGED_AT_ONCE", 40)
+    linear = torch.nn.Linear(20, 8, bias=False).bfloat16()
+    a, b = torch.nn.Linear(20, 1, bias=False), torch.nn.Linear(1, 8, bias=False)
+    product = Product(Linears([linear.weight], None, [Adapter(a, b, 0.5, 0, 8)]))
+    product.make_room(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    sizes: list[int] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            made = function(*arguments, **keywords or {})
+            if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+                sizes.append(made.numel())
+            return made
+
+    with Noted():
+        product.refresh()
+    assert max(sizes) == 40, "two rows at a time"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from tiny import VOCABULARY, tiny_model
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.model.policy import Policy
+from trimtab.observe.metrics import update_metrics
+from trimtab.update import updater as updaters
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
 
@@ -206,3 +208,33 @@ def test_scoring_equals_the_update_pass_and_keeps_sample_order() -> None:
         logits = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
         expected = logits[len(sample.prompt_tokens) - 1 : -1].gather(1, sample.tokens[:, None])[:, 0]
         torch.testing.assert_close(sample.old_logprobs.double(), expected.detach(), atol=1e-5, rtol=0)
+
+
+def test_launching_is_over_when_the_last_micro_batch_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device has left is told in micro-batches; of a step's updates the one counts that waited the most."""
+    order: list[str] = []
+    left = iter([0.5, 0.02, 0.7])
+
+    class Launching:
+        def __init__(self, device: torch.device) -> None:
+            order.append("begun")
+
+        def end(self) -> None:
+            order.append("launched")
+
+        def behind(self, passes: int) -> float:
+            order.append(f"asked for {passes}")
+            return next(left)
+
+    learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
+    updater = Updater(Policy(tiny_model("llama")), learn, token_budget=20, score_token_budget=64, logprob_chunk=8,
+                      checkpoint_activations=False)  # fmt: skip
+    backward, step = updater._backward, updater.optimizer.step
+    monkeypatch.setattr(updaters, "Launching", Launching)
+    monkeypatch.setattr(updater, "_backward", lambda loss: (order.append("backward"), backward(loss)))
+    monkeypatch.setattr(updater.optimizer, "step", lambda lr: (order.append("optimizer"), step(lr))[1])
+    done = [updater.step(samples(), 1e-3, 0.0) for _ in range(3)]
+    count = done[0].microbatches
+    once = ["begun", *["backward"] * count, "launched", "optimizer", f"asked for {count}"]
+    assert count > 1 and order == 3 * once
+    assert update_metrics(done)["run/device_behind"] == 0.02

@@ -42,9 +42,12 @@ def key_of(job: Job, machine: Machine, run: Run) -> str:
     facts: dict[str, Any] = {
         "model": [shape.kind, shape.hidden, shape.vocabulary, shape.layers, shape.parameters],
         "job": {
-            name: value for name, value in vars(job).items() if name not in ("shape", "lengths", "correction", "critic")
+            name: value
+            for name, value in vars(job).items()
+            if name not in ("shape", "lengths", "correction", "critic", "reward_models")
         },
         "critic": None if job.critic is None else [job.critic.kind, job.critic.hidden, job.critic.parameters],
+        "reward models": [[shape.kind, shape.hidden, shape.parameters] for shape in job.reward_models],
         "device": ["cpu" if machine.cpu else machine.device.name, machine.cores],
         "engines": list(machine.engines) if run.engine == "auto" else [],
         "memory": None if machine.cpu else machine.device.memory // (8 * GIB),

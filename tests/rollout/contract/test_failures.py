@@ -17,6 +17,7 @@ from tiny import tiny_tokenizer
 from tests.rollout.contract.engines import OUTSIDE, make_engine, small_model, small_policy
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from trimtab.errors import EngineError
+from trimtab.model.policy import Policy
 from trimtab.rollout.outside import engine as engines
 from trimtab.rollout.outside.engine import OutsideEngine
 from trimtab.rollout.outside.kinds import VLLM
@@ -127,7 +128,7 @@ class Scripted:
 
     def __init__(self, script: list[object]) -> None:
         self.script, self.sent = script, []
-        self.pid = 0
+        self.pid, self.closed = 0, False
 
     def send(self, message: object) -> None:
         self.sent.append(message)
@@ -145,12 +146,13 @@ class Scripted:
         return "the end of its log"
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
 
 def scripted(
-    monkeypatch: pytest.MonkeyPatch, *scripts: list[object], first: list[object] | None = None, **changes: int
-) -> tuple[OutsideEngine, list[Scripted]]:
+    monkeypatch: pytest.MonkeyPatch, *scripts: list[object], first: list[object] | None = None, policy: Policy | None = None,
+    **changes: int,
+) -> tuple[OutsideEngine, list[Scripted]]:  # fmt: skip
     waiting, made = list(scripts), []
     begins = [Settled()] if first is None else first
 
@@ -161,7 +163,7 @@ def scripted(
     monkeypatch.setattr(engines, "EngineProcess", start)
     monkeypatch.setattr(engines, "wait_for", lambda processes: None)
     monkeypatch.setattr(OutsideEngine, "_refuse_other_logprobs", lambda self: None)
-    return make_engine("vllm", small_policy(), max_sequences=8, **changes), made  # type: ignore[return-value]
+    return make_engine("vllm", policy or small_policy(), max_sequences=8, **changes), made  # type: ignore[return-value]
 
 
 def done(call: int, id: int, token: int = 5) -> object:

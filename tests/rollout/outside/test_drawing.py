@@ -58,6 +58,39 @@ def test_slots_are_kept_given_back_and_made() -> None:
     assert "b" not in drawn
 
 
+def test_a_request_that_is_held_again_keeps_what_was_noted() -> None:
+    """As one that lost its row in a batch and came back."""
+    drawn, scores, tokens = Drawn(4, 4, DEVICE), logits(2), []
+    for position in range(2):
+        drawn.hold("a")
+        tokens.append(drawn.draw(scores[position : position + 1], [Row(0, "a", 3, position)])[1].item())
+    whole = torch.log_softmax(scores.float(), -1).cpu()
+    wanted = [whole[position, token].item() for position, token in enumerate(tokens)]
+    assert drawn.take(["a"], [2])[0].tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_slots_that_were_given_back_are_used_again() -> None:
+    drawn = Drawn(2, 4, DEVICE)
+    for round in range(3):
+        names = [f"{round}{name}" for name in "ab"]
+        for name in names:
+            drawn.hold(name)
+        drawn.draw(logits(2), [Row(i, name, i, 0) for i, name in enumerate(names)])
+        drawn.forget(names[:1])
+        drawn.take(names[1:], [1])
+    assert drawn._logprobs.shape[0] == 2
+
+
+def test_half_precision_is_drawn_from_in_full() -> None:
+    """Temperature and logarithms in bfloat16 would be off by a hundredth."""
+    drawn, scores = Drawn(4, 8, DEVICE), 5 * logits(1).bfloat16()
+    drawn.sampling = Sampling(temperature=0.7)
+    drawn.hold("a")
+    drawn.draw(scores, [Row(0, "a", 9, 0)])
+    _, wanted = sample(scores.float().cpu() / 0.7, drawn.sampling, torch.tensor([9]), torch.tensor([0]))
+    assert drawn.take(["a"], [1])[0].item() == pytest.approx(wanted.item(), abs=1e-4)
+
+
 @dataclass
 class Request:
     """As much of SGLang's as is looked at."""

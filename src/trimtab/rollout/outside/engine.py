@@ -393,8 +393,7 @@ class OutsideEngine:
         lost = self._tell(alive, Abort())[1]
         for member in members:
             member.asks = {}
-        for member in lost:
-            self._restart(member)
+        self._recover_all(lost)
 
     def _note(self, member: Member, beat: Beat) -> None:
         if beat.call != self._call:

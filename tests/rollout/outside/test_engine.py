@@ -1,0 +1,256 @@
+"""The trainer's side of an engine outside, with processes that say what they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rollout.contract.engines import make_engine, small_policy
+from tests.rollout.contract.test_adapters import adapted
+from tests.rollout.contract.test_contract import ask, collect, flat, plain_logprobs, prompts
+from tests.rollout.contract.test_failures import Scripted, done, scripted
+from trimtab.config.learn import Sampling
+from trimtab.data.prompt import Prompt
+from trimtab.errors import EngineError
+from trimtab.model.policy import Policy
+from trimtab.rollout.engine import Request
+from trimtab.rollout.outside import engine as engines
+from trimtab.rollout.outside import weights
+from trimtab.rollout.outside.messages import Abort, Beat, Done, Generate, Publish, Ready, Settled, Setup, Unread
+from trimtab.rollout.outside.process import EngineLost
+from trimtab.rollout.outside.weights import SharedWeights
+from trimtab.rollout.sampler import stream_key
+from trimtab.rollout.trajectory import Trajectory
+
+
+def asked(process: Scripted) -> list[int]:
+    return [a.id for order in process.sent if isinstance(order, Generate) for a in order.asks]
+
+
+def published(process: Scripted) -> list[Publish]:
+    return [order for order in process.sent if isinstance(order, Publish)]
+
+
+def test_processes_share_new_tokens_not_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt whose samples may be long weighs as much as several whose may not."""
+    engine, made = scripted(monkeypatch, [done(1, n) for n in (0, 1)], [done(1, n) for n in range(2, 8)], processes=2)
+    first, *others = prompts(4)
+    assert len(collect(engine, [*ask([first], samples=2, new=60), *ask(others, samples=2, new=10)])) == 4
+    assert [asked(process) for process in made] == [[0, 1], [2, 3, 4, 5, 6, 7]]
+    engine.close()
+
+
+def test_random_numbers_are_those_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that goes on counting samples, or positions."""
+    engine, made = scripted(monkeypatch, [done(1, 0), done(1, 1)])
+    (prompt,) = prompts(1)
+    collect(engine, [Request(prompt, 2, 9, Sampling(), seed=3, step=4, first_sample=5, first_position=6)])
+    order = made[0].sent[-1]
+    assert isinstance(order, Generate)
+    assert [a.key for a in order.asks] == [stream_key(3, 4, prompt.id, number, 6) for number in (5, 6)]
+    engine.close()
+
+
+def test_what_processes_did_is_added_up_but_for_steps_which_they_do_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Beat(0, 99, 999, 999, 99)  # of an earlier call
+    engine, _ = scripted(
+        monkeypatch, [Beat(1, 10, 100, 20, 3), late, done(1, 0)], [Beat(1, 7, 50, 5, 4), done(1, 1)], processes=2
+    )
+    collect(engine, ask(prompts(2), samples=1))
+    stats = engine.stats
+    assert (stats.decode_steps, stats.prefill_tokens, stats.cached_prefix_tokens) == (10, 150, 25)
+    assert (stats.peak_pages, stats.total_pages) == (7, 18)
+    engine.close()
+
+
+def test_no_process_has_less_than_its_part_of_the_sequences_nor_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs out of memory with one sequence a process is started again as it was."""
+    short = EngineLost("out", short=True)
+    engine, made = scripted(monkeypatch, [], [], [], [short], [], [done(1, 1)], [done(1, 0)], processes=3)
+    said: dict[str, list[str]] = {"lowered": [], "restarted": []}
+    engine.on_recovery, engine.on_restart = said["lowered"].append, said["restarted"].append
+    assert [process.sent[0].max_sequences for process in made] == [3, 3, 3], "8 in all"
+    engine.lower({"max_sequences": 3}, 0)
+    assert all(process.closed for process in made[:3]) and not any(process.closed for process in made[3:])
+    made[4].script, made[5].script = [done(1, 1)], []
+    assert len(collect(engine, ask(prompts(2), samples=1))) == 2
+    assert [process.sent[0].max_sequences for process in made[3:]] == [1, 1, 1, 1]
+    assert engine.lowered == {"max_sequences": 3} and not said["lowered"] and len(said["restarted"]) == 1
+    engine.close()
+
+
+def test_who_is_lost_between_two_rollouts_is_told_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = scripted(monkeypatch, [EngineLost("gone")], [done(1, 0), done(2, 0)])
+    engine.publish(7)
+    assert len(made) == 2 and published(made[1])[0].version == 7
+    groups = collect(engine, ask(prompts(1), samples=1))
+    assert engine.stats.restarts == 1 and flat(groups)[0].versions.tolist() == [7, 7]
+    collect(engine, ask(prompts(1), samples=1))
+    assert engine.stats.restarts == 0
+    engine.close()
+
+
+def test_who_is_lost_over_adapters_gets_them_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = scripted(monkeypatch, [EngineLost("gone")], [], policy=adapted())
+    (begun,) = published(made[0])
+    assert begun.weights is not None and begun.adapters is not None
+    engine.publish(1)
+    alone, again = published(made[0])[1], published(made[1])[0]
+    assert alone.weights is None and again.weights is not None
+    assert alone.adapters == again.adapters != begun.adapters and Path(again.adapters or "").is_dir()
+    engine.close()
+
+
+def test_who_is_lost_where_another_cannot_see_the_weights_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not told twice before."""
+
+    class Direct(SharedWeights):
+        def __init__(self, policy: Policy, one_device: bool) -> None:
+            super().__init__(policy, one_device)
+            self.direct = True
+
+    monkeypatch.setattr(weights, "export", lambda pointer: (b"a handle", pointer))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(engines, "SharedWeights", Direct)
+    engine, made = scripted(monkeypatch, [Unread("no longer"), Settled()], [EngineLost("gone")], [], processes=2)
+    engine.publish(1)
+    in_place = [[order.weights is not None and order.weights.file is None for order in published(p)] for p in made]
+    assert in_place == [[True, True, False], [True, True], [False]]
+    engine.close()
+
+
+def test_a_process_that_is_lost_over_its_first_weights_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = [[Settled(), EngineLost("gone")], [EngineLost("while it read them")], [Settled(), done(1, 0)]]
+    engine, made = scripted(monkeypatch, *lives, first=[])
+    collect(engine, ask(prompts(1), samples=1))
+    assert [asked(process) for process in made] == [[0], [], [0]]
+    engine.close()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_first_process_compiles_for_the_others(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = scripted(monkeypatch, [], [], [], processes=3)
+    engine._settings |= {"cuda": True, "eager": eager}
+    order: list[str] = []
+
+    class Noted(Scripted):
+        def send(self, message: object) -> None:
+            super().send(message)
+            if isinstance(message, Setup):
+                order.append("starts")
+
+        def receive(self, seconds: float) -> object:
+            found = super().receive(seconds)
+            if isinstance(found, Ready):
+                order.append("ready")
+            return found
+
+    monkeypatch.setattr(engines, "EngineProcess", lambda *_: Noted([Ready("0", 9), Settled()]))
+    engine.lower({"max_sequences": 4}, 0)
+    alone = [] if eager else ["starts", "ready"]
+    together = 3 if eager else 2
+    assert order == [*alone, *["starts"] * together, *["ready"] * together]
+    engine.close()
+
+
+def test_what_nobody_listens_to_is_called_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = [done(1, 1), Settled()]
+    engine, made = scripted(monkeypatch, [done(1, 0), *late, EngineLost("gone")], [done(2, 0)])
+    said: list[str] = []
+    engine.on_restart = said.append
+    listening = engine.generate(ask(prompts(2), samples=1))
+    next(listening)
+    listening.close()
+    assert isinstance(made[0].sent[-1], Abort) and made[0].script == [made[0].script[-1]], "its answer was waited for"
+    engine.publish(1)
+    assert "0 sequences are generated anew" in said[0]
+    assert len(collect(engine, ask(prompts(1), samples=1))) == 1
+    engine.close()
+
+
+def test_who_is_lost_when_it_is_called_off_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = scripted(monkeypatch, [done(1, 0), EngineLost("gone")], [done(2, 0)])
+    said: list[str] = []
+    engine.on_restart = said.append
+    listening = engine.generate(ask(prompts(2), samples=1))
+    next(listening)
+    listening.close()
+    assert len(made) == 2 and made[0].closed and not asked(made[1])
+    assert len(said) == engine.stats.restarts == 1, "and it is told"
+    assert len(collect(engine, ask(prompts(1), samples=1))) == 1
+    engine.close()
+
+
+Shift = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Computing(Scripted):
+    """Answers with tokens of its own and the trainer's log-probs of them, changed in some way."""
+
+    def __init__(self, policy: Policy, shift: Shift) -> None:
+        super().__init__([Ready("0", 9), Settled()])
+        self.policy, self.shift = policy, shift
+
+    def send(self, message: object) -> None:
+        super().send(message)
+        if isinstance(message, Generate):
+            for a in message.asks:
+                tokens = torch.arange(a.limit) % 7 + 5
+                made = Trajectory(Prompt(0, "", a.tokens), 0, tokens, torch.empty(0), torch.empty(0), "length")
+                values = self.shift(plain_logprobs(self.policy, made)).numpy().astype(np.float32)
+                self.script.append(Done(message.call, a.id, tokens.numpy().tobytes(), values.tobytes(), False))
+
+
+def computing(monkeypatch: pytest.MonkeyPatch, shift: Shift, made: list[Computing], **changes: int) -> object:
+    policy = small_policy()
+
+    def start(*_: object) -> Computing:
+        made.append(Computing(policy, shift))
+        return made[-1]
+
+    monkeypatch.setattr(engines, "EngineProcess", start)
+    monkeypatch.setattr(engines, "wait_for", lambda processes: None)
+    return make_engine("vllm", policy, **changes)
+
+
+def one_token(logprobs: torch.Tensor) -> torch.Tensor:
+    return torch.cat([logprobs[:1] + 0.01, logprobs[1:]])
+
+
+def little(logprobs: torch.Tensor) -> torch.Tensor:
+    return logprobs + 1e-3
+
+
+@pytest.mark.parametrize(("shift", "longest"), [(little, 128), (one_token, 128), (little, 5)])
+def test_log_probs_that_are_the_trainers_on_the_average_are_taken(
+    shift: Shift, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 0.002 nats a token in float32; and what was tried is not counted."""
+    made: list[Computing] = []
+    engine = computing(monkeypatch, shift, made, longest=longest, processes=2)
+    assert isinstance(engine, engines.OutsideEngine) and engine.stats.sequences == 0
+    assert sum(len(asked(process)) for process in made) >= 4 and not any(process.closed for process in made)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "shift",
+    [
+        lambda found: found - 0.004,
+        lambda found: found + 0.004 * (-1) ** torch.arange(len(found)),
+        lambda found: found + float("nan"),
+    ],
+    ids=["less", "both ways", "no numbers"],
+)
+def test_log_probs_that_are_not_the_trainers_are_refused_and_nothing_is_left(
+    shift: Shift, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Computing] = []
+    with pytest.raises(EngineError, match=r"gives other log-probs for Qwen2ForCausalLM(.|\n)*run.engine: native"):
+        computing(monkeypatch, shift, made, processes=2)
+    assert len(made) == 2 and all(process.closed for process in made)
+    assert not Path(made[0].sent[0].folder).exists()
