@@ -22,6 +22,7 @@ PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
 """Share of a device's memory that a plan may fill."""
 HOST_SHARE = 0.9
 GRAIN = 128
+"""Budgets are multiples of this many tokens."""
 CUT_OVER = "vllm"
 """What runs a copy of a model on several devices: the native engine's is on one."""
 CLEARLY = 1.25
@@ -31,7 +32,6 @@ MOST_PROCESSES = 6
 NEAR = 1.1
 WIDEST = 65536
 """Tokens of the largest micro-batch that is of use."""
-"""Budgets are multiples of this many tokens."""
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import tiny_model
 
-from tests.rollout.contract.engines import DEVICE, NO_VLLM, OUTSIDE, SHAPE, make_engine, vllm_python
+from tests.rollout.contract.engines import (
+    DEVICE,
+    NO_SGLANG,
+    NO_VLLM,
+    OUTSIDE,
+    SHAPE,
+    make_engine,
+    sglang_python,
+    vllm_python,
+)
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
@@ -19,16 +29,25 @@ from trimtab.rollout.outside.weights import SharedWeights, named_weights
 needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
 
 
-def policy_of(architecture: str, **changes: int) -> Policy:
+def policy_of(architecture: str, **changes: Any) -> Policy:
     return Policy(tiny_model(architecture, **SHAPE | changes).to(DEVICE))
 
 
-@pytest.mark.parametrize("kind", OUTSIDE)
-@pytest.mark.parametrize(("architecture", "changes"), [("gemma2", {"head_dim": 32}), ("phi3", {})])
+@pytest.mark.parametrize(
+    ("kind", "architecture", "changes"),
+    [
+        pytest.param(*kind.values, *case, marks=kind.marks)
+        for kind in OUTSIDE
+        for case in {
+            "vllm": [("gemma2", {"head_dim": 32}), ("phi3", {})],
+            "sglang": [("mixtral", {}), ("phi3", {"sliding_window": None})],
+        }[str(kind.values[0])]
+    ],
+)
 def test_weights_reach_architectures_with_other_layers_and_heads(
-    kind: str, architecture: str, changes: dict[str, int]
+    kind: str, architecture: str, changes: dict[str, Any]
 ) -> None:
-    """gemma2 has no head of its own in vLLM; phi3 has its projections in one."""
+    """gemma2 has no head of its own in vLLM; phi3 has its projections in one; mixtral has experts."""
     policy = policy_of(architecture, **changes)
     engine, native = make_engine(kind, policy), make_engine("native", policy)
     requests = ask(prompts(3), samples=2)
@@ -40,6 +59,13 @@ def test_weights_reach_architectures_with_other_layers_and_heads(
         native.publish(version)
         assert tokens(collect(engine, requests)) == tokens(collect(native, requests))
     engine.close()
+
+
+@pytest.mark.skipif(sglang_python() is None, reason=NO_SGLANG)
+def test_an_engine_that_forgets_a_window_is_refused() -> None:
+    """SGLang 0.5.17 lets every token of phi3 see all before it."""
+    with pytest.raises(EngineError, match=r"gives other log-probs for Phi3ForCausalLM(.|\n)*run.engine: native"):
+        make_engine("sglang", policy_of("phi3", sliding_window=6))
 
 
 @needs_vllm

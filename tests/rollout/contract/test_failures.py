@@ -128,14 +128,15 @@ class Scripted:
 
     def __init__(self, script: list[object]) -> None:
         self.script, self.sent = script, []
-        self.pid, self.closed = 0, False
+        self.pid, self.closed, self.number = 0, False, 0
 
     def send(self, message: object) -> None:
         self.sent.append(message)
 
     def receive(self, seconds: float) -> object:
         said = self.script.pop(0)
-        if isinstance(said, Exception):
+        if isinstance(said, EngineLost):
+            said.lines = self.last_lines()
             raise said
         return said
 
@@ -143,7 +144,7 @@ class Scripted:
         return self.receive(0.0)
 
     def last_lines(self) -> str:
-        return "the end of its log"
+        return f"the end of its log, {self.number}"
 
     def close(self) -> None:
         self.closed = True
@@ -158,6 +159,7 @@ def scripted(
 
     def start(kind: str, python: str, variables: dict[str, str]) -> Scripted:
         made.append(Scripted([Ready("0", 9), *begins, *(waiting.pop(0) if waiting else [EngineLost("again")])]))
+        made[-1].number = len(made)
         return made[-1]
 
     monkeypatch.setattr(engines, "EngineProcess", start)
@@ -250,6 +252,13 @@ def test_a_process_that_fails_again_and_again_ends_the_run(monkeypatch: pytest.M
     with pytest.raises(EngineError, match=r"cannot go on: again(.|\n)*the end of its log"):
         list(engine.generate(ask(prompts(1), samples=2)))
     assert len(made) == 1 + engines.MOST_FAILURES
+
+
+def test_the_last_lines_are_those_of_the_process_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "MOST_FAILURES", 0)
+    engine, _ = scripted(monkeypatch, [done(1, 0)], [EngineLost("gone")], processes=2)
+    with pytest.raises(EngineError, match=r"gone(.|\n)*the end of its log, 2"):
+        list(engine.generate(ask(prompts(2), samples=1)))
 
 
 def test_a_sequence_in_between_gives_it_another_chance(monkeypatch: pytest.MonkeyPatch) -> None:

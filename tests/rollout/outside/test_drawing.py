@@ -23,23 +23,24 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 0.0}, {"top_k": 4}], ids=str
 )
-def test_a_row_draws_what_the_sampler_draws(sampling: dict) -> None:
+@pytest.mark.parametrize("rows", [(2, 0), (2, 0, 1)], ids=["some", "all, in another order"])
+def test_a_row_draws_what_the_sampler_draws(sampling: dict, rows: tuple[int, ...]) -> None:
     drawn, settings, scores = Drawn(4, 8, DEVICE), Sampling(**sampling), logits(3)
     drawn.sampling = settings
     keys, positions = [11, -5, 2**62], [0, 3, 7]
     for name in "abc":
         drawn.hold(name)
-    at, tokens = drawn.draw(scores, [Row(i, "abc"[i], keys[i], positions[i]) for i in (2, 0)])
+    at, tokens = drawn.draw(scores, [Row(i, "abc"[i], keys[i], positions[i]) for i in rows])
     wanted, logprobs = sample(
-        scores.cpu()[[2, 0]] / (settings.temperature or 1.0),
+        scores.cpu()[list(rows)] / (settings.temperature or 1.0),
         settings,
-        torch.tensor([keys[2], keys[0]]),
-        torch.tensor([7, 0]),
+        torch.tensor([keys[i] for i in rows]),
+        torch.tensor([positions[i] for i in rows]),
     )
-    assert at.tolist() == [2, 0] and tokens.tolist() == wanted.tolist()
+    assert at.tolist() == list(rows) and tokens.tolist() == wanted.tolist()
     found = drawn.take(["c", "a"], [8, 1])
     assert [len(row) for row in found] == [8, 1]
-    torch.testing.assert_close(torch.stack([found[0][7], found[1][0]]), logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.stack([found[0][7], found[1][0]]), logprobs[:2], atol=1e-5, rtol=0)
 
 
 def test_slots_are_kept_given_back_and_made() -> None:

@@ -254,3 +254,21 @@ def test_log_probs_that_are_not_the_trainers_are_refused_and_nothing_is_left(
         computing(monkeypatch, shift, made, processes=2)
     assert len(made) == 2 and all(process.closed for process in made)
     assert not Path(made[0].sent[0].folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("window", "context", "wanted"),
+    [
+        (None, 4096, (12, 12)),
+        (None, 5, (2, 3)),
+        (None, 1, (1, 1)),
+        (128, 4096, (256, 12)),
+        (128, 200, (188, 12)),
+        (4, 4096, (12, 12)),
+        (4096, 300, (12, 12)),
+    ],
+)
+def test_what_is_tried_goes_beyond_a_window_that_sequences_grow_out_of(
+    window: int | None, context: int, wanted: tuple[int, int]
+) -> None:
+    assert engines.probe(window, context) == wanted

@@ -94,3 +94,6 @@ def test_weights_that_cannot_be_opened_leave_those_before(driver: Driver, monkey
         reader.take(Weights(layout[:1], None, (handle(1), handle(2), handle(3))))
     found = {name: value.tolist() for name, value in reader.read()}
     assert found == {"a": [[2.0], [3.0]], "b": [11.0, 12.0, 13.0]}
+    driver.log.clear()
+    reader.take(Weights((), "a file in host memory"))
+    assert sorted(driver.log) == [("close", 1), ("close", 2)], "nothing of the trainer's is held any more"

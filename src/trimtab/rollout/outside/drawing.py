@@ -52,7 +52,8 @@ class Drawn:
         """A token for each of these rows, of which there is one at least; the rows, and the tokens, on the logits' device."""
         mine = [(row.key, self._slots[row.name], row.position, row.at) for row in rows]
         key_B, slot_B, position_B, at_B = to_device(torch.tensor(mine), logits_BV.device).t().contiguous()
-        mine_BV = logits_BV if len(mine) == logits_BV.shape[0] else logits_BV[at_B]
+        everyone = [row.at for row in rows] == list(range(logits_BV.shape[0]))
+        mine_BV = logits_BV if everyone else logits_BV[at_B]
         if not logits_BV.is_cuda:
             scores_BV = mine_BV.float() / (self.sampling.temperature or 1.0)
             tokens_B, logprobs_B = sample(scores_BV, self.sampling, key_B, position_B)

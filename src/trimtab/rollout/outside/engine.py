@@ -229,9 +229,8 @@ class OutsideEngine:
         """A library may compute a model in another way than the trainer, or not take all of its weights. Nothing that such a one
         draws is learned from."""
         numbers, words = torch.Generator().manual_seed(1), int(self.policy.config.vocab_size)
-        length = max(1, min(PROBE_TOKENS, self._context // 2))
+        length, new = probe(getattr(self.policy.config, "sliding_window", None), self._context)
         rows = torch.randint(0, words, (PROBE_PROMPTS, length), generator=numbers).tolist()
-        new = min(PROBE_TOKENS, self._context - length)
         requests = [Request(Prompt(i, "", row), 2, new, Sampling(), seed=1, step=0) for i, row in enumerate(rows)]
         try:
             found = [trajectory for group in self.generate(requests) for trajectory in group.trajectories]
@@ -321,12 +320,11 @@ class OutsideEngine:
     def _count(self, member: Member, lost: EngineLost) -> None:
         member.failures += 1
         if member.failures > MOST_FAILURES:
-            raise self._given_up(lost, member) from lost
+            raise self._given_up(lost) from lost
 
-    def _given_up(self, lost: EngineLost, member: Member | None = None) -> EngineError:
-        tails = [m.process.last_lines() for m in ([member] if member else self._members) if m.process is not None]
+    def _given_up(self, lost: EngineLost) -> EngineError:
         self.close()
-        lines = f" Its last lines:\n{tails[0]}" if tails and tails[0] else ""
+        lines = f" Its last lines:\n{lost.lines}" if lost.lines else ""
         return EngineError(f"{self.kind.title} cannot go on: {lost}.{lines}")
 
     def _recover_all(self, lost: Mapping[Member, EngineLost]) -> None:
@@ -372,7 +370,7 @@ class OutsideEngine:
                 try:
                     message = member.running.take()
                     if message is None and time.monotonic() - member.heard > SILENT_S:
-                        raise EngineLost(f"its process has said nothing for {SILENT_S:.0f} s")
+                        raise member.running.silent(SILENT_S)
                 except EngineLost as lost:
                     self._recover(member, lost)
                     self._ask(member)
@@ -422,6 +420,14 @@ class OutsideEngine:
     def _refuse_while_generating(self, what: str) -> None:
         if self._generating:
             raise EngineError(f"{what} was called while an earlier generate is not finished; exhaust or close it first")
+
+
+def probe(window: int | None, context: int) -> tuple[int, int]:
+    """Tokens of a prompt and after it that show how a library computes a model. Where attention has a window that sequences of a
+    run grow out of, they go well beyond it: some libraries have none."""
+    new = min(PROBE_TOKENS, -(-context // 2))
+    enough = 2 * window if window is not None and window < context else 0
+    return max(1, min(max(PROBE_TOKENS, enough), context - new)), new
 
 
 @torch.no_grad()

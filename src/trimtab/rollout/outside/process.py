@@ -31,10 +31,12 @@ ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 class EngineLost(Exception):
     """The process died, hangs or gave up."""
 
-    def __init__(self, why: str, short: bool = False) -> None:
+    def __init__(self, why: str, short: bool = False, lines: str = "") -> None:
         super().__init__(why)
         self.short = short
         """Of memory."""
+        self.lines = lines
+        """What it wrote last."""
 
 
 def wait_for(processes: Sequence[EngineProcess]) -> None:
@@ -65,14 +67,14 @@ class EngineProcess:
         try:
             self.link.send(message)
         except OSError as error:
-            raise EngineLost(self._ending()) from error
+            raise self._lost(self._ending()) from error
 
     def receive(self, seconds: float) -> Any:
         """The next message; EngineLost where none comes."""
         deadline = time.monotonic() + seconds
         while (message := self.take()) is None:
             if time.monotonic() > deadline:
-                raise EngineLost(f"its process has said nothing for {seconds:.0f} s")
+                raise self.silent(seconds)
             wait_for([self])
         return message
 
@@ -80,15 +82,21 @@ class EngineProcess:
         """A message that is there, or None; EngineLost where none will come."""
         if not self.link.poll(0):
             if self._process.poll() is not None and not self.link.poll(0):
-                raise EngineLost(self._ending())
+                raise self._lost(self._ending())
             return None
         try:
             message = self.link.recv()
         except (EOFError, OSError) as error:
-            raise EngineLost(self._ending()) from error
+            raise self._lost(self._ending()) from error
         if isinstance(message, Failed):
-            raise EngineLost(message.text, message.short)
+            raise self._lost(message.text, message.short)
         return message
+
+    def silent(self, seconds: float) -> EngineLost:
+        return self._lost(f"its process has said nothing for {seconds:.0f} s")
+
+    def _lost(self, why: str, short: bool = False) -> EngineLost:
+        return EngineLost(why, short, self.last_lines())
 
     def last_lines(self) -> str:
         """What it wrote last."""

@@ -21,8 +21,7 @@ class Reader:
 
     def take(self, weights: Weights) -> None:
         """From now on these; `NotShared` where this process cannot see them, and then those before."""
-        if weights.file is None:
-            self._opened.only(weights.handles)
+        self._opened.only(weights.handles)
         self._weights = weights
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
