@@ -57,7 +57,7 @@ TRL_SWEEP: dict[str, dict[str, dict[str, Any]]] = {
         "micro-batch 128": {},
         "Liger": {"use_liger_kernel": True},
         "checkpointing": {"gradient_checkpointing": True},
-        "utilisation 0.5": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 8,
+        "utilisation 0.5, micro-batch 64": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 8,
                             "vllm_gpu_memory_utilization": 0.5},
         "micro-batch 64": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 8},
         "micro-batch 32": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 16},
@@ -362,7 +362,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trl-steps", type=int, default=5)
     parser.add_argument("--skip", type=int, default=2)
     parser.add_argument("--sweep", action="store_true", help="TRL's settings one by one")
-    parser.add_argument("--settings", nargs="+", help="of the sweep, by name; default all")
+    parser.add_argument("--settings", nargs="+", help="of the --sweep, by name; default all")
     parser.add_argument("--models", type=Path, help="folder that keeps the random models for the next call")
     parser.add_argument(
         "--run", nargs="+", type=json.loads, default=[], help='Trimtab again with these, {"token_budget": 16384}'
@@ -380,6 +380,9 @@ def tries_of(side: str, name: str, args: argparse.Namespace) -> dict[str, dict[s
         return {side: {}} | {f"trimtab, {json.dumps(settings)}": settings for settings in args.run}
     if not args.sweep:
         return {side: TRL_BEST[name]}
+    unknown = [what for what in args.settings or [] if not any(what in sweep for sweep in TRL_SWEEP.values())]
+    if unknown:
+        raise SystemExit(f"--settings: no sweep has {', '.join(unknown)}; {name} has {', '.join(TRL_SWEEP[name])}")
     tried = args.settings or list(TRL_SWEEP[name])
     return {f"trl, {what}": TRL_BEST[name] | TRL_SWEEP[name][what] for what in tried if what in TRL_SWEEP[name]}
 

@@ -11,7 +11,8 @@ import psutil
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a session of its own, and all that it started, in its process group or out of it."""
+    """End a process that leads a session of its own, and all that it started, in its process group or, while it runs, out of
+    it."""
     if process.returncode is not None:
         if not psutil.pid_exists(process.pid):  # or its number is another's by now
             _kill_group(process.pid)

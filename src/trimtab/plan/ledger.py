@@ -254,13 +254,13 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
     rows = batch * (job.new_tokens * 16 + 512)
     apart = run.outside or not place.shares_weights
-    copies, cut = _processes(run), _cut(run)
-    own = {"rollout weights": copies * shape.parameters * s // place.tensor // cut} if apart else {}
+    copies, parts = _processes(run), parts_of(run, place)
+    own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
     words = 4 * shape.vocabulary  # every device draws from all of them
     found = own | {
-        "KV cache": rollout.kv_memory // _kv_cut(job, run),
-        "decode step": batch * (words + (entry - words) // cut) // place.tensor + rows,
-        "prefill": copies * prefill * pass_ // place.tensor // cut,
+        "KV cache": rollout.kv_memory // (_kv_cut(job, run) if place.tensor == 1 else 1),
+        "decode step": batch * (words + (entry - words) // parts) + rows,
+        "prefill": copies * prefill * pass_ // parts,
     }
     if run.outside and not machine.cpu:
         found = {ENGINE: _elsewhere(found) + copies * (CONTEXT + GRAPHS)}
@@ -347,7 +347,7 @@ def _stays(job: Job, machine: Machine, run: Run) -> dict[str, int]:
     lent, apart = run.rollout.lend_memory is True, run.outside
     found = {} if lent else {"KV cache": run.rollout.kv_memory // _kv_cut(job, run)}
     if apart and not lent:
-        found["rollout weights"] = _processes(run) * job.shape.parameters * job.itemsize // _cut(run)
+        found["rollout weights"] = _processes(run) * job.shape.parameters * job.itemsize // parts_of(run)
     if apart and not machine.cpu:
         return {ENGINE: _elsewhere(found) + _processes(run) * (CONTEXT + GRAPHS)}
     return found
@@ -363,14 +363,14 @@ def _processes(run: Run) -> int:
     return run.rollout.processes if run.outside and run.rollout.processes != "auto" else 1
 
 
-def _cut(run: Run) -> int:
-    """Devices that a copy in an engine outside is cut over; what each has is counted on the trainer's."""
-    return run.rollout.tensor_parallel if run.outside else 1
+def parts_of(run: Run, place: Placement = ALONE) -> int:
+    """Devices that a copy of the model in rollout is cut over; what each has is counted on the trainer's."""
+    return max(place.tensor, run.rollout.tensor_parallel if run.outside else 1)
 
 
 def _kv_cut(job: Job, run: Run) -> int:
-    """Heads that cannot be shared out evenly are on every device."""
-    return _cut(run) if all(block.kv_heads % _cut(run) == 0 for block in job.shape.kinds) else 1
+    """Of few heads several devices have the same."""
+    return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds))
 
 
 def _apart(job: Job, machine: Machine, run: Run) -> dict[str, int]:
@@ -397,7 +397,7 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
         if job.environment:
             found["environment workers"] = run.reward_workers * WORKER
     if run.outside and job.generates:
-        parts = _cut(run) + 1 if _cut(run) > 1 else 1
+        parts = parts_of(run) + 1 if parts_of(run) > 1 else 1
         found[ENGINE] = _processes(run) * parts * (CPU_PROCESS if machine.cpu else PROCESS)
         if machine.cpu or job.shape.has_experts or parts > 1:  # experts have other names in a checkpoint
             found["published weights"] = job.shape.parameters * job.itemsize

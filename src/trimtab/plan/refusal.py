@@ -60,12 +60,19 @@ def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
 
 
 def refuse_uneven_cut(run: Run, job: Job) -> None:
-    """Every device has as many heads as every other."""
-    devices, heads = run.rollout.tensor_parallel, sorted({block.heads for block in job.shape.kinds})
-    if job.generates and any(count % devices for count in heads):
-        most = max(n for n in range(1, devices) if not any(count % n for count in heads))
-        what = f"is {devices}, and {' and '.join(map(str, heads))} attention heads cannot be cut into as many parts"
-        raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}, or another divisor.")])
+    """Every device has as much of a layer as every other, as vLLM cuts it: of few KV heads several have the same."""
+
+    def even(parts: int) -> bool:
+        return all(
+            block.heads % parts == 0 == block.width % parts and 0 in (block.kv_heads % parts, parts % block.kv_heads)
+            for block in job.shape.kinds
+        )
+
+    asked = run.rollout.tensor_parallel
+    if job.generates and run.outside and not even(asked):
+        block, most = next(iter(job.shape.kinds)), max(parts for parts in range(1, asked) if even(parts))
+        what = f"is {asked}, and {block.heads} heads, {block.kv_heads} of keys, and {block.width} columns cannot be cut so evenly"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}.")])
 
 
 def refuse(plan: Plan, run: Run, profile: str) -> ConfigError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes
+from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes, parts_of
 
 LAUNCH = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
@@ -152,7 +152,7 @@ class _Clock:
         return outside_step(self.job, self.machine, self.run, processes, batch, context, self.place, self.rates)
 
     def device_step(self, batch: float, context: float) -> float:
-        job, shape, cut = self.job, self.job.shape, self.place.tensor
+        job, shape, cut = self.job, self.job.shape, parts_of(self.run, self.place)
         read = min(shape.parameters, shape.active_parameters * max(1.0, batch)) * job.itemsize / cut
         keys = batch * context * shape.kv_elements * job.itemsize / cut
         logits = 8 * batch * shape.vocabulary / cut
@@ -177,7 +177,7 @@ class _Clock:
 
     def _prefill(self, sequences: int) -> float:
         tokens = sequences / self.job.samples * self.job.typical_prompt
-        return 2 * self.job.shape.active_parameters * tokens / self.place.tensor / self.flops + 0.01
+        return 2 * self.job.shape.active_parameters * tokens / parts_of(self.run, self.place) / self.flops + 0.01
 
     def score(self) -> float:
         passes = int(self.job.compared) + int(self.job.old_logprobs) + int(self.job.critic is not None)
@@ -254,7 +254,8 @@ class _Clock:
         if self.run.outside and not self.machine.cpu:
             shape = self.job.shape
             # Experts have other names in a checkpoint, and go through the host.
-            rate = self.machine.device.host_link if shape.has_experts else self.bandwidth
+            through_host = shape.has_experts or self.run.rollout.tensor_parallel > 1
+            rate = self.machine.device.host_link if through_host else self.bandwidth
             return 2 * shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
         if self.place.shares_weights:
             return 0.0

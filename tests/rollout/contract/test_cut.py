@@ -7,9 +7,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tiny import tiny_model
 
-from tests.rollout.contract.engines import NO_VLLM, PYTHONS, make_engine, small_policy
+from tests.rollout.contract.engines import NO_VLLM, PYTHONS, SHAPE, make_engine
+from tests.rollout.contract.test_adapters import adapted, change
 from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
+from trimtab.model.policy import Policy
 from trimtab.rollout.outside.engine import OutsideEngine
 
 pytestmark = [
@@ -19,7 +22,7 @@ pytestmark = [
 
 
 def test_a_model_in_two_parts_gives_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = small_policy()
+    policy = Policy(tiny_model("qwen2", tie_word_embeddings=True, **SHAPE | {"num_key_value_heads": 2}))
     engine = make_engine("vllm", policy, tensor_parallel=2)
     assert isinstance(engine, OutsideEngine)
     native = make_engine("native", policy)
@@ -61,3 +64,15 @@ def test_a_model_in_two_parts_gives_the_tokens_of_the_whole(monkeypatch: pytest.
     parts += psutil.Process(engine.pids[0]).children(recursive=True)
     engine.close()
     assert not [p for p in parts if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_adapters_of_a_model_in_two_parts_that_has_one_head_of_keys() -> None:
+    policy = adapted()
+    engine, native = make_engine("vllm", policy, tensor_parallel=2), make_engine("native", policy)
+    requests = ask(prompts(4, shared=20), samples=3)
+    for version in (1, 2):
+        change(policy, version)
+        for made in (engine, native):
+            made.publish(version)
+        assert tokens(collect(engine, requests)) == tokens(collect(native, requests))
+    engine.close()

@@ -216,7 +216,11 @@ RULES: tuple[Rule, ...] = (
         "run.offload.reference",
     ),
     automatic("vllm.num_engines vllm_num_engines", "one native engine", "run.engine"),
-    automatic("vllm.tensor_parallel_size vllm_tensor_parallel_size", "the engine is one device"),
+    automatic(
+        "vllm.tensor_parallel_size vllm_tensor_parallel_size",
+        "one, unless vLLM is asked for more",
+        "run.rollout.tensor_parallel",
+    ),
     automatic(
         "vllm.gpu_memory_utilization vllm_gpu_memory_utilization",
         "no share to guess: the KV cache gets what the plan leaves, in bytes",

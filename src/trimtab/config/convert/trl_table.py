@@ -142,7 +142,11 @@ RULES: tuple[Rule, ...] = (
         "no share to guess: the KV cache gets what the plan leaves, in bytes",
         "run.rollout.kv_memory",
     ),
-    automatic("vllm_tensor_parallel_size", "the engine is one device"),
+    automatic(
+        "vllm_tensor_parallel_size",
+        "one, unless vLLM is asked for more",
+        "run.rollout.tensor_parallel",
+    ),
     automatic(
         "vllm_max_model_length vllm_max_model_len",
         "the longest prompt and completion together",

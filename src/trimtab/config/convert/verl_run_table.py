@@ -40,7 +40,8 @@ RUN_RULES: tuple[Rule, ...] = (
     ),
     automatic(
         "A.rollout.tensor_model_parallel_size | A.rollout.tensor_parallel_size rollout.tensor_parallel_size tensor_parallel_size",
-        "the engine is one device",
+        "one, unless vLLM is asked for more",
+        "run.rollout.tensor_parallel",
     ),
     automatic("A.rollout.data_parallel_size", ONE_DEVICE),
     automatic("A.rollout.disable_log_stats", "tokens a second, batch and KV use are on every step's line"),

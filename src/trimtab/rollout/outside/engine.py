@@ -125,7 +125,7 @@ class OutsideEngine:
         self._weights = SharedWeights(policy, one_device=tensor_parallel == 1)
         self._sleeps = lend_memory and policy.device.type == "cuda"
         kv_heads = getattr(policy.config, "num_key_value_heads", None) or policy.config.num_attention_heads
-        each = tensor_parallel if kv_heads % tensor_parallel == 0 else 1  # or every device has all of them
+        each = min(tensor_parallel, kv_heads)  # of few several devices have the same
         self._settings: dict[str, Any] = {
             "folder": self._folder.name,
             "dtype": str(policy.dtype).removeprefix("torch."), "cuda": policy.device.type == "cuda",
@@ -148,6 +148,8 @@ class OutsideEngine:
     def path(self) -> str:
         where = "" if self._python == sys.executable else f" of {self._python}"
         many = "a process of its own" if len(self._members) == 1 else f"{len(self._members)} processes of their own"
+        if self._settings["tensor_parallel"] > 1:
+            many += f", the model in {self._settings['tensor_parallel']} parts"
         how = "read in place" if self._weights.direct else "through host memory"
         return f"{self.kind.title} {self.ready.version}{where}, {many}; weights {how}; Trimtab draws the tokens"
 

@@ -40,13 +40,13 @@ class Opened:
 
     def only(self, handles: tuple[bytes, ...]) -> None:
         """These are open, and no others."""
-        for handle in self._pointers.keys() - set(handles):
-            _call("cuIpcCloseMemHandle", ctypes.c_uint64(self._pointers.pop(handle)))
         for handle in handles:
             if handle not in self._pointers:
                 pointer = ctypes.c_uint64()
                 _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_PEERS)
                 self._pointers[handle] = pointer.value
+        for handle in self._pointers.keys() - set(handles):
+            _call("cuIpcCloseMemHandle", ctypes.c_uint64(self._pointers.pop(handle)))
 
     def bytes_of(self, handle: bytes, offset: int, count: int) -> torch.Tensor:
         return torch.as_tensor(_Bytes(self._pointers[handle] + offset, count), device="cuda")

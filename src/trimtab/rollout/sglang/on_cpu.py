@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -25,10 +26,10 @@ def prepare() -> None:
     for make in (torch.tensor, torch.zeros, torch.empty, torch.arange):
         setattr(torch, make.__name__, _unpinned(make))
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
-    if importlib.util.find_spec("vllm") is None:
-        kernels: Any = ModuleType("vllm._custom_ops")
+    if "vllm" not in sys.modules and importlib.util.find_spec("vllm") is None:
+        library, kernels = (_module(name) for name in ("vllm", "vllm._custom_ops"))
         kernels.rotary_embedding = None
-        sys.modules |= {"vllm": ModuleType("vllm"), "vllm._custom_ops": kernels}
+        sys.modules |= {"vllm": library, "vllm._custom_ops": kernels}
 
     choose = ServerArgs._handle_cpu_backends
 
@@ -37,6 +38,12 @@ def prepare() -> None:
         self.sampling_backend = BACKEND
 
     ServerArgs._handle_cpu_backends = with_sampler
+
+
+def _module(name: str) -> Any:
+    made = ModuleType(name)
+    made.__spec__ = ModuleSpec(name, None)
+    return made
 
 
 def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -26,6 +26,17 @@ USUAL = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_
 ROOMS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """What vLLM says where a worker in a process of its own has died: while it was waited for, or before."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) in ("cancelled", "Executor failed."):
+            raise RuntimeError("one of vLLM's workers has ended") from error
+        raise
+
+
 @dataclass
 class _Running:
     ask_id: int
@@ -95,6 +106,7 @@ class Core:
         with _in_words():
             return self._llm.collective_rpc(work, args=given)[0]
 
+    @_in_words()
     def publish(self, order: Publish) -> None:
         """Take the trainer's weights, or its adapters alone; `NotShared` where they cannot be seen, and then as before."""
         if order.weights is not None:
@@ -120,6 +132,7 @@ class Core:
         self._adapters = LoRARequest(f"version {order.version}, {self._taken}", self._taken, order.adapters)
         self._engine.add_lora(self._adapters)
 
+    @_in_words()
     def sleep(self) -> None:
         """Give up weights and KV; what was published is read again when they are needed."""
         if self._setup.sleeps and not self._asleep:
@@ -132,6 +145,7 @@ class Core:
             self._llm.wake_up(tags=parts)
             self._asleep = parts == ["weights"]
 
+    @_in_words()
     def begin(self, order: Generate) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -195,6 +209,7 @@ class Core:
         for (id, tokens, stopped), values in zip(found, logprobs):
             yield self.account.done(id, tokens, values, stopped)
 
+    @_in_words()
     def abort(self) -> None:
         """Leave nothing behind of what is unfinished."""
         if self._running:
@@ -203,17 +218,6 @@ class Core:
             self._running.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
-
-
-@contextmanager
-def _in_words() -> Iterator[None]:
-    """What vLLM says where a worker in a process of its own has died."""
-    try:
-        yield
-    except RuntimeError as error:
-        if str(error) == "cancelled":
-            raise RuntimeError("one of vLLM's workers has ended") from error
-        raise
 
 
 def lora_room(rank: int) -> int:

@@ -38,14 +38,16 @@ def sample_as(_: Any, sampling: dict[str, Any]) -> None:
     Drawing.current.drawn.sampling = Sampling.model_validate(sampling)
 
 
-def made(_: Any, ids: list[int]) -> list[list[int]]:
-    """Tokens that requests have so far."""
-    return [list(Drawing.current.made.get(id, [])) for id in ids]
+def made(worker: Any, ids: list[int]) -> list[list[int]]:
+    """Tokens that requests have so far; of the first worker alone, which all are like."""
+    return [list(Drawing.current.made.get(id, [])) for id in ids] if worker.rank == 0 else []
 
 
-def take(_: Any, ids: list[int], counts: list[int]) -> list[torch.Tensor]:
-    """Log-probs of requests that ended, on the CPU."""
-    return Drawing.current.take(ids, counts)
+def take(worker: Any, ids: list[int], counts: list[int]) -> list[torch.Tensor]:
+    """Log-probs of requests that ended, on the CPU; of the first worker alone, and each in memory of its own: pickled, a view
+    brings all of the others along."""
+    found = Drawing.current.take(ids, counts)
+    return [values.clone() for values in found] if worker.rank == 0 else []
 
 
 def forget(_: Any, ids: list[int]) -> None:
