@@ -72,8 +72,9 @@ def assert_same_learned(one: tuple[list[dict], dict], two: tuple[list[dict], dic
 
 
 @needs_vllm
-def test_vllm_learns_what_the_native_engine_learns(folder: Path, tmp_path: Path, native) -> None:
-    found = run(folder, tmp_path / "run", engine="vllm", rollout={"python": vllm_python()})
+@pytest.mark.parametrize("parts", [1, 2])
+def test_vllm_learns_what_the_native_engine_learns(folder: Path, tmp_path: Path, native, parts: int) -> None:
+    found = run(folder, tmp_path / "run", engine="vllm", rollout={"python": vllm_python(), "tensor_parallel": parts})
     assert_same_learned(native, found, folder)
     assert all(row["rollout/logprob_gap"] < 1e-4 for row in found[0] if "rollout/logprob_gap" in row)
 

@@ -37,6 +37,7 @@ CASES: dict[str, list[Any]] = {
     "rollout.python": [None],  # of vllm: test_engines.py
     "rollout.eager": [None],
     "rollout.processes": ["auto"],
+    "rollout.tensor_parallel": [1],
     "offload.optimizer": [True, False],
     "offload.reference": [False],  # true needs a reference policy: below
     "offload.activations": [True, False],
