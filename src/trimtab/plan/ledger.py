@@ -254,7 +254,7 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
     rows = batch * (job.new_tokens * 16 + 512)
     apart = run.outside or not place.shares_weights
-    copies, parts = _processes(run), parts_of(run, place)
+    copies, parts = processes_of(run), parts_of(run, place)
     own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
     words = 4 * shape.vocabulary  # every device draws from all of them
     found = own | {
@@ -347,9 +347,9 @@ def _stays(job: Job, machine: Machine, run: Run) -> dict[str, int]:
     lent, apart = run.rollout.lend_memory is True, run.outside
     found = {} if lent else {"KV cache": run.rollout.kv_memory // _kv_cut(job, run)}
     if apart and not lent:
-        found["rollout weights"] = _processes(run) * job.shape.parameters * job.itemsize // parts_of(run)
+        found["rollout weights"] = processes_of(run) * job.shape.parameters * job.itemsize // parts_of(run)
     if apart and not machine.cpu:
-        return {ENGINE: _elsewhere(found) + _processes(run) * (CONTEXT + GRAPHS)}
+        return {ENGINE: _elsewhere(found) + processes_of(run) * (CONTEXT + GRAPHS)}
     return found
 
 
@@ -358,7 +358,7 @@ def _elsewhere(found: dict[str, int]) -> int:
     return sum(found.values()) + int(SLACK * sum(size for name, size in found.items() if name != "KV cache"))
 
 
-def _processes(run: Run) -> int:
+def processes_of(run: Run) -> int:
     """Of an engine outside; 1 where it is the trainer's own."""
     return run.rollout.processes if run.outside and run.rollout.processes != "auto" else 1
 
@@ -366,6 +366,12 @@ def _processes(run: Run) -> int:
 def parts_of(run: Run, place: Placement = ALONE) -> int:
     """Devices that a copy of the model in rollout is cut over; what each has is counted on the trainer's."""
     return max(place.tensor, run.rollout.tensor_parallel if run.outside else 1)
+
+
+def through_host(job: Job, run: Run) -> bool:
+    """Weights on their way to an engine outside: experts have other names in a checkpoint, and only one device can be read in
+    place."""
+    return job.shape.has_experts or parts_of(run) > 1
 
 
 def _kv_cut(job: Job, run: Run) -> int:
@@ -397,9 +403,9 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
         if job.environment:
             found["environment workers"] = run.reward_workers * WORKER
     if run.outside and job.generates:
-        parts = parts_of(run) + 1 if parts_of(run) > 1 else 1
-        found[ENGINE] = _processes(run) * parts * (CPU_PROCESS if machine.cpu else PROCESS)
-        if machine.cpu or job.shape.has_experts or parts > 1:  # experts have other names in a checkpoint
+        each = parts_of(run) + 1 if parts_of(run) > 1 else 1  # parts have processes beside the engine's
+        found[ENGINE] = processes_of(run) * each * (CPU_PROCESS if machine.cpu else PROCESS)
+        if machine.cpu or through_host(job, run):
             found["published weights"] = job.shape.parameters * job.itemsize
     if run.offload.optimizer is True:
         found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards

@@ -11,8 +11,9 @@ from trimtab.config.run import Run
 from trimtab.errors import ConfigError, Problem
 from trimtab.plan.cache import applied, recall
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB, kv_bytes
+from trimtab.plan.ledger import GIB, kv_bytes, processes_of
 from trimtab.plan.planner import Choice, Plan, make_plan, page_tokens, place_over
+from trimtab.plan.shape import Block
 
 
 def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, str]:
@@ -48,7 +49,7 @@ def planned(run: Run, job: Job, machine: Machine) -> Plan:
 
 def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
     pinned = run.rollout.kv_memory
-    processes = run.rollout.processes if run.outside and run.rollout.processes != "auto" else 1
+    processes = processes_of(run)
     need = processes * kv_bytes(job, 1, job.longest_sequence, page_tokens(run, job, machine)[0])
     if not job.generates:
         return
@@ -62,15 +63,15 @@ def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
 def refuse_uneven_cut(run: Run, job: Job) -> None:
     """Every device has as much of a layer as every other, as vLLM cuts it: of few KV heads several have the same."""
 
-    def even(parts: int) -> bool:
-        return all(
-            block.heads % parts == 0 == block.width % parts and 0 in (block.kv_heads % parts, parts % block.kv_heads)
-            for block in job.shape.kinds
-        )
+    def uneven(parts: int) -> list[Block]:
+        return [
+            block for block in job.shape.kinds
+            if block.heads % parts or block.width % parts or (block.kv_heads % parts and parts % block.kv_heads)
+        ]  # fmt: skip
 
     asked = run.rollout.tensor_parallel
-    if job.generates and run.outside and not even(asked):
-        block, most = next(iter(job.shape.kinds)), max(parts for parts in range(1, asked) if even(parts))
+    if job.generates and run.outside and uneven(asked):
+        block, most = uneven(asked)[0], max(parts for parts in range(1, asked) if not uneven(parts))
         what = f"is {asked}, and {block.heads} heads, {block.kv_heads} of keys, and {block.width} columns cannot be cut so evenly"
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}.")])
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes, parts_of
+from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes, parts_of, through_host
 
 LAUNCH = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
@@ -27,7 +27,7 @@ OUTSIDE_STEP, OUTSIDE_SEQUENCE = 2e-3, 36e-6
 SGLang is taken to need as much: it has not been measured."""
 OUTSIDE_DEVICE = 1.3e-3
 """Seconds of the device that a step takes beyond the native engine's: five processes of SmolLM2-135M, 103 sequences each, had
-steps of 12 ms on an H200 that was 88 % busy, 2.1 ms for each of them (docs/log.md)."""
+steps of 12 ms on an H200 that was 88 % busy when it was looked at: 2.1 ms for each (docs/log.md)."""
 OUTSIDE_PUBLISH = 0.15
 """Seconds: names, views and kernels of a model's weights."""
 CPU_BANDWIDTH, CPU_FLOPS = 12e9, 50e9
@@ -252,11 +252,8 @@ class _Clock:
     def publish(self) -> float:
         """Rollout reads the trainer's own weights, or gets a copy."""
         if self.run.outside and not self.machine.cpu:
-            shape = self.job.shape
-            # Experts have other names in a checkpoint, and go through the host.
-            through_host = shape.has_experts or self.run.rollout.tensor_parallel > 1
-            rate = self.machine.device.host_link if through_host else self.bandwidth
-            return 2 * shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
+            rate = self.machine.device.host_link if through_host(self.job, self.run) else self.bandwidth
+            return 2 * self.job.shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
         if self.place.shares_weights:
             return 0.0
         return self.job.shape.parameters * self.job.itemsize / self._link(self.machine.devices) + 0.05

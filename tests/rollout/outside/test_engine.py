@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_model
 
 from tests.rollout.contract.engines import make_engine, small_policy
 from tests.rollout.contract.test_adapters import adapted
@@ -272,3 +274,28 @@ def test_what_is_tried_goes_beyond_a_window_that_sequences_grow_out_of(
     window: int | None, context: int, wanted: tuple[int, int]
 ) -> None:
     assert engines.probe(window, context) == wanted
+
+
+@pytest.mark.parametrize(
+    ("heads", "devices", "wanted"),
+    [
+        ({}, 1, 1),
+        ({"num_attention_heads": 8}, 4, 4),
+        ({"num_attention_heads": 8, "num_key_value_heads": 4}, 2, 2),
+        ({"num_attention_heads": 8, "num_key_value_heads": 2}, 4, 2),
+    ],
+    ids=["no heads, one device", "all of keys", "some", "fewer than devices"],
+)
+def test_a_cache_is_cut_by_heads_of_keys(heads: dict[str, int], devices: int, wanted: int) -> None:
+    assert engines.kv_cut(SimpleNamespace(**heads), devices) == wanted
+
+
+def test_every_process_and_device_has_its_part_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = Policy(tiny_model("qwen2", num_key_value_heads=2))
+    for changes, wanted in (({"processes": 2}, 2**25), ({"tensor_parallel": 2}, 2**25), ({}, 2**26)):
+        engine, made = scripted(monkeypatch, policy=two, kv_bytes=2**26, **changes)
+        setup = made[0].sent[0]
+        assert isinstance(setup, Setup) and setup.kv_bytes == wanted
+        assert setup.tensor_parallel == changes.get("tensor_parallel", 1)
+        assert changes != {"tensor_parallel": 2} or "the model in 2 parts" in engine.path
+        engine.close()

@@ -124,14 +124,12 @@ class OutsideEngine:
         _write_config(policy, tokenizer, Path(self._folder.name))
         self._weights = SharedWeights(policy, one_device=tensor_parallel == 1)
         self._sleeps = lend_memory and policy.device.type == "cuda"
-        kv_heads = getattr(policy.config, "num_key_value_heads", None) or policy.config.num_attention_heads
-        each = min(tensor_parallel, kv_heads)  # of few several devices have the same
         self._settings: dict[str, Any] = {
             "folder": self._folder.name,
             "dtype": str(policy.dtype).removeprefix("torch."), "cuda": policy.device.type == "cuda",
-            "kv_bytes": kv_bytes // processes // each, "prefill_tokens": prefill_tokens, "page_tokens": page_tokens,
-            "longest": longest, "prefix_cache": prefix_cache, "eager": eager, "sleeps": self._sleeps, "rank": _rank(policy),
-            "tensor_parallel": tensor_parallel,
+            "kv_bytes": kv_bytes // processes // kv_cut(policy.config, tensor_parallel), "page_tokens": page_tokens,
+            "prefill_tokens": prefill_tokens, "longest": longest, "prefix_cache": prefix_cache, "eager": eager,
+            "sleeps": self._sleeps, "rank": _rank(policy), "tensor_parallel": tensor_parallel,
         }  # fmt: skip
         self.ready: Ready
         self._adapters = self._weights.write_adapters(Path(self._folder.name))
@@ -454,6 +452,13 @@ def _write_config(policy: Policy, tokenizer: Any, folder: Path) -> None:
         config.architectures = named
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def kv_cut(config: Any, devices: int) -> int:
+    """Into how many parts a cache is cut: of few heads of keys several devices have the same."""
+    if devices == 1:
+        return 1
+    return min(devices, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _rank(policy: Policy) -> int:
