@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -476,6 +476,27 @@ def test_what_cannot_be_cut_evenly_is_refused(parts: int, most: int) -> None:
     run, job = Run(engine="vllm", rollout=Rollout(tensor_parallel=parts)), qwen("qwen2.5-7b", rank=16, adapters=10**7)
     with pytest.raises(ConfigError, match=rf"cannot be cut so evenly(.|\n)*Write {most}\.") if most else nullcontext():
         plan_here(run, job, Machine(find_device("h200"), 1, 256 * GIB, 16))
+
+
+@pytest.mark.parametrize(
+    ("engine", "itemsize", "rank", "cpu", "words"),
+    [
+        ("vllm", 4, 16, False, "vLLM computes adapters in half precision alone on a GPU"),
+        ("vllm", 2, 16, False, None),
+        ("vllm", 4, 0, False, None),
+        ("vllm", 4, 16, True, None),
+        ("sglang", 4, 16, False, None),
+        ("sglang", 8, 0, False, "sglang computes nothing in float64"),
+        ("vllm", 8, 0, True, "vllm computes nothing in float64"),
+        ("native", 8, 16, False, None),
+    ],
+)
+def test_types_that_an_engine_does_not_compute_in_are_refused(
+    engine: Literal["native", "vllm", "sglang"], itemsize: int, rank: int, cpu: bool, words: str | None
+) -> None:
+    job = qwen(itemsize=itemsize, rank=rank, adapters=rank * 10**5)
+    with pytest.raises(ConfigError, match=rf"model.dtype: {words}") if words else nullcontext():
+        plan_here(Run(engine=engine), job, Machine(find_device("h200"), 1, 256 * GIB, 16, cpu=cpu))
 
 
 def test_a_model_is_not_cut_twice() -> None:

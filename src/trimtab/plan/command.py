@@ -18,7 +18,7 @@ from trimtab.plan.devices import find_device, of_size
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
-from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_uneven_cut, widest
+from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot, widest
 from trimtab.plan.report import as_dict, offers
 from trimtab.plan.source import EXAMPLE, MODEL, PROMPT, job_of, lengths_of, offline_job_of
 
@@ -90,7 +90,7 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     if machine.devices > 1:
         notes.append("This version trains on one device; the plan shows what more would take.")
     refuse_small_kv(config.run, job, machine)
-    refuse_uneven_cut(config.run, job)
+    refuse_what_engines_cannot(config.run, job, machine)
     plan = place_over(config.run, job, machine, profile)
     if not plan.fits and asked.profile is None:
         fuller, filled = widest(config.run, job, machine, profile)

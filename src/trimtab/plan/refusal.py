@@ -25,7 +25,7 @@ def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, st
 def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     """The plan of a run that is about to start; raises where nothing fits."""
     refuse_small_kv(run, job, machine)
-    refuse_uneven_cut(run, job)
+    refuse_what_engines_cannot(run, job, machine)
     plan, profile = widest(run, job, machine, run.profile)
     if not plan.fits and not machine.cpu:  # host memory can be swapped, and what others hold there comes and goes
         raise refuse(plan, run, profile)
@@ -60,6 +60,19 @@ def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
         raise ConfigError([Problem("run.rollout.kv_memory", what, fix)])
 
 
+def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
+    """What another library's engine would fail at after it was started."""
+    if not (job.generates and run.outside):
+        return
+    if job.itemsize > 4:
+        fix = "Write float32 or bfloat16; or run.engine: native."
+        raise ConfigError([Problem("model.dtype", f"{run.engine} computes nothing in float64", fix)])
+    if run.engine == "vllm" and job.rank and job.itemsize > 2 and not machine.cpu:
+        what = "vLLM computes adapters in half precision alone on a GPU"
+        raise ConfigError([Problem("model.dtype", what, "Write bfloat16; or run.engine: native.")])
+    refuse_uneven_cut(run, job)
+
+
 def refuse_uneven_cut(run: Run, job: Job) -> None:
     """Every device has as much of a layer as every other, as vLLM cuts it: of few KV heads several have the same."""
 
@@ -70,7 +83,7 @@ def refuse_uneven_cut(run: Run, job: Job) -> None:
         ]  # fmt: skip
 
     asked = run.rollout.tensor_parallel
-    if job.generates and run.outside and uneven(asked):
+    if uneven(asked):
         block, most = uneven(asked)[0], max(parts for parts in range(1, asked) if not uneven(parts))
         what = f"is {asked}, and {block.heads} heads, {block.kv_heads} of keys, and {block.width} columns cannot be cut so evenly"
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}.")])

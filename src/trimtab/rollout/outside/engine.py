@@ -234,7 +234,7 @@ class OutsideEngine:
         requests = [Request(Prompt(i, "", row), 2, new, Sampling(), seed=1, step=0) for i, row in enumerate(rows)]
         try:
             found = [trajectory for group in self.generate(requests) for trajectory in group.trajectories]
-            gap = float(torch.cat([(t.logprobs - _logprobs(self.policy, t)).abs() for t in found]).mean())
+            gap = float(torch.cat([(t.logprobs - trainer_logprobs(self.policy, t)).abs() for t in found]).mean())
             if not gap <= TOLERANCE_NATS[self.policy.dtype]:
                 whose = f"{self.kind.title} {self.ready.version} gives other log-probs for {self.policy.name} than the trainer"
                 raise EngineError(
@@ -431,8 +431,8 @@ def probe(window: int | None, context: int) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _logprobs(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
-    """The trainer's, of what was drawn."""
+def trainer_logprobs(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
+    """Of what was drawn."""
     device, first = policy.device, len(trajectory.prompt.tokens)
     tokens = torch.tensor([*trajectory.prompt.tokens, *trajectory.tokens.tolist()], device=device)
     plan = PackedPlan([len(tokens) - 1], device)
