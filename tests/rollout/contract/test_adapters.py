@@ -67,7 +67,7 @@ def test_adapters_in_half_precision_are_those_of_the_trainer(kind: str, eager: b
         found = flat(collect(engine, ask(prompts(8, shared=40), samples=4)))
         now = gap(policy, found)
         change(policy, version + 10)
-        assert now < 0.05 < 0.2 < gap(policy, found)
+        assert now < 0.15 and gap(policy, found) > 1.0
         engine.lend()
     engine.close()
 
