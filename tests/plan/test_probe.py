@@ -104,6 +104,15 @@ def test_micro_batches_outlast_the_launching_that_was_measured(host: float) -> N
     after = corrected(before, Run(), Correction(launch_s=host))
     assert after.run.token_budget == (16384 if host < 2e-3 else 32768 if host < 3e-3 else 65536)
     assert after.times.update == pytest.approx(before.times.update, rel=0.35)
+    grown = after.run.token_budget > before.run.token_budget
+    assert after.run.checkpoint_activations == ("some" if grown else False)
+    if grown:
+        assert after.ledger.fullest.device_bytes < 1.1 * before.ledger.fullest.device_bytes
+        why = {choice.key: (choice.value, choice.why) for choice in after.choices}
+        assert why["run.checkpoint_activations"] == ("some", "two micro-batches, measured")
+    pinned = Run(checkpoint_activations=False)
+    alone = corrected(make_plan(pinned, job, before.machine), pinned, Correction(launch_s=host))
+    assert alone.run.checkpoint_activations is False and alone.run.token_budget == after.run.token_budget
 
 
 def test_memory_that_runs_out_on_the_way_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

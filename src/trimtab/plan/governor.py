@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trimtab.config.run import Run
-from trimtab.plan.ledger import GIB, UNSEEN, draw_up
-from trimtab.plan.planner import GRAIN, WIDEST, Plan, useful_tokens
-from trimtab.plan.times import predict
+from trimtab.plan.ledger import GIB, UNSEEN
+from trimtab.plan.planner import GRAIN, WIDEST, Plan, kept_when_wider, useful_tokens
 from trimtab.update.updater import Recompute
 
 RAISE, LOWER = 1.25, 0.8
@@ -23,8 +21,6 @@ WAITS = 0.1
 """A device that is no further behind the host than so much of a micro-batch waits for it."""
 IN_A_ROW = 2
 """Steps: the first also compiles."""
-LITTLE = 1.05
-"""A step with some activations made again over one without, as predicted."""
 
 
 @dataclass(frozen=True)
@@ -83,25 +79,9 @@ class Governor:
         return Move(higher, recompute)
 
     def _recompute(self, now: Move, budget: int) -> Recompute:
-        """Some activations, where a step takes little longer with it and a larger micro-batch then fits where this one does."""
-        plan = self.plan
-        if not self.may_recompute or now.recompute is not False or not plan.job.fused:
+        if not self.may_recompute or now.recompute is not False:
             return now.recompute
-
-        def run(budget: int, kept: Recompute) -> Run:
-            return plan.run.model_copy(update={"token_budget": budget, "checkpoint_activations": kept})
-
-        def bytes_(run: Run) -> int:
-            return draw_up(plan.job, plan.machine, run, plan.place)["update"].device_bytes
-
-        def seconds(run: Run) -> float:
-            return predict(plan.job, plan.machine, run, plan.place).total
-
-        whole, some = run(budget, False), run(budget, "some")
-        planned = max(bytes_(run(now.budget, False)), plan.ledger.fullest.device_bytes)
-        room = min(plan.limits.device, int(1.1 * planned))
-        cheap = seconds(some) <= LITTLE * seconds(whole) and bytes_(some) <= room
-        return "some" if cheap else False
+        return kept_when_wider(self.plan, now.budget, budget)
 
     @property
     def _limit(self) -> float:

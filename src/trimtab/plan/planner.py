@@ -32,6 +32,8 @@ MOST_PROCESSES = 6
 NEAR = 1.1
 WIDEST = 65536
 """Tokens of the largest micro-batch that is of use."""
+LITTLE = 1.05
+"""A step with some activations made again over one without, as predicted."""
 
 
 @dataclass(frozen=True)
@@ -394,6 +396,27 @@ def _useful(job: Job, machine: Machine, rates: Rates, fill: bool) -> tuple[int, 
 
 def useful_tokens(plan: Plan) -> int:
     return _useful(plan.job, plan.machine, FITTED, fill=False)[0]
+
+
+def kept_when_wider(plan: Plan, now: int, budget: int) -> Kept:
+    """Of the activations of a micro-batch that is made larger than it is now because the device waits for its host: some are made
+    again where a step takes little longer so and the larger one then fits where this one does. Otherwise all are kept."""
+    if not plan.job.fused:
+        return False
+
+    def run(budget: int, kept: Kept) -> Run:
+        return plan.run.model_copy(update={"token_budget": budget, "checkpoint_activations": kept})
+
+    def bytes_(run: Run) -> int:
+        return draw_up(plan.job, plan.machine, run, plan.place)["update"].device_bytes
+
+    def seconds(run: Run) -> float:
+        return predict(plan.job, plan.machine, run, plan.place).total
+
+    whole, some = run(budget, False), run(budget, "some")
+    planned = max(bytes_(run(now, False)), plan.ledger.fullest.device_bytes)
+    room = min(plan.limits.device, int(1.1 * planned))
+    return "some" if seconds(some) <= LITTLE * seconds(whole) and bytes_(some) <= room else False
 
 
 def _largest(
