@@ -1,4 +1,4 @@
-"""Both engines inside Trimtab: what starting, publishing weights, giving memory up and generating take.
+"""Engines inside Trimtab: what starting, publishing weights, giving memory up and generating take.
 
     python bench/engines.py                                        # the shapes 0.5b and 7b on the CUDA device
     python bench/engines.py --python ~/vllm/bin/python --tiny      # a tiny model on a CPU: it shows that it runs
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import time
 from pathlib import Path
@@ -91,6 +92,9 @@ def measure(
     kind: str, shape: dict[str, Any], sizes: list[int], adapters: bool, python: str | None, processes: int
 ) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the row before
     policy = make_policy(shape, adapters, device)
     found: dict[str, Any] = {"start_gib": used_gib(device)}
     made: list[Engine] = []
@@ -135,10 +139,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["0.5b", "7b"], choices=list(SHAPES))
     parser.add_argument("--sequences", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--engines", nargs="+", default=["native", "vllm"])
-    parser.add_argument("--processes", type=int, nargs="+", default=[1], help="of vLLM, each a row")
+    parser.add_argument("--engines", nargs="+", default=["native", "vllm"], choices=["native", *KINDS])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1], help="of an engine outside, each a row")
     parser.add_argument("--adapters", action="store_true", help="with adapters of rank 16 as well")
-    parser.add_argument("--python", help="interpreter of an environment with vLLM")
+    parser.add_argument("--python", help="interpreter of an environment with vLLM or SGLang")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

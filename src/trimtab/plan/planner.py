@@ -307,7 +307,7 @@ def _processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
     if run.rollout.tensor_parallel > 1:
         return 1, f"it has {run.rollout.tensor_parallel} devices"
     room = machine.device.memory // 4 // (job.shape.parameters * job.itemsize)
-    most = max(1, min(MOST_PROCESSES, machine.cores // 3, room, job.in_flight // 32))
+    most = max(1, min(MOST_PROCESSES, machine.cores // 3, room))
     if run.rollout.kv_memory != "auto":  # each has to hold the longest sequence
         page = page_tokens(run, job, machine)[0]
         most = max(1, min(most, run.rollout.kv_memory // kv_bytes(job, 1, job.longest_sequence, page)))

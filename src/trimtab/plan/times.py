@@ -22,12 +22,12 @@ DECODE_LAYER = 16e-6
 DECODE_STEP = 150e-6
 OWN_LAYER = 130e-6
 """More, where it is the model's own modules: 0.5B parameters and 1,024 sequences, 7.2 ms a step and not 4.05 (docs/log.md)."""
-OUTSIDE_STEP, OUTSIDE_SEQUENCE = 2e-3, 36e-6
-"""Seconds of its host that a decode step takes vLLM, and for each sequence: 512 of them 20 ms, with any model (docs/log.md).
-SGLang is taken to need as much: it has not been measured."""
-OUTSIDE_DEVICE = 1.3e-3
-"""Seconds of the device that a step takes beyond the native engine's: five processes of SmolLM2-135M, 103 sequences each, had
-steps of 12 ms on an H200 that was 88 % busy when it was looked at: 2.1 ms for each (docs/log.md)."""
+OUTSIDE_HOST = {"vllm": (1.2e-3, 28e-6), "sglang": (1.7e-3, 17e-6)}
+"""Seconds of its host that a decode step takes an engine outside, and for each sequence: between those of a slow host and a fast
+one, where 512 sequences took vLLM 20 and 11 ms, with any model (docs/log.md)."""
+OUTSIDE_DEVICE, OUTSIDE_TURN = 0.4e-3, 1.6e-3
+"""Seconds of the device that a step takes beyond the native engine's, alone and in turn with other processes: four and five of
+SmolLM2-135M had steps of 9.8 and 12 ms on H200s (docs/log.md)."""
 OUTSIDE_PUBLISH = 0.15
 """Seconds: names, views and kernels of a model's weights."""
 CPU_BANDWIDTH, CPU_FLOPS = 12e9, 50e9
@@ -85,8 +85,10 @@ def outside_step(
     rates: Rates = FITTED,
 ) -> float:  # fmt: skip
     """Seconds of a decode step of an engine outside: its processes take turns on the device, and each waits for its host."""
-    device_s = OUTSIDE_DEVICE + _Clock(job, machine, run, place, rates).device_step(batch / processes, context)
-    return max(processes * device_s, device_s + OUTSIDE_STEP + OUTSIDE_SEQUENCE * batch / processes)
+    step_s, sequence_s = OUTSIDE_HOST[run.engine]
+    device_s = _Clock(job, machine, run, place, rates).device_step(batch / processes, context)
+    device_s += OUTSIDE_TURN if processes > 1 else OUTSIDE_DEVICE
+    return max(processes * device_s, device_s + step_s + sequence_s * batch / processes)
 
 
 def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE, rates: Rates = FITTED) -> Times:
