@@ -189,3 +189,16 @@ def test_no_torch_is_needed_for_a_known_architecture(config: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["run.engine=vllm", "run.rollout.tensor_parallel=3"], "cannot be cut so evenly"),
+        (["run.engine=vllm", "model.dtype=float32", "model.lora={r: 8}"], "adapters in half precision alone"),
+        (["run.engine=sglang", "model.dtype=float64"], "cannot compute in float64"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_told_by_the_plan(config: Path, changes: list[str], words: str) -> None:
+    code, _, shown = plan(config, *changes, "--device", "h200")
+    assert code == 2 and words in " ".join(shown.split())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tiny import tiny_tokenizer
 
 import trimtab
 import trimtab.session as session
-from tests.rollout.contract.engines import NO_VLLM, small_model, vllm_python
+from tests.rollout.contract.engines import OUTSIDE, PYTHONS, small_model, vllm_python
 from trimtab.config.run import Run
 from trimtab.errors import ConfigError, EngineError
 from trimtab.model.load import save_model
@@ -27,8 +28,8 @@ from trimtab.observe.jsonl import read_jsonl
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import Plan
 from trimtab.rollout.outside.engine import OutsideEngine
+from trimtab.rollout.outside.kinds import KINDS
 
-needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
 WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
 
 
@@ -71,17 +72,27 @@ def assert_same_learned(one: tuple[list[dict], dict], two: tuple[list[dict], dic
         assert (two[1][name] - weight).abs().max() <= 1e-2 * moved + 1e-7, name
 
 
-@needs_vllm
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang needs a GPU, but for tests, where its kernels are interpreted (rollout/sglang/on_cpu.py)."""
+    monkeypatch.setitem(KINDS, "sglang", replace(KINDS["sglang"], needs_gpu=False))
+
+
 @pytest.mark.parametrize("parts", [1, 2])
-def test_vllm_learns_what_the_native_engine_learns(folder: Path, tmp_path: Path, native, parts: int) -> None:
-    found = run(folder, tmp_path / "run", engine="vllm", rollout={"python": vllm_python(), "tensor_parallel": parts})
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_another_engine_learns_what_the_native_engine_learns(
+    folder: Path, tmp_path: Path, native, anywhere: None, kind: str, parts: int
+) -> None:
+    if kind == "sglang" and parts > 1:
+        pytest.skip("SGLang runs on one device")
+    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind](), "tensor_parallel": parts})
     assert_same_learned(native, found, folder)
     assert all(row["rollout/logprob_gap"] < 1e-4 for row in found[0] if "rollout/logprob_gap" in row)
 
 
-@needs_vllm
+@pytest.mark.parametrize("kind", OUTSIDE)
 def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
-    folder: Path, tmp_path: Path, native, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, native, anywhere: None, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """SIGKILL in the second step's rollout."""
     whole, killed = OutsideEngine._next_done, []
@@ -93,7 +104,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
         return whole(self, *arguments)
 
     monkeypatch.setattr(OutsideEngine, "_next_done", interrupted)
-    found = run(folder, tmp_path / "run", engine="vllm", rollout={"python": vllm_python()})
+    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind]()})
     assert killed
     assert sum(row.get("rollout/restarts", 0) for row in found[0]) == 1
     assert_same_learned(native, found, folder)

@@ -466,7 +466,9 @@ def test_of_a_model_in_two_parts_the_trainers_device_has_one() -> None:
         assert saved == pytest.approx((weights + 8 * GIB) / 2, rel=0.1), phase
     assert half.ledger["rollout"].host["published weights"] == weights, "they go through host memory"
     saved = whole.ledger["update"].device_bytes - small.ledger["update"].device_bytes
-    assert saved == pytest.approx(weights * 7 / 8 + 8 * GIB * 3 / 4, rel=0.1), "of 4 KV heads each of 8 devices has one"
+    assert saved == pytest.approx(weights * 7 / 8 + 8 * GIB * 3 / 4, rel=0.02), (
+        "of 4 KV heads each of 8 devices has one"
+    )
     assert half.times.rollout < whole.times.rollout and half.times.publish > whole.times.publish
 
 
@@ -474,6 +476,16 @@ def test_of_a_model_in_two_parts_the_trainers_device_has_one() -> None:
 def test_what_cannot_be_cut_evenly_is_refused(parts: int, most: int) -> None:
     """28 heads, 4 of keys, 18,944 columns: 7 and 14 have heads to share out, and no keys."""
     run, job = Run(engine="vllm", rollout=Rollout(tensor_parallel=parts)), qwen("qwen2.5-7b", rank=16, adapters=10**7)
+    with pytest.raises(ConfigError, match=rf"cannot be cut so evenly(.|\n)*Write {most}\.") if most else nullcontext():
+        plan_here(run, job, Machine(find_device("h200"), 1, 256 * GIB, 16))
+
+
+@pytest.mark.parametrize(("parts", "most"), [(6, 4), (4, 0), (12, 0)])
+def test_heads_of_keys_are_shared_out_evenly_or_repeated_evenly(parts: int, most: int) -> None:
+    """Twelve heads and columns enough for all of them, and four heads of keys."""
+    shape = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 2,
+             "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
+    run, job = Run(engine="vllm", rollout=Rollout(tensor_parallel=parts)), replace(qwen(), shape=read_shape(shape))
     with pytest.raises(ConfigError, match=rf"cannot be cut so evenly(.|\n)*Write {most}\.") if most else nullcontext():
         plan_here(run, job, Machine(find_device("h200"), 1, 256 * GIB, 16))
 
@@ -486,9 +498,7 @@ def test_what_cannot_be_cut_evenly_is_refused(parts: int, most: int) -> None:
         ("vllm", 4, 0, False, None),
         ("vllm", 4, 16, True, None),
         ("sglang", 4, 16, False, None),
-        ("sglang", 8, 0, False, "sglang computes nothing in float64"),
-        ("vllm", 8, 0, True, "vllm computes nothing in float64"),
-        ("native", 8, 16, False, None),
+        ("native", 4, 16, False, None),
     ],
 )
 def test_types_that_an_engine_does_not_compute_in_are_refused(

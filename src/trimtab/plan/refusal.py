@@ -64,9 +64,6 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     """What another library's engine would fail at after it was started."""
     if not (job.generates and run.outside):
         return
-    if job.itemsize > 4:
-        fix = "Write float32 or bfloat16; or run.engine: native."
-        raise ConfigError([Problem("model.dtype", f"{run.engine} computes nothing in float64", fix)])
     if run.engine == "vllm" and job.rank and job.itemsize > 2 and not machine.cpu:
         what = "vLLM computes adapters in half precision alone on a GPU"
         raise ConfigError([Problem("model.dtype", what, "Write bfloat16; or run.engine: native.")])

@@ -276,6 +276,34 @@ def test_what_is_tried_goes_beyond_a_window_that_sequences_grow_out_of(
     assert engines.probe(window, context) == wanted
 
 
+def test_what_is_tried_is_as_long_as_the_models_window_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, made = small_policy(), list[Computing]()
+    policy.config.sliding_window = 20
+    monkeypatch.setattr("tests.rollout.outside.test_engine.small_policy", lambda: policy)
+    engine = computing(monkeypatch, little, made)
+    assert isinstance(engine, engines.OutsideEngine)
+    assert {len(a.tokens) for order in made[0].sent if isinstance(order, Generate) for a in order.asks} == {40}
+    engine.close()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_are_read_in_place_where_one_device_has_all_of_them(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def shared(policy: Policy, one_device: bool) -> SharedWeights:
+        asked.append(one_device)
+        on_gpu = SimpleNamespace(device=torch.device("cuda"))
+        assert SharedWeights(on_gpu, one_device).direct is (parts == 1)  # type: ignore[arg-type]
+        return SharedWeights(policy, one_device)
+
+    monkeypatch.setattr(engines, "SharedWeights", shared)
+    two = Policy(tiny_model("qwen2", num_key_value_heads=2))
+    scripted(monkeypatch, policy=two, tensor_parallel=parts)[0].close()
+    assert asked == [parts == 1]
+
+
 @pytest.mark.parametrize(
     ("heads", "devices", "wanted"),
     [

@@ -85,6 +85,7 @@ def test_more_parts_than_devices_are_refused(tmp_path: Path, monkeypatch: pytest
     for devices, words in (
         (1, r"is 4, and there is one CUDA device(.|\n)*at most 1"),
         (2, r"there are 2 CUDA devices"),
+        (3, r"at most 3"),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
         with pytest.raises(ConfigError, match=words):

@@ -109,3 +109,11 @@ def test_without_a_gpu_nothing_asks_for_one() -> None:
     found = server_arguments(replace(SETUP, cuda=False, dtype="bfloat16"))
     assert found["device"] == "cpu" and found["attention_backend"] == "torch_native"
     assert "attention_backend" not in server_arguments(replace(SETUP, cuda=True, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_adapters_without_a_gpu_are_computed_in_pytorch(cuda: bool, tmp_path: Path) -> None:
+    (tmp_path / "adapters-1").mkdir()
+    (tmp_path / "adapters-1" / "adapter_config.json").write_text(json.dumps({"target_modules": ["q_proj"]}))
+    found = server_arguments(replace(SETUP, folder=str(tmp_path), rank=8, cuda=cuda))
+    assert found.get("lora_backend") == (None if cuda else "torch_native")
