@@ -115,7 +115,7 @@ def make_plan(
 def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Placement, rates: Rates) -> Plan:
     """The native engine, but where a copy of the model is on several devices, or another that is here is clearly faster."""
     others = () if machine.cpu else machine.engines
-    names = ("native", *others) if place.tensor == 1 else others or (CUT_OVER,)
+    names = ("native", *others) if place.tensor == 1 else (CUT_OVER,)
     plans = {
         name: make_plan(run.model_copy(update={"engine": name}), job, machine, profile, place, rates) for name in names
     }

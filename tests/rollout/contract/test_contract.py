@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import VOCABULARY, tiny_tokenizer
 
-from tests.rollout.contract.engines import LONGEST, OUTSIDE, STOP, make_engine, small_model, small_policy
+from tests.rollout.contract.engines import DEVICE, LONGEST, OUTSIDE, STOP, make_engine, small_model, small_policy
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
 from trimtab.errors import EngineError
@@ -43,7 +43,7 @@ class Served:
 @pytest.fixture(scope="module", params=["native", *OUTSIDE])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     policy = small_policy()
-    made = make_engine(request.param, policy)
+    made = make_engine(request.param, policy, lend_memory=DEVICE.type == "cuda")
     yield Served(request.param, made, policy)
     made.close()
 
@@ -202,11 +202,14 @@ def test_tokens_are_stamped_with_the_version_that_made_them(served: Served) -> N
 
 
 def test_memory_that_was_lent_comes_back_by_itself(served: Served) -> None:
+    """Where there is a GPU; on a CPU there is one memory for all."""
     requests = ask(prompts(3))
     before = tokens(collect(served.engine, requests))
     served.engine.lend()
     served.engine.publish(served.version)
     assert tokens(collect(served.engine, requests)) == before
+    served.engine.lend()
+    assert tokens(collect(served.engine, requests)) == before, "without publishing again"
 
 
 def test_a_caller_that_stops_listening_leaves_no_ghost(served: Served) -> None:
@@ -246,12 +249,16 @@ def test_what_cannot_be_served_is_refused(served: Served, requests: list[Request
     assert collect(served.engine, ask(prompts(1)))
 
 
-def test_statistics_add_up(served: Served) -> None:
-    groups = collect(served.engine, ask(prompts(6, shared=40), samples=4))
+@pytest.mark.parametrize("sampling", [{}, {"stop": ["a", "7+"]}], ids=["", "stop strings"])
+def test_statistics_add_up(served: Served, sampling: dict) -> None:
+    requests = ask(prompts(6, shared=40), samples=4, **sampling)
+    groups = collect(served.engine, requests)
     stats = served.engine.stats
     assert stats.sequences == 24 and stats.generated_tokens == sum(len(t.tokens) for t in flat(groups))
     assert stats.decode_steps > 0 and 0 < stats.occupancy <= 1 and stats.decode_s > 0 and 0 < stats.kv_usage <= 1
     assert stats.prefill_tokens > 0 and stats.cached_prefix_tokens > 0
+    if served.kind != "native":  # whose samples share a prompt without looking for it
+        assert stats.prefill_tokens + stats.cached_prefix_tokens == sum(4 * len(r.prompt.tokens) for r in requests)
 
 
 def test_long_sequences_fill_the_context(served: Served) -> None:

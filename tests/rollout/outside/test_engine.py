@@ -22,7 +22,18 @@ from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Request
 from trimtab.rollout.outside import engine as engines
 from trimtab.rollout.outside import weights
-from trimtab.rollout.outside.messages import Abort, Beat, Done, Generate, Publish, Ready, Settled, Setup, Unread
+from trimtab.rollout.outside.messages import (
+    Abort,
+    Beat,
+    Done,
+    Generate,
+    Publish,
+    Ready,
+    Settled,
+    Setup,
+    Sleep,
+    Unread,
+)
 from trimtab.rollout.outside.process import EngineLost
 from trimtab.rollout.outside.weights import SharedWeights
 from trimtab.rollout.sampler import stream_key
@@ -130,6 +141,28 @@ def test_a_process_that_is_lost_over_its_first_weights_has_not_started(monkeypat
     engine, made = scripted(monkeypatch, *lives, first=[])
     collect(engine, ask(prompts(1), samples=1))
     assert [asked(process) for process in made] == [[0], [], [0]]
+    engine.close()
+
+
+@pytest.mark.parametrize("back", ["publish", "generate"])
+def test_what_was_lent_is_given_up_by_the_trainers_allocator_before_it_is_taken_back(
+    back: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; and where nothing was lent nothing is given up."""
+    order: list[object] = []
+    engine, made = scripted(monkeypatch, [Settled(), Settled(), Settled(), done(1, 0), Settled(), done(2, 0)])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("room"))
+    send = Scripted.send
+    monkeypatch.setattr(Scripted, "send", lambda self, message: (order.append(type(message)), send(self, message)))
+    engine._sleeps = True
+    engine.publish(1)
+    engine.lend()
+    if back == "publish":
+        engine.publish(2)
+        assert order == [Publish, Sleep, "room", Publish]
+    made[0].script = [done(1, 0)]
+    collect(engine, ask(prompts(1), samples=1))
+    assert order[-1] is Generate and order.count("room") == 1 and order.index("room") == 2
     engine.close()
 
 

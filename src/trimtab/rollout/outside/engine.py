@@ -27,6 +27,7 @@ from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
 from trimtab.errors import EngineError
 from trimtab.model.adapters import has_adapters
+from trimtab.model.memory import free
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import TOLERANCE_NATS, Policy
 from trimtab.rollout.engine import Request, RolloutStats, check_requests, whole_group
@@ -44,15 +45,13 @@ from trimtab.rollout.outside.messages import (
     Sleep,
     Unread,
 )
-from trimtab.rollout.outside.process import EngineLost, EngineProcess, wait_for
+from trimtab.rollout.outside.process import SILENT_S, EngineLost, EngineProcess, wait_for
 from trimtab.rollout.outside.weights import SharedWeights
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
 
 START_S = 600.0
 """Imports, kernels, graphs."""
-SILENT_S = 300.0
-"""A process that steps says so every second; one step may compile something."""
 MOST_FAILURES = 3
 """In a row, without a sequence in between."""
 PROBE_PROMPTS, PROBE_TOKENS = 3, 12
@@ -120,6 +119,7 @@ class OutsideEngine:
         self._sampling: dict[str, Any] = {}
         self._restarts = 0
         """Between two rollouts: they are told with the next."""
+        self._lent = False
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-model-")
         _write_config(policy, tokenizer, Path(self._folder.name))
         self._weights = SharedWeights(policy, one_device=tensor_parallel == 1)
@@ -162,6 +162,7 @@ class OutsideEngine:
 
     def publish(self, version: int) -> None:
         self._refuse_while_generating("publish")
+        self._take_back()
         self.version = version
         self._adapters = self._weights.write_adapters(Path(self._folder.name))
         if self._adapters is None:
@@ -175,10 +176,12 @@ class OutsideEngine:
             lost = self._tell(self._members, Sleep())[1]
             self._recover_all(lost)
             self._recover_all(self._tell(list(lost), Sleep())[1])  # who had to start again is awake
+            self._lent = True
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         self._refuse_while_generating("generate")
         sampling = check_requests(requests, self._context)
+        self._take_back()
         self.stats, self._restarts = RolloutStats(slots=self.max_sequences, restarts=self._restarts), 0
         self._call, self._sampling = self._call + 1, sampling.model_dump()
         whose = self._share_out(requests)
@@ -246,6 +249,12 @@ class OutsideEngine:
             raise
         self.stats = RolloutStats()
 
+    def _take_back(self) -> None:
+        """Of what was lent the trainer's allocator still holds what nobody uses, and no other process could have it."""
+        if self._lent:
+            self._lent = False
+            torch.cuda.empty_cache()
+
     def _share_out(self, requests: Sequence[Request]) -> dict[int, tuple[int, int]]:
         """Give every member its part, the samples of a prompt to one of them; returns whose each sequence is."""
         whose: dict[int, tuple[int, int]] = {}
@@ -265,6 +274,7 @@ class OutsideEngine:
 
     def _start(self, members: Sequence[Member]) -> None:
         """Processes with the trainer's weights. The first alone where something is compiled, which the others then find."""
+        free(self.policy.device)  # they need room of their own
         threads = {} if self._settings["cuda"] else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         each = -(-self.max_sequences // len(self._members))
         ahead = 1 if self._settings["cuda"] and not self._settings["eager"] else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import subprocess
 import tempfile
 import time
@@ -24,6 +25,8 @@ from trimtab.rollout.outside.messages import Failed
 SLICE_S = 0.2
 LAST_LINES = 25
 STOP_S = 5.0
+SILENT_S = 300.0
+"""A process that steps says so every second, and reads between steps; one step may compile something."""
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The trainer's own: memory of expandable segments cannot be given up by engines."""
 
@@ -63,9 +66,14 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any, seconds: float = SILENT_S) -> None:
+        """A message; EngineLost where nobody takes it for so long: a large one has to be read before it is all written."""
+        with socket.fromfd(self.link.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
         try:
             self.link.send(message)
+        except BlockingIOError as error:
+            raise self._lost(f"its process has read nothing for {seconds:.0f} s") from error
         except OSError as error:
             raise self._lost(self._ending()) from error
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+from trimtab.model.memory import is_out_of_memory
 from trimtab.rollout.outside.account import Account
 from trimtab.rollout.outside.ipc import NotShared
 from trimtab.rollout.outside.messages import (
@@ -107,9 +108,7 @@ def main() -> None:
     except (EOFError, ConnectionError):
         return  # the trainer has closed its end
     except BaseException as error:
-        import torch
-
-        short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower()
+        short = is_out_of_memory(error) or "out of memory" in str(error).lower()  # libraries have errors of their own
         traceback.print_exc()
         link.send(Failed("".join(traceback.format_exception_only(error)).strip(), short))
         raise SystemExit(1) from error

@@ -157,7 +157,6 @@ class Core:
         ended = [request for request in batch.reqs if request.finished() and request.rid in self._running]
         for request in ended:
             self._refuse_ending(request)
-            self.account.prompt(len(request.origin_input_ids), request.cached_tokens)
         yield from self._finish([(request.rid, list(request.output_ids)) for request in ended])
         if self._stops:
             yield from self._cut_short()
@@ -231,6 +230,8 @@ class Core:
         found = []
         for name, tokens in ended:
             running = self._running.pop(name)
+            assert running.request is not None
+            self.account.prompt(len(running.ask.tokens), running.request.cached_tokens)
             end = self._stops.find(running, tokens) if self._stops else None
             tokens = tokens if end is None else tokens[:end]
             stopped = cut or end is not None or tokens[-1] in self._stop_ids

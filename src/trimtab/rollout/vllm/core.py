@@ -193,6 +193,10 @@ class Core:
             if end is not None:
                 found.append((name, made[:end], True))
         if found:
+            states = self._engine.output_processor
+            for name, _, _ in found:
+                (state,) = (states.request_states[id] for id in states.external_req_ids[name])
+                self.account.prompt(state.prompt_len, state.num_cached_tokens)
             self._engine.abort_request([name for name, _, _ in found])
             yield from self._finish(found)
 
