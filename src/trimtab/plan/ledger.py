@@ -23,6 +23,9 @@ CONTEXT = 690 * MIB
 """Of the driver and its libraries."""
 GRAPHS = 140 * MIB
 """And the kernels in them."""
+ASLEEP, AWAKE = CONTEXT + GRAPHS + 940 * MIB, 260 * MIB
+"""Of another library's process that has given its memory up, and what more one has that generates, beside weights, KV and work:
+vLLM 0.25 kept 1.41 GiB at 0.5B parameters and 1.69 at 7B, SGLang 0.5.17 1.34 (bench/results/engines-2026-11-16.md)."""
 WORKSPACES = 2 * 32 * MIB
 """Of cuBLAS, from torch's allocator: one a stream, which are the update's and that of the capture of graphs. 32 MiB each on
 Hopper, less before it."""
@@ -126,7 +129,7 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
     resident = {name: size for name, size in states.items() if name != "gradients"}
     phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
     if job.generates:
-        rollout = _phase("rollout", resident | _rollout(job, machine, run, place), host)
+        rollout = _phase("rollout", resident | _rollout(job, machine, run, place) | _rewarding(job), host)
         merged = {} if run.outside else _merged_copy(rollout, job, machine)
         phases.append(replace(rollout, device=rollout.device | merged))
     if job.training:
@@ -141,11 +144,12 @@ def _training_phases(
     host, path, gathered = _host(job, machine, run, place), update_path(job, run), _gathered(job, place)
     copies = {"rollout weights": job.shape.parameters * job.itemsize // place.tensor} | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
+    stays, awake = _stays(job, machine, run, place), _awake(job, machine, run, place)
     return [
-        _phase("score", _scoring(job, machine, run, place, resident, path), host),
+        _phase("score", _scoring(job, run, place, resident, path) | stays, host),
         max(
             (
-                _phase("update", resident | gathered | work, host)
+                _phase("update", resident | gathered | work | stays, host)
                 for work in (
                     {"gradients": states["gradients"]} | _updating(job, machine, run, path),
                     *_improving_critic(job, machine, run, path),
@@ -153,10 +157,10 @@ def _training_phases(
             ),
             key=lambda phase: phase.device_bytes,
         ),
-        _phase("optimizer", states | _stepping(job, machine, run), host),
-        _phase("publish", resident | ({} if place.shares_weights else copies) | _apart(job, machine, run), host),
-        _phase("checkpoint", resident | gathered | _apart(job, machine, run), host | _staging(job, machine, run)),
-        _phase("export", resident | gathered | _apart(job, machine, run), host | whole),
+        _phase("optimizer", states | _stepping(job, run) | stays, host),
+        _phase("publish", resident | ({} if place.shares_weights else copies) | awake, host),
+        _phase("checkpoint", resident | gathered | awake, host | _staging(job, machine, run)),
+        _phase("export", resident | gathered | awake, host | whole),
     ]
 
 
@@ -237,7 +241,15 @@ def _gathered(job: Job, place: Placement) -> dict[str, int]:
 
 
 def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
-    """The engine's own memory: pages, what a decode step needs, a pass over prompts, and weights where they are not shared."""
+    """The engine's own memory, while it generates."""
+    found = _generating(job, machine, run, place)
+    if run.outside and not machine.cpu:
+        return {ENGINE: _elsewhere(found) + processes_of(run) * (ASLEEP + AWAKE)}
+    return found
+
+
+def _generating(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+    """Pages, what a decode step needs, a pass over prompts, and weights where they are not shared."""
     rollout, shape, s = run.rollout, job.shape, job.itemsize
     assert rollout.kv_memory != "auto" and rollout.max_sequences != "auto" and rollout.prefill_tokens != "auto"
     mine = -(-job.in_flight * place.tensor // machine.devices)
@@ -252,19 +264,16 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
     prompts = -(-max(job.prompts, job.eval_sequences) * place.tensor // machine.devices)
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
-    rows = batch * (job.new_tokens * 16 + 512)
+    rows = batch * ((12 * job.longest_sequence if run.outside else 16 * job.new_tokens) + 512)
     apart = run.outside or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
     own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
     words = 4 * shape.vocabulary  # every device draws from all of them
-    found = own | {
+    return own | {
         "KV cache": rollout.kv_memory // (_kv_cut(job, run) if place.tensor == 1 else 1),
         "decode step": batch * (words + (entry - words) // parts) + rows,
         "prefill": copies * prefill * pass_ // parts,
     }
-    if run.outside and not machine.cpu:
-        found = {ENGINE: _elsewhere(found) + copies * (CONTEXT + GRAPHS)}
-    return found | _rewarding(job)
 
 
 def _rewarding(job: Job) -> dict[str, int]:
@@ -286,11 +295,9 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     return {"merged copy": size}
 
 
-def _scoring(
-    job: Job, machine: Machine, run: Run, place: Placement, resident: dict[str, int], path: Path
-) -> dict[str, int]:
+def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: Path) -> dict[str, int]:
     if not (job.compared or job.old_logprobs or job.critic):
-        return resident | _stays(job, machine, run)
+        return resident
     assert run.score_token_budget != "auto"
     budget = min(run.score_token_budget, max(job.step_row.tokens, job.longest_trained))
     row = job.row(budget)
@@ -301,14 +308,14 @@ def _scoring(
     visiting = {}
     if job.reference and run.offload.reference is True:
         visiting["reference"] = job.shape.parameters * job.itemsize // place.shards
-    return resident | visiting | _gathered(job, place) | work | _stays(job, machine, run)
+    return resident | visiting | _gathered(job, place) | work
 
 
 def _updating(job: Job, machine: Machine, run: Run, path: Path) -> dict[str, int]:
     assert run.token_budget != "auto"
     budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
-    return update_work(job, job.row(budget), path) | rounding | _stays(job, machine, run)
+    return update_work(job, job.row(budget), path) | rounding
 
 
 def _improving_critic(job: Job, machine: Machine, run: Run, path: Path) -> list[dict[str, int]]:
@@ -339,18 +346,29 @@ def rounding_bytes(job: Job, path: Path) -> int:
     return ROUNDING * tensors * job.shape.layers
 
 
-def _stays(job: Job, machine: Machine, run: Run) -> dict[str, int]:
-    """Of the engine, while others work."""
+def _stays(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+    """Of the engine, while others work. Another process that lends nothing keeps what it had for prompts and steps as well."""
     if not job.generates:
         return {}
-    assert run.rollout.kv_memory != "auto"
-    lent, apart = run.rollout.lend_memory is True, run.outside
-    found = {} if lent else {"KV cache": run.rollout.kv_memory // _kv_cut(job, run)}
-    if apart and not lent:
-        found["rollout weights"] = processes_of(run) * job.shape.parameters * job.itemsize // parts_of(run)
-    if apart and not machine.cpu:
-        return {ENGINE: _elsewhere(found) + processes_of(run) * (CONTEXT + GRAPHS)}
-    return found
+    lent, elsewhere = run.rollout.lend_memory is True, run.outside and not machine.cpu
+    if elsewhere:
+        return {ENGINE: processes_of(run) * ASLEEP} if lent else _rollout(job, machine, run, place)
+    return {} if lent else _held(job, machine, run, place)
+
+
+def _awake(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+    """Of an engine outside that has its memory and does nothing: from new weights on it is ready for the next rollout."""
+    if not job.generates or not run.outside:
+        return {}
+    if machine.cpu or run.rollout.lend_memory is not True:
+        return _stays(job, machine, run, place)
+    return {ENGINE: _elsewhere(_held(job, machine, run, place)) + processes_of(run) * ASLEEP}
+
+
+def _held(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+    """What an engine has between two rollouts, if it lends nothing."""
+    kept = ("KV cache", "rollout weights") if run.outside else ("KV cache",)
+    return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
 
 
 def _elsewhere(found: dict[str, int]) -> int:
@@ -379,18 +397,13 @@ def _kv_cut(job: Job, run: Run) -> int:
     return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds))
 
 
-def _apart(job: Job, machine: Machine, run: Run) -> dict[str, int]:
-    """Of an engine outside, what stays while nothing of it runs."""
-    return _stays(job, machine, run) if run.outside else {}
-
-
-def _stepping(job: Job, machine: Machine, run: Run) -> dict[str, int]:
+def _stepping(job: Job, run: Run) -> dict[str, int]:
     found = {}
     if run.offload.optimizer is True:
         found["pieces on the way"] = SLOTS * (moment_bytes(job, PIECE) + 4 * PIECE)
     if job.eight_bit:
         found["moments in full"] = min(CHUNK, job.trained) * (3 * _wide(job) + 4)
-    return found | _stays(job, machine, run)
+    return found
 
 
 def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
