@@ -407,6 +407,7 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         longest_prompt=max(work.train.longest, work.eval.longest),
         typical_prompt=max(work.train.typical, work.eval.longest),
         completion=learn.max_new_tokens,
+        steps=learn.steps,
         eval_sequences=evaluated,
         eval_completion=_eval_tokens(config) if evaluated else 0,
         rank=config.model.lora.r if config.model.lora else 0,

@@ -26,6 +26,8 @@ from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import outside_step, predict
+from trimtab.rollout.outside.messages import Setup
+from trimtab.rollout.sglang.arguments import least_kv_tokens
 from trimtab.update import conveyor, eightbit, optimizer
 
 
@@ -586,6 +588,28 @@ def test_another_engine_has_to_be_clearly_faster_by_the_whole_step() -> None:
     assert make_plan(Run(), job, here).run.engine == "native"
 
 
+def test_a_run_of_few_steps_is_not_worth_the_start_of_another_engine() -> None:
+    here = Machine(find_device("h200"), 1, 256 * GIB, 16, engines=("vllm",))
+    native, vllm = (make_plan(Run(engine=engine), experts(), here).times for engine in ("native", "vllm"))
+    assert (
+        native.start == 0
+        and vllm.start >= 65
+        and vllm.total == sum((vllm.rollout, vllm.score, vllm.update, vllm.publish))
+    )
+    enough = vllm.start / (native.total - 1.25 * vllm.total)
+    chosen = [make_plan(Run(), experts(steps=steps), here) for steps in (int(enough) - 1, int(enough) + 2, None)]
+    assert [plan.run.engine for plan in chosen] == ["native", "vllm", "vllm"]
+    assert f"vllm takes {vllm.start:.0f} s to start" in engine_of(chosen[0]).why
+
+
+def test_several_processes_start_after_the_first() -> None:
+    one, three = (
+        make_plan(Run(engine="sglang", rollout=Rollout(processes=count)), qwen(), h(140)).times.start
+        for count in (1, 3)
+    )
+    assert three == 2 * one > 0
+
+
 def test_where_no_engine_fits_it_is_the_one_that_lacks_the_least() -> None:
     here = replace(h(20), engines=("vllm",))
     native, vllm = (make_plan(Run(engine=engine), experts(), here) for engine in ("native", "vllm"))
@@ -761,3 +785,22 @@ def test_an_engine_outside_has_no_more_than_is_counted(
     ledger = make_plan(Run(engine=engine, rollout=pinned), job, h(140)).ledger
     assert asleep <= ledger["update"].device[ENGINE] / GIB < asleep + 0.5
     assert generating <= ledger["rollout"].device[ENGINE] / GIB < 1.15 * generating
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm", "sglang"])
+def test_the_cache_that_is_recommended_is_one_that_the_engine_starts_with(
+    engine: Literal["native", "vllm", "sglang"],
+) -> None:
+    job = qwen(longest_prompt=1536)
+    small = Run(engine=engine, rollout=Rollout(kv_memory=2**20, processes=1))
+    with pytest.raises(ConfigError, match="At least") as refused:
+        plan_here(small, job, h(140))
+    advised = int(re.findall(r"At least (\d+)KiB", str(refused.value))[0]) * 1024
+    plan = plan_here(Run(engine=engine, rollout=Rollout(kv_memory=advised, processes=1)), job, h(140))
+    assert plan.run.rollout.page_tokens != "auto"
+    setup = Setup(
+        folder="", dtype="bfloat16", cuda=True, kv_bytes=advised, page_tokens=plan.run.rollout.page_tokens, prefill_tokens=1,
+        longest=job.longest_sequence, prefix_cache=True, eager=False, sleeps=False, max_sequences=1,
+    )  # fmt: skip
+    token = job.shape.kv_elements * job.itemsize
+    assert engine != "sglang" or advised >= least_kv_tokens(setup) * token

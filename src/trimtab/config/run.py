@@ -5,9 +5,9 @@ without a case). All keys are `auto` by default and any of them can be pinned.""
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from trimtab.config.base import Auto, PositiveInt, Section
 
@@ -85,8 +85,9 @@ class Run(Section):
     """CPU threads for tensor work. auto: one a physical core."""
     engine: Literal["auto", "native", "vllm", "sglang"] = "auto"
     """What generates. vllm needs trimtab[vllm], here or in rollout.python; sglang needs a GPU, and an environment of its own in
-    rollout.python. Both draw the same tokens, up to the rounding of another forward pass. auto: the native engine, but where a
-    copy of the model is on several devices, or another is installed here and a step is clearly faster with it by the plan."""
+    rollout.python. Both draw the same tokens, up to the rounding of another forward pass. auto: vllm where
+    rollout.tensor_parallel is more than 1, else the native engine, unless another is installed here and the plan says that a run
+    is clearly faster with it."""
     kernels: Kernels = "auto"
     """What computes the layers of the update. native: Trimtab's fused layers, or none. liger: the model's own modules with
     Liger's norms, rotation and gated products (CUDA; pip install 'trimtab[liger]'). plain: the model's own modules. auto:
@@ -104,6 +105,12 @@ class Run(Section):
     """Processes that run reward functions; and as many that run an environment, where there is one."""
     offload: Offload = Offload()
     rollout: Rollout = Rollout()
+
+    @model_validator(mode="after")
+    def _cut_by_vllm(self) -> Self:
+        if self.engine == "auto" and self.rollout.tensor_parallel > 1:
+            self.__dict__["engine"] = "vllm"  # the model is frozen for everybody else
+        return self
 
     @property
     def outside(self) -> bool:

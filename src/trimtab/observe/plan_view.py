@@ -119,6 +119,7 @@ def _times(plan: Plan, offers: Sequence[Offer]) -> Text:
         if getattr(times, name) > 0.005
     )
     text = Text(f"a step takes about {times.total:.2f} s ({phases}); {times.longest} decides")
+    text.append(f"\n{plan.run.engine} takes about {times.start:.0f} s to start" if times.start else "")
     text.append(
         f"\nmemory is decided by {plan.ledger.binding} in {plan.ledger.fullest.name}" if not plan.machine.cpu else ""
     )

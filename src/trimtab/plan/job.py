@@ -90,6 +90,8 @@ class Job:
     """Or through the model's modules with Liger's kernels."""
     tiled_head: bool = True
     """Log-probs come from kernels that store no logits."""
+    steps: int | None = None
+    """Of the run; None: nobody knows."""
     lengths: tuple[float, ...] = ()
     """New tokens of a sequence at evenly spaced quantiles, where steps have been seen; none: all are as long as they may be."""
 

@@ -172,6 +172,12 @@ def update_path(job: Job, run: Run) -> Path:
     )  # fmt: skip
 
 
+def least_kv_bytes(job: Job, run: Run, sequences: int, page_tokens: int) -> int:
+    """Of so many of the longest sequences, each of which has to be held whole. SGLang wants a page more (sglang/arguments.py)."""
+    more = page_tokens if run.engine == "sglang" else 0
+    return kv_bytes(job, sequences, job.longest_sequence + more, page_tokens)
+
+
 def kv_bytes(job: Job, sequences: int, tokens: int, page_tokens: int) -> int:
     """Of sequences that long, in whole pages and with the one more that a fork copies."""
     pages = -(-tokens // page_tokens) + 1

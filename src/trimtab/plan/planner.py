@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.config.run import Offload, Rollout, Run
 from trimtab.plan.activations import Kept
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ALONE, MIB, Ledger, Placement, draw_up, kv_bytes
+from trimtab.plan.ledger import ALONE, MIB, Ledger, Placement, draw_up, kv_bytes, least_kv_bytes
 from trimtab.plan.times import FITTED, Rates, Times, launch_s, outside_step, predict
 
 PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
@@ -26,7 +26,9 @@ GRAIN = 128
 CUT_OVER = "vllm"
 """What runs a copy of a model on several devices: the native engine's is on one."""
 CLEARLY = 1.25
-"""Another engine than the native has a copy of the weights and takes long to start: what it must gain a step."""
+"""Another engine than the native has a copy of the weights, and processes that may be lost: what it must gain a step."""
+LONG_RUN = 1000
+"""Steps, where nobody says how many."""
 MOST_PROCESSES = 6
 """Of an engine outside: each takes its turn on the device, and has its own kernels and graphs there."""
 NEAR = 1.1
@@ -113,21 +115,28 @@ def make_plan(
 
 
 def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Placement, rates: Rates) -> Plan:
-    """The native engine, but where a copy of the model is on several devices, or another that is here is clearly faster."""
+    """The native engine, but where a copy of the model is on several devices, or a run is clearly faster with another that is
+    here, its start counted."""
     others = () if machine.cpu else machine.engines
     names = ("native", *others) if place.tensor == 1 else (CUT_OVER,)
     plans = {
         name: make_plan(run.model_copy(update={"engine": name}), job, machine, profile, place, rates) for name in names
     }
     fitting = [name for name in names if plans[name].fits] or list(names)
-    weight = {name: 1.0 if name == "native" else CLEARLY for name in names}
-    name = min(fitting, key=lambda name: (plans[name].short, weight[name] * plans[name].times.total))
+
+    def seconds(name: str) -> float:
+        """Of a step, with its share of the start; of another than the native one as it would have to be."""
+        times = plans[name].times
+        return (1.0 if name == "native" else CLEARLY) * times.total + times.start / (job.steps or LONG_RUN)
+
+    name = min(fitting, key=lambda name: (plans[name].short, seconds(name)))
     if place.tensor > 1:
         why = f"a copy of the model is cut over {place.tensor} devices"
     elif len(names) == 1:
         why = "shares the trainer's weights" if place.shares_weights else "a copy of the model fits on a device"
     else:
         why = "rollout of a step: " + ", ".join(f"{other} {plans[other].times.rollout:.2g} s" for other in names)
+        why += "".join(f"; {other} takes {plans[other].times.start:.0f} s to start" for other in names[1:])
     chosen = plans[name]
     after = 1 + max((i for i, choice in enumerate(chosen.choices) if choice.key.startswith("run.rollout.")), default=-1)
     choices = (*chosen.choices[:after], Choice("run.engine", name, why), *chosen.choices[after:])
@@ -310,7 +319,7 @@ def _processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
     most = max(1, min(MOST_PROCESSES, machine.cores // 3, room))
     if run.rollout.kv_memory != "auto":  # each has to hold the longest sequence
         page = page_tokens(run, job, machine)[0]
-        most = max(1, min(most, run.rollout.kv_memory // kv_bytes(job, 1, job.longest_sequence, page)))
+        most = max(1, min(most, run.rollout.kv_memory // least_kv_bytes(job, run, 1, page)))
     context = job.typical_prompt + job.expected_completion / 2
     seconds = {n: outside_step(job, machine, run, n, job.in_flight, context) for n in range(1, most + 1)}
     count = min(n for n in seconds if seconds[n] <= NEAR * min(seconds.values()))
@@ -360,7 +369,7 @@ def _kv_memory(without: Run, job: Job, machine: Machine, limits: Limits, place: 
     assert rollout.page_tokens != "auto"
     ledger = draw_up(job, machine, without, place)
     assert rollout.processes != "auto"
-    least = kv_bytes(job, max(2, rollout.processes), job.longest_sequence, rollout.page_tokens)
+    least = least_kv_bytes(job, without, max(2, rollout.processes), rollout.page_tokens)
     wanted = int(kv_bytes(job, job.in_flight, job.typical_sequence, rollout.page_tokens) * 1.05) + MIB
     wanted = max(least, wanted // max(1, machine.devices))
     if machine.cpu:

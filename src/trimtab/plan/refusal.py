@@ -11,7 +11,7 @@ from trimtab.config.run import Run
 from trimtab.errors import ConfigError, Problem
 from trimtab.plan.cache import applied, recall
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB, kv_bytes, processes_of
+from trimtab.plan.ledger import GIB, least_kv_bytes, processes_of
 from trimtab.plan.planner import Choice, Plan, make_plan, page_tokens, place_over
 from trimtab.plan.shape import Block
 
@@ -50,7 +50,7 @@ def planned(run: Run, job: Job, machine: Machine) -> Plan:
 def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
     pinned = run.rollout.kv_memory
     processes = processes_of(run)
-    need = processes * kv_bytes(job, 1, job.longest_sequence, page_tokens(run, job, machine)[0])
+    need = least_kv_bytes(job, run, processes, page_tokens(run, job, machine)[0])
     if not job.generates:
         return
     if pinned != "auto" and pinned < need:

@@ -38,6 +38,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         ],
         "choices": [asdict(choice) for choice in plan.choices],
         "step_seconds": plan.times.as_dict(),
+        "start_seconds": plan.times.start,
     }
 
 

@@ -124,6 +124,7 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
         longest_prompt=min(room, stated or PROMPT),
         typical_prompt=min(room, stated or PROMPT),
         completion=learn.max_new_tokens,
+        steps=learn.steps,
         environment=config.environment is not None,
         eval_sequences=config.eval.samples_per_prompt if evaluated else 0,
         eval_completion=(config.eval.max_new_tokens or learn.max_new_tokens) if evaluated else 0,

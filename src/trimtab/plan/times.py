@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes, parts_of, through_host
+from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes, parts_of, processes_of, through_host
 
 LAUNCH = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
@@ -28,6 +28,9 @@ one, where 512 sequences took vLLM 20 and 11 ms, with any model (docs/log.md).""
 OUTSIDE_DEVICE, OUTSIDE_TURN = 0.4e-3, 1.6e-3
 """Seconds of the device that a step takes beyond the native engine's, alone and in turn with other processes: four and five of
 SmolLM2-135M had steps of 9.8 and 12 ms on H200s (docs/log.md)."""
+OUTSIDE_START = {"vllm": 65.0, "sglang": 57.0}
+"""Seconds until another library's engine can be asked, on an H200: imports, kernels, graphs. Where there are several processes
+the first compiles for the others, which then start together: five of them took about two minutes."""
 OUTSIDE_PUBLISH = 0.15
 """Seconds: names, views and kernels of a model's weights."""
 CPU_BANDWIDTH, CPU_FLOPS = 12e9, 50e9
@@ -61,6 +64,8 @@ class Times:
     score: float
     update: float
     publish: float
+    start: float = 0.0
+    """Before the first step: of another library's engine."""
 
     @property
     def total(self) -> float:
@@ -94,7 +99,7 @@ def outside_step(
 def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE, rates: Rates = FITTED) -> Times:
     """Seconds of a step of a job whose `run` has no `auto` left."""
     clock = _Clock(job, machine, run, place, rates)
-    return Times(clock.rollout(), clock.score(), clock.update(), clock.publish())
+    return Times(clock.rollout(), clock.score(), clock.update(), clock.publish(), clock.start())
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,11 @@ class _Clock:
     @property
     def engines(self) -> int:
         return max(1, self.machine.devices // self.place.tensor)
+
+    def start(self) -> float:
+        if not self.run.outside or not self.job.generates:
+            return 0.0
+        return OUTSIDE_START[self.run.engine] * (2 if processes_of(self.run) > 1 else 1)
 
     def rollout(self) -> float:
         job, rollout = self.job, self.run.rollout
