@@ -82,13 +82,16 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", OUTSIDE)
 def test_another_engine_learns_what_the_native_engine_learns(
-    folder: Path, tmp_path: Path, native, anywhere: None, kind: str, parts: int
+    folder: Path, tmp_path: Path, native, anywhere: None, monkeypatch: pytest.MonkeyPatch, kind: str, parts: int
 ) -> None:
     if kind == "sglang" and parts > 1:
         pytest.skip("SGLang runs on one device")
+    close, paths = OutsideEngine.close, []
+    monkeypatch.setattr(OutsideEngine, "close", lambda self: (paths.append(self.path), close(self)))
     found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind](), "tensor_parallel": parts})
     assert_same_learned(native, found, folder)
     assert all(row["rollout/logprob_gap"] < 1e-4 for row in found[0] if "rollout/logprob_gap" in row)
+    assert paths and ("the model in 2 parts" in paths[0]) is (parts == 2)
 
 
 @pytest.mark.parametrize("kind", OUTSIDE)

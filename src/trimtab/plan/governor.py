@@ -3,7 +3,7 @@
 A budget that the plan had to make small for lack of memory is raised where measured peaks show room, a quarter at a time, and
 lowered where a peak came too near the limit. It stays below every size that has run out of memory (`Guard.ceiling`) and within
 what is useful. Where the device waits for the host to launch its work, twice the budget is useful; some activations are then made
-again instead of kept, where that costs a step little, so that it needs no more memory than before. What is learned does not
+again instead of kept, where that costs a step little, so that it needs hardly more memory than before. What is learned does not
 depend on it.
 """
 
@@ -67,7 +67,7 @@ class Governor:
             most, step = max(most, min(WIDEST, 2 * now.budget)), 2.0
             recompute = self._recompute(now, most)
             if recompute != now.recompute:
-                room = 2.0 * step  # it takes no more memory than now
+                room = 2.0 * step  # it takes hardly more memory than now
         if now.budget >= most:
             return None
         higher = int(min(most, now.budget * min(step, 0.95 * room))) // GRAIN * GRAIN

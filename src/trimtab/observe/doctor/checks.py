@@ -10,6 +10,7 @@ from trimtab.observe.doctor.environment import Surroundings, environment_finding
 from trimtab.observe.doctor.finding import LEVELS, Finding, Level
 from trimtab.observe.doctor.machine import Machine
 from trimtab.observe.format import gib, percent
+from trimtab.rollout.outside.kinds import KINDS
 
 LEAST_CAPABILITY = (8, 0)
 LEAST_DISK_GIB, LOW_DISK_GIB = 2.0, 20.0
@@ -27,6 +28,7 @@ def machine_findings(machine: Machine) -> list[Finding]:
         *_host(machine),
         *_disks(machine),
         *conflicts(dict(machine.packages)),
+        *_engines(machine),
         *environment_findings(machine.variables, around),
     ]
     return sorted(found, key=lambda finding: -LEVELS.index(finding.level))
@@ -152,6 +154,36 @@ def _host(machine: Machine) -> Iterator[Finding]:
             "choices are made from what the machine shows; beyond the limit the process is killed without a word",
             "raise the container's limit, or pin run.token_budget and run.rollout.kv_memory on a CPU",
         )
+
+
+def _engines(machine: Machine) -> Iterator[Finding]:
+    """Of those that are installed beside Trimtab. One in an environment of its own is looked at when a run starts."""
+    for kind in KINDS.values():
+        version = next((machine.packages[name] for name in kind.packages if name in machine.packages), None)
+        if version is None:
+            continue
+        if not kind.serves(version):
+            yield _found(
+                f"engine:{kind.name}",
+                "warn",
+                f"{kind.title} {version} is outside of what Trimtab was tested with",
+                "version",
+                f"from {kind.oldest} up to, not including, {kind.newest}",
+                f"{kind.title} {version}",
+                f"run.engine: {kind.name} refuses it, and auto passes over it",
+                kind.install,
+            )
+        elif kind.compiles and machine.gpus and machine.nvcc is None:
+            yield _found(
+                f"compiler:{kind.name}",
+                "warn",
+                f"{kind.title} finds no compiler",
+                "nvcc",
+                "in CUDA_HOME, on the path or in /usr/local/cuda",
+                "there is none",
+                f"{kind.title} compiles some of its kernels when they are first used",
+                "install the CUDA toolkit, or set CUDA_HOME to where it is",
+            )
 
 
 def _disks(machine: Machine) -> Iterator[Finding]:

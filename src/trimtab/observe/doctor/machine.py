@@ -58,6 +58,8 @@ class Machine:
     """What torch sees: see probe.py; `error` where it cannot be imported or asked."""
     packages: Mapping[str, str]
     variables: Mapping[str, str]
+    nvcc: str | None = None
+    """NVIDIA's compiler, where there is one."""
 
     @property
     def gpus(self) -> list[Mapping[str, Any]]:
@@ -83,6 +85,16 @@ def look_at_machine(torch: Callable[[], Mapping[str, Any]] = ask_torch) -> Machi
         torch=torch(),
         packages=installed_packages() | {"trimtab": __version__},
         variables=dict(os.environ),
+        nvcc=find_nvcc(os.environ),
+    )
+
+
+def find_nvcc(variables: Mapping[str, str], usual: Path = Path("/usr/local/cuda")) -> str | None:
+    """Where libraries look for it that compile kernels when they are first used."""
+    homes = [Path(variables[name]) for name in ("CUDA_HOME", "CUDA_PATH") if variables.get(name)]
+    places = [str(home / "bin" / "nvcc") for home in (*homes, usual)]
+    return next(
+        (place for place in places if os.access(place, os.X_OK)), shutil.which("nvcc", path=variables.get("PATH"))
     )
 
 

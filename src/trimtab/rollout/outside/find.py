@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-from packaging.version import Version
 
 from trimtab.config.run import Run
 from trimtab.errors import ConfigError, Problem
@@ -35,7 +34,7 @@ def engines_here() -> tuple[str, ...]:
     found = []
     for kind in KINDS.values():
         versions = [d.version for name in kind.packages for d in importlib.metadata.distributions(name=name)]
-        if versions and importlib.util.find_spec(kind.name) and kind.oldest <= Version(versions[0]) < kind.newest:
+        if versions and importlib.util.find_spec(kind.name) and kind.serves(versions[0]):
             found.append(kind.name)
     return tuple(found)
 
@@ -67,7 +66,7 @@ def refuse_without_engine(run: Run, device: torch.device) -> None:
         raise ConfigError([Problem(key, f"{chosen} does not run Python", "Name another interpreter.")])
     if not found["there"]:
         raise ConfigError([Problem(key, f"{kind.title} is not installed for {chosen}", kind.install)])
-    if found["version"] is not None and not kind.oldest <= Version(found["version"]) < kind.newest:
+    if found["version"] is not None and not kind.serves(found["version"]):
         what = f"{kind.title} {found['version']} is outside of what Trimtab was tested with"
         fix = f"Install one from {kind.oldest} up to, not including, {kind.newest}; or write run.engine: native."
         raise ConfigError([Problem(key, what, fix)])

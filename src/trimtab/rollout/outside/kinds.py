@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,15 @@ class Kind:
     install: str
     """What to do where it is not there."""
     needs_gpu: bool = False
+    compiles: bool = False
+    """With NVIDIA's compiler, when a kernel is first used."""
+
+    def serves(self, version: str) -> bool:
+        """It is one of those that were tested; of a private build with a name of its own nothing is known."""
+        try:
+            return self.oldest <= Version(version) < self.newest
+        except InvalidVersion:
+            return True
 
 
 VLLM = Kind(
@@ -42,6 +51,7 @@ SGLANG = Kind(
     "Install sglang==0.5.17 in an environment of its own (its transformers is older than Trimtab's), and name that one's "
     "interpreter in run.rollout.python.",
     needs_gpu=True,
+    compiles=True,
 )
 """With torch 2.11. It pins transformers 5.12.1."""
 KINDS = {kind.name: kind for kind in (VLLM, SGLANG)}
