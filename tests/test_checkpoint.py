@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny import tiny_model
 
 from trimtab import checkpoint
@@ -117,6 +118,27 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     monkeypatch.undo()
     save(tmp_path, 2, tokenizer, keep=1, model=model)
     assert list(checkpoints(tmp_path)) == [2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device (os error 28)")],
+)
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_full_disk_is_told_and_nothing_half_written_stays(
+    tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch, error: Exception, earlier: bool
+) -> None:
+    if earlier:
+        save(tmp_path, 1, tokenizer)
+
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    kept = "the newest that is whole is step-1" if earlier else "there is no earlier one"
+    with pytest.raises(TrainingError, match=f"no space left for the checkpoint of step 2.*{kept}.*--resume"):
+        save(tmp_path, 2, tokenizer)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == (["step-1"] if earlier else [])
 
 
 def test_a_checkpoint_from_before_a_field_existed_is_resumed_without_it(tmp_path: Path, tokenizer) -> None:

@@ -12,7 +12,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from trimtab.errors import TrainingError
+from trimtab.errors import TrainingError, is_no_space
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.update.optimizer import MasterAdamW
@@ -96,21 +97,39 @@ def save_checkpoint(
     folder = run_dir / "checkpoints"
     target, aside = folder / f"step-{state.step}", folder / f".writing-step-{state.step}"
     clear(folder)
-    aside.mkdir(parents=True)
-    if has_adapters(model):
-        save_adapters(model, aside)
-    else:
-        save_model(model, tokenizer, aside)
-    for name, tensors in {OPTIMIZER: optimizer.state_tensors(), **(others or {})}.items():
-        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name)
-    (aside / STATE).write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
-    flush_to_disk(aside)
+    with _told_where_there_is_no_space(run_dir, state.step):
+        aside.mkdir(parents=True)
+        if has_adapters(model):
+            save_adapters(model, aside)
+        else:
+            save_model(model, tokenizer, aside)
+        for name, tensors in {OPTIMIZER: optimizer.state_tensors(), **(others or {})}.items():
+            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name)
+        (aside / STATE).write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
+        flush_to_disk(aside)
     if target.exists():
         remove_whole(target)
     aside.rename(target)
     _fsync(folder)
     _prune(folder, keep, state.best_step)
     return target
+
+
+@contextmanager
+def _told_where_there_is_no_space(run_dir: Path, step: int) -> Iterator[None]:
+    """What was half written is gone then, and the checkpoints from before are whole."""
+    try:
+        yield
+    except Exception as error:
+        if not is_no_space(error):
+            raise
+        clear(run_dir / "checkpoints")
+        newest = newest_checkpoint(run_dir)
+        kept = "there is no earlier one" if newest is None else f"the newest that is whole is {newest.name}"
+        raise TrainingError(
+            f"there is no space left for the checkpoint of step {step} in {run_dir}, and {kept}. Free some space, or write "
+            "observe.keep_checkpoints: 1; then go on with --resume."
+        ) from error
 
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:

@@ -130,6 +130,8 @@ def run_demo(
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Warm start, GRPO, before and after; returns the summary with `accuracy_before` and `accuracy_after`."""
+    asked = [line.removeprefix("learn.steps=") for line in overrides if line.startswith("learn.steps=")]
+    steps = int(asked[-1]) if asked and asked[-1].isdigit() else steps  # or the config refuses it
     config = config_from_dict(demo_config(folder, difficulty, steps, seed), overrides)
     started = time.monotonic()
     torch.set_num_threads(physical_cores())
@@ -146,7 +148,7 @@ def run_demo(
     save_model(policy.model, tokenizer, folder / "warm-start")
     summary = run_training(config, Inputs(name="demo"), console_file=file)
     run_dir = Path(summary["run_dir"])
-    _show_samples(run_dir, steps, file)
+    _show_samples(run_dir, config.learn.steps, file)
     curve = run_dir / "curve.png"
     plot_curve(run_dir, curve)
     print(f"learning curve: {curve}", file=file)

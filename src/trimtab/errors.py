@@ -5,6 +5,7 @@ Every message says what was wrong, where, and what to write instead. Broken inva
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 
@@ -68,3 +69,10 @@ class TrainingError(TrimtabError):
 
 class MemoryExhausted(TrainingError):
     """Memory ran out, and all that could be lowered without changing what is learned has been."""
+
+
+def is_no_space(error: BaseException) -> bool:
+    """On the disk, or within the user's share of it. safetensors says so in words alone."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return type(error).__name__ == "SafetensorError" and f"os error {errno.ENOSPC}" in str(error)

@@ -202,3 +202,13 @@ def test_no_torch_is_needed_for_a_known_architecture(config: Path) -> None:
 def test_what_an_engine_cannot_do_is_told_by_the_plan(config: Path, changes: list[str], words: str) -> None:
     code, _, shown = plan(config, *changes, "--device", "h200")
     assert code == 2 and words in " ".join(shown.split())
+
+
+def test_sglang_is_not_planned_for_a_cpu(config: Path) -> None:
+    code, _, shown = plan(config, "run.engine=sglang", "--device", "cpu")
+    assert code == 2 and "SGLang needs a GPU" in shown
+
+
+def test_a_copy_in_parts_is_noted(config: Path) -> None:
+    code, out, shown = plan(config, "run.rollout.tensor_parallel=2", "--device", "h200")
+    assert code == 0 and "vLLM's copy is cut over 2 devices" in " ".join((out + shown).split())

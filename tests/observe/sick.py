@@ -72,6 +72,7 @@ LEVELS = {
     "throughput/update_mfu": 0.35,
     "run/skipped_updates": 0.0,
     "run/oom_recoveries": 0.0,
+    "rollout/restarts": 0.0,
     "memory/device_total_gib": 80.0,
     "memory/update_peak_gib": 60.0,
     "memory/rollout_peak_gib": 50.0,
@@ -226,6 +227,7 @@ SICK: dict[str, Callable[[list[Row]], None]] = {
     "checkpoint_share": share_of_time("checkpoint", 3.0),
     "eval_share": share_of_time("eval", 8.0),
     "slows_down": put("rollout/tokens_per_s", lambda at: 40_000 - 25_000 * at),
+    "engine_restarts": put("rollout/restarts", 1.0, share=0.1),
     "oom_recoveries": put("run/oom_recoveries", 1.0, share=0.1),
     "memory_tight": put("memory/update_peak_gib", 79.0),
     "memory_unused": together(

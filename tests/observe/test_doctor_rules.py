@@ -19,7 +19,7 @@ from trimtab.observe.doctor.record import Record
 from trimtab.observe.doctor.rules import RULES
 
 BY_ID = {rule.id: rule for rule in RULES}
-FROM_ONE_STEP = {"stalled", "skipped_updates", "oom_recoveries"}
+FROM_ONE_STEP = {"stalled", "skipped_updates", "oom_recoveries", "engine_restarts"}
 
 
 def found(run: Record) -> dict[str, Finding]:
@@ -294,3 +294,10 @@ def test_a_critic_whose_loss_grows_with_what_it_explains_is_well() -> None:
     SICK["critic_diverges"](bound)
     put("value/clip_fraction", 0.6)(bound)
     assert "learn.critic.clip" in found(record(bound))["critic_diverges"].remedy
+
+
+def test_gradients_that_were_never_there_have_not_dropped() -> None:
+    rows = healthy_rows()
+    for row in rows:
+        row["policy/grad_norm"] = 0.0
+    assert "gradient_drop" not in found(record(rows))

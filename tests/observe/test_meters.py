@@ -102,3 +102,11 @@ def test_the_tree_includes_children():
     child.communicate(b"\n")
     assert child_only > 64 / 1024
     assert with_child == pytest.approx(alone + child_only, abs=0.05)
+
+
+def test_the_peak_of_a_run_without_a_device_counts_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = MemoryMeter("cpu")
+    for here in (1000.0, 900.0):
+        monkeypatch.setattr("trimtab.observe.meters.process_tree_rss_gib", lambda here=here: here)
+        meter.end_step()
+    assert meter.peak_gib == 1000.0

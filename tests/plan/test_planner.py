@@ -805,3 +805,39 @@ def test_the_cache_that_is_recommended_is_one_that_the_engine_starts_with(
     )  # fmt: skip
     token = job.shape.kv_elements * job.itemsize
     assert engine != "sglang" or advised >= least_kv_tokens(setup) * token
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "page", "cpu", "words"),
+    [
+        ("t4", 2, "auto", False, r"bfloat16 on a T4(.|\n)*float32"),
+        ("v100", 2, "auto", False, "bfloat16 on a V100"),
+        ("t4", 4, "auto", False, None),
+        ("l4", 2, 48, False, None),
+        ("l4", 2, 17, False, r"is 17, and vLLM has pages of 16 tokens(.|\n)*Write 16"),
+        ("l4", 4, 48, True, r"pages of 32 tokens(.|\n)*Write 64"),
+        ("l4", 4, 64, True, None),
+    ],
+)
+def test_what_vllm_would_refuse_when_it_starts_is_told_before(
+    device: str, dtype: int, page: int | Literal["auto"], cpu: bool, words: str | None
+) -> None:
+    job = Job(read_shape(WELL_KNOWN["smollm2-135m"]), dtype, 4, 4, 64, 64, 64)
+    run = Run(engine="vllm", rollout=Rollout(page_tokens=page))
+    machine = Machine(find_device(device), 1, 256 * GIB, 16, cpu=cpu)
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        plan_here(run, job, machine)
+
+
+def test_the_cache_holds_as_many_sequences_as_run_at_once() -> None:
+    whole, few = (
+        make_plan(Run(rollout=Rollout(max_sequences=count)), qwen(), h(140)) for count in (qwen().in_flight, 32)
+    )
+    assert few.run.rollout.kv_memory == pytest.approx(whole.run.rollout.kv_memory * 32 / qwen().in_flight, rel=0.02)
+    why = [next(c.why for c in plan.choices if c.key == "run.rollout.kv_memory") for plan in (whole, few)]
+    assert why == ["the whole step at once", "as many sequences as run at once"]
+
+
+def test_an_engine_that_has_most_of_the_memory_decides_it() -> None:
+    job = qwen("qwen2.5-7b", rank=16, adapters=10**7)
+    assert make_plan(Run(engine="vllm", rollout=Rollout(processes=2)), job, h(80)).ledger.binding == ENGINE

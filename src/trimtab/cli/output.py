@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import typer
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, is_no_space
 
 
 class Terminated(KeyboardInterrupt):
@@ -38,6 +38,11 @@ def user_errors(as_json: bool) -> Iterator[None]:
         yield
     except TrimtabError as error:
         _end(f"error: {error}", {"error": str(error), "kind": type(error).__name__}, 2, as_json)
+    except Exception as error:
+        if not is_no_space(error):
+            raise
+        said = f"there is no space left to write to: {error}. Free some, or set observe.dir to another disk"
+        _end(f"error: {said}", {"error": said, "kind": type(error).__name__}, 2, as_json)
     except KeyboardInterrupt as stop:
         by, status = ("SIGTERM", 143) if isinstance(stop, Terminated) else ("Ctrl-C", 130)
         _end(f"stopped by {by}", {"error": f"stopped by {by}", "kind": type(stop).__name__}, status, as_json)

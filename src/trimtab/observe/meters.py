@@ -74,12 +74,12 @@ class MemoryMeter:
         self._reset = reset
         self._open: list[str] = []
         self._peaks: dict[str, float] = {}
-        self._highest = 0.0
+        self._highest = self._processes = 0.0
 
     @property
     def peak_gib(self) -> float:
-        """Of the whole run: the device's, or the host's where there is no device meter."""
-        return self._highest or host_peak_gib()
+        """Of the whole run: the device's, or the host's where there is no device meter, with other processes at a step's end."""
+        return self._highest or max(host_peak_gib(), self._processes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -95,8 +95,9 @@ class MemoryMeter:
     def end_step(self) -> dict[str, float]:
         """`memory/<phase>_peak_gib` of phases since the last call, the device's state, and `memory/host_gib` of all processes."""
         metrics = {f"memory/{name}_peak_gib": peak for name, peak in self._peaks.items()}
-        self._peaks = {}
-        return metrics | device_state(self._device) | {"memory/host_gib": process_tree_rss_gib()}
+        self._peaks, here = {}, process_tree_rss_gib()
+        self._processes = max(self._processes, here)
+        return metrics | device_state(self._device) | {"memory/host_gib": here}
 
     def _turn(self) -> None:
         """At each boundary the peak so far goes to every open phase and a new one starts."""

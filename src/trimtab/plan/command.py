@@ -20,7 +20,7 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot, widest
 from trimtab.plan.report import as_dict, offers
-from trimtab.plan.source import EXAMPLE, MODEL, PROMPT, job_of, lengths_of, offline_job_of
+from trimtab.plan.source import EXAMPLE, MODEL, job_of, lengths_of, offline_job_of
 
 HOST = 256 * GIB
 """Of a machine that is not here and of which nothing else is said."""
@@ -80,15 +80,21 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
         job = job_of(_found_models(config, file.absolute().parent), machine.cpu, machine.device.tiled_head)
         if config.data.max_prompt_tokens is None:
             notes.append(
-                f"Prompts are taken to have {PROMPT} tokens: say data.max_prompt_tokens, or train, which looks."
+                f"Prompts are taken to have {job.longest_prompt} tokens: say data.max_prompt_tokens, or train, which looks."
             )
     if asked.like is not None and job.generates:
         job = replace(job, lengths=lengths_of(asked.like, job.completion))
         notes.append(
             f"Completions are taken to be as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
         )
+    if config.run.rollout.tensor_parallel > 1:
+        parts = config.run.rollout.tensor_parallel
+        notes.append(f"vLLM's copy is cut over {parts} devices; what the trainer's has of it is shown.")
     if machine.devices > 1:
         notes.append("This version trains on one device; the plan shows what more would take.")
+    if config.run.engine == "sglang" and machine.cpu:
+        fix = "Write run.engine: native or vllm, or name a --device."
+        raise ConfigError([Problem("run.engine", "SGLang needs a GPU, and this is a CPU", fix)])
     refuse_small_kv(config.run, job, machine)
     refuse_what_engines_cannot(config.run, job, machine)
     plan = place_over(config.run, job, machine, profile)

@@ -32,6 +32,8 @@ class Device:
     """Memory can be given up and taken back at the same addresses."""
     tiled_head: bool = False
     """The kernels for log-probs without logits serve it."""
+    bfloat16: bool = True
+    """It has units for that."""
 
 
 def _gpu(
@@ -42,13 +44,15 @@ def _gpu(
     link_gb_s: float = 32,
     host_gb_s: float = 25,
     hopper: bool = False,
+    bfloat16: bool = True,
 ) -> Device:
-    return Device(name, int(gib * GIB), tb_s * 1e12, tflops * 1e12, link_gb_s * 1e9, host_gb_s * 1e9, tiled_head=hopper)
+    rates = tb_s * 1e12, tflops * 1e12, link_gb_s * 1e9, host_gb_s * 1e9
+    return Device(name, int(gib * GIB), *rates, tiled_head=hopper, bfloat16=bfloat16)
 
 
 CATALOGUE: dict[str, Device] = {
-    "t4": _gpu("T4", 14.6, 0.32, 65, 16, 12),
-    "v100": _gpu("V100 32 GB", 31.7, 0.9, 125, 150, 12),
+    "t4": _gpu("T4", 14.6, 0.32, 65, 16, 12, bfloat16=False),
+    "v100": _gpu("V100 32 GB", 31.7, 0.9, 125, 150, 12, bfloat16=False),
     "a10": _gpu("A10", 22.0, 0.6, 125),
     "l4": _gpu("L4", 22.0, 0.3, 121),
     "l40s": _gpu("L40S", 44.4, 0.864, 362),

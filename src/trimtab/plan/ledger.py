@@ -115,7 +115,8 @@ class Ledger:
     def binding(self) -> str:
         """The largest component of the fullest phase that is not the model itself."""
         parts = self.fullest.device or self.fullest.host
-        loose = {name: size for name, size in parts.items() if name not in ("weights", "processes", *UNSEEN)}
+        fixed = {"weights", "processes", *UNSEEN} - {ENGINE}
+        loose = {name: size for name, size in parts.items() if name not in fixed}
         return max(loose or parts, key=lambda name: parts[name])
 
 

@@ -370,7 +370,9 @@ def _kv_memory(without: Run, job: Job, machine: Machine, limits: Limits, place: 
     ledger = draw_up(job, machine, without, place)
     assert rollout.processes != "auto"
     least = least_kv_bytes(job, without, max(2, rollout.processes), rollout.page_tokens)
-    wanted = int(kv_bytes(job, job.in_flight, job.typical_sequence, rollout.page_tokens) * 1.05) + MIB
+    assert rollout.max_sequences != "auto"
+    at_once = min(job.in_flight, rollout.max_sequences * machine.devices)
+    wanted = int(kv_bytes(job, at_once, job.typical_sequence, rollout.page_tokens) * 1.05) + MIB
     wanted = max(least, wanted // max(1, machine.devices))
     if machine.cpu:
         room, words = (limits.host - ledger["rollout"].host_bytes) * 2 // 5, "two fifths of the free memory"
@@ -386,7 +388,7 @@ def _kv_memory(without: Run, job: Job, machine: Machine, limits: Limits, place: 
         if draw_up(job, machine, filled, place)["rollout"].device_bytes <= limits.device:
             room = more
     if wanted <= room:
-        return wanted, "the whole step at once"
+        return wanted, "the whole step at once" if at_once == job.in_flight else "as many sequences as run at once"
     return (room, words) if room >= least else (least, "two of the longest sequences")
 
 

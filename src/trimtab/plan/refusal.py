@@ -67,6 +67,15 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     if run.engine == "vllm" and job.rank and job.itemsize > 2 and not machine.cpu:
         what = "vLLM computes adapters in half precision alone on a GPU"
         raise ConfigError([Problem("model.dtype", what, "Write bfloat16; or run.engine: native.")])
+    if run.engine == "vllm" and job.itemsize == 2 and not machine.cpu and not machine.device.bfloat16:
+        what = f"vLLM does not compute in bfloat16 on a {machine.device.name}"
+        raise ConfigError([Problem("model.dtype", what, "Write float32; or run.engine: native.")])
+    page, whole = run.rollout.page_tokens, 32 if machine.cpu else 16
+    if run.engine == "vllm" and page != "auto" and page % whole:
+        fix = f"Write {max(1, round(page / whole)) * whole}, or leave it out."
+        raise ConfigError(
+            [Problem("run.rollout.page_tokens", f"is {page}, and vLLM has pages of {whole} tokens or a multiple", fix)]
+        )
     refuse_uneven_cut(run, job)
 
 

@@ -87,7 +87,7 @@ time.sleep(600)
 """
 HANGING = """
 import os, subprocess, sys, time
-hangs = "import time, threading; from trimtab.rollout.outside.worker import end_with_parent as end; "
+hangs = "import time, threading; from trimtab.rollout.outside.worker import end_with_trainer as end; "
 hangs += f"threading.Thread(target=end, args=({os.getpid()},)).start(); time.sleep(600)"
 print(subprocess.Popen([sys.executable, "-c", hangs]).pid, flush=True)
 time.sleep(600)
@@ -248,9 +248,12 @@ def test_two_processes_give_what_one_gives(kind: str) -> None:
 
 def test_a_process_that_fails_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, made = scripted(monkeypatch, [EngineLost("its process was ended by SIGSEGV")])
-    with pytest.raises(EngineError, match=r"cannot go on: again(.|\n)*the end of its log"):
+    said: list[str] = []
+    engine.on_restart = said.append
+    with pytest.raises(EngineError, match=r"cannot go on: again, 4 times in a row(.|\n)*the end of its log"):
         list(engine.generate(ask(prompts(1), samples=2)))
     assert len(made) == 1 + engines.MOST_FAILURES
+    assert [line.split(" (")[0] for line in said] == ["vLLM was lost"] * engines.MOST_FAILURES
 
 
 def test_the_last_lines_are_those_of_the_process_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:

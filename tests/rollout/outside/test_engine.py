@@ -139,7 +139,10 @@ def test_who_is_lost_where_another_cannot_see_the_weights_is_started_again(monke
 def test_a_process_that_is_lost_over_its_first_weights_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     lives = [[Settled(), EngineLost("gone")], [EngineLost("while it read them")], [Settled(), done(1, 0)]]
     engine, made = scripted(monkeypatch, *lives, first=[])
+    said: list[str] = []
+    engine.on_restart = said.append
     collect(engine, ask(prompts(1), samples=1))
+    assert [line.split(";")[0] for line in said] == ["vLLM was lost (gone)", "vLLM did not start (while it read them)"]
     assert [asked(process) for process in made] == [[0], [], [0]]
     engine.close()
 

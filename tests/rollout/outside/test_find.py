@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 
 from trimtab.config.run import Rollout, Run
 from trimtab.errors import ConfigError
-from trimtab.rollout.outside.find import engines_here, refuse_without_engine
+from trimtab.rollout.outside.find import engines_here, interpreter, refuse_without_engine
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -92,3 +93,16 @@ def test_more_parts_than_devices_are_refused(tmp_path: Path, monkeypatch: pytest
             refuse_without_engine(run, GPU)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     refuse_without_engine(run, GPU)
+
+
+def test_an_interpreter_is_a_file_or_a_program_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = python(tmp_path, "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    home = f"~/{tmp_path.name}/python"
+    assert {interpreter(name) for name in ("./python", "python", home, there)} == {there}
+    assert interpreter(None) == sys.executable
+    for missing in ("", "nowhere", "~nobody-of-that-name/bin/python"):
+        with pytest.raises(ConfigError, match="there is no interpreter '"):
+            refuse_without_engine(Run(engine="vllm", rollout=Rollout(python=missing)), GPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,3 +69,28 @@ def test_a_process_says_what_ended_it_and_whether_that_was_memory(
         worker.main()
     said = Connection(ours.detach()).recv()
     assert isinstance(said, Failed) and said.short is short and str(error) in said.text
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_script_may_be_between_a_process_and_its_trainer(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a one lives on when the trainer is killed, so that is looked for by itself."""
+    looked: list[float] = []
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    trainer = ended.pid if gone else os.getpid()
+
+    class Ended(Exception): ...
+
+    def end(code: int) -> None:
+        raise Ended
+
+    def wait(seconds: float) -> None:
+        looked.append(seconds)
+        if len(looked) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker.os, "_exit", end)
+    monkeypatch.setattr(worker.time, "sleep", wait)
+    with pytest.raises(Ended if gone else KeyboardInterrupt):
+        worker.end_with_trainer(trainer)
+    assert len(looked) == (0 if gone else 3)

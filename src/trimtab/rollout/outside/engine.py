@@ -326,16 +326,17 @@ class OutsideEngine:
                 return
             except EngineLost as lost:
                 self._count(member, lost)
+                self.on_restart(f"{self.kind.title} did not start ({lost}); starting it again")
 
     def _count(self, member: Member, lost: EngineLost) -> None:
         member.failures += 1
         if member.failures > MOST_FAILURES:
-            raise self._given_up(lost) from lost
+            raise self._given_up(lost, f", {member.failures} times in a row without a sequence in between") from lost
 
-    def _given_up(self, lost: EngineLost) -> EngineError:
+    def _given_up(self, lost: EngineLost, often: str = "") -> EngineError:
         self.close()
         lines = f" Its last lines:\n{lost.lines}" if lost.lines else ""
-        return EngineError(f"{self.kind.title} cannot go on: {lost}.{lines}")
+        return EngineError(f"{self.kind.title} cannot go on: {str(lost).rstrip('.')}{often}.{lines}")
 
     def _recover_all(self, lost: Mapping[Member, EngineLost]) -> None:
         for member, error in lost.items():
@@ -346,14 +347,16 @@ class OutsideEngine:
         self._count(member, lost)
         count = len(self._members)
         if lost.short and member.sequences > -(-self.max_sequences // count):  # another has run out at the same time
-            self.on_restart(f"{self.kind.title} ran out of memory; started again with fewer sequences, as another was")
+            self.on_restart(
+                f"{self.kind.title} ran out of memory; starting it again with fewer sequences, as another was"
+            )
         elif lost.short and self.max_sequences > count:
             self.max_sequences //= 2
             fewer = f"rollout.max_sequences -> {self.max_sequences:,}"
-            self.on_recovery(f"{self.kind.title} ran out of memory; started again; {fewer}")
+            self.on_recovery(f"{self.kind.title} ran out of memory; starting it again; {fewer}")
         else:
             anew = f"{len(member.asks):,} sequences are generated anew"
-            self.on_restart(f"{self.kind.title} was lost ({lost}); started again, {anew}")
+            self.on_restart(f"{self.kind.title} was lost ({lost}); starting it again, {anew}")
         if self._generating:
             self.stats.restarts += 1
         else:

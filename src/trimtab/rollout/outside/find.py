@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +27,10 @@ print(json.dumps({"there": importlib.util.find_spec(module) is not None, "versio
 
 
 def interpreter(python: str | None) -> str:
-    """What `run.rollout.python` names."""
-    return sys.executable if python is None else str(Path(python).expanduser())
+    """What `run.rollout.python` names: a file, or a program on the path."""
+    if python is None:
+        return sys.executable
+    return str(Path(os.path.expanduser(python)).absolute()) if os.sep in python else shutil.which(python) or python
 
 
 def engines_here() -> tuple[str, ...]:
@@ -55,7 +59,7 @@ def refuse_without_engine(run: Run, device: torch.device) -> None:
     key = "run.engine" if run.rollout.python is None else "run.rollout.python"
     if not Path(chosen).is_file():
         fix = f"Name the python of an environment with {kind.title}, such as ~/{kind.name}/bin/python."
-        raise ConfigError([Problem(key, f"there is no interpreter {chosen}", fix)])
+        raise ConfigError([Problem(key, f"there is no interpreter {chosen!r}", fix)])
     try:
         command = [chosen, "-c", LOOK, kind.name, *kind.packages]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)

@@ -91,16 +91,28 @@ def serve(kind: str, link: Connection) -> None:
             link.send(done)
 
 
-def end_with_parent(parent: int) -> None:
-    """A trainer that was killed cannot tell: its child then has another parent."""
-    while os.getppid() == parent:
+def end_with_trainer(trainer: int) -> None:
+    """One that was killed cannot tell: its child then has another parent. Between them may be a script that starts Python."""
+    parent = os.getppid()
+    while os.getppid() == parent and (parent == trainer or _is_there(trainer)):
         time.sleep(PARENT_S)
+    print("the trainer is gone", flush=True)
     os._exit(1)
 
 
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's, under a number that was used again
+        return False
+    return True
+
+
 def main() -> None:
-    kind, (descriptor, parent) = sys.argv[1], map(int, sys.argv[2:])
-    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
+    kind, (descriptor, trainer) = sys.argv[1], map(int, sys.argv[2:])
+    threading.Thread(target=end_with_trainer, args=(trainer,), daemon=True).start()
     os.set_inheritable(descriptor, False)  # what a library starts must not keep it open
     link = Connection(descriptor)
     try:

@@ -9,6 +9,7 @@ from trimtab.observe.doctor.rule import Rule, Sick
 from trimtab.observe.doctor.rules.common import total
 from trimtab.observe.format import gib, number, percent
 
+RESTARTS = "rollout/restarts"
 TOTAL, HOST, RETRIES, OOMS = "memory/device_total_gib", "memory/host_gib", "run/alloc_retries", "run/oom_recoveries"
 PREDICTION = "memory/predicted_over_measured"
 PEAKS = tuple(f"memory/{phase}_peak_gib" for phase in ("rollout", "score", "update", "optimizer"))
@@ -67,6 +68,15 @@ def oom_recoveries(record: Record) -> Sick | None:
     return Sick("bad" if len(hit) > 0.05 * len(points) and len(hit) > 2 else "warn", seen)
 
 
+def engine_restarts(record: Record) -> Sick | None:
+    points = record.points(RESTARTS)
+    hit = [(step, value) for step, value in points if value > 0]
+    if not hit:
+        return None
+    seen = f"{sum(value for _, value in hit):.0f} in {len(hit)} of {len(points)} steps, the last in step {hit[-1][0]}"
+    return Sick("bad" if len(hit) > 0.05 * len(points) and len(hit) > 2 else "warn", seen)
+
+
 def alloc_retries(record: Record) -> Sick | None:
     points = record.points(RETRIES)[-RECENT:]
     hit = [value for _, value in points if value > 0]
@@ -109,6 +119,19 @@ RULES = (
         kind="safe",
         check=oom_recoveries,
         needs=(OOMS,),
+        steps=1,
+    ),
+    Rule(
+        "engine_restarts",
+        "the engine's process was lost and started again",
+        unit="restarts",
+        healthy="0",
+        found_when="any; bad in more than 5 % of steps",
+        cause="the kernel ended it for memory, it ran out of the device's, it hung, or somebody killed it; its work is repeated",
+        remedy="the console's warnings say which; more host memory, a lower run.rollout.max_sequences, or run.engine: native",
+        kind="safe",
+        check=engine_restarts,
+        needs=(RESTARTS,),
         steps=1,
     ),
     Rule(

@@ -114,7 +114,12 @@ def gradient_drop(record: Record) -> Sick | None:
     values = record.values(NORM)
     before, last = values[-50:-10], values[-10:]
     lost_signal = (record.trend("reward/zero_std_groups").change > 0.1) or learned(record)
-    if median(last) > median(before) / 3 or max(last) > sorted(before)[len(before) // 10] or lost_signal:
+    if (
+        not median(before)
+        or median(last) > median(before) / 3
+        or max(last) > sorted(before)[len(before) // 10]
+        or lost_signal
+    ):
         return None
     return Sick(
         "warn", f"median {number(median(before), 4)} before, {number(median(last), 4)} in {record.span(NORM, 10)}"
