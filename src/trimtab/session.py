@@ -193,6 +193,7 @@ def open_session(
     if checkpoint is not None:
         state = load_state(checkpoint)
         compare(config, ready.device, folder, checkpoint, console)
+    _tell_of_start(config, console)
     parts = assemble(config, ready, stack, checkpoint)
     config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
     engine.publish(state.version)
@@ -298,6 +299,7 @@ def open_evaluation(
     talk = Talk(hosts, replies) if hosts is not None and replies is not None else None
     scorer = open_scorer(config, inputs, [held_out.columns])
     stack.callback(scorer.close)
+    _tell_of_start(config, console)
     policy = Policy(load_model(config.model, device))
     if scorer.models is not None:
         scorer.models.load(policy.device, policy.dtype)
@@ -313,6 +315,11 @@ def open_evaluation(
     column = config.data.task
     tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
     return Evaluation(config, Talk.on(talk, engine), scorer, held_out.prompts, console, tasks)
+
+
+def _tell_of_start(config: Config, console: Console) -> None:
+    if config.run.outside:
+        console.note(f"{KINDS[config.run.engine].title} is started; that takes a minute or so")
 
 
 def open_engine(config: Config, plan: Plan, policy: Policy, tokenizer: Any) -> tuple[Plan, Engine]:
