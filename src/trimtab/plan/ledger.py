@@ -407,7 +407,8 @@ def _kv_cut(job: Job, run: Run) -> int:
 def _stepping(job: Job, run: Run) -> dict[str, int]:
     found = {}
     if run.offload.optimizer is True:
-        found["pieces on the way"] = SLOTS * (moment_bytes(job, PIECE) + 4 * PIECE)
+        piece = min(PIECE, job.trained)
+        found["pieces on the way"] = min(SLOTS, -(-job.trained // PIECE)) * (moment_bytes(job, piece) + 4 * piece)
     if job.eight_bit:
         found["moments in full"] = min(CHUNK, job.trained) * (3 * _wide(job) + 4)
     return found
