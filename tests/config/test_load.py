@@ -9,6 +9,7 @@ import pytest
 
 from trimtab.config.learn import Learn, Sampling
 from trimtab.config.load import config_from_dict, load_config
+from trimtab.config.run import Run
 from trimtab.config.schema import Config
 from trimtab.errors import ConfigError
 
@@ -378,3 +379,16 @@ def test_a_wrong_value_raises_no_contradiction_of_its_own_making() -> None:
     assert len(problems("data.train=3", "data.options.size=3")) == 1
     assert len(problems("learn.kl=3", "learn.kl.estimator=k2")) == 1
     assert len(problems("eval.part=e", "data.eval=b.csv", reward=[{"name": "exact"}])) == 1
+
+
+@pytest.mark.parametrize(
+    ("run", "engine"),
+    [
+        ({"rollout": {"tensor_parallel": 2}}, "vllm"),
+        ({"rollout": {"tensor_parallel": 1}}, "auto"),
+        ({"engine": "native", "rollout": {"tensor_parallel": 2}}, "native"),
+        ({}, "auto"),
+    ],
+)
+def test_a_model_in_parts_is_vllms_unless_said_otherwise(run: dict[str, Any], engine: str) -> None:
+    assert Run.model_validate(run).engine == engine
