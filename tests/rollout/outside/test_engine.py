@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,16 @@ def test_processes_share_new_tokens_not_prompts(monkeypatch: pytest.MonkeyPatch)
     assert len(collect(engine, [*ask([first], samples=2, new=60), *ask(others, samples=2, new=10)])) == 4
     assert [asked(process) for process in made] == [[0, 1], [2, 3, 4, 5, 6, 7]]
     engine.close()
+
+
+def test_a_prompt_is_sent_once_for_all_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for samples in (1, 8):
+        engine, made = scripted(monkeypatch, [done(1, n) for n in range(samples)])
+        collect(engine, [Request(Prompt(0, "", list(range(100))), samples, 9, Sampling(), seed=0, step=0)])
+        sizes.append(len(pickle.dumps(made[0].sent[-1])))
+        engine.close()
+    assert sizes[1] - sizes[0] < 7 * 100
 
 
 def test_random_numbers_are_those_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
