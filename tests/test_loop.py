@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
+from trimtab.config.load import load_any
 from trimtab.errors import ConfigError, TrainingError
 from trimtab.export import export_run
 from trimtab.observe.sinks import read_metrics
@@ -172,6 +173,48 @@ def test_kl_is_zero_at_first_and_the_adaptive_controller_moves(model_folder, tmp
         0.08
     )  # far below the target: lowered by the most allowed, a fifth
     assert metrics[3]["policy/kl_coef"] > metrics[1]["policy/kl_coef"]
+
+
+def test_a_kl_that_is_no_number_moves_nothing(model_folder, tmp_path, monkeypatch) -> None:
+    original = Updater.step
+    calls = {"count": 0}
+
+    def poisoned(self, samples, lr, kl_coef):
+        calls["count"] += 1
+        if calls["count"] == 2:
+            for sample in samples:
+                sample.ref_logprobs = torch.full_like(sample.ref_logprobs, float("nan"))
+        return original(self, samples, lr, kl_coef)
+
+    monkeypatch.setattr(Updater, "step", poisoned)
+    _, metrics = train(model_folder, tmp_path, learn={"kl": {"coef": 0.1, "target": 1e-4, "horizon": 16}})
+    assert metrics[1]["policy/kl_coef"] == metrics[2]["policy/kl_coef"] != metrics[3]["policy/kl_coef"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.01, 0.5), (0.0, 0.5), (0.01, 0.01)])
+def test_a_resumed_run_goes_on_with_the_kl_that_is_asked_for(
+    model_folder, tmp_path, before: float, after: float
+) -> None:
+    """And with the controller's own where nothing else is asked for."""
+    kl = {"target": 1e-4, "horizon": 16}
+    _, first = train(
+        model_folder, tmp_path, learn={"steps": 2, "kl": {"coef": before, **(kl if before == after else {})}}
+    )
+    learn = {"steps": 3, "kl": {"coef": after, **(kl if before == after else {})}}
+    _, metrics = train(model_folder, tmp_path, learn=learn, resume=True)
+    if before == after:
+        assert metrics[3]["policy/kl_coef"] == pytest.approx(0.8 * first[2]["policy/kl_coef"], rel=0.5)
+        assert first[2]["policy/kl_coef"] < before
+    else:
+        assert metrics[3]["policy/kl_coef"] == after
+
+
+@pytest.mark.parametrize("pinned", [{"offload": {"activations": True}}, {"checkpoint_activations": True}])
+def test_a_run_resumes_from_what_its_plan_has_written(model_folder, tmp_path, pinned: dict[str, Any]) -> None:
+    folder, _ = train(model_folder, tmp_path, learn={"steps": 1}, run=pinned)
+    assert load_any(folder / "config.yaml").run.checkpoint_activations is True
+    _, metrics = train(model_folder, tmp_path, learn={"steps": 2}, run=pinned, resume=True)
+    assert metrics[-1]["step"] == 2
 
 
 def one_flat_group_and_one_failure(completions: list[str], answer: list[str], **_: Any) -> list[float]:

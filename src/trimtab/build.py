@@ -83,8 +83,8 @@ def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan
     return plan
 
 
-def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> None:
-    """Say what is no longer as the run was started; refuse what the checkpoint's optimizer cannot continue with."""
+def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> list[str]:
+    """Say what is no longer as the run was started, and return it; refuse what the checkpoint's optimizer cannot go on with."""
     changed = changes(folder, config)
     held = load_any(folder / CONFIG)
     if type(held) is not type(config):
@@ -113,6 +113,7 @@ def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: P
             raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
     if changed:
         console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
+    return changed
 
 
 def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A step that is killed anywhere leaves the last checkpoint as it was, and repeats
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import Any
@@ -25,7 +26,7 @@ from trimtab.observe.samples import write_samples
 from trimtab.observe.tasks import task_kl, task_metrics
 from trimtab.reward.scorer import check_failures
 from trimtab.reward.wire import Tally
-from trimtab.rollout.engine import Request
+from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.session import Session
 from trimtab.update.batch import Sample
@@ -69,15 +70,13 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
     kept: list[Group] = []
     seen: Counter[int] = Counter()
     refills = 0
-    prefill_s, decode_s, wait_s, tokens = 0.0, 0.0, 0.0, 0
+    all_calls, latency_s = RolloutStats(), 0.0
     judged: list[dict[str, Tally]] = []
     while True:
         prompts = run.stream.take(learn.prompts_per_step - len(kept))
         new = sample(run, prompts, seen)
-        prefill_s += run.sampler.stats.prefill_s
-        decode_s += run.sampler.stats.decode_s
-        wait_s += run.sampler.stats.wait_s
-        tokens += run.sampler.stats.generated_tokens
+        all_calls.add(run.sampler.stats)
+        latency_s = max(latency_s, run.scorer.stats.latency_max_s)
         judged.append(run.scorer.stats.judges)
         groups += new
         check_failures(groups, run.config.observe.max_failed_rewards)
@@ -85,10 +84,10 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
         if len(kept) >= learn.prompts_per_step or refills == learn.dynamic_sampling.max_refills:
             break
         refills += 1
-    run.state.completion_tokens += tokens
-    metrics = rollout_metrics(run.sampler.stats, tokens, prefill_s, decode_s)
-    metrics |= {"rollout/refills": float(refills), "reward/latency_max_s": run.scorer.stats.latency_max_s}
-    return groups, metrics | judge_metrics(gather(judged)) | conversation_metrics(groups, wait_s)
+    run.state.completion_tokens += all_calls.generated_tokens
+    metrics = rollout_metrics(all_calls)
+    metrics |= {"rollout/refills": float(refills), "reward/latency_max_s": latency_s}
+    return groups, metrics | judge_metrics(gather(judged)) | conversation_metrics(groups, all_calls.wait_s)
 
 
 def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Group]:
@@ -163,7 +162,9 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
         return metrics
     if run.reference is not None:
         controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
-        state.kl_coef = controller.update(done[0].mean("kl_ref"), ledger.trained).coef
+        kl = done[0].mean("kl_ref")
+        if math.isfinite(kl):  # or the update was not applied, and is told of as that
+            state.kl_coef = controller.update(kl, ledger.trained).coef
         metrics["policy/kl_coef"] = state.kl_coef
         if run.tasks is not None:
             metrics |= task_kl(run.tasks, kept, samples, done[: len(done) // learn.epochs_per_step])

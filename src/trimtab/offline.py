@@ -279,12 +279,14 @@ def open_run(
     for note in (ready.train.note, ready.note):
         if note:
             console.note(note)
+    spare_the_collector(stack)
     timeline = Timeline(folder, on_phase=console.working)
     stack.callback(timeline.close)
-    spare_the_collector(stack)
+    meter = MemoryMeter(ready.device)
+    updater.metered = lambda: meter.phase("optimizer")
     return Run(
         stage, config, learn, folder, state, checkpoint is not None, ready.tokenizer, policy, updater, stream,
-        stage.samples(config, ready.held_out), ready, console, timeline, sinks, MemoryMeter(ready.device),
+        stage.samples(config, ready.held_out), ready, console, timeline, sinks, meter,
         _guard(updater, engine, state, console, timeline, plan), HostWatch(console.warn),
         PlanWatch(plan), Governor(plan, automatic, asked.checkpoint_activations == "auto"), inputs.callbacks,
     )  # fmt: skip

@@ -192,7 +192,9 @@ def open_session(
     state = RunState(kl_coef=config.learn.kl.coef)
     if checkpoint is not None:
         state = load_state(checkpoint)
-        compare(config, ready.device, folder, checkpoint, console)
+        changed = compare(config, ready.device, folder, checkpoint, console)
+        if any(change.startswith("learn.kl.coef ") for change in changed):
+            state.kl_coef = config.learn.kl.coef
     _tell_of_start(config, console)
     parts = assemble(config, ready, stack, checkpoint)
     config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
@@ -220,14 +222,15 @@ def open_session(
             console.note(note)
     if state.step >= config.learn.steps:
         console.note(f"all {config.learn.steps} steps are done; the model is exported again")
+    spare_the_collector(stack)
     timeline = Timeline(folder, on_phase=console.working)
     stack.callback(timeline.close)
-    spare_the_collector(stack)
+    meter = MemoryMeter(ready.device, outside=lambda: engine.outside_bytes)
+    updater.metered = lambda: meter.phase("optimizer")
     return Session(
         config, folder, state, checkpoint is not None, work.tokenizer, policy, parts.reference, engine,
         Talk.on(ready.talk, engine), updater, ready.scorer, stream, work.eval.prompts, console, timeline, sinks,
-        MemoryMeter(ready.device, outside=lambda: engine.outside_bytes),
-        open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
+        meter, open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
         PlanWatch(plan), parts.governor, ready.tasks,
         None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline), inputs.callbacks,
     )  # fmt: skip
@@ -273,7 +276,8 @@ def _put_away(reference: AnyPolicy | None, run: Run) -> AnyPolicy | None:
     """A reference that waits in host memory, where the plan has it there."""
     if run.offload.reference is not True or not isinstance(reference, Policy):
         return reference
-    away, device = FromHost(reference), reference.device
+    device = reference.device
+    away = FromHost(reference)
     free(device)  # another process cannot use what torch keeps
     return away
 

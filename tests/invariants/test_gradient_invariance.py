@@ -71,9 +71,11 @@ def step(
     key: str | None = None,
     value: Any = None,
     learn: dict | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
     **sections: Any,
 ):
-    """Sampled tokens and the gradient of one whole step, in float64, with one key of `run` pinned."""
+    """Sampled tokens and the gradient of one whole step, in float64, with one key of `run` pinned; and into `weights` those that
+    it leads to."""
     tree: dict[str, Any] = {
         "model": {"path": str(model_folder), "dtype": "float64"},
         "data": {"train": "object:rows"},
@@ -115,6 +117,8 @@ def step(
         session.updater.optimizer.step = capture
         groups, _ = loop.rollout(session)
         loop.update(session, groups)
+        if weights is not None:
+            weights |= {name: parameter.detach().clone() for name, parameter in session.policy.model.named_parameters()}
     tokens = {(g.prompt.id, t.sample): t.tokens.tolist() for g in groups for t in g.trajectories}
     return tokens, gradients
 
@@ -159,6 +163,15 @@ def test_several_updates_a_batch_are_covered_too(model_folder: Path, tmp_path: P
     two = step(model_folder, tmp_path, key, value, learn=learn)
     assert one[0] == two[0]
     assert_same_gradient(one[1], two[1], TOLERANCE.get(key, 1e-9))
+
+
+def test_weights_after_two_updates_are_those_of_an_optimizer_on_the_device(model_folder: Path, tmp_path: Path) -> None:
+    """The same passes, so the same weights to the bit; a gradient alone would not show what an optimizer does."""
+    here, away = {}, {}
+    step(model_folder, tmp_path, learn={"updates_per_step": 2}, weights=here)
+    step(model_folder, tmp_path, "offload.optimizer", True, learn={"updates_per_step": 2}, weights=away)
+    assert here.keys() == away.keys() and here
+    assert all(torch.equal(here[name], away[name]) for name in here)
 
 
 def test_a_learn_key_does_change_the_gradient(model_folder: Path, tmp_path: Path, baseline) -> None:

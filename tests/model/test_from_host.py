@@ -53,3 +53,15 @@ def test_fused_layers_keep_nothing_of_weights_that_left() -> None:
                 assert joined() is not None
             gc.collect()
             assert joined() is None and not policy._fused._known
+
+
+def test_memory_that_runs_out_before_the_first_pass_is_told_as_that() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from trimtab.model.fused import FusedForward
+
+    policy = Policy(tiny_model("qwen2", num_hidden_layers=1).to(DEVICE).requires_grad_(False), check=False)
+    policy._fused = FusedForward(policy)
+    away = FromHost(policy)
+    with pytest.raises(torch.OutOfMemoryError), away.present():
+        raise torch.OutOfMemoryError("before the first layer")
+    assert all(p.device.type == "cpu" for p in policy.model.parameters())

@@ -19,9 +19,10 @@ from trimtab.errors import ConfigError
 from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.here import pick_device, pick_reward_workers
-from trimtab.plan.job import Job, Machine
+from trimtab.plan.job import COUNTED, Correction, Job, Machine
 from trimtab.plan.ledger import ASLEEP, AWAKE, ENGINE, GIB, MIB, PROCESS, SLACK, UNSEEN, Placement, draw_up, kv_bytes
 from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
+from trimtab.plan.probe import corrected
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
@@ -841,3 +842,18 @@ def test_the_cache_holds_as_many_sequences_as_run_at_once() -> None:
 def test_an_engine_that_has_most_of_the_memory_decides_it() -> None:
     job = qwen("qwen2.5-7b", rank=16, adapters=10**7)
     assert make_plan(Run(engine="vllm", rollout=Rollout(processes=2)), job, h(80)).ledger.binding == ENGINE
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("pinned", [Run(offload=Offload(activations=True)), Run()])
+def test_activations_wait_on_the_host_only_where_layers_keep_their_inputs_alone(fused: bool, pinned: Run) -> None:
+    """Also after a plan was corrected, which then has its offloading as if it were pinned."""
+    job = qwen("qwen2.5-7b", rank=16, adapters=10**7, fused=fused, prompts=16, samples=8, completion=30000)
+    seen = set()
+    for gib in (24, 32, 40, 140):
+        plan = make_plan(pinned, job, h(gib))
+        for found in (plan, corrected(plan, pinned, COUNTED), corrected(plan, pinned, Correction(0.6, 0))):
+            away = found.run.offload.activations
+            seen.add(away)
+            assert not away or found.run.checkpoint_activations is True
+    assert True in seen

@@ -238,3 +238,13 @@ def test_launching_is_over_when_the_last_micro_batch_is_launched(monkeypatch: py
     once = ["begun", *["backward"] * count, "launched", "optimizer", f"asked for {count}"]
     assert count > 1 and order == 3 * once
     assert update_metrics(done)["run/device_behind"] == 0.02
+
+
+def test_recomputing_is_switched_off_again() -> None:
+    policy = Policy(tiny_model())
+    updater = Updater(
+        policy, resolve(Learn()), token_budget=64, score_token_budget=64, logprob_chunk=8, checkpoint_activations=True
+    )
+    assert policy.model.is_gradient_checkpointing
+    updater.recompute(False)
+    assert not policy.model.is_gradient_checkpointing

@@ -60,7 +60,7 @@ class FusedForward:
     def forget(self) -> None:
         """Let go of where parameters were."""
         self._known = {}
-        del self.parts
+        vars(self).pop("parts", None)  # there are none yet where memory ran out before they were read
 
     def __call__(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, longest: int, plan: AttentionPlan

@@ -22,6 +22,7 @@ from trimtab.model import liger
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
+from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
 from trimtab.model.shelf import Shelf
 from trimtab.model.transfer import HostMemory
@@ -212,6 +213,8 @@ class Policy:
         try:
             packed = self._probe()
         except (AssertionError, TypeError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise ModelError(f"{self.name} cannot run through Trimtab's attention: {error}") from error
         self.model.set_attn_implementation("eager")
         alone = [self.model(input_ids=row[None], use_cache=False).logits[0] for row in self._probe_rows()]

@@ -15,13 +15,13 @@ from trimtab.update.objective import Ledger
 from trimtab.update.updater import UpdateStats
 
 
-def rollout_metrics(stats: RolloutStats, tokens: int, prefill_s: float, decode_s: float) -> dict[str, float]:
-    """Speed over all generation of the step; occupancy and cache use of its last call."""
+def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
+    """Of all generation of a step."""
     return {
-        "rollout/tokens": float(tokens),
-        "rollout/tokens_per_s": tokens / max(prefill_s + decode_s, 1e-9),
-        "rollout/prefill_s": prefill_s,
-        "rollout/decode_s": decode_s,
+        "rollout/tokens": float(stats.generated_tokens),
+        "rollout/tokens_per_s": stats.generated_tokens / max(stats.prefill_s + stats.decode_s, 1e-9),
+        "rollout/prefill_s": stats.prefill_s,
+        "rollout/decode_s": stats.decode_s,
         "rollout/graph_share": stats.graph_share,
         "rollout/batch_occupancy": stats.occupancy,
         "rollout/kv_usage": stats.kv_usage,

@@ -169,7 +169,7 @@ def _ways(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Kept, Offload]
         tries(run.offload.activations, True),
         keeps,
     ):
-        if activations and kept is not True and run.offload.activations == "auto":
+        if activations and kept is not True and True in keeps:
             continue  # only layers' inputs wait on the host
         yield kept, Offload(optimizer=optimizer, reference=reference, activations=activations)
 

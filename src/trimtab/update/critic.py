@@ -49,8 +49,10 @@ class Critic(Updater):
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
         """Write the values of the samples' tokens into one of their fields."""
         self.progress = Progress()
-        for batch in self._micro_batches(samples, self.score_token_budget):
-            batch.scatter(self._values(batch), field)
+        batches = self._micro_batches(samples, self.score_token_budget)
+        found = [(batch, self._values(batch)) for batch in batches]
+        for batch, values_R in found:
+            batch.scatter(values_R, field)
 
     def _values(self, batch: MicroBatch) -> torch.Tensor:
         hidden_TE = self.policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)

@@ -7,7 +7,8 @@ it is applied has changed nothing, neither weights nor samples, and can be repea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,6 +104,8 @@ class Updater:
         policy.shelf = Shelf(policy.device) if offload_activations else None
         self.checkpoint_activations: Recompute = False
         self.recompute(checkpoint_activations)
+        self.metered: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around each optimizer step: who measures its memory."""
         self.progress = Progress()
 
     def recompute(self, activations: Recompute) -> None:
@@ -113,6 +116,8 @@ class Updater:
             self.policy.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
             )
+        elif self.policy.model.is_gradient_checkpointing:
+            self.policy.model.gradient_checkpointing_disable()
 
     def abandon(self) -> None:
         """Keep nothing of a step that failed half-way."""
@@ -131,8 +136,10 @@ class Updater:
         """Write `policy`'s log-probs of the samples' tokens into one of their fields. No gradient, its own budget."""
         self.progress = Progress()
         with policy.present():
-            for batch in self._micro_batches(samples, self.score_token_budget):
-                batch.scatter(self._token_stats(policy, batch).logprobs, field)
+            batches = self._micro_batches(samples, self.score_token_budget)
+            found = [(batch, self._token_stats(policy, batch).logprobs) for batch in batches]
+        for batch, logprobs_R in found:  # the device is waited for once, after its last pass
+            batch.scatter(logprobs_R, field)
 
     def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
         """One optimizer step on all of `samples`."""
@@ -149,7 +156,8 @@ class Updater:
             stats.sizes.append(batch.sizes)
         launching.end()
         self.progress.part = "optimizer step"
-        outcome = self.optimizer.step(lr)
+        with self.metered():
+            outcome = self.optimizer.step(lr)
         stats.grad_norm, stats.applied = outcome.grad_norm, outcome.applied
         stats.behind = launching.behind(stats.microbatches)
         return stats
