@@ -127,3 +127,18 @@ def test_completions_that_share_a_prompt_equal_whole_sequences(architecture: str
             own = PackedPlan([len(prompts[prompt]) + n], "cpu")
             alone.append(policy.hidden(torch.cat([prompts[prompt], end]), own.positions, own)[-n:])
     torch.testing.assert_close(shared[11:], torch.cat(alone), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError), (RuntimeError("a shape"), ModelError)],
+)
+def test_memory_that_runs_out_says_nothing_about_an_architecture(
+    error: Exception, told: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Policy) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(Policy, "_probe", failing)
+    with pytest.raises(told):
+        Policy(tiny_model())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from tiny import VOCABULARY, tiny_model
@@ -233,9 +236,17 @@ def test_launching_is_over_when_the_last_micro_batch_is_launched(monkeypatch: py
     monkeypatch.setattr(updaters, "Launching", Launching)
     monkeypatch.setattr(updater, "_backward", lambda loss: (order.append("backward"), backward(loss)))
     monkeypatch.setattr(updater.optimizer, "step", lambda lr: (order.append("optimizer"), step(lr))[1])
+
+    @contextmanager
+    def metered() -> Iterator[None]:
+        order.append("metered")
+        yield
+        order.append("to here")
+
+    updater.metered = metered
     done = [updater.step(samples(), 1e-3, 0.0) for _ in range(3)]
     count = done[0].microbatches
-    once = ["begun", *["backward"] * count, "launched", "optimizer", f"asked for {count}"]
+    once = ["begun", *["backward"] * count, "launched", "metered", "optimizer", "to here", f"asked for {count}"]
     assert count > 1 and order == 3 * once
     assert update_metrics(done)["run/device_behind"] == 0.02
 
