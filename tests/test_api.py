@@ -110,6 +110,8 @@ def test_a_finished_run_resumed_exports_again_and_reports(here: Path, model_fold
     settings: dict[str, Any] = {"model": str(model_folder), "data": ROWS, "reward": "exact_match", "run": RUN}
     settings |= {"observe": {"dir": "r"}}
     first = trimtab.train(**settings, learn=LEARN, resume=True)  # nothing there: starts
+    assert "there is no checkpoint to resume in" in capsys.readouterr().out
+    kept = (here / "r/config.yaml").read_text()
     weights = (here / "r/final/model.safetensors").read_bytes()
     (here / "r/final/model.safetensors").unlink()
     capsys.readouterr()
@@ -117,6 +119,9 @@ def test_a_finished_run_resumed_exports_again_and_reports(here: Path, model_fold
     shown = capsys.readouterr().out
     assert "all 2 steps are done; the model is exported again" in shown
     assert "warning" not in shown
+    trimtab.train(**settings, learn=LEARN | {"lr": 0.25}, resume=True)
+    assert (here / "r/config.yaml").read_text() == kept, "nothing was learned with another rate"
+    capsys.readouterr()
     assert (here / "r/final/model.safetensors").read_bytes() == weights
     assert {key: first[key] for key in ("run_dir", "steps", "reward_last")} == {
         key: second[key] for key in ("run_dir", "steps", "reward_last")

@@ -252,6 +252,8 @@ def open_run(
     stack.enter_context(claim(folder, resume))
     checkpoint = newest_checkpoint(folder) if resume else None
     state = RunState()
+    if resume and checkpoint is None:
+        console.note(f"there is no checkpoint to resume in {folder}: the run starts at its first step")
     if checkpoint is not None:
         state = load_state(checkpoint)
         compare(config, ready.device, folder, checkpoint, console)
@@ -266,7 +268,8 @@ def open_run(
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
         stage.restore(checkpoint, updater)
-    begin(folder, config, as_dict(plan))
+    if checkpoint is None or state.step < (config.learn.steps or 0):  # or nothing is learned with these settings
+        begin(folder, config, as_dict(plan))
     # A fast tokenizer is not safe to share between threads, so the stream has its own.
     encoder = stage.encoder(config, copy.deepcopy(ready.tokenizer), "data.train")
     stream = Stream(

@@ -190,6 +190,8 @@ def open_session(
     stack.enter_context(claim(folder, resume))
     checkpoint = newest_checkpoint(folder) if resume else None
     state = RunState(kl_coef=config.learn.kl.coef)
+    if resume and checkpoint is None:
+        console.note(f"there is no checkpoint to resume in {folder}: the run starts at its first step")
     if checkpoint is not None:
         state = load_state(checkpoint)
         changed = compare(config, ready.device, folder, checkpoint, console)
@@ -203,7 +205,8 @@ def open_session(
         load_optimizer(checkpoint, updater.optimizer)
         if parts.critic is not None:
             restore_critic(checkpoint, parts.critic)
-    begin(folder, config, as_dict(plan))
+    if checkpoint is None or state.step < config.learn.steps:  # or nothing is learned with these settings
+        begin(folder, config, as_dict(plan))
     stream = PromptStream(
         work.train.rows,
         config.data,
@@ -221,7 +224,7 @@ def open_session(
         if note:
             console.note(note)
     if state.step >= config.learn.steps:
-        console.note(f"all {config.learn.steps} steps are done; the model is exported again")
+        console.note(f"all {state.step} steps are done; the model is exported again")
     spare_the_collector(stack)
     timeline = Timeline(folder, on_phase=console.working)
     stack.callback(timeline.close)

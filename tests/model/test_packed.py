@@ -142,3 +142,12 @@ def test_memory_that_runs_out_says_nothing_about_an_architecture(
     monkeypatch.setattr(Policy, "_probe", failing)
     with pytest.raises(told):
         Policy(tiny_model())
+
+
+def test_weights_that_are_no_numbers_are_named() -> None:
+    model = tiny_model()
+    name, weight = next((n, w) for n, w in model.named_parameters() if "layers" in n)
+    with torch.no_grad():
+        weight.view(-1)[0] = float("nan")
+    with pytest.raises(ModelError, match=rf"no numbers: {name} holds values that are not finite"):
+        Policy(model)

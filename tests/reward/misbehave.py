@@ -151,3 +151,7 @@ def threads(completions: list[str]) -> list[float]:
 
 
 not_a_function = {"a": 1}
+
+
+def one_for_all(completions: list[str], **_: Any) -> list[float]:
+    return [1.0]

@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from trimtab.config.schema import RewardPart
+from trimtab.reward.wire import Failure
+from trimtab.reward.worker import checked_entry
 
 HANGS = ["sleep_forever", "busy_loop", "ignore_sigterm", "hang_with_children", "stop_itself"]
 CRASHES = {
@@ -208,3 +210,19 @@ def test_workers_end_with_a_parent_that_exits_without_closing():
     assert parent.returncode == 0
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
+
+
+def test_one_value_for_a_whole_group_is_nobodys(scorer, group):
+    """Asked again for each sample alone, it would pass for right."""
+    one, given = scorer("one_for_all"), group("1", "2", "3")
+    one.submit(given)
+    one.collect()
+    assert all("returned 1 values for 3 completions" in (t.failure or "") for t in given.trajectories)
+    assert (one.stats.failed, one.stats.repeated) == (3, 1)
+
+
+@pytest.mark.parametrize(("value", "words"), [(10**400, "inf"), (1e300, "float32"), (-3.5e38, "float32")])
+def test_rewards_that_nothing_can_be_computed_with_are_failures(value, words):
+    found = checked_entry(value)
+    assert isinstance(found, Failure) and found.kind == "invalid" and words in found.summary
+    assert checked_entry(3e38) == 3e38

@@ -7,6 +7,7 @@ name before anything is trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -221,6 +222,10 @@ class Policy:
         self.model.set_attn_implementation(ATTENTION_NAME)
         expected = torch.cat(alone).to(packed.dtype).log_softmax(-1)
         worst = _distance(packed, expected)
+        if math.isnan(worst):
+            named = [name for name, weight in self.model.named_parameters() if not torch.isfinite(weight).all()]
+            where = f"{named[0]} holds values that are not finite" if named else "its weights overflow"
+            raise ModelError(f"{self.name} gives log-probs that are no numbers: {where}.")
         if not worst <= TOLERANCE_NATS[self.dtype]:
             raise ModelError(
                 f"{self.name} gives other log-probs when sequences are packed (off by {worst:.3g} nats, allowed "

@@ -3,7 +3,9 @@
 Guarantees:
 - Every submitted group comes back from the next `collect`, in the order of submission, its trajectories filled in.
 - A sample has a reward, or a failure with its reason, or neither because no part applied. A failure is never a zero.
-- A failed call costs only the samples that are to blame: the group's samples are then called one by one.
+- A failed call costs only the samples that are to blame: the group's samples are then called one by one. Where a function
+  returned another number of values than there are samples, and none of them is to blame (one value for all would pass for right
+  with each alone), all have failed.
 - A sample whose environment failed is not scored; it keeps its reason.
 - Built-in rewards that compare an answer read what the model said last, never what an environment said.
 
@@ -246,6 +248,8 @@ class _Sheet:
         self._whole = [sample for sample, t in enumerate(group.trajectories) if t.failure is None]
         """Samples that there is something to say about: those that no environment lost."""
         self._cells: list[dict[int, Cell]] = [{} for _ in parts]
+        self._wrong: dict[int, Failure] = {}
+        """Parts that returned something else than a value a sample."""
         self._lock = threading.Lock()
         self._missing = len(parts) * len(self._whole)
 
@@ -279,20 +283,23 @@ class _Sheet:
         return offered
 
     def _receive(self, part: int, samples: Sequence[int], reply: Reply) -> None:
-        failed = isinstance(reply.result, Failure)
+        failure = reply.result if isinstance(reply.result, Failure) else None
+        again = failure is not None and len(samples) > 1
         with self._lock:
             self.seconds.append(reply.seconds)
             if reply.tally is not None:
                 self.tallies.setdefault(self._names[part], Tally()).add(reply.tally)
                 self.judged_at[self._names[part]] = time.monotonic()
-            if failed and len(samples) > 1:
+            if failure is not None and again:
                 self.repeated += 1
+                if failure.kind == "invalid":
+                    self._wrong[part] = failure
             else:
                 cells = [reply.result] if isinstance(reply.result, Failure) else reply.result
                 self._cells[part].update(zip(samples, cells))
                 self._missing -= len(samples)
             finished = not self._missing
-        if failed and len(samples) > 1:
+        if again:
             for sample in samples:
                 self._call(part, [sample], again=True)
         if finished:
@@ -301,6 +308,9 @@ class _Sheet:
     def fill_in(self) -> list[str]:
         """Write rewards into the trajectories; the kinds of failure, one a dropped sample."""
         kinds: list[str] = []
+        for part, wrong in self._wrong.items():
+            if not any(isinstance(cell, Failure) for cell in self._cells[part].values()):
+                self._cells[part] = dict.fromkeys(self._whole, wrong)
         for sample in self._whole:
             failure = self._fill_in_one(sample, self.group.trajectories[sample])
             if failure is not None:

@@ -92,6 +92,8 @@ def respond(message: bytes, functions: list[Function]) -> list[Cell] | Failure:
         return Failure("raised", summary, user_traceback(error))
 
 
+LARGEST = 3.4e38
+"""What float32 holds: advantages are kept in it."""
 _runner: Any = None
 
 
@@ -129,11 +131,16 @@ def checked_entry(entry: Any) -> Cell:
         return Failure(
             "invalid", f"returned {type(entry).__name__} {repr(entry)[:80]} as a reward; return a number or None"
         )
-    value = float(entry)
+    try:
+        value = float(entry)
+    except OverflowError:
+        value = math.inf
     if not math.isfinite(value):
         return Failure(
             "invalid", f"returned {value} as a reward; return a finite number, or None where it does not apply"
         )
+    if abs(value) > LARGEST:
+        return Failure("invalid", f"returned {value:g} as a reward; return numbers that float32 can hold")
     return value
 
 
