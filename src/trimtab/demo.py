@@ -61,6 +61,12 @@ def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[st
     }
 
 
+def asked_steps(overrides: Sequence[str], usual: int) -> int:
+    """The warm-up of the rate is made for so many. What is no number the config refuses."""
+    asked = [line.removeprefix("learn.steps=") for line in overrides if line.startswith("learn.steps=")]
+    return int(asked[-1]) if asked and asked[-1].isdigit() else usual
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
@@ -130,9 +136,7 @@ def run_demo(
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Warm start, GRPO, before and after; returns the summary with `accuracy_before` and `accuracy_after`."""
-    asked = [line.removeprefix("learn.steps=") for line in overrides if line.startswith("learn.steps=")]
-    steps = int(asked[-1]) if asked and asked[-1].isdigit() else steps  # or the config refuses it
-    config = config_from_dict(demo_config(folder, difficulty, steps, seed), overrides)
+    config = config_from_dict(demo_config(folder, difficulty, asked_steps(overrides, steps), seed), overrides)
     started = time.monotonic()
     torch.set_num_threads(physical_cores())
     tokenizer = build_tokenizer()

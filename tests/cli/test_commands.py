@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from trimtab.demo import asked_steps, demo_config
 from trimtab.observe.console import Console
 from trimtab.observe.sinks import read_metrics
 
@@ -183,3 +184,13 @@ def test_python_dash_m(here: Path) -> None:
     assert done.returncode == 0
     for command in ("train", "eval", "export", "demo"):
         assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"), [([], 150), (["learn.lr=1"], 150), (["learn.steps=2"], 2), (["learn.steps=many"], 150)]
+)
+def test_the_demo_warms_up_within_the_steps_that_are_asked_for(
+    tmp_path: Path, overrides: list[str], steps: int
+) -> None:
+    asked = asked_steps(overrides, 150)
+    assert asked == steps and demo_config(tmp_path, 8, asked, 0)["learn"]["schedule"]["warmup_steps"] < steps

@@ -25,10 +25,8 @@ class HostMemory:
         if device.type == "cuda" and size:
             code = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0))
             if code:
-                with suppress(
-                    RuntimeError
-                ):  # the driver's runtime keeps the error, and would tell the next kernel of it
-                    torch.zeros(1, device=device)
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=device)  # CUDA keeps the error, and would tell a later kernel of it
                 raise MemoryError(f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code})")
             weakref.finalize(self, _unpin, self._bytes).atexit = False
 

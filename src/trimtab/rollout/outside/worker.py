@@ -103,9 +103,7 @@ def end_with_trainer(trainer: int) -> None:
 def _is_there(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's, under a number that was used again
+    except (ProcessLookupError, PermissionError):  # or it is somebody else's, under a number that was used again
         return False
     return True
 
