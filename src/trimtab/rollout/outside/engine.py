@@ -264,13 +264,14 @@ class OutsideEngine:
         for index, request in enumerate(requests):
             member = min(loads, key=lambda member: loads[member])
             loads[member] += sum(request.limits)
-            prompt = list(request.prompt.tokens)  # one list: it is sent once for all samples
             for sample, limit in enumerate(request.limits):
                 number = request.first_sample + sample
                 key = stream_key(request.seed, request.step, request.prompt.id, number, request.first_position)
                 id = len(whose)
                 whose[id] = (index, sample)
-                member.asks[id] = Ask(id, prompt, limit, key)
+                member.asks[id] = Ask(
+                    id, request.prompt.tokens, limit, key
+                )  # pickled, one list is sent once for all samples
         return whose
 
     def _start(self, members: Sequence[Member]) -> None:
