@@ -16,6 +16,7 @@ import trimtab
 from trimtab.config.load import load_any
 from trimtab.errors import ConfigError, TrainingError
 from trimtab.export import export_run
+from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import read_metrics
 from trimtab.plan.governor import Governor, Move
 from trimtab.update.updater import Updater
@@ -175,6 +176,13 @@ def test_kl_is_zero_at_first_and_the_adaptive_controller_moves(model_folder, tmp
     assert metrics[3]["policy/kl_coef"] > metrics[1]["policy/kl_coef"]
 
 
+def test_memory_is_measured_phase_by_phase(model_folder, tmp_path, monkeypatch) -> None:
+    phase, opened = MemoryMeter.phase, []
+    monkeypatch.setattr(MemoryMeter, "phase", lambda self, name: (opened.append(name), phase(self, name))[1])
+    train(model_folder, tmp_path, learn={"steps": 1})
+    assert [name for name in opened if name != "rollout"] == ["score", "update", "optimizer"]
+
+
 def test_a_kl_that_is_no_number_moves_nothing(model_folder, tmp_path, monkeypatch) -> None:
     original = Updater.step
     calls = {"count": 0}
@@ -236,6 +244,7 @@ def test_failures_are_a_share_of_the_step_and_not_of_a_refill(model_folder, tmp_
     (row,) = [row for row in read_metrics(Path(summary["run_dir"])) if row["step"] == 1]
     assert (row["rollout/refills"], row["run/samples"], row["reward/failed"]) == (1, 20, 1)
     assert row["run/samples_trained"] + row["run/dropped_no_signal"] + row["run/dropped_reward_failed"] == 20
+    assert row["rollout/tokens"] == pytest.approx(20 * row["response/length_mean"]), "of both calls"
 
 
 def test_a_non_finite_step_changes_nothing_and_is_counted(model_folder, tmp_path, monkeypatch) -> None:
