@@ -94,13 +94,23 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
         pytest.fail("claimed")
 
 
-def test_begin_writes_a_config_that_loads_and_clears_what_a_kill_left(tmp_path: Path) -> None:
-    for leftover in (".writing-final", "checkpoints/.writing-step-2", "checkpoints/.deleting-step-1", "final"):
-        (tmp_path / leftover / "x").mkdir(parents=True)
+def test_begin_writes_a_config_that_loads(tmp_path: Path) -> None:
     begin(tmp_path, config(lr=0.5), {})
     assert load_config(tmp_path / "config.yaml").learn.lr == 0.5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "config.yaml", "final", "plan.json"]
-    assert not list((tmp_path / "checkpoints").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "plan.json"]
+
+
+@pytest.mark.parametrize("holds_a_run", [True, False])
+def test_what_a_kill_left_half_written_goes_with_the_next_claim_of_that_run(tmp_path: Path, holds_a_run: bool) -> None:
+    """Only there: a folder of somebody's own may hold anything."""
+    if holds_a_run:
+        begin(tmp_path, config(), {})
+    leftovers = {".writing-final", "checkpoints/.writing-step-2", "checkpoints/.deleting-step-1"}
+    for name in (*leftovers, "final", "checkpoints/step-3"):
+        (tmp_path / name / "x").mkdir(parents=True)
+    with claim(tmp_path, True):
+        assert {name for name in leftovers if (tmp_path / name).exists()} == (set() if holds_a_run else leftovers)
+        assert (tmp_path / "final/x").exists() and (tmp_path / "checkpoints/step-3/x").exists()
 
 
 def test_changes_are_what_would_be_learned_otherwise(tmp_path: Path) -> None:

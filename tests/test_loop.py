@@ -225,6 +225,22 @@ def test_a_run_resumes_from_what_its_plan_has_written(model_folder, tmp_path, pi
     assert metrics[-1]["step"] == 2
 
 
+def test_a_run_killed_in_its_very_last_moments_is_tidied_by_the_resume_that_has_nothing_to_train(
+    model_folder, tmp_path
+) -> None:
+    """As a kill leaves it between saving the last checkpoint and removing the one before it, and while exporting."""
+    folder, _ = train(model_folder, tmp_path, observe={"checkpoint_every": 1, "keep_checkpoints": 2})
+    final = (folder / "final" / "model.safetensors").read_bytes()
+    (folder / "final").rename(folder / ".deleting-final")
+    for name in (".writing-final", "checkpoints/.deleting-step-1", "checkpoints/.writing-step-3"):
+        (folder / name).mkdir()
+        (folder / name / "stale.txt").write_text("half")
+    train(model_folder, tmp_path, observe={"checkpoint_every": 1, "keep_checkpoints": 1}, resume=True)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-3"]
+    assert not [*folder.glob(".writing*"), *folder.glob(".deleting*"), *(folder / "final").glob("stale*")]
+    assert (folder / "final" / "model.safetensors").read_bytes() == final
+
+
 def one_flat_group_and_one_failure(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     if answer[0] == "3":
         return [0.0] * len(completions)

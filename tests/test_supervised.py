@@ -144,6 +144,16 @@ def test_a_resumed_run_ends_with_the_same_weights(model_folder: Path, tmp_path: 
     assert all(torch.equal(tensor, weights(rest)[name]) for name, tensor in weights(whole).items())
 
 
+def test_a_run_killed_in_its_very_last_moments_is_tidied_by_the_resume(model_folder: Path, tmp_path: Path) -> None:
+    whole, _ = sft(model_folder, tmp_path, observe={"checkpoint_every": 1})
+    folder = Path(whole["run_dir"])
+    (folder / "checkpoints/.deleting-step-2").mkdir()
+    (folder / ".writing-final").mkdir()
+    sft(model_folder, tmp_path, observe={"checkpoint_every": 1, "keep_checkpoints": 1}, resume=True)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-4"]
+    assert not [*folder.glob(".writing*")]
+
+
 def test_adapters_are_trained_saved_and_merged(model_folder: Path, tmp_path: Path) -> None:
     summary, _ = sft({"path": str(model_folder), "lora": {"r": 4}}, tmp_path, learn={"steps": 10})
     folder = Path(summary["run_dir"])

@@ -111,7 +111,7 @@ def save_checkpoint(
         remove_whole(target)
     aside.rename(target)
     _fsync(folder)
-    _prune(folder, keep, state.best_step)
+    prune(run_dir, keep, state.best_step)
     return target
 
 
@@ -159,6 +159,15 @@ def load_optimizer(checkpoint: Path, optimizer: MasterAdamW) -> None:
     optimizer.load_state_tensors(load_file(checkpoint / OPTIMIZER))
 
 
+def prune(run_dir: Path, keep: int, best_step: int) -> None:
+    """Remove the checkpoints that are neither among the newest `keep` nor the best."""
+    found = checkpoints(run_dir)
+    kept = {*list(found)[-keep:], best_step}
+    for step, path in found.items():
+        if step not in kept:
+            remove_whole(path)
+
+
 def clear(folder: Path) -> None:
     """Remove what a killed process left half written or half deleted."""
     for leftover in [*folder.glob(".writing-*"), *folder.glob(".deleting-*")]:
@@ -176,14 +185,6 @@ def flush_to_disk(folder: Path) -> None:
     for file in _files(folder):
         _fsync(file)
     _fsync(folder)
-
-
-def _prune(folder: Path, keep: int, best_step: int) -> None:
-    found = _steps(folder)
-    kept = {*list(found)[-keep:], best_step}
-    for step, path in found.items():
-        if step not in kept:
-            remove_whole(path)
 
 
 def _steps(folder: Path) -> dict[int, Path]:

@@ -49,7 +49,8 @@ def refuse_existing(folder: Path, resume: bool) -> None:
 
 @contextmanager
 def claim(folder: Path, resume: bool) -> Iterator[None]:
-    """The folder is made and is this process's own; if it still holds no run at the end, it is as it was before."""
+    """The folder is made and is this process's own, without what a killed one left half written; if it still holds no run at the
+    end, it is as it was before."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,6 +64,9 @@ def claim(folder: Path, resume: bool) -> Iterator[None]:
             what, fix = f"another process is running in {folder}", "Stop it or choose another folder."
             raise ConfigError([Problem("observe.dir", what, fix)]) from None
         refuse_existing(folder, resume)
+        if (folder / CONFIG).exists():
+            clear(folder)
+            clear(folder / "checkpoints")
         try:
             yield
         finally:
@@ -75,8 +79,6 @@ def claim(folder: Path, resume: bool) -> Iterator[None]:
 
 def begin(folder: Path, config: AnyConfig, plan: dict[str, Any]) -> None:
     """The first write: from here on the folder holds a run."""
-    clear(folder)
-    clear(folder / "checkpoints")
     write_whole(folder / PLAN, json.dumps(plan, indent=2) + "\n")
     write_whole(folder / CONFIG, resolved_yaml(config))
 

@@ -28,7 +28,7 @@ from trimtab.build import (
     refuse_missing_wandb,
     spare_the_collector,
 )
-from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint, save_checkpoint
+from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint, prune, save_checkpoint
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.load import Offline, resolved_yaml
@@ -268,6 +268,7 @@ def open_run(
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
         stage.restore(checkpoint, updater)
+        prune(folder, config.observe.keep_checkpoints, state.best_step)  # a kill may have come before it
     if checkpoint is None or state.step < (config.learn.steps or 0):  # or nothing is learned with these settings
         begin(folder, config, as_dict(plan))
     # A fast tokenizer is not safe to share between threads, so the stream has its own.

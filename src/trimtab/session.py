@@ -26,7 +26,7 @@ from trimtab.build import (
     refuse_missing_wandb,
     spare_the_collector,
 )
-from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint
+from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint, prune
 from trimtab.config.algorithms import resolve
 from trimtab.config.run import Run
 from trimtab.config.schema import Config
@@ -205,6 +205,7 @@ def open_session(
         load_optimizer(checkpoint, updater.optimizer)
         if parts.critic is not None:
             restore_critic(checkpoint, parts.critic)
+        prune(folder, config.observe.keep_checkpoints, state.best_step)  # a kill may have come before it
     if checkpoint is None or state.step < config.learn.steps:  # or nothing is learned with these settings
         begin(folder, config, as_dict(plan))
     stream = PromptStream(

@@ -28,7 +28,7 @@ POINTS = [
     "trimtab.checkpoint.flush_to_disk after",
     "Path.rename before",
     "Path.rename after",  # from here on each of these costs the run a step
-    "trimtab.checkpoint._prune before",
+    "trimtab.checkpoint.prune before",
     "trimtab.checkpoint.remove_whole before",
     "trimtab.checkpoint.remove_whole after",
     "trimtab.endings.save_model after",
