@@ -113,19 +113,19 @@ def test_what_a_kill_left_half_written_goes_with_the_next_claim_of_that_run(tmp_
         assert (tmp_path / "final/x").exists() and (tmp_path / "checkpoints/step-3/x").exists()
 
 
-def test_changes_are_what_would_be_learned_otherwise(tmp_path: Path) -> None:
-    begin(tmp_path, config(steps=10, lr=0.5), {})
-    assert changes(tmp_path, config(steps=10, lr=0.5)) == []
-    assert changes(tmp_path, config(steps=20, lr=0.5)) == [], "a run may grow"
-    assert changes(tmp_path, config(steps=5, lr=0.5)) == ["learn.steps 5 (was 10)"]
-    assert changes(tmp_path, config(steps=10, lr=0.25)) == ["learn.lr 0.25 (was 0.5)"]
+def test_changes_are_what_would_be_learned_otherwise() -> None:
+    held = config(steps=10, lr=0.5)
+    assert changes(held, config(steps=10, lr=0.5)) == []
+    assert changes(held, config(steps=20, lr=0.5)) == [], "a run may grow"
+    assert changes(held, config(steps=5, lr=0.5)) == ["learn.steps 5 (was 10)"]
+    assert changes(held, config(steps=10, lr=0.25)) == ["learn.lr 0.25 (was 0.5)"]
     tree = config(steps=10, lr=0.5).model_dump()
     other = config_from_dict(
         tree
         | {"run": {"token_budget": 9999}, "observe": {"checkpoint_every": 1}, "model": {"path": "other"}}
         | {"reward": [{"fn": "exact_match", "weight": 2.0}, {"fn": "length", "args": {"max_tokens": 5}}]}
     )
-    found = changes(tmp_path, other)
+    found = changes(held, other)
     assert found[0] == "model.path other (was m)"
     assert {line.split()[0] for line in found} == {
         "model.path", "reward.0.weight", "reward.1.fn", "reward.1.weight", "reward.1.timeout_s",

@@ -217,6 +217,22 @@ def test_a_resumed_run_goes_on_with_the_kl_that_is_asked_for(
         assert metrics[3]["policy/kl_coef"] == after
 
 
+def test_a_resume_that_died_before_its_first_checkpoint_is_not_what_the_run_learned_with(
+    model_folder, tmp_path, monkeypatch, capsys
+) -> None:
+    train(model_folder, tmp_path, learn={"steps": 1, "kl": {"coef": 0.01}})
+    changed = {"steps": 2, "kl": {"coef": 0.5}, "lr": 2e-3}
+    with monkeypatch.context() as dying:
+        dying.setattr(Updater, "step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(model_folder, tmp_path, learn=changed, resume=True)
+    capsys.readouterr()
+    _, metrics = train(model_folder, tmp_path, learn=changed, resume=True)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "learn.lr 0.002 (was 0.001)" in told and "learn.kl.coef 0.5 (was 0.01)" in told
+    assert metrics[2]["policy/kl_coef"] == 0.5
+
+
 @pytest.mark.parametrize("pinned", [{"offload": {"activations": True}}, {"checkpoint_activations": True}])
 def test_a_run_resumes_from_what_its_plan_has_written(model_folder, tmp_path, pinned: dict[str, Any]) -> None:
     folder, _ = train(model_folder, tmp_path, learn={"steps": 1}, run=pinned)

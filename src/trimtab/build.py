@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
+from trimtab.checkpoint import CONFIG
 from trimtab.config.learn import Learn
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
 from trimtab.config.run import Kernels, Run
 from trimtab.config.schema import Model, Observe
 from trimtab.errors import ConfigError, Problem
-from trimtab.folder import CONFIG, changes
+from trimtab.folder import changes
 from trimtab.model import liger
 from trimtab.model.adapters import add_adapters, load_adapters
 from trimtab.model.load import load_config, load_model, resolve_dtype
@@ -84,13 +85,14 @@ def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan
 
 
 def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> list[str]:
-    """Say what is no longer as the run was started, and return it; refuse what the checkpoint's optimizer cannot go on with."""
-    changed = changes(folder, config)
-    held = load_any(folder / CONFIG)
+    """Say what is no longer as the checkpoint was made, and return it; refuse what its optimizer cannot go on with."""
+    # Not the folder's: a resume with other settings may have ended before its first checkpoint.
+    held = load_any((checkpoint if (checkpoint / CONFIG).exists() else folder) / CONFIG)
     if type(held) is not type(config):
         name = next(name for name, schema in STAGES.items() if isinstance(held, schema))
         what, fix = f"{folder} holds a run of trimtab {name}", f"Go on with trimtab {name}, or choose another folder."
         raise ConfigError([Problem("observe.dir", what, fix)])
+    changed = changes(held, config)
     critic = [change for change in changed if change.startswith("learn.critic.path")]
     if critic:
         what = f"{checkpoint.name} cannot go on with another critic than it has: {', '.join(critic)}"

@@ -27,7 +27,7 @@ from trimtab.model.load import save_model
 from trimtab.update.optimizer import MasterAdamW
 
 FORMAT = 1
-STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+CONFIG, STATE, OPTIMIZER = "config.yaml", "state.json", "optimizer.safetensors"
 
 
 @dataclass
@@ -105,6 +105,8 @@ def save_checkpoint(
             save_model(model, tokenizer, aside)
         for name, tensors in {OPTIMIZER: optimizer.state_tensors(), **(others or {})}.items():
             save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name)
+        if (run_dir / CONFIG).exists():
+            shutil.copy(run_dir / CONFIG, aside)
         (aside / STATE).write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
         flush_to_disk(aside)
     if target.exists():

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from trimtab.checkpoint import OPTIMIZER, STATE, checkpoints, flush_to_disk, load_state
+from trimtab.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoints, flush_to_disk, load_state
 from trimtab.config.load import load_any
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Model
 from trimtab.errors import ConfigError, Problem
-from trimtab.folder import CONFIG, FINAL
+from trimtab.folder import FINAL
 from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
 
@@ -60,7 +60,7 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
         adapted = load_adapters(load_model(settings, torch.device("cpu")), source)
         save_model(adapted, load_tokenizer(settings), aside)
     elif dtype == "same":
-        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(STATE, OPTIMIZER, "critic*.safetensors"))
+        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(CONFIG, STATE, OPTIMIZER, "critic*.safetensors"))
     else:
         trusted = model.trust_remote_code
         settings = Model.model_validate({"path": str(source), "dtype": dtype, "trust_remote_code": trusted})

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint import clear
-from trimtab.config.load import AnyConfig, load_any, resolved, resolved_yaml
+from trimtab.checkpoint import CONFIG, clear
+from trimtab.config.load import AnyConfig, resolved, resolved_yaml
 from trimtab.errors import ConfigError, Problem
 
-CONFIG, PLAN, FINAL, LOCK = "config.yaml", "plan.json", "final", ".lock"
+PLAN, FINAL, LOCK = "plan.json", "final", ".lock"
 FREE = ("run.", "observe.")
 """Sections that a resumed run may change: they do not change what is learned."""
 
@@ -83,10 +83,10 @@ def begin(folder: Path, config: AnyConfig, plan: dict[str, Any]) -> None:
     write_whole(folder / CONFIG, resolved_yaml(config))
 
 
-def changes(folder: Path, config: AnyConfig) -> list[str]:
-    """What `config` would learn otherwise than the run in the folder: `learn.lr 0.1 (was 0.2)`. More steps are no change, unless
-    the rate is one that falls until the last of them."""
-    before, now = _flat(load_any(folder / CONFIG)), _flat(config)
+def changes(held: AnyConfig, config: AnyConfig) -> list[str]:
+    """What `config` would learn otherwise than a run with the config `held`: `learn.lr 0.1 (was 0.2)`. More steps are no change,
+    unless the rate is one that falls until the last of them."""
+    before, now = _flat(held), _flat(config)
     constant = now["learn.schedule.kind"] == "constant"
     if constant and (before["learn.steps"] or 0) <= (now["learn.steps"] or 0):
         now["learn.steps"] = before["learn.steps"]
