@@ -214,6 +214,31 @@ def test_a_reference_that_waits_in_host_memory_runs_fused() -> None:
     assert policy.path == "fused layers"
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_layers_of_a_reference_wait_for_weights_that_are_still_on_their_way(monkeypatch, fused: bool) -> None:
+    policy = Policy(tiny_model("qwen3", num_hidden_layers=4).to(torch.bfloat16).cuda().requires_grad_(False))
+    if fused:
+        policy.fuse()
+        assert policy.fused
+    tokens, plan = torch.arange(9, device="cuda"), PackedPlan([4, 5], "cuda")
+    with torch.no_grad():
+        expected = policy.hidden(tokens, plan.positions, plan)
+        away = FromHost(policy)
+        record = away._inward.record_event
+
+        def slowly() -> torch.cuda.Event:
+            event = record()
+            torch.cuda._sleep(2_000_000)  # a millisecond between one storage and the next
+            return event
+
+        monkeypatch.setattr(away._inward, "record_event", slowly)
+        monkeypatch.setattr(torch, "empty_like", lambda x, **where: torch.full_like(x, 255, **where))
+        for _ in range(2):
+            with away.present():
+                found = [away.hidden(tokens, plan.positions, plan) for _ in range(2)]
+            assert all(torch.equal(hidden, expected) for hidden in found)
+
+
 def test_the_host_never_waits_between_the_first_micro_batch_and_the_norm() -> None:
     policy = Policy(tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16).cuda())
     policy.fuse()

@@ -73,6 +73,7 @@ class FusedForward:
             x_TE = x_TE * self.parts.factor
         residual_TE, x_TE = _FirstNorm.apply(x_TE, self._before(0).weight, self._before(0))
         for index, layer in enumerate(self.parts.layers):
+            self.policy.before_layer(index)
             call = LayerCall(
                 index, layer, self._before(index), self._before(index + 1), self._rotaries[layer.kind], positions_T, plan,
                 self.policy.keep, self.policy.shelf, self.policy.gradients,

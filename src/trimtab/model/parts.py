@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ KNOWN = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", 
 normalises under another name, would pass a comparison of a few tokens in bfloat16."""
 ROUNDED, WIDE, OFFSET = 1, 2, 3
 """How a norm applies its weight (0: there is no norm): to the rounded value; in float32; in float32, one larger than stored."""
+_norm_kinds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Of norms that were tried. They are read again, without a kernel, when their weights have been put elsewhere."""
 
 
 class Unfusable(Exception):
@@ -248,25 +251,32 @@ def join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm(module: nn.Module) -> Norm:
-    """An RMS norm as the module computes it: which way of applying the weight is seen by trying."""
+    """An RMS norm as the module computes it."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or eps is None or getattr(module, "bias", None) is not None:
         raise Unfusable(f"{type(module).__name__} is not an RMS norm")
+    if module not in _norm_kinds:
+        _norm_kinds[module] = _tried(module, weight.data, eps)
+    return Norm(weight, float(eps), _norm_kinds[module])
+
+
+def _tried(norm: nn.Module, weight: torch.Tensor, eps: float) -> int:
+    """How a norm applies its weight, seen by trying."""
     x = torch.linspace(-2.0, 3.0, 4 * weight.shape[0], device=weight.device).view(4, -1).to(weight.dtype)
     with torch.no_grad():
-        found = module(x).float()
+        found = norm(x).float()
     wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     tries = {
-        ROUNDED: wide.to(x.dtype) * weight.data,
-        WIDE: (wide * weight.data.float()).to(x.dtype),
-        OFFSET: (wide * (1.0 + weight.data.float())).to(x.dtype),
+        ROUNDED: wide.to(x.dtype) * weight,
+        WIDE: (wide * weight.float()).to(x.dtype),
+        OFFSET: (wide * (1.0 + weight.float())).to(x.dtype),
     }
     gaps = {kind: (found - guess.float()).abs().max().item() for kind, guess in tries.items()}
     kind = min(gaps, key=lambda k: gaps[k])
     if not gaps[kind] <= 0.02 * found.abs().max().item():
-        raise Unfusable(f"{type(module).__name__} is not an RMS norm that has a kernel")
-    return Norm(weight, float(eps), kind)
+        raise Unfusable(f"{type(norm).__name__} is not an RMS norm that has a kernel")
+    return kind
 
 
 def _head_norm(attention: nn.Module, shape: LayerShape) -> HeadNorm | None:

@@ -8,7 +8,7 @@ name before anything is trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from importlib.util import find_spec
@@ -63,6 +63,8 @@ class Policy:
         """Where the inputs of layers wait for the backward pass; None: on the device."""
         self.gradients: Gradients | None = None
         """Where gradients of half-precision parameters add up; set by who trains them."""
+        self.before_layer: Callable[[int], None] = lambda _: None
+        """What a layer waits for, by its number: weights that arrive while others run."""
         if check:
             self._check_packing()
         model.train()
@@ -249,7 +251,10 @@ class WithoutAdapters:
 
 
 class FromHost:
-    """A policy without gradients whose weights wait in host memory and are on the device only while it is `present`."""
+    """A policy without gradients whose weights wait in host memory and are on the device only while it is `present`.
+
+    They arrive in the order in which they are used, while the layers whose weights are there already run.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head, self._device = policy, policy.head, policy.device
@@ -257,27 +262,63 @@ class FromHost:
         """By the address they had: each storage's bytes. Weights that fused layers joined stay together."""
         self._memories: list[HostMemory] = []
         self._views: list[tuple[torch.nn.Parameter, int, torch.Tensor]] = []
-        for parameter in policy.model.parameters():
+        layers = list(getattr(policy.body, "layers", []))
+        within = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        self._take([parameter for parameter in policy.model.parameters() if id(parameter) not in within])
+        self._needed: list[int] = []
+        """By layer: how many storages are there when it runs."""
+        for layer in layers:
+            self._take(layer.parameters())
+            self._needed.append(len(self._homes))
+        # Fused layers end with the norm that the next one begins with.
+        self._needed = [*self._needed[1:], len(self._homes)]
+        self._inward = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._arrived: list[torch.cuda.Event] = []
+        """By storage."""
+        policy.before_layer = self._wait_for
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, index=index: self._wait_for(index))
+        self._put(self._homes)
+        policy.forget()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        # Of the stream that uses them, or the allocator would keep them for copying alone.
+        places = {at: torch.empty_like(home, device=self._device) for at, home in self._homes.items()}
+        if self._inward is not None:
+            self._inward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._inward):
+            for at, home in self._homes.items():
+                places[at].copy_(home, non_blocking=True)
+                if self._inward is not None:
+                    self._arrived.append(self._inward.record_event())
+        self._put(places)
+        try:
+            yield
+        finally:
+            if self._inward is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._inward)
+            self._arrived = []
+            self._put(self._homes)
+            self._policy.forget()
+
+    def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        self._wait_for(0)
+        return self._policy.hidden(tokens_T, positions_T, plan)
+
+    def _wait_for(self, layer: int) -> None:
+        """Have the device wait for what a layer reads."""
+        if self._arrived:
+            torch.cuda.current_stream(self._device).wait_event(self._arrived[self._needed[layer] - 1])
+
+    def _take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
             storage, at = parameter.untyped_storage(), parameter.untyped_storage().data_ptr()
             if at not in self._homes:
                 flat = torch.empty(0, dtype=torch.uint8, device=parameter.device).set_(storage)
                 self._memories.append(HostMemory(flat.numel(), flat.device))
                 self._homes[at] = self._memories[-1].tensor((flat.numel(),), torch.uint8).copy_(flat)
             self._views.append((parameter, at, parameter.data))
-        self._put(self._homes)
-        policy.forget()
-
-    @contextmanager
-    def present(self) -> Iterator[None]:
-        self._put({at: home.to(self._device, non_blocking=True) for at, home in self._homes.items()})
-        try:
-            yield
-        finally:
-            self._put(self._homes)
-            self._policy.forget()
-
-    def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        return self._policy.hidden(tokens_T, positions_T, plan)
 
     def _put(self, places: dict[int, torch.Tensor]) -> None:
         for index, (parameter, at, like) in enumerate(self._views):
