@@ -134,6 +134,23 @@ def test_eval_rows_without_a_column_that_the_reward_needs(refused, config: dict[
     assert "needs a column 'gold'" in refused("data.train=gold.jsonl", "data.eval=rows.jsonl")
 
 
+def test_one_row_without_a_column_that_the_reward_needs(refused, config: dict[str, Any], here: Path) -> None:
+    (here / "gold.jsonl").write_text('{"prompt": "1", "gold": "1"}\n{"prompt": "2"}\n')
+    config["reward"] = [{"fn": "rewards.py:needs_gold"}]
+    assert "needs a column 'gold', which the data does not have in every row" in refused("data.train=gold.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no/where", "There is no folder {here}/no/where either."), ("./where", "no model folder at {here}/where. Give")],
+)
+def test_a_reward_model_that_is_not_there(refused, config: dict[str, Any], here: Path, name: str, message: str) -> None:
+    config["reward"] = [{"fn": f"model:{name}"}]
+    told = refused("--dry-run")
+    assert told.startswith(f"reward.fn: cannot read model:{name}: ") and message.format(here=here) in told
+    assert "model.path" not in told
+
+
 def test_missing_wandb(refused, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
@@ -175,6 +192,7 @@ def broken_model(here: Path, model_folder: Path, config: dict[str, Any]) -> Path
 def test_hub_name_without_network(refused) -> None:
     message = refused("model.path=nobody/nothing")
     assert message.startswith("model.path: cannot read the config of 'nobody/nothing'")
+    assert message.endswith("nobody/nothing either.")
 
 
 def test_no_such_folder(refused) -> None:

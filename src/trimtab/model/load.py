@@ -36,6 +36,12 @@ class Source:
     def options(self) -> dict[str, Any]:
         return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
+    @property
+    def also(self) -> str:
+        """To add where it could not be read: a name without a folder may have been meant as one."""
+        local = Path(self.location).absolute()
+        return "" if local.exists() else f"There is no folder {local} either."
+
 
 def find_source(path: str) -> Source:
     """Tell a GGUF file, a folder and a hub name apart, and say what is missing where none fits."""
@@ -71,7 +77,7 @@ def load_model(model: Model, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
-    with _failing(f"model.path: cannot load {model.path!r}"):
+    with _failing(f"model.path: cannot load {model.path!r}", source.also):
         loaded, report = AutoModelForCausalLM.from_pretrained(source.location, output_loading_info=True, **options)
     missing = sorted(report["missing_keys"])
     if missing:
@@ -106,7 +112,7 @@ def load_tokenizer(model: Model) -> Any:
 def load_config(model: Model) -> Any:
     """The architecture, without weights."""
     source = find_source(model.path)
-    with _failing(f"model.path: cannot read the config of {model.path!r}"):
+    with _failing(f"model.path: cannot read the config of {model.path!r}", source.also):
         config = AutoConfig.from_pretrained(
             source.location, trust_remote_code=model.trust_remote_code, **source.options
         )

@@ -155,7 +155,7 @@ class Scorer:
         for place, name in enumerate(self.names):
             for column in sorted(self._desks[place].needs - known):
                 raise RewardError(
-                    f"reward {name!r} needs a column {column!r}, which the data does not have. "
+                    f"reward {name!r} needs a column {column!r}, which the data does not have in every row. "
                     f"{nearest(column, known)} Offered besides the columns: {', '.join(GIVEN)}; with an environment: "
                     f"{', '.join(PLAYED)}"
                 )
