@@ -310,8 +310,12 @@ class NativeEngine:
         groups = list({fork.sequence.group.index: fork.sequence.group for fork in forks}.values())
         place = {group.index: at for at, group in enumerate(groups)}
         prompt_B = rows.to_device([place[fork.sequence.group.index] for fork in forks])
-        hidden_BE = torch.stack([group.hidden for group in groups])[prompt_B]
-        self._in_parts(lambda part: self._decoder.draw(index_B[part], hidden_BE[part]), len(forks), "drawing a token")
+
+        def draw(part: slice) -> None:
+            hidden_BE = torch.stack([group.hidden for group in groups])[prompt_B[part]]
+            self._decoder.draw(index_B[part], hidden_BE)
+
+        self._in_parts(draw, len(forks), "drawing a token")
         self.stats.sequences += len(forks)
         return [fork.sequence for fork in forks]
 

@@ -143,22 +143,25 @@ class Scheduler:
         return True
 
     def fork(self) -> list[Fork]:
-        """Start as many samples of prefilled prompts as rows and pages allow."""
+        """Start as many samples of prefilled prompts as rows and pages allow.
+
+        Prompts' pages are given back at the end: one that is copied from is not copied to, so copying can be repeated.
+        """
         forks: list[Fork] = []
         reserved = self._growing()
-        while self.ready:
+        while self.ready and self.free_rows:
             group = self.ready[0]
-            while group.forked < group.samples and self.free_rows:
-                made = self._fork_one(group, reserved)
-                if made is None:
-                    return forks
-                forks.append(made)
-                reserved += self._may_grow(made.sequence)
-            if group.forked < group.samples:
-                return forks
-            self.ready.popleft()
-            self.pool.release(group.pages)
-            group.pages = []
+            made = self._fork_one(group, reserved)
+            if made is None:
+                break
+            forks.append(made)
+            reserved += self._may_grow(made.sequence)
+            if group.forked == group.samples:
+                self.ready.popleft()
+        for group in {fork.sequence.group.index: fork.sequence.group for fork in forks}.values():
+            if group.forked == group.samples:
+                self.pool.release(group.pages)
+                group.pages = []
         return forks
 
     def live(self) -> list[Sequence]:
