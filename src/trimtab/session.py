@@ -290,7 +290,7 @@ def open_evaluation(
     config: Config, inputs: Inputs, stack: ExitStack, *, console_file: IO[str] | None = None
 ) -> Evaluation:
     """Build what measures a model: no optimizer, no training data, no run folder."""
-    config = config.model_copy(update={"learn": resolve(config.learn)})
+    config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
     if config.data.eval is None and inputs.eval_rows is None:
         raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
     device = pick_device(config.run)

@@ -113,3 +113,10 @@ def test_an_architecture_that_cannot_be_built_is_told_as_a_users_error(
         ModelError, match=r"a gpt_neox model cannot be built.*ImportError: This model requires the timm"
     ):
         shape_of(str(tmp_path))
+
+
+def test_a_folder_is_found_in_the_home_of_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    tiny_model("llama").config.save_pretrained(tmp_path / "m")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert shape_of("~/m") == shape_of(str(tmp_path / "m"))

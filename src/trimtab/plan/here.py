@@ -62,7 +62,7 @@ def _device_here(device: torch.device) -> Device:
     free = free_memory(device) + torch.cuda.memory_reserved(device)
     share = torch.cuda.get_per_process_memory_fraction(device.index)
     memory = min(free, int(share * properties.total_memory)) + CONTEXT
-    found = nearest(properties.name, memory)
+    found = nearest(properties.name, memory, properties.total_memory)
     return replace(
         found, lends=not why_not_lendable(device), tiled_head=properties.major >= 9, bfloat16=properties.major >= 8
     )

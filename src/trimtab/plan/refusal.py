@@ -14,6 +14,7 @@ from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB, least_kv_bytes, processes_of
 from trimtab.plan.planner import Choice, Plan, make_plan, page_tokens, place_over
 from trimtab.plan.shape import Block
+from trimtab.rollout.outside.kinds import VLLM_RANKS
 
 
 def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, str]:
@@ -64,6 +65,9 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     """What another library's engine would fail at after it was started."""
     if not (job.generates and run.outside):
         return
+    if run.engine == "vllm" and job.rank > VLLM_RANKS[-1]:
+        what = f"is {job.rank}, and vLLM serves adapters of at most {VLLM_RANKS[-1]}"
+        raise ConfigError([Problem("model.lora.r", what, "Write less; or run.engine: native.")])
     if run.engine == "vllm" and job.rank and job.itemsize > 2 and not machine.cpu:
         what = "vLLM computes adapters in half precision alone on a GPU"
         raise ConfigError([Problem("model.dtype", what, "Write bfloat16; or run.engine: native.")])

@@ -220,7 +220,7 @@ def _between(points: list[tuple[float, float]], at: float) -> float:
 
 
 def _config_json(path: str) -> dict[str, Any] | None:
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.is_dir():
         file = folder / "config.json"
         if not file.exists():
