@@ -27,9 +27,9 @@ from trimtab.model.policy import Policy
 from trimtab.observe.curve import plot_curve
 from trimtab.observe.jsonl import read_jsonl
 from trimtab.plan.here import physical_cores
-from trimtab.session import Inputs
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
+from trimtab.work import Inputs
 
 SPECIAL = ["<pad>", "<eos>"]
 CHARACTERS = string.digits + "+-=" + string.ascii_lowercase + " :"

@@ -66,7 +66,6 @@ from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import Updater, UpdateStats
 from trimtab.work import Callback, Inputs, given_rows
 
-GIB = 2**30
 CHARACTERS = 200_000_000
 """A training set up to this size is tokenised once at the start, a minute or two; of a larger one the longest texts are."""
 FIRST = 1000
@@ -289,11 +288,28 @@ def open_run(
     meter = MemoryMeter(ready.device)
     updater.metered = lambda: meter.phase("optimizer")
     return Run(
-        stage, config, learn, folder, state, checkpoint is not None, ready.tokenizer, policy, updater, stream,
-        stage.samples(config, ready.held_out), ready, console, timeline, sinks, meter,
-        _guard(updater, engine, state, console, timeline, plan), HostWatch(console.warn),
-        PlanWatch(plan), Governor(plan, automatic, asked.checkpoint_activations == "auto"), inputs.callbacks,
-    )  # fmt: skip
+        stage=stage,
+        config=config,
+        learn=learn,
+        folder=folder,
+        state=state,
+        resumed=checkpoint is not None,
+        tokenizer=ready.tokenizer,
+        policy=policy,
+        updater=updater,
+        stream=stream,
+        held_out=stage.samples(config, ready.held_out),
+        ready=ready,
+        console=console,
+        timeline=timeline,
+        sinks=sinks,
+        meter=meter,
+        guard=_guard(updater, engine, state, console, timeline, plan),
+        host=HostWatch(console.warn),
+        watch=PlanWatch(plan),
+        governor=Governor(plan, automatic, asked.checkpoint_activations == "auto"),
+        callbacks=inputs.callbacks,
+    )
 
 
 def train(run: Run) -> dict[str, Any]:

@@ -70,6 +70,7 @@ from trimtab.update.updater import Updater
 from trimtab.work import (
     Callback,
     EvalSet,
+    Inputs,
     Work,
     open_hosts,
     open_replies,
@@ -81,9 +82,6 @@ from trimtab.work import (
     reward_models,
     with_found_rewards,
 )
-from trimtab.work import Inputs as Inputs
-
-GIB = 2**30
 
 
 @dataclass
@@ -113,8 +111,9 @@ class Session:
     watch: PlanWatch
     governor: Governor
     tasks: Tasks | None
-    critic: Guard | None
-    """Around PPO's value model."""
+    critic: Critic | None
+    """PPO's value model."""
+    critic_guard: Guard | None
     callbacks: Sequence[Callback] = ()
 
 
@@ -150,9 +149,10 @@ class Talk:
     hosts: Hosts
     replies: ReplyEncoder
 
-    @classmethod
-    def on(cls, talk: Talk | None, engine: Engine) -> Sampler:
-        return engine if talk is None else Episodes(engine, talk.hosts, talk.replies)
+
+def sampler_on(engine: Engine, talk: Talk | None) -> Sampler:
+    """The engine, or conversations of it with an environment."""
+    return engine if talk is None else Episodes(engine, talk.hosts, talk.replies)
 
 
 def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> Checked:
@@ -231,13 +231,34 @@ def open_session(
     stack.callback(timeline.close)
     meter = MemoryMeter(ready.device, outside=lambda: engine.outside_bytes)
     updater.metered = lambda: meter.phase("optimizer")
+    critic_guard = None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline)
     return Session(
-        config, folder, state, checkpoint is not None, work.tokenizer, policy, parts.reference, engine,
-        Talk.on(ready.talk, engine), updater, ready.scorer, stream, work.eval.prompts, console, timeline, sinks,
-        meter, open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
-        PlanWatch(plan), parts.governor, ready.tasks,
-        None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline), inputs.callbacks,
-    )  # fmt: skip
+        config=config,
+        folder=folder,
+        state=state,
+        resumed=checkpoint is not None,
+        tokenizer=work.tokenizer,
+        policy=policy,
+        reference=parts.reference,
+        engine=engine,
+        sampler=sampler_on(engine, ready.talk),
+        updater=updater,
+        scorer=ready.scorer,
+        stream=stream,
+        eval_prompts=work.eval.prompts,
+        console=console,
+        timeline=timeline,
+        sinks=sinks,
+        meter=meter,
+        guard=open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence),
+        host=HostWatch(console.warn),
+        watch=PlanWatch(plan),
+        governor=parts.governor,
+        tasks=ready.tasks,
+        critic=parts.critic,
+        critic_guard=critic_guard,
+        callbacks=inputs.callbacks,
+    )
 
 
 @dataclass(frozen=True)
@@ -322,7 +343,7 @@ def open_evaluation(
     spare_the_collector(stack)
     column = config.data.task
     tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
-    return Evaluation(config, Talk.on(talk, engine), scorer, held_out.prompts, console, tasks)
+    return Evaluation(config, sampler_on(engine, talk), scorer, held_out.prompts, console, tasks)
 
 
 def _tell_of_start(config: Config, console: Console) -> None:

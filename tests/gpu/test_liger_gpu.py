@@ -19,7 +19,8 @@ from trimtab.model.policy import Policy
 from trimtab.plan.activations import Path as UpdatePath
 from trimtab.plan.activations import Row, update_peak
 from trimtab.plan.shape import shape_of_model
-from trimtab.session import Inputs, open_session
+from trimtab.session import open_session
+from trimtab.work import Inputs
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
