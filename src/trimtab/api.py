@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trimtab import loop
+from trimtab.build import own_modes
 from trimtab.config.load import load_as, load_config
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
@@ -134,7 +135,7 @@ def run_training(
     config: Config, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
     """Run a validated config."""
-    with ExitStack() as stack:
+    with own_modes(), ExitStack() as stack:
         session = open_session(config, inputs, stack, resume=resume, console_file=console_file)
         try:
             return loop.train(session)
@@ -146,7 +147,7 @@ def run_training(
 
 def run_evaluation(config: Config, inputs: Inputs, *, console_file: IO[str] | None = None) -> dict[str, float]:
     """Evaluate a validated config's model."""
-    with ExitStack() as stack:
+    with own_modes(), ExitStack() as stack:
         session = open_evaluation(config, inputs, stack, console_file=console_file)
         result, _ = measure(session.config, session.prompts, session.sampler, session.scorer, session.tasks)
         session.console.note(f"{config.model.path} | {scores(result)}")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
 
-from trimtab.checkpoint import CONFIG
+from trimtab.checkpoint import CONFIG, RunState, reading
 from trimtab.config.learn import Learn
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
 from trimtab.config.run import Kernels, Run
 from trimtab.config.schema import Model, Observe
+from trimtab.data.files import mark_of
 from trimtab.errors import ConfigError, Problem
 from trimtab.folder import changes
 from trimtab.model import liger
@@ -39,13 +41,18 @@ def load_policy(
     """The model to train, as it came or as a checkpoint left it, with the kernels asked for. `seed` is for new adapters."""
     if model.lora is not None:
         base = load_model(model, device)
-        adapted = add_adapters(base, model.lora, seed) if checkpoint is None else load_adapters(base, checkpoint)
-        policy = Policy(adapted)
+        if checkpoint is None:
+            found = add_adapters(base, model.lora, seed)
+        else:
+            with reading(checkpoint):
+                found = load_adapters(base, checkpoint)
+    elif checkpoint is None:
+        found = load_model(model, device)
     else:
-        source = model
-        if checkpoint is not None:
-            source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
-        policy = Policy(load_model(source, device))
+        source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+        with reading(checkpoint):
+            found = load_model(source, device)
+    policy = Policy(found)
     policy.use(kernels)
     return policy
 
@@ -116,6 +123,28 @@ def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: P
     if changed:
         console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
     return changed
+
+
+def note_data(state: RunState, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Remember which rows are trained on, and say so where they are not those that the run has counted so far."""
+    before, state.data_mark = state.data_mark, mark_of(rows)
+    if before and before != state.data_mark:
+        console.warn(
+            f"data.train is not what it was: {state.data_mark} (was {before}). Counting goes on at {state.data_position}, so "
+            "some rows may be trained on twice in this pass, others not at all"
+        )
+
+
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """Gradients are computed, and in the model's own type, whatever the caller has set for torch."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:

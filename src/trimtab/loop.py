@@ -16,6 +16,7 @@ import numpy as np
 from trimtab.checkpoint import save_checkpoint
 from trimtab.data.prompt import Prompt
 from trimtab.endings import end_step, export, note_outcome
+from trimtab.errors import TrainingError
 from trimtab.evaluation import measure
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
@@ -234,7 +235,13 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
             run.scorer.submit(group)
     with run.timeline.phase("reward"), run.meter.phase("rollout"):  # a reward model works beside the engine
         # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
-        return sorted(run.scorer.collect(), key=lambda group: group.index)
+        groups = sorted(run.scorer.collect(), key=lambda group: group.index)
+    if not all(t.logprobs.isfinite().all() for group in groups for t in group.trajectories):
+        raise TrainingError(
+            f"step {run.state.step + 1}: the policy gives log-probs that are no numbers. Its weights have grown too large, or "
+            "learn.sampling.temperature is too small. Lower learn.lr, and resume from the last checkpoint or start again."
+        )
+    return groups
 
 
 def _parts(run: Session) -> list[Part]:

@@ -207,6 +207,15 @@ def test_no_tokenizer(refused, broken_model: Path) -> None:
     assert "Name a folder or hub repository with tokenizer files in model.tokenizer" in message
 
 
+def test_a_tokenizer_with_more_words_than_the_model(refused, broken_model: Path) -> None:
+    settings = json.loads((broken_model / "config.json").read_text())
+    (broken_model / "config.json").write_text(json.dumps(settings | {"vocab_size": 10}))
+    message = refused("--dry-run")
+    assert (
+        message.startswith("model.path: the tokenizer has ") and "and 'model' knows 10. Name the tokenizer" in message
+    )
+
+
 def test_damaged_weights(refused, broken_model: Path) -> None:
     weights = (broken_model / "model.safetensors").read_bytes()
     (broken_model / "model.safetensors").write_bytes(weights[: len(weights) // 2])

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from trimtab.config.schema import Model
 from trimtab.errors import ModelError
@@ -104,8 +105,30 @@ def load_tokenizer(model: Model) -> Any:
         f"{what}: cannot load a tokenizer from {source.location!r}",
         "Name a folder or hub repository with tokenizer files in model.tokenizer.",
     ):
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=model.trust_remote_code, **source.options
+        )
+    _refuse_more_words(tokenizer, model, what)
+    return tokenizer
+
+
+def written_words(model: Model) -> dict[str, int] | None:
+    """Which token is which number, by the tokenizer's own file; None where there is no such file."""
+    file = cached_file(
+        find_source(model.tokenizer or model.path).location,
+        "tokenizer.json",
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return None if file is None else Tokenizer.from_file(file).get_vocab(with_added_tokens=False)
+
+
+def _refuse_more_words(tokenizer: Any, model: Model, key: str) -> None:
+    """Tokens without an embedding. Those added to a vocabulary may have none: padding, which is never read."""
+    words = load_config(model).get_text_config().vocab_size
+    if tokenizer.vocab_size > words:
+        raise ModelError(
+            f"{key}: the tokenizer has {tokenizer.vocab_size} tokens, and {model.path!r} knows {words}. Name the tokenizer that "
+            "it was trained with in model.tokenizer."
         )
 
 

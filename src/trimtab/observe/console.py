@@ -6,7 +6,6 @@ non-finite metrics are shown as '-'. Text from outside is printed as it is: brac
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from trimtab.observe.card import StartCard
 from trimtab.observe.format import MISSING, count, duration, finite, gib, number, scores
 from trimtab.observe.history import History
 from trimtab.observe.panel import LivePanel, phase_table, step_line
+from trimtab.streams import outlet
 
 PLAIN_WIDTH = 120
 REFRESHES_A_SECOND = 1
@@ -39,9 +39,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`quiet`: warnings only. `live`: redraw in place; None: when `file` is a terminal. `file`: None is stdout."""
-        file = sys.stdout if file is None else file
-        if isinstance(file, io.TextIOWrapper):
-            file.reconfigure(errors="backslashreplace")  # a terminal that cannot show '±' must not end a run
+        file = outlet(sys.stdout if file is None else file)
         terminal = file.isatty()
         width = None if terminal else PLAIN_WIDTH
         self._rich = RichConsole(file=file, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False)
