@@ -55,7 +55,7 @@ class Policy:
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self.head = self._head()
-        self.path = "the model's own modules"
+        self.description = "the model's own modules"
         """How packed rows run, and why not faster, in words for the user."""
         self._fused: FusedForward | None = None
         self.keep = Keep.ALL
@@ -126,7 +126,7 @@ class Policy:
         if kernels in ("auto", "native"):
             self.fuse()
         if kernels == "native" and not self.fused:
-            why = self.path if ":" in self.path else "they need a CUDA device and bfloat16"
+            why = self.description if ":" in self.description else "they need a CUDA device and bfloat16"
             raise ConfigError([Problem("run.kernels", f"fused layers do not serve this run: {why}", "Write auto.")])
         if kernels == "liger":
             self._use_liger()
@@ -139,7 +139,7 @@ class Policy:
         if not gap <= TOLERANCE_NATS[self.dtype]:
             what = f"Liger's kernels give other log-probs for {self.name} (off by {gap:.3g} nats)"
             raise ConfigError([Problem("run.kernels", what, "Write auto.")])
-        self.path = "the model's own modules with Liger's kernels"
+        self.description = "the model's own modules with Liger's kernels"
 
     def fuse(self) -> None:
         """From now on run packed rows through kernels made for training, where they serve this model on this device and agree
@@ -147,7 +147,7 @@ class Policy:
         if self.device.type != "cuda" or self.dtype not in (torch.bfloat16, torch.float16):
             return
         if find_spec("triton") is None:
-            self.path += ": Triton is not installed"
+            self.description += ": Triton is not installed"
             return
         from trimtab.model.fused import FusedForward
         from trimtab.model.parts import Unfusable
@@ -156,14 +156,14 @@ class Policy:
         try:
             self._fused = FusedForward(self)
         except Unfusable as reason:
-            self.path += f": {reason}"
+            self.description += f": {reason}"
             return
         gap = _distance(self._probe(), own)
         if gap <= TOLERANCE_NATS[self.dtype]:
-            self.path = "fused layers"
+            self.description = "fused layers"
         else:
             self._fused = None
-            self.path += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
+            self.description += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
 
     def forget(self) -> None:
         """Keep nothing of where the weights were: they have been put elsewhere."""

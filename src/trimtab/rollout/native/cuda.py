@@ -9,7 +9,7 @@ Everything a graph touches is at fixed addresses: the arena (keys and values, in
 The arena can be lent and taken back; graphs stay valid.
 
 Layers run fused where the architecture is known and the fused step agrees with the model's own forward; otherwise the model's
-own modules run inside the graph; where these wait for the host, without graphs. `path` says which, and why.
+own modules run inside the graph; where these wait for the host, without graphs. `description` says which, and why.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class CudaDecoder:
         self._shapes = shapes
         self._decode_shapes = [DecodeShape(s.heads, s.key[0], s.key[1], s.value[1]) for s in shapes.values()]
         self._layer_bytes = max(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
-        self._body, self.path = self._fuse()
+        self._body, self.description = self._fuse()
         self.arena = Arena(self._measure(), policy.device)
         self._layout = self._lay_out(self.arena.tensor)
         self.cache = self._layout.cache
@@ -124,7 +124,7 @@ class CudaDecoder:
         self.refresh()
         if self._body is not None and not self._agrees():
             self._body = None
-            self.path = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
+            self.description = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
         self._capturable = self._body is not None
         self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
         self._watch = Watch(self.policy.model)
@@ -225,7 +225,7 @@ class CudaDecoder:
             return
         if self._body is not None:
             self._drop_copies()
-            self._body, self.path = self._fuse()
+            self._body, self.description = self._fuse()
             self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
             self._capturable = self._body is not None
             self.refresh()
@@ -331,7 +331,7 @@ class CudaDecoder:
                 self._drop_copies()
                 self._body.refresh()
         how = "merged into a copy of the weights" if merged < beside else "applied beside the weights"
-        self.path += f", adapters {how}"
+        self.description += f", adapters {how}"
 
     def _drop_copies(self) -> None:
         if self._copies is not None and self._body is not None:
@@ -438,7 +438,9 @@ class CudaDecoder:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.path = f"the model's own modules, step by step: they wait for the host ({str(error).splitlines()[0]})"
+            self.description = (
+                f"the model's own modules, step by step: they wait for the host ({str(error).splitlines()[0]})"
+            )
             return False
         finally:
             torch.cuda.set_sync_debug_mode(before)

@@ -20,7 +20,7 @@ class Decoder(Protocol):
     """How a device takes decode steps."""
 
     cache: KVCache
-    path: str
+    description: str
     """What runs, and why not something faster, in words for the user."""
     replays: int
     """Steps so far that were replays of a graph."""

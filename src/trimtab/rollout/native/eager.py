@@ -22,7 +22,7 @@ from trimtab.rollout.sampler import sample
 class EagerDecoder:
     """Owns the cache."""
 
-    path = "the model's own modules, step by step"
+    description = "the model's own modules, step by step"
     most_steps = 1
     rounds_ahead = 0
     replays = 0

@@ -113,9 +113,9 @@ class NativeEngine:
             raise EngineError(f"run.rollout.lend_memory: memory cannot be lent here, {reason}; write auto or false")
 
     @property
-    def path(self) -> str:
+    def description(self) -> str:
         """How decode steps run, in words for the user."""
-        return self._decoder.path
+        return self._decoder.description
 
     @property
     def outside_bytes(self) -> int:
@@ -129,7 +129,7 @@ class NativeEngine:
         if policy.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
             decoder = EagerDecoder(policy, shapes, self.pool)
             lacking = "float64 has no kernels" if policy.dtype == torch.float64 else "Triton is not installed"
-            decoder.path += f": {lacking}"
+            decoder.description += f": {lacking}"
             return decoder
         from trimtab.rollout.native.cuda import CudaDecoder
 

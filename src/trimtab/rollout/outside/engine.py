@@ -143,7 +143,7 @@ class OutsideEngine:
         self._refuse_other_logprobs()
 
     @property
-    def path(self) -> str:
+    def description(self) -> str:
         where = "" if self._python == sys.executable else f" of {self._python}"
         many = "a process of its own" if len(self._members) == 1 else f"{len(self._members)} processes of their own"
         if self._settings["tensor_parallel"] > 1:
