@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
+from trimtab.config.run import Recompute
 from trimtab.plan.shape import Block, ModelShape
 
-Kept = bool | Literal["some"]
-"""`run.checkpoint_activations`: nothing is made again, some of it is, or all but a layer's input."""
 TILE = 256
 """Words of the vocabulary that the head's kernel reduces at a time."""
 PROGRAMS = 2112
@@ -59,12 +57,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Path:
+class UpdatePath:
     """How the update computes."""
 
     itemsize: int
     fused: bool
-    kept: Kept
+    recompute: Recompute
     chunk: int
     """`run.logprob_chunk`."""
     tiled_head: bool
@@ -77,25 +75,25 @@ class Path:
     """Modules have Liger's kernels."""
 
 
-def kept_by_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
+def kept_by_layer(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -> int:
     """Bytes from a layer's forward pass to its backward pass."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
     if not path.fused:
         return _kept_by_modules(shape, block, row, path)
-    if path.kept is True:
+    if path.recompute is True:
         return 0 if path.away else 4 * E * T
     attention = s * block.projected * (2 if block.head_norm else 1) + s * block.attended + 4 * block.heads
     residuals = 8 * E + 16 + (2 * s * E if block.sandwich else 0)
     gathered = _keys_and_scores(block, row, s)
     low = s * path.rank
-    if path.kept == "some":
+    if path.recompute == "some":
         return T * (attention + residuals + 5 * low) + gathered
     return T * (attention + residuals + 2 * s * E + 2 * s * block.width + 7 * low) + gathered
 
 
-def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
+def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -> int:
     T, E, s = row.tokens, shape.hidden, path.itemsize
-    if path.kept:
+    if path.recompute:
         return 0 if path.away else s * E * T
     # A norm keeps what it reads and gives, and transformers' also what it reads in float32; a gated product keeps gate, up and
     # result, and transformers' also the activated gate. Liger keeps neither of the two.
@@ -119,14 +117,14 @@ def _score_bytes(itemsize: int) -> int:
     return 8 if itemsize >= 4 else 8 + itemsize
 
 
-def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
+def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -> int:
     """The most that a layer's backward pass has beside what was kept: what it makes again, and gradients on their way."""
     T, E, s, F = row.tokens, shape.hidden, path.itemsize, block.used_width
     again = 0
-    if path.kept is True or (path.kept and not path.fused):
-        whole = replace(path, kept=False, away=False)
+    if path.recompute is True or (path.recompute and not path.fused):
+        whole = replace(path, recompute=False, away=False)
         again = kept_by_layer(shape, block, row, whole)
-    elif path.kept == "some":
+    elif path.recompute == "some":
         again = T * (2 * s * E + 2 * s * F + 2 * s * path.rank)
     scores = _score_bytes(s) * block.heads * row.pairs if block.dense and not again else 0
     keys = s * block.kv_elements * row.seen
@@ -144,7 +142,7 @@ def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> 
     return again + max(feed_forward, norm, waiting + flash + scores, waiting + turned)
 
 
-def head(shape: ModelShape, row: Row, path: Path) -> tuple[int, int]:
+def head(shape: ModelShape, row: Row, path: UpdatePath) -> tuple[int, int]:
     """Bytes of the log-prob head in its forward pass, which stay, and in its backward pass beside them."""
     R, E, V, s = row.predicted, shape.hidden, shape.vocabulary, path.itemsize
     numbers = 4 * max(1, s // 4)
@@ -159,11 +157,11 @@ def head(shape: ModelShape, row: Row, path: Path) -> tuple[int, int]:
     return kept, max(forward, backward)
 
 
-def update_peak(shape: ModelShape, row: Row, path: Path) -> dict[str, int]:
+def update_peak(shape: ModelShape, row: Row, path: UpdatePath) -> dict[str, int]:
     """What exists at the fullest moment of a micro-batch's forward and backward passes, beside weights and gradients."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
     kept = sum(count * kept_by_layer(shape, block, row, path) for block, count in shape.kinds.items())
-    if not (path.fused and path.kept is True):
+    if not (path.fused and path.recompute is True):
         kept += 4 * E * T if path.fused else s * E * T
     stays, head_work = head(shape, row, path)
     layer_work = T * s * E + max(backward_of_layer(shape, block, row, path) for block in shape.kinds)
@@ -172,11 +170,11 @@ def update_peak(shape: ModelShape, row: Row, path: Path) -> dict[str, int]:
     return {"activations": kept + row.numbers, "log-prob head": 0, "backward work": layer_work}
 
 
-def score_peak(shape: ModelShape, row: Row, path: Path) -> dict[str, int]:
+def score_peak(shape: ModelShape, row: Row, path: UpdatePath) -> dict[str, int]:
     """The same without a gradient: a layer or two at a time, and the head's forward pass."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
     block = max(shape.kinds, key=lambda b: b.projected + 2 * b.used_width)
-    full = Path(s, path.fused, False, path.chunk, path.tiled_head, path.rank)
+    full = UpdatePath(s, path.fused, False, path.chunk, path.tiled_head, path.rank)
     work = kept_by_layer(shape, block, row, full) + T * (4 + s) * E + T * s * block.used_width
     rows, _ = head(shape, row, path)
     chunk = min(path.chunk, row.predicted)

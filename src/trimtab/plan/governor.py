@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trimtab.config.run import Recompute
 from trimtab.plan.ledger import GIB, UNSEEN
-from trimtab.plan.planner import GRAIN, WIDEST, Plan, kept_when_wider, useful_tokens
-from trimtab.update.updater import Recompute
+from trimtab.plan.planner import GRAIN, WIDEST, Plan, recompute_when_wider, useful_tokens
 
 RAISE, LOWER = 1.25, 0.8
 WAITS = 0.1
@@ -81,7 +81,7 @@ class Governor:
     def _recompute(self, now: Move, budget: int) -> Recompute:
         if not self.may_recompute or now.recompute is not False:
             return now.recompute
-        return kept_when_wider(self.plan, now.budget, budget)
+        return recompute_when_wider(self.plan, now.budget, budget)
 
     @property
     def _limit(self) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from trimtab.config.run import Run
-from trimtab.plan.activations import Path, Row, score_peak, update_peak
+from trimtab.plan.activations import Row, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import COUNTED, Job, Machine
 
 MIB, GIB = 2**20, 2**30
@@ -165,9 +165,9 @@ def _training_phases(
     ]
 
 
-def update_path(job: Job, run: Run) -> Path:
+def update_path(job: Job, run: Run) -> UpdatePath:
     assert run.logprob_chunk != "auto" and run.checkpoint_activations != "auto"
-    return Path(
+    return UpdatePath(
         job.itemsize, job.fused, run.checkpoint_activations, run.logprob_chunk, job.tiled_head, job.rank,
         away=run.offload.activations is True, liger=job.liger,
     )  # fmt: skip
@@ -288,7 +288,7 @@ def _rewarding(job: Job) -> dict[str, int]:
     its own."""
     tokens = max(job.longest_sequence, min(REWARD_TOKENS, job.in_flight * job.longest_sequence))
     row = Row(tokens, max(1, tokens // job.longest_sequence), tokens, max(1, tokens // job.longest_sequence))
-    path = Path(job.itemsize, False, False, 1, True)
+    path = UpdatePath(job.itemsize, False, False, 1, True)
     works = [sum(score_peak(shape, row, path).values()) for shape in job.reward_models]
     return {"reward models' work": max(works)} if works else {}
 
@@ -302,7 +302,7 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     return {"merged copy": size}
 
 
-def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: Path) -> dict[str, int]:
+def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: UpdatePath) -> dict[str, int]:
     if not (job.compared or job.old_logprobs or job.critic):
         return resident
     assert run.score_token_budget != "auto"
@@ -318,14 +318,14 @@ def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], pat
     return resident | visiting | _gathered(job, place) | work
 
 
-def _updating(job: Job, machine: Machine, run: Run, path: Path) -> dict[str, int]:
+def _updating(job: Job, machine: Machine, run: Run, path: UpdatePath) -> dict[str, int]:
     assert run.token_budget != "auto"
     budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
     return update_work(job, job.row(budget), path) | rounding
 
 
-def _improving_critic(job: Job, machine: Machine, run: Run, path: Path) -> list[dict[str, int]]:
+def _improving_critic(job: Job, machine: Machine, run: Run, path: UpdatePath) -> list[dict[str, int]]:
     """A critic's own micro-batch, with its gradients in the place of the policy's."""
     if job.critic is None:
         return []
@@ -333,23 +333,23 @@ def _improving_critic(job: Job, machine: Machine, run: Run, path: Path) -> list[
     return [trained | _updating(replace(job, shape=job.critic), machine, run, critic_path(path))]
 
 
-def critic_path(path: Path) -> Path:
+def critic_path(path: UpdatePath) -> UpdatePath:
     """One number a token needs no logits."""
     return replace(path, chunk=1, tiled_head=True)
 
 
-def update_work(job: Job, row: Row, path: Path) -> dict[str, int]:
+def update_work(job: Job, row: Row, path: UpdatePath) -> dict[str, int]:
     """`update_peak`, corrected by what was measured."""
     found = {name: int(job.correction.factor * size) for name, size in update_peak(job.shape, row, path).items()}
     found["activations"] = max(0, found["activations"] + job.correction.rest)
     return found
 
 
-def rounding_bytes(job: Job, path: Path) -> int:
+def rounding_bytes(job: Job, path: UpdatePath) -> int:
     """Lost by the tensors that layers keep; where that has been measured it is in the correction."""
     if job.correction != COUNTED:
         return 0
-    tensors = {False: 9, "some": 7, True: 1}[path.kept]
+    tensors = {False: 9, "some": 7, True: 1}[path.recompute]
     return ROUNDING * tensors * job.shape.layers
 
 

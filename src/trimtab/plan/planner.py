@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from trimtab.config.run import Offload, Rollout, Run
-from trimtab.plan.activations import Kept
+from trimtab.config.run import Offload, Recompute, Rollout, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import ALONE, MIB, Ledger, Placement, draw_up, kv_bytes, least_kv_bytes
 from trimtab.plan.times import FITTED, Rates, Times, launch_s, outside_step, predict
@@ -101,8 +100,8 @@ def make_plan(
         return _with_engine(run, job, machine, profile, place, rates)
     limits = limits_of(machine, profile)
     plans = [
-        _with_budgets(run, job, machine, limits, place, rates, kept, offload, fill=profile == "max")
-        for kept, offload in _ways(run, job, machine)
+        _with_budgets(run, job, machine, limits, place, rates, recompute, offload, fill=profile == "max")
+        for recompute, offload in _ways(run, job, machine)
     ]
     fitting = [plan for plan in plans if plan.fits]
     if not fitting and run.outside and run.rollout.processes == "auto" and plans[0].run.rollout.processes != 1:
@@ -154,28 +153,28 @@ def _with_fewer_processes(run: Run, short: Plan, profile: str, rates: Rates) -> 
     return replace(plan, choices=(Choice("run.rollout.processes", count, "more would not fit"), *plan.choices))
 
 
-def _ways(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Kept, Offload]]:
+def _ways(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, Offload]]:
     """What may be recomputed and what may wait on the host, least first."""
-    keeps: list[Kept] = [False, "some", True] if job.fused else [False, True]
+    levels: list[Recompute] = [False, "some", True] if job.fused else [False, True]
     if run.checkpoint_activations != "auto":
-        keeps = [run.checkpoint_activations]
+        levels = [run.checkpoint_activations]
 
     def tries(pinned: bool | str, useful: bool) -> list[bool]:
         return [bool(pinned)] if pinned != "auto" else [False, True] if useful and not machine.cpu else [False]
 
-    for optimizer, reference, activations, kept in product(
+    for optimizer, reference, activations, recompute in product(
         tries(run.offload.optimizer, True),
         tries(run.offload.reference, job.reference),
         tries(run.offload.activations, True),
-        keeps,
+        levels,
     ):
-        if activations and kept is not True and True in keeps:
+        if activations and recompute is not True and True in levels:
             continue  # only layers' inputs wait on the host
-        yield kept, Offload(optimizer=optimizer, reference=reference, activations=activations)
+        yield recompute, Offload(optimizer=optimizer, reference=reference, activations=activations)
 
 
 def _with_budgets(
-    run: Run, job: Job, machine: Machine, limits: Limits, place: Placement, rates: Rates, kept: Kept, offload: Offload,
+    run: Run, job: Job, machine: Machine, limits: Limits, place: Placement, rates: Rates, recompute: Recompute, offload: Offload,
     fill: bool,
 ) -> Plan:  # fmt: skip
     """The largest useful budgets that fit with these ways of saving memory."""
@@ -187,7 +186,7 @@ def _with_budgets(
         choices.append(Choice(f"{prefix}.{key}", value, why))
         return value
 
-    draft = _draft(run, job, machine, kept, offload)
+    draft = _draft(run, job, machine, recompute, offload)
     room = _room(draft, job, machine, limits, place)
     chunk, why_chunk = _chunk(job, machine, room)
     draft = draft.model_copy(update={"logprob_chunk": run.logprob_chunk if run.logprob_chunk != "auto" else chunk})
@@ -207,7 +206,9 @@ def _with_budgets(
         2 * max(budget, useful),
         "no activations are kept",
     )
-    why_kept = {False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits"}[kept]
+    why_recompute = {False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits"}[
+        recompute
+    ]
     filled = draft.model_copy(
         update={
             "kernels": fill_in(run, "run", "kernels", "native" if job.fused else "plain", _why_kernels(job, machine)),
@@ -220,7 +221,7 @@ def _with_budgets(
             "token_budget": fill_in(run, "run", "token_budget", budget, why),
             "score_token_budget": fill_in(run, "run", "score_token_budget", score, why_score),
             "logprob_chunk": fill_in(run, "run", "logprob_chunk", chunk, why_chunk),
-            "checkpoint_activations": fill_in(run, "run", "checkpoint_activations", kept, why_kept),
+            "checkpoint_activations": fill_in(run, "run", "checkpoint_activations", recompute, why_recompute),
         }
     )
     for key in ("optimizer", "reference", "activations"):
@@ -232,7 +233,7 @@ def _with_budgets(
     )
 
 
-def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -> Run:
+def _draft(run: Run, job: Job, machine: Machine, recompute: Recompute, offload: Offload) -> Run:
     """Every key filled in, budgets with the least that can work."""
     longest = job.longest_sequence
     rollout = run.rollout.model_copy(
@@ -258,7 +259,7 @@ def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -
             "token_budget": job.longest_trained if run.token_budget == "auto" else run.token_budget,
             "score_token_budget": job.longest_trained if run.score_token_budget == "auto" else run.score_token_budget,
             "logprob_chunk": GRAIN if run.logprob_chunk == "auto" else run.logprob_chunk,
-            "checkpoint_activations": kept,
+            "checkpoint_activations": recompute,
             "offload": offload,
             "rollout": rollout.model_copy(update=pinned),
         }
@@ -409,14 +410,14 @@ def useful_tokens(plan: Plan) -> int:
     return _useful(plan.job, plan.machine, FITTED, fill=False)[0]
 
 
-def kept_when_wider(plan: Plan, now: int, budget: int) -> Kept:
+def recompute_when_wider(plan: Plan, now: int, budget: int) -> Recompute:
     """Of the activations of a micro-batch that is made larger than it is now because the device waits for its host: some are made
     again where a step takes little longer so and the larger one then fits where this one does. Otherwise all are kept."""
     if not plan.job.fused:
         return False
 
-    def run(budget: int, kept: Kept) -> Run:
-        return plan.run.model_copy(update={"token_budget": budget, "checkpoint_activations": kept})
+    def run(budget: int, recompute: Recompute) -> Run:
+        return plan.run.model_copy(update={"token_budget": budget, "checkpoint_activations": recompute})
 
     def bytes_(run: Run) -> int:
         return draw_up(plan.job, plan.machine, run, plan.place)["update"].device_bytes

@@ -16,7 +16,7 @@ from trimtab.model.memory import Shortage, attempt, free
 from trimtab.plan.activations import Row, update_peak
 from trimtab.plan.job import COUNTED, Correction, Job
 from trimtab.plan.ledger import update_path
-from trimtab.plan.planner import Choice, Plan, kept_when_wider, make_plan
+from trimtab.plan.planner import Choice, Plan, make_plan, recompute_when_wider
 from trimtab.plan.tuner import longest_samples, settle
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.updater import Updater
@@ -86,8 +86,8 @@ def corrected(plan: Plan, asked: Run, found: Correction) -> Plan:
     now, wider = plan.run.token_budget, again.run.token_budget
     assert now != "auto" and wider != "auto"
     if asked.checkpoint_activations == "auto" and again.run.checkpoint_activations is False and wider > now:
-        kept = {"checkpoint_activations": kept_when_wider(replace(plan, job=job), now, wider)}
-        again = make_plan(again.run.model_copy(update=kept), job, plan.machine, asked.profile)
+        recompute = {"checkpoint_activations": recompute_when_wider(replace(plan, job=job), now, wider)}
+        again = make_plan(again.run.model_copy(update=recompute), job, plan.machine, asked.profile)
     if not again.fits:  # the guard has more to give up than a plan
         return replace(plan, job=job)
     changed = {f"run.{key}": getattr(again.run, key) for key, value in open_keys.items() if value == "auto"}

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.plan.activations import Path, Row
+from trimtab.config.run import Recompute
+from trimtab.plan.activations import Row, UpdatePath
 from trimtab.plan.ledger import GIB, UNSEEN, critic_path, rounding_bytes, update_path, update_work
 from trimtab.plan.planner import Plan
 
@@ -24,15 +25,15 @@ class PlanWatch:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._path: Path | None = None
+        self._path: UpdatePath | None = None
         self._steps: list[Sequence[Sizes]] = []
         self._products = 0.0
         """Operations of the last step's products with weights."""
 
-    def saw(self, optimizer_step: Sequence[Sizes], kept: bool | str, chunk: int, away: bool) -> None:
+    def saw(self, optimizer_step: Sequence[Sizes], recompute: Recompute, chunk: int, away: bool) -> None:
         """The micro-batches of one optimizer step, and the settings they ran with."""
         path = update_path(self.plan.job, self.plan.run)
-        self._path = replace(path, kept=kept, chunk=chunk, away=away)  # type: ignore[arg-type]
+        self._path = replace(path, recompute=recompute, chunk=chunk, away=away)
         self._steps.append(optimizer_step)
 
     def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:

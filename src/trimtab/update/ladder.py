@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, host_memory
 from trimtab.model.shelf import Shelf
 from trimtab.rollout.engine import Engine
-from trimtab.update.updater import Recompute, Updater
+from trimtab.update.updater import Updater
 
 GIB = 2**30
 CHUNK_FLOOR = 128
