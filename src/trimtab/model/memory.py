@@ -13,12 +13,13 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import psutil
 import torch
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 SIGNS = (
     "out of memory",  # "CUDA error: out of memory", "HIP out of memory", "hipErrorOutOfMemory"
@@ -45,10 +46,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign.lower() in text for sign in SIGNS)
 
 
-def attempt(work: Callable[[], Result]) -> Result | Shortage:
-    """What `work` gives, or a Shortage. Other errors propagate."""
+def attempt(work: Callable[[*Arguments], Result], *args: *Arguments) -> Result | Shortage:
+    """What `work` gives for these arguments, or a Shortage. Other errors propagate."""
     try:
-        return work()
+        return work(*args)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -65,8 +66,8 @@ def free(device: torch.device) -> None:
 
 
 def device_room(device: torch.device, outside: int = 0) -> int:
-    """Bytes that can be had now: free on the device, and within this process's share of it, of which `outside` are in use
-    beside torch's own."""
+    """Bytes that can be allocated now: what is free on the device, or what is left of this process's share if that is less.
+    `outside`: bytes this process holds beside torch's."""
     share = torch.cuda.get_per_process_memory_fraction(device.index) * torch.cuda.mem_get_info(device)[1]
     held = torch.cuda.memory_reserved(device)
     return min(torch.cuda.mem_get_info(device)[0], int(share) - held - outside)
@@ -80,7 +81,7 @@ def in_parts(work: Callable[[slice], None], count: int, device: torch.device) ->
     pending = [slice(0, count)]
     while pending:
         part = pending.pop()
-        outcome = attempt(lambda part=part: work(part))  # type: ignore[misc]
+        outcome = attempt(work, part)
         if isinstance(outcome, Shortage):
             if part.stop - part.start <= 1:
                 return outcome

@@ -322,7 +322,7 @@ class NativeEngine:
     def _fill(self, work: plan.Scheduler, rows: Rows) -> bool:
         """Prefill what the scheduler chose, in smaller chunks where memory runs out; False where there was nothing to fill."""
         while chosen := work.next_fill():
-            outcome = attempt(lambda chosen=chosen: self._fill_chunk(chosen, rows))  # type: ignore[misc]
+            outcome = attempt(self._fill_chunk, chosen, rows)
             if not isinstance(outcome, Shortage):
                 for (filling, count), last in zip(chosen, outcome):
                     if work.filled(filling, count):
@@ -371,7 +371,7 @@ class NativeEngine:
         self.stats.parked += len(parked)
         live[:] = [s for s in live if s.row >= 0]
         rows.set_pages(live)
-        outcome = attempt(lambda: self._decoder.run(live, steps))
+        outcome = attempt(self._decoder.run, live, steps)
         if isinstance(outcome, Shortage):
             if len(live) == 1:
                 raise _exhausted("decoding a single sequence", outcome)
