@@ -4,7 +4,7 @@
 traceback is alive any more, and the traceback was all that kept the frames of the failed work, and with them their tensors.
 Only then can `free` give the memory back: inside an `except` block it would find everything still in use.
 
-It is in this room because generation and training both need it.
+It is in model/ because generation and training both need it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIGNS = (
     "not enough memory",  # the same on other systems
     "STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, hipBLAS
 )
-"""What a RuntimeError says that is about memory. Triton's "out of resource" is not: that is a kernel too large for the chip."""
+"""What a RuntimeError about memory says. Triton's "out of resource" is not one: that is a kernel too large for the chip."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def device_room(device: torch.device, outside: int = 0) -> int:
 
 
 def in_parts(work: Callable[[slice], None], count: int, device: torch.device) -> Shortage | None:
-    """Do `work` on all of `count` items, in halves of halves where memory runs out; a Shortage if it does on a single one.
+    """Do `work` on all of `count` items, in halves of halves where memory runs out; a Shortage if it does with a single one.
 
     For work on each item by itself, which may be repeated.
     """
@@ -95,7 +95,7 @@ def host_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
     """Bytes of host memory in all, and those available: the machine's, or less where a control group (a container, a job of a
     cluster) sets a limit to this process.
 
-    A group's use counts without files that the kernel would drop from its cache, as `available` does for a machine.
+    What a group uses is counted without cached files that the kernel would drop, as `available` is for a machine.
     """
     machine = psutil.virtual_memory()
     total, available = int(machine.total), int(machine.available)
@@ -130,7 +130,7 @@ def _groups(root: Path, own: Path) -> Iterator[tuple[Path, _Names]]:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no such file, or no limit in it ("max")."""
+    """The number in a file; None where there is no such file, or no limit in it ("max")."""
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdigit() else None
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTHS = [7, 12]
 TOLERANCE_NATS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
+"""How far two forward passes that should give the same log-probs may be apart (`_distance`), by the type they compute in."""
 
 
 class Keep(Enum):
@@ -62,7 +63,7 @@ class Policy:
         self.shelf: Shelf | None = None
         """Where the inputs of layers wait for the backward pass; None: on the device."""
         self.gradients: Gradients | None = None
-        """Where gradients of half-precision parameters add up; set by who trains them."""
+        """Where gradients of half-precision parameters add up; set by whoever trains them."""
         if check:
             self._check_packing()
         model.train()
@@ -235,7 +236,7 @@ class Policy:
 
 
 class WithoutAdapters:
-    """The model as it was before its adapters: their reference policy, for nothing."""
+    """The model without its adapters: their reference policy, which costs no memory."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head = policy, policy.head
@@ -290,7 +291,7 @@ AnyPolicy = Policy | WithoutAdapters | FromHost
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """In nats, of the worst token. Log-probs of the improbable are the noisiest and matter least: weighted by probability."""
+    """The worst token's difference in nats, weighted by probability: improbable words are the noisiest and matter least."""
     return float(((found - expected).abs() * expected.exp()).sum(-1).max())
 
 

@@ -104,9 +104,7 @@ def limits_of(machine: Machine, profile: str) -> Limits:
     return Limits(int(machine.device.memory * share), host)
 
 
-def make_plan(
-    run: Run, job: Job, machine: Machine, profile: str = "balanced", place: Placement = ALONE
-) -> Plan:  # fmt: skip
+def make_plan(run: Run, job: Job, machine: Machine, profile: str = "balanced", place: Placement = ALONE) -> Plan:
     """The fastest plan that fits; where none does, the one that lacks the least."""
     if run.engine == "auto" and job.generates:
         return _with_engine(run, job, machine, profile, place)
