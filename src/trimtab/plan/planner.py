@@ -34,7 +34,7 @@ LONG_RUN = 1000
 MOST_PROCESSES = 6
 """Most processes of an outside engine: each takes its turn on the device, and has its own kernels and graphs there."""
 NEAR = 1.1
-"""As few processes are chosen as have a predicted decode step at most this many times as long as the shortest."""
+"""The fewest processes are chosen whose predicted decode step is at most this many times as long as the shortest."""
 WIDEST = 65536
 """Tokens of the largest micro-batch that is of use."""
 LITTLE = 1.05
@@ -132,7 +132,7 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
     fitting = [name for name in names if plans[name].fits] or list(names)
 
     def seconds(name: str) -> float:
-        """What a step takes with its share of the start-up, times CLEARLY for an engine other than the native one."""
+        """What a step takes, times CLEARLY with an engine other than the native one, and its share of the start-up."""
         times = plans[name].times
         return (1.0 if name == "native" else CLEARLY) * times.total + times.start / (job.steps or LONG_RUN)
 
