@@ -157,7 +157,7 @@ def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:
         "trainable_parameters": sum(p.numel() for p in policy.parameters()),
         "dtype": str(policy.dtype).removeprefix("torch."),
         "device": properties.name if properties else "CPU",
-        "update": policy.path,
+        "update": policy.description,
         "device_peak_gib": plan.ledger.fullest.device_bytes / GIB if cuda else None,
         "device_total_gib": properties.total_memory / GIB if properties else None,
         "host_peak_gib": plan.ledger.fullest_host.host_bytes / GIB,

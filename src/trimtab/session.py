@@ -506,6 +506,6 @@ def _card(
         ),
         data_rows=len(work.train.rows),
         eval_rows=len(work.eval.prompts) or None,
-        engine=engine.path,
+        engine=engine.description,
         resumed_from=done,
     )

@@ -209,7 +209,7 @@ def test_several_processes_start_after_the_first() -> None:
 def test_where_no_engine_fits_it_is_the_one_that_lacks_the_least() -> None:
     here = replace(h(20), engines=("vllm",))
     native, vllm = (make_plan(Run(engine=engine), experts(), here) for engine in ("native", "vllm"))
-    assert 0 < native.short < vllm.short and vllm.times.total < native.times.total
+    assert 0 < native.missing_bytes < vllm.missing_bytes and vllm.times.total < native.times.total
     assert make_plan(Run(), experts(), here).run.engine == "native"
 
 

@@ -4,7 +4,7 @@ needed."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -103,6 +103,10 @@ def flat(run: Run) -> dict[str, Any]:
     for section in ("rollout", "offload"):
         values |= {f"{section}.{key}": value for key, value in values.pop(section).items()}
     return values
+
+
+def test_every_profile_of_the_schema_has_a_share() -> None:
+    assert set(get_args(Run.model_fields["profile"].annotation)) == set(PROFILES)
 
 
 @given(pins(), jobs(), machines(), st.sampled_from(list(PROFILES)))

@@ -183,8 +183,7 @@ def test_memory_of_it_is_planned(tmp_path: Path) -> None:
 def test_what_a_pass_takes_is_what_is_counted(tmp_path: Path, kind: str) -> None:
     """Of a model wide enough that its layers decide; counted is never less."""
     from tests.plan.live import Live
-    from trimtab.plan.activations import Path as UpdatePath
-    from trimtab.plan.activations import Row, score_peak
+    from trimtab.plan.activations import Row, UpdatePath, score_peak
     from trimtab.plan.source import shape_of
 
     sizes = {

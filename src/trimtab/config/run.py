@@ -71,6 +71,8 @@ class Offload(Section):
 
 
 Kernels = Literal["auto", "native", "liger", "plain"]
+Recompute = bool | Literal["some"]
+"""What of the activations the backward pass makes again: nothing, some of it, or all but each layer's input."""
 
 
 class Run(Section):
@@ -98,7 +100,7 @@ class Run(Section):
     """The same cap for passes without a gradient (reference and old log-probs). auto: from memory, larger than token_budget."""
     logprob_chunk: PositiveInt | Auto = "auto"
     """Tokens whose logits exist at one time."""
-    checkpoint_activations: bool | Literal["some"] | Auto = "auto"
+    checkpoint_activations: Recompute | Auto = "auto"
     """Recompute activations in the backward pass instead of keeping them. some: only what is cheap for its size, where the update
     runs through fused layers; elsewhere the same as true."""
     reward_workers: PositiveInt | Auto = "auto"

@@ -5,7 +5,6 @@ Every mistake that can be told from the name alone is told before any weight is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ class Source:
 
     @property
     def also(self) -> str:
-        """To add where it could not be read: a name without a folder may have been meant as one."""
+        """What to add where the model could not be read: a hub name may have been meant as a folder."""
         local = Path(self.location).absolute()
         return "" if local.exists() else f"There is no folder {local} either."
 
@@ -154,21 +153,14 @@ def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a Hugging Face folder that loads anywhere, without a trace of how it was trained: adapters are merged in."""
     folder.mkdir(parents=True, exist_ok=True)
     state = None
     if has_adapters(model):
         state, model = merged_state(model), model.get_base_model()
-    if dtype is not None:
-        state = {name: value.to(dtype) for name, value in (state or model.state_dict()).items()}
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text())
-    if dtype is not None:
-        config["dtype"] = str(dtype).removeprefix("torch.")
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _forget_quantisation(loaded: Any) -> None:
@@ -200,7 +192,7 @@ def _make_savable(model: Any) -> None:
 
 @contextmanager
 def _failing(what: str, fix: str = "") -> Iterator[None]:
-    """transformers, huggingface_hub, httpx and safetensors raise a score of types; to the user it is one thing."""
+    """One ModelError for the score of types that transformers, huggingface_hub, httpx and safetensors raise."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTHS = [7, 12]
 TOLERANCE_NATS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
+"""How far two forward passes that should give the same log-probs may be apart (`_distance`), by the type they compute in."""
 
 
 class Keep(Enum):
@@ -55,14 +56,14 @@ class Policy:
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self.head = self._head()
-        self.path = "the model's own modules"
+        self.description = "the model's own modules"
         """How packed rows run, and why not faster, in words for the user."""
         self._fused: FusedForward | None = None
         self.keep = Keep.ALL
         self.shelf: Shelf | None = None
         """Where the inputs of layers wait for the backward pass; None: on the device."""
         self.gradients: Gradients | None = None
-        """Where gradients of half-precision parameters add up; set by who trains them."""
+        """Where gradients of half-precision parameters add up; set by whoever trains them."""
         if check:
             self._check_packing()
         model.train()
@@ -126,7 +127,7 @@ class Policy:
         if kernels in ("auto", "native"):
             self.fuse()
         if kernels == "native" and not self.fused:
-            why = self.path if ":" in self.path else "they need a CUDA device and bfloat16"
+            why = self.description if ":" in self.description else "they need a CUDA device and bfloat16"
             raise ConfigError([Problem("run.kernels", f"fused layers do not serve this run: {why}", "Write auto.")])
         if kernels == "liger":
             self._use_liger()
@@ -139,7 +140,7 @@ class Policy:
         if not gap <= TOLERANCE_NATS[self.dtype]:
             what = f"Liger's kernels give other log-probs for {self.name} (off by {gap:.3g} nats)"
             raise ConfigError([Problem("run.kernels", what, "Write auto.")])
-        self.path = "the model's own modules with Liger's kernels"
+        self.description = "the model's own modules with Liger's kernels"
 
     def fuse(self) -> None:
         """From now on run packed rows through kernels made for training, where they serve this model on this device and agree
@@ -147,7 +148,7 @@ class Policy:
         if self.device.type != "cuda" or self.dtype not in (torch.bfloat16, torch.float16):
             return
         if find_spec("triton") is None:
-            self.path += ": Triton is not installed"
+            self.description += ": Triton is not installed"
             return
         from trimtab.model.fused import FusedForward
         from trimtab.model.parts import Unfusable
@@ -156,14 +157,14 @@ class Policy:
         try:
             self._fused = FusedForward(self)
         except Unfusable as reason:
-            self.path += f": {reason}"
+            self.description += f": {reason}"
             return
         gap = _distance(self._probe(), own)
         if gap <= TOLERANCE_NATS[self.dtype]:
-            self.path = "fused layers"
+            self.description = "fused layers"
         else:
             self._fused = None
-            self.path += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
+            self.description += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
 
     def forget(self) -> None:
         """Keep nothing of where the weights were: they have been put elsewhere."""
@@ -235,7 +236,7 @@ class Policy:
 
 
 class WithoutAdapters:
-    """The model as it was before its adapters: their reference policy, for nothing."""
+    """The model without its adapters: their reference policy, which costs no memory."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head = policy, policy.head
@@ -290,7 +291,7 @@ AnyPolicy = Policy | WithoutAdapters | FromHost
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """In nats, of the worst token. Log-probs of the improbable are the noisiest and matter least: weighted by probability."""
+    """The worst token's difference in nats, weighted by probability: improbable words are the noisiest and matter least."""
     return float(((found - expected).abs() * expected.exp()).sum(-1).max())
 
 

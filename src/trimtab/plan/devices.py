@@ -31,9 +31,9 @@ class Device:
     lends: bool = True
     """Memory can be given up and taken back at the same addresses."""
     tiled_head: bool = False
-    """The kernels for log-probs without logits serve it."""
+    """It runs the kernels that compute log-probs without storing logits."""
     bfloat16: bool = True
-    """It has units for that."""
+    """It has units that compute in bfloat16."""
 
 
 def _gpu(

@@ -110,7 +110,7 @@ class Engine(Sampler, Protocol):
     """Called each time an engine's process was lost and another goes on in its place."""
 
     @property
-    def path(self) -> str:
+    def description(self) -> str:
         """What runs, in words for the user."""
         ...
 

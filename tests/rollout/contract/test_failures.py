@@ -232,7 +232,7 @@ def test_two_processes_give_what_one_gives(kind: str) -> None:
     requests = ask(prompts(5, shared=20), samples=3, new=24)
     wanted = tokens(collect(make_engine("native", policy), requests))
     engine = make_engine(kind, policy, processes=2)
-    assert isinstance(engine, OutsideEngine) and len(set(engine.pids)) == 2 and "2 processes" in engine.path
+    assert isinstance(engine, OutsideEngine) and len(set(engine.pids)) == 2 and "2 processes" in engine.description
     assert tokens(collect(engine, requests)) == wanted
     with torch.no_grad():
         for mine, new in zip(policy.model.parameters(), small_model(7).parameters()):

@@ -373,5 +373,5 @@ def test_every_process_and_device_has_its_part_of_the_cache(monkeypatch: pytest.
         setup = made[0].sent[0]
         assert isinstance(setup, Setup) and setup.kv_bytes == wanted
         assert setup.tensor_parallel == changes.get("tensor_parallel", 1)
-        assert changes != {"tensor_parallel": 2} or "the model in 2 parts" in engine.path
+        assert changes != {"tensor_parallel": 2} or "the model in 2 parts" in engine.description
         engine.close()

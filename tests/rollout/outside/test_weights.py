@@ -56,7 +56,7 @@ def test_weights_that_an_engine_cannot_see_go_through_host_memory(monkeypatch: p
     engine, made = scripted(monkeypatch, [Unread("not in this container"), Settled(), Settled()], first=[])
     engine.publish(1)
     ways = [order.weights.file is None for order in made[0].sent if isinstance(order, Publish) and order.weights]
-    assert ways == [True, False, False] and "through host memory" in engine.path
+    assert ways == [True, False, False] and "through host memory" in engine.description
     assert engine.policy is not policy
     engine.close()
 

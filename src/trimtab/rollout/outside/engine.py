@@ -95,7 +95,7 @@ class OutsideEngine:
         self.stats = RolloutStats()
 
     @property
-    def path(self) -> str:
+    def description(self) -> str:
         members = self.members
         where = "" if members.python == sys.executable else f" of {members.python}"
         many = "a process of its own" if len(members) == 1 else f"{len(members)} processes of their own"
