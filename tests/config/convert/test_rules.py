@@ -552,6 +552,47 @@ def test_passes_over_the_data_are_worked_out_as_far_as_they_can_be() -> None:
     assert "15 × rows // 512" in found.lines[0].as_dict()["note"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "name", "formula"),
+    [
+        ("trl", ["--model_name_or_path=x", "--dataset_name=y"], "num_train_epochs", "3 × rows // 1"),
+        ("trl", ["--lam=0.9", "--per_device_train_batch_size=64"], "num_train_epochs", "3 × rows // 64"),
+        ("verl", ["actor_rollout_ref.model.path=x"], "trainer.total_epochs", "30 × rows // 1024"),
+        ("openrlhf", ["--pretrain=x"], "train.num_episodes", "1 × rows // 1024"),
+        ("openrlhf", ["--max_samples=100000"], "train.num_episodes", "(at most 97, as data.limit is 100000)"),
+    ],
+)
+def test_passes_that_are_not_given_are_the_other_frameworks(
+    kind: str, words: list[str], name: str, formula: str
+) -> None:
+    found = convert(kind, words=words)
+    (line,) = [line.as_dict() for line in found.assumed if line.setting.name == name]
+    assert line["outcome"] == "unsupported" and formula in line["note"]
+    (missing,) = [item for item in found.sheet.missing if item.key == "learn.steps"]
+    assert formula in missing.what and not missing.required and "learn.steps" not in keys(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "name"),
+    [
+        ("trl", "--max_steps=50", "num_train_epochs"),
+        ("trl", "--total_episodes=400", "num_train_epochs"),
+        ("verl", "trainer.total_training_steps=50", "trainer.total_epochs"),
+    ],
+)
+def test_passes_do_not_count_beside_steps(kind: str, word: str, name: str) -> None:
+    found = convert(kind, words=[word])
+    assert keys(found)["learn.steps"] == 50
+    assert name not in [line.setting.name for line in found.assumed]
+    assert "learn.steps" not in [item.key for item in found.sheet.missing]
+
+
+def test_passes_that_are_no_number_are_told_and_counted_as_the_default() -> None:
+    found = openrlhf("--num_episodes", "many")
+    assert "takes a number, not 'many'" in found.lines[0].as_dict()["note"].lower()
+    assert any("1 × rows // 1024" in item.what for item in found.sheet.missing)
+
+
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "AdamW8bit"])
 def test_moments_of_8_bits_are_a_setting_of_their_own(name: str) -> None:
     for found in (

@@ -23,6 +23,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "num_generations": 8,
+    "num_train_epochs": 3,
     "loss_type": "dapo",
     "lr_scheduler_type": "linear",
     "max_completion_length": 512,
@@ -83,7 +84,7 @@ def _grpo(sheet: Sheet) -> None:
     _kl(sheet)
     if "learn.steps" in sheet.keys:
         sheet.refuse("num_train_epochs", "max_steps wins over it", "dead")
-    elif sheet.given("num_train_epochs"):
+    else:
         prompts = sheet.keys.get("learn.prompts_per_step")
         steps_from_epochs(sheet, "num_train_epochs", prompts.value if prompts else None)
     schedule(sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps")

@@ -23,6 +23,7 @@ from trimtab.config.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_M
 DEFAULTS = {
     "data.train_batch_size": 1024,
     "A.rollout.n": 1,
+    "trainer.total_epochs": 30,
     "A.actor.ppo_mini_batch_size": 256,
     "algorithm.adv_estimator": "gae",
     "algorithm.lam": 1.0,
