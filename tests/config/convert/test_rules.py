@@ -387,6 +387,47 @@ def test_trl_arguments(words: list[str], expected: dict[str, Any]) -> None:
     assert expected.items() <= keys(trl("--model_name_or_path", "m", *words)).items()
 
 
+MIN_LR = ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs"]
+
+
+@pytest.mark.parametrize(
+    ("words", "final"),
+    [
+        ([*MIN_LR, '{"min_lr_rate": 0.1}'], 0.1),
+        ([*MIN_LR, '{"min_lr": 1e-7}'], 0.1),
+        ([*MIN_LR, '{"min_lr": 1e-6}', "--learning_rate", "2e-5"], 0.05),
+        ([*MIN_LR, '{"min_lr": 6e-7}', "--lam", "0.9"], 0.2),
+    ],
+)
+def test_trl_a_cosine_ends_where_its_kwargs_say(words: list[str], final: float) -> None:
+    found = trl(*words)
+    assert keys(found)["learn.schedule.kind"] == "cosine" and keys(found)["learn.schedule.final"] == final
+    assert row(found, "--lr_scheduler_kwargs")["key"] == "learn.schedule.final"
+
+
+def test_trl_kwargs_are_read_from_yaml_and_python_too() -> None:
+    yaml = "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  min_lr_rate: 0.1\n  num_cycles: 1\n"
+    found = convert("trl", text=f"{yaml}gradient_checkpointing_kwargs: {{use_reentrant: false}}\n")
+    assert keys(found)["learn.schedule.final"] == 0.1
+    assert [line.outcome for line in found.lines] == ["mapped", "mapped", "unsupported", "automatic"]
+    python = "c = GRPOConfig(lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': 0.1, 'x': 1})"
+    found = convert("trl", text=python)
+    assert keys(found)["learn.schedule.final"] == 0.1 and "Not here: x" in row(found, "lr_scheduler_kwargs")["note"]
+
+
+def test_trl_kwargs_that_no_cosine_takes_are_told() -> None:
+    linear = row(trl("--lr_scheduler_kwargs", '{"min_lr_rate": 0.1}'), "--lr_scheduler_kwargs")
+    assert linear["outcome"] == "unsupported" and "the schedule is linear" in linear["note"]
+    assert row(trl("--lr_scheduler_kwargs", "null"), "--lr_scheduler_kwargs")["outcome"] == "dead"
+    assert "takes names and values" in trl(*MIN_LR, "0.1").lines[1].as_dict()["note"].lower()
+    without = trl(*MIN_LR[:2])
+    assert "here it ends at 0" in without.lines[0].as_dict()["note"] and "learn.schedule.final" not in keys(without)
+    both = trl(
+        "--lr_scheduler_type=cosine_with_min_lr", *[f"--{MIN_LR[2][2:]}.{p}=0.1" for p in ("min_lr_rate", "min_lr")]
+    )
+    assert keys(both)["learn.schedule.final"] == 0.1 and both.lines[2].outcome == "dead"
+
+
 def test_trl_evaluation() -> None:
     found = keys(trl("--dataset_name", "a/b", "--eval_strategy", "steps", "--eval_steps", "50"))
     assert found["data.eval"] == "a/b" and found["observe.eval_every"] == 50
