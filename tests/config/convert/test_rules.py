@@ -535,32 +535,6 @@ def test_the_last_of_two_counts() -> None:
     assert keys(found)["learn.sampling.temperature"] == 0.8
 
 
-@pytest.mark.parametrize(
-    ("kind", "word", "near"),
-    [
-        ("openrlhf", "--zero_stagee=3", "--ds.zero_stage"),
-        ("verl", "actor_rollout_ref.rollout.temperatur=1", "actor_rollout_ref.rollout.temperature"),
-        ("verl", "foo.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-        ("trl", "--num_generation=8", "--num_generations"),
-        ("nanochat", "--num-sample=8", "--num_samples"),
-    ],
-)
-def test_an_unknown_flag_comes_with_the_nearest(kind: str, word: str, near: str) -> None:
-    line = convert(kind, words=[word]).lines[0].as_dict()
-    assert line["outcome"] == "unsupported" and f"Did you mean {near}?" in line["note"]
-
-
-def test_families_of_keys_are_known_by_their_beginning() -> None:
-    found = verl(
-        "A.actor.megatron.tensor_model_parallel_size=4",
-        "A.actor.megatron.param_offload=True",
-        "critic.foo=1",
-        "critic.bar=null",
-    )
-    assert [line.outcome for line in found.lines] == ["automatic", "automatic", "unsupported", "dead"]
-    assert "nothing is asked for" in found.lines[3].as_dict()["note"]
-
-
 def test_a_value_that_refers_to_another_key_counts_there() -> None:
     found = convert(
         "verl",
@@ -585,6 +559,12 @@ def test_what_the_loader_refuses_is_left_out_in_its_words() -> None:
 def test_variables_that_only_a_shell_knows_are_pointed_out() -> None:
     found = convert("verl", text="python3 -m verl.trainer.main_ppo data.train_files=$HOME/train.parquet")
     assert "Only a shell knows" in found.lines[0].as_dict()["note"]
+    listed = convert(
+        "verl",
+        text="train=$HOME/train.parquet\npython3 -m verl.trainer.main_ppo data.train_files=\"['$train']\" a.b=[1]\n",
+    )
+    assert keys(listed)["data.train"] == "$HOME/train.parquet"
+    assert ["Only a shell knows" in line.as_dict()["note"] for line in listed.lines] == [True, False]
 
 
 def test_passes_over_the_data_are_worked_out_as_far_as_they_can_be() -> None:

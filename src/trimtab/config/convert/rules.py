@@ -1,7 +1,7 @@
 """The vocabulary of a framework's table: what becomes of a flag, one rule each.
 
 A rule lists a flag's names: today's first, then older ones, and after a bar those that guides use and the framework never had.
-A name that ends in `.*` stands for all names that begin so and have no rule of their own.
+A name that ends in `.*` stands for all names that begin so, have no rule of their own and are no slip for one that has.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
     together("lr_scheduler_kwargs.min_lr", "learn.schedule.final", "a rate: divided by learning_rate"),
     *each(
         unsupported,
-        "lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.warmup_lr_rate lr_scheduler_kwargs.*",
+        "lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.*",
         "of a schedule its kind, its warm-up and where it ends are here: learn.schedule",
     ),
     together("warmup_steps", "learn.schedule.warmup_steps"),

@@ -330,5 +330,5 @@ FRAMEWORK = Framework(
     settle=settle,
     spelling=spelling,
     dashes="",
-    in_full=lambda name: re.sub(r"^A\.", "actor_rollout_ref.", name),
+    abbreviations={"actor_rollout_ref": "A"},
 )
