@@ -28,6 +28,7 @@ REAL = [
     ("critic.optim", "weight_decay betas clip_grad lr_warmup_steps lr_warmup_steps_ratio min_lr_ratio optimizer"),
     ("reward_model", "reward_kwargs.overlong_buffer_cfg.log overlong_buffer.log reward_kwargs.max_resp_len"),
     ("reward_model", "sandbox_fusion sandbox_fusion.max_concurrent reward_manager.name megatron.use_remove_padding"),
+    ("reward_model", "mini_batch_size model.update model.external_lib"),
     ("ray_kwargs", "ray_init.num_gpus timeline_json_file"),
 ]
 """Keys of verl's that are in a family and near to a key that has a rule of its own; of its releases 0.2 to 0.9."""

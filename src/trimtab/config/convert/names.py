@@ -32,8 +32,7 @@ class Names:
         head = next((head for head in heads if head + FAMILY in self._known), None)
         if head is None:
             return None
-        inside = [other.removeprefix(f"{head}.") for other in self._real if other.startswith(f"{head}.")]
-        slip = nearest(name.removeprefix(f"{head}."), inside, A_SLIP)
+        slip = any(_slip(parts, other.split(".")) for other in self._real if other.startswith(f"{head}."))
         return None if slip else self._known[head + FAMILY]
 
     def meant(self, name: str) -> str:
@@ -51,3 +50,8 @@ class Names:
         head, dot, rest = name.partition(".")
         near = nearest(head, list(self._abbreviations), A_SLIP)
         return f"{self._abbreviations[near]}.{rest}" if dot and near else name
+
+
+def _slip(parts: list[str], others: list[str]) -> bool:
+    """Whether each part of a name is alike: in whole names the parts that two share would make the rest look nearer."""
+    return len(parts) == len(others) and all(nearest(part, [other], A_SLIP) for part, other in zip(parts, others))

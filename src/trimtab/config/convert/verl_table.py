@@ -129,8 +129,7 @@ REWARD_MODEL_KEYS: tuple[Rule, ...] = (
     ),
     automatic("reward_model.model.use_remove_padding", SCORED),
     unsupported("reward_model.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
-    unsupported("reward_model.*", SCORED),
-    unsupported("reward.reward_model.*", SCORED),
+    *each(unsupported, "reward_model.mini_batch_size reward_model.* reward.reward_model.*", SCORED),
 )
 """What needs a reward model."""
 
