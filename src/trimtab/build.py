@@ -32,6 +32,12 @@ from trimtab.rollout.engine import Engine
 from trimtab.update.updater import Updater
 
 GIB = 2**30
+CANNOT_CHANGE = {
+    "learn.critic.path": "another critic",
+    "learn.optimizer.states": "other moments",
+    "model.lora": "other adapters",
+}
+"""Keys that the optimizer of a checkpoint is made for."""
 Kind = TypeVar("Kind", bound=Updater)
 
 
@@ -100,18 +106,11 @@ def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: P
         what, fix = f"{folder} holds a run of trimtab {name}", f"Go on with trimtab {name}, or choose another folder."
         raise ConfigError([Problem("observe.dir", what, fix)])
     changed = changes(held, config)
-    critic = [change for change in changed if change.startswith("learn.critic.path")]
-    if critic:
-        what = f"{checkpoint.name} cannot go on with another critic than it has: {', '.join(critic)}"
-        raise ConfigError([Problem("learn.critic.path", what, "Write it as it was.")])
-    states = [change for change in changed if change.startswith("learn.optimizer.states")]
-    if states:
-        what = f"{checkpoint.name} cannot go on with other moments than it has: {', '.join(states)}"
-        raise ConfigError([Problem("learn.optimizer.states", what, "Write it as it was.")])
-    adapters = [change for change in changed if change.startswith("model.lora")]
-    if adapters:
-        what = f"{checkpoint.name} cannot go on with other adapters than it has: {', '.join(adapters)}"
-        raise ConfigError([Problem("model.lora", what, "Write model.lora as it was.")])
+    for key, what in CANNOT_CHANGE.items():
+        found = ", ".join(change for change in changed if change.startswith(key))
+        if found:
+            told = f"{checkpoint.name} cannot go on with {what} than it has: {found}"
+            raise ConfigError([Problem(key, told, f"Write {key} as it was.")])
     if config.model.lora is None:
         trusted = config.model.trust_remote_code
         saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype

@@ -23,6 +23,7 @@ from trimtab.model.adapters import has_adapters, merged_state
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,25 @@ def load_config(model: Model) -> Any:
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
         raise ModelError(f"model.path: {model.path!r} is a {config.model_type} model, not a causal language model.")
+    if not remote:
+        made = AutoModelForCausalLM._model_mapping[type(config)]
+        refuse_unserved(made, made.__name__, config.get_text_config())
     return config
+
+
+def refuse_unserved(made: Any, name: str, config: Any) -> None:
+    """Refuse a model, or the class of one, that cannot be packed; `config` is that of its text."""
+    if not getattr(made, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
+            "for it without changing its result. Use a model whose class supports attention backends."
+        )
+    kinds = set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS
+    if kinds:
+        served = " and ".join(sorted(SERVED_LAYERS))
+        raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab serves {served} layers only.")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model; Trimtab trains decoder-only models.")
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:

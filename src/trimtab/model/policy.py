@@ -23,6 +23,7 @@ from trimtab.model import liger
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
+from trimtab.model.load import refuse_unserved
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
 from trimtab.model.shelf import Shelf
@@ -31,7 +32,6 @@ from trimtab.model.transfer import HostMemory
 if TYPE_CHECKING:
     from trimtab.model.fused import FusedForward
 
-SERVED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTHS = [7, 12]
 TOLERANCE_NATS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
 """How far two forward passes that should give the same log-probs may be apart (`_distance`), by the type they compute in."""
@@ -51,7 +51,7 @@ class Policy:
     def __init__(self, model: Any, *, check: bool = True) -> None:
         self.model = model
         self.config = model.config.get_text_config()
-        self._refuse_unserved_layers()
+        refuse_unserved(model, self.name, self.config)
         self.body = model.get_decoder()
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
@@ -192,21 +192,6 @@ class Policy:
         scale = float(getattr(self.config, "logit_scale", None) or 1.0)
         scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
         return Head(linear.weight, linear.bias, scale, getattr(self.config, "final_logit_softcapping", None))
-
-    def _refuse_unserved_layers(self) -> None:
-        if not getattr(self.model, "_supports_attention_backend", False):
-            raise ModelError(
-                f"{self.name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
-                "for it without changing its result. Use a model whose class supports attention backends."
-            )
-        kinds = set(getattr(self.config, "layer_types", None) or []) - SERVED_LAYERS
-        if kinds:
-            raise ModelError(
-                f"{self.name} has layers of kind {', '.join(sorted(kinds))}; Trimtab serves "
-                f"{' and '.join(sorted(SERVED_LAYERS))} layers only."
-            )
-        if getattr(self.config, "is_encoder_decoder", False):
-            raise ModelError(f"{self.name} is an encoder-decoder model; Trimtab trains decoder-only models.")
 
     @torch.no_grad()
     def _check_packing(self) -> None:

@@ -83,6 +83,9 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     if config.run.engine == "sglang" and machine.cpu:
         fix = "Write run.engine: native or vllm, or name a --device."
         raise ConfigError([Problem("run.engine", "SGLang needs a GPU, and this is a CPU", fix)])
+    if config.run.kernels in ("native", "liger") and machine.cpu:
+        what = f"{config.run.kernels} kernels need a GPU, and this is a CPU"
+        raise ConfigError([Problem("run.kernels", what, "Write auto, or name a --device.")])
     refuse_small_kv(config.run, job, machine)
     refuse_what_engines_cannot(config.run, job, machine)
     plan = place_over(config.run, job, machine, profile)

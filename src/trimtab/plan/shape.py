@@ -122,6 +122,11 @@ class ModelShape:
             if not block.experts:
                 layers |= {"mlp.up_proj": (self.hidden, block.width), "mlp.down_proj": (block.width, self.hidden)}
                 layers |= {"mlp.gate_proj": (self.hidden, block.width)} if block.gated else {}
+            if self.kind == "phi3":  # what reads one input is one layer there
+                layers |= {"self_attn.qkv_proj": (self.hidden, block.query_width + sum(kv))}
+                layers |= {"mlp.gate_up_proj": (self.hidden, 2 * block.width)}
+                parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+                layers = {name: sizes for name, sizes in layers.items() if name not in parts}
             chosen = [
                 sizes for name, sizes in layers.items() if targets is None or any(name.endswith(end) for end in targets)
             ]

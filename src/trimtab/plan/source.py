@@ -183,7 +183,13 @@ def _adapters(config: AnyConfig, shape: ModelShape) -> int:
     if lora is None:
         return 0
     if lora.targets != "all-linear":
-        return shape.lora_parameters(lora.r, lora.targets)
+        found = shape.lora_parameters(lora.r, lora.targets)
+        if not found:
+            what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or 'of no name'}"
+            raise ConfigError(
+                [Problem("model.lora.targets", what, "Write all-linear, or names such as [q_proj, v_proj].")]
+            )
+        return found
     if any(block.experts for block in shape.kinds):
         raise ConfigError([ADAPTERS_ON_EXPERTS])
     return shape.lora_parameters(lora.r)
