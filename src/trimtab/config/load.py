@@ -116,7 +116,7 @@ def one_line(value: object) -> str:
 
 
 def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems: list[Problem]) -> Schema:
-    _refuse_other_stage(schema, tree)
+    _refuse_other_stage(schema, tree, overrides)
     with reading(schema):
         problems = [*problems, *(problem for override in overrides for problem in _override(tree, override))]
         problems += list(_sweep(schema, tree, ""))
@@ -136,17 +136,18 @@ def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems:
     return config
 
 
-def _refuse_other_stage(schema: type[Section], tree: Tree) -> None:
-    stage = tree.get("stage")
-    if isinstance(stage, str) and STAGES.get(stage, schema) is not schema:
-        raise ConfigError([Problem("stage", f"this is a configuration of trimtab {stage}", f"Run trimtab {stage}")])
+def _refuse_other_stage(schema: type[Section], tree: Tree, overrides: Sequence[str]) -> None:
+    for stage in (tree.get("stage"), *(text for key, _, text in map(_parted, overrides) if key == "stage")):
+        if isinstance(stage, str) and STAGES.get(stage.strip(), schema) is not schema:
+            command = f"trimtab {stage.strip()}"
+            raise ConfigError([Problem("stage", f"this is a configuration of {command}", f"Run {command}")])
 
 
 def _sweep(section: type[Section], data: Tree, prefix: str) -> Iterator[Problem]:
     """Take out of the tree what pydantic would accept or could not explain, and fill in what may be left out."""
     for name in [name for name in data if name not in section.model_fields]:
-        del data[name]
-        yield _unknown(f"{prefix}{name}")
+        value = data.pop(name)
+        yield _no_stage(value) if f"{prefix}{name}" == "stage" else _unknown(f"{prefix}{name}")
     for name, field in section.model_fields.items():
         inner, where, value = nested(field.annotation), f"{prefix}{name}", data.get(name)
         if inner and inner.form == "section":
@@ -235,7 +236,20 @@ def _fix(where: str, value: object) -> str:
         return f"Write it as a list: [{_quoted(value)}]"
     if field is None or field.is_required():
         return ""
+    if here.section and field.default is None:
+        return _fix_optional(here.section, value)
     return "Leave it out for the default" + ("s" if here.section else f", {written(default(where))}")
+
+
+def _fix_optional(section: type[Section], value: object) -> str:
+    """A section that is off unless it is given: {r: 16} where 16 was written, {} where true was."""
+    if not value or value == "none":
+        return "Leave it out for none"
+    first, field = next(iter(section.model_fields.items()))
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"Write {one_line({first: value})}"
+    by_itself = not field.is_required() and field.default is not None
+    return "Write {} for its defaults; left out, there is none" if by_itself else f"Write {{{first}: …}}"
 
 
 def _quoted(value: object) -> str:
@@ -285,8 +299,9 @@ def _least(section: type[Section]) -> Tree:
 
 def _override(tree: Tree, override: str) -> list[Problem]:
     """Set one `dotted.key=value` in the tree. Nothing is set where there is a problem."""
-    key, equals, text = override.partition("=")
-    key = key.strip()
+    key, equals, text = _parted(override)
+    if key == "stage" and slot([key]) is None:
+        return [_no_stage(text)]
     if not key or slot(key.split(".")) is None:
         return [_unknown(key) if key else Problem(override, "has no key", "Write key=value, such as learn.lr=1e-6")]
     if not equals:
@@ -296,6 +311,11 @@ def _override(tree: Tree, override: str) -> list[Problem]:
     except ConfigError as error:
         return [Problem(key, f"{_shown(text)}: {error.problems[0].what}", "Write a YAML value; quote text")]
     return problems or _set(tree, key.split("."), value)
+
+
+def _parted(override: str) -> tuple[str, str, str]:
+    key, equals, text = override.partition("=")
+    return key.strip(), equals, text
 
 
 def _example(where: str) -> str:
@@ -326,6 +346,11 @@ def _set(tree: Tree, parts: list[str], value: object) -> list[Problem]:
 
 
 # --- unknown keys
+
+
+def _no_stage(value: object) -> Problem:
+    """The one key that other stages have at the top and `trimtab train` has not."""
+    return Problem("stage", f"got {_shown(value)}, but it takes sft or reward-model", "Leave it out for trimtab train")
 
 
 def _unknown(where: str) -> Problem:
@@ -429,6 +454,8 @@ def _parse(text: str, source: str, prefix: str = "") -> tuple[Any, list[Problem]
             return None, []
         twice = list(_duplicates(node, source, prefix, set()))  # first: constructing writes merged keys into the nodes
         return plain(loader.construct_document(node)), twice
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError([Problem(source, f"YAML cannot be read: {str(error).partition(';')[0]}")]) from None
     except RecursionError:
         raise ConfigError([Problem(source, "a value holds itself, or lists are nested without end")]) from None
     except yaml.MarkedYAMLError as error:
