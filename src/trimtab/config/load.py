@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -116,6 +116,7 @@ def one_line(value: object) -> str:
 
 
 def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems: list[Problem]) -> Schema:
+    overrides = _lines(overrides)
     _refuse_other_stage(schema, tree, overrides)
     with reading(schema):
         problems = [*problems, *(problem for override in overrides for problem in _override(tree, override))]
@@ -311,6 +312,19 @@ def _override(tree: Tree, override: str) -> list[Problem]:
     except ConfigError as error:
         return [Problem(key, f"{_shown(text)}: {error.problems[0].what}", "Write a YAML value; quote text")]
     return problems or _set(tree, key.split("."), value)
+
+
+def _lines(overrides: object) -> list[str]:
+    """Text is a sequence of letters, too, and none of them is an override."""
+    if isinstance(overrides, Iterable) and not isinstance(overrides, str | bytes):
+        found = list(overrides)
+        odd = next((line for line in found if not isinstance(line, str)), None)
+        if odd is None:
+            return found
+        what = f"holds {_shown(odd)}, a {type(odd).__name__}"
+    else:
+        what = f"got {_shown(overrides)}"
+    raise ConfigError([Problem("overrides", what, 'Give a list of texts, such as ["learn.lr=1e-6"]')])
 
 
 def _parted(override: str) -> tuple[str, str, str]:
