@@ -20,7 +20,7 @@ class PairData(Data):
     rejected: str = "rejected"
     """Column with the worse one, of the same kind."""
     margin: str | None = None
-    """Column with how much better it is, at least; None: any difference will do."""
+    """Column with how much better it is, at least: a number of 0 or more. None: any difference will do."""
 
 
 class PairLearn(Section):
