@@ -36,8 +36,8 @@ class PromptEncoder:
         """`tools`: schemas of functions that the chat template shows to the model."""
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ModelError(
-                "model.tokenizer: the tokenizer makes no tokens of any text: it knows none but its special ones, as where the model's "
-                "folder has no tokenizer files. Name a folder or hub repository with tokenizer files in model.tokenizer."
+                "model.tokenizer: the tokenizer makes no tokens of any text: it knows none but its special ones, as where the "
+                "model's folder has no tokenizer files. Name a folder or hub repository with tokenizer files in model.tokenizer."
             )
         has_template = bool(tokenizer.chat_template)
         if data.chat_template == "always" and not has_template:
