@@ -216,6 +216,22 @@ def test_a_tokenizer_with_more_words_than_the_model(refused, broken_model: Path)
     )
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_tokenizer_that_knows_no_words(refused, here: Path, config: dict[str, Any], command: str) -> None:
+    """As transformers makes one of the name of an architecture alone, where a GPT-2's folder has no tokenizer files."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = GPT2Config(vocab_size=64, n_positions=64, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=1)
+    GPT2LMHeadModel(small).save_pretrained(here / "gpt2")
+    config["model"] = {"path": "gpt2"}
+    if command == "sft":
+        config.pop("reward")
+        config |= {"learn": {}, "run": {}, "data": {"train": "rows.jsonl", "completion": "answer"}}
+    message = refused(command=command)
+    assert "model.tokenizer: the tokenizer makes no tokens of any text" in message
+    assert "Name a folder or hub repository with tokenizer files in model.tokenizer" in message
+
+
 def test_damaged_weights(refused, broken_model: Path) -> None:
     weights = (broken_model / "model.safetensors").read_bytes()
     (broken_model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
