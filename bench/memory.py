@@ -194,7 +194,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     probed.saw(stats.sizes, case.kept, run.logprob_chunk, bool(run.offload.activations))
     found = {
         "case": case.name,
-        "path": policy.path,
+        "path": policy.description,
         "microbatches": len(stats.sizes),
         "rollout": {"measured": rolled, "analytic": plan.ledger["rollout"].allocated},
         "update": {"measured": updated, "analytic": predicted, "probed": probed.update_bytes(stats.sizes)},

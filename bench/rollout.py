@@ -182,7 +182,7 @@ def run_trimtab(args: argparse.Namespace) -> dict[str, Any]:
             "groups": groups,
         }  # fmt: skip
 
-    found: dict[str, Any] = {"path": engine.path}
+    found: dict[str, Any] = {"path": engine.description}
     asked = {"gsm8k": (args.prompts, [512] * len(args.prompts) * 16)} if args.gsm8k else workloads(args.shape)
     first = next(iter(asked.values()))
     call(first[0], [min(64, n) for n in first[1]])

@@ -138,7 +138,7 @@ def main() -> None:
             policy = make_policy(shape)
             if path == "fused":
                 policy.fuse()
-                print(shape, policy.path)
+                print(shape, policy.description)
             if args.checkpoint:
                 policy.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
             result = update(policy, args.tokens, ceiling, args.chunk)

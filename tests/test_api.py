@@ -33,6 +33,7 @@ def test_six_lines(here: Path, model_folder: Path) -> None:
         reward=lambda completions, **_: [float(len(set(text))) for text in completions],
         learn=LEARN,
         run=RUN,
+        callbacks=None,
     )
     assert set(summary) == SUMMARY
     assert summary["steps"] == 2
@@ -154,6 +155,23 @@ def test_evaluate_writes_nothing_and_keeps_no_optimizer(here: Path, model_folder
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize("form", ["section", "file"])
+def test_what_to_evaluate_on_may_be_a_section(here: Path, model_folder: Path, form: str) -> None:
+    """A config's own task for training is left alone, with its options."""
+    config: dict[str, Any] = {"data": {"train": "task:sort", "options": {"size": 8}}} if form == "file" else {}
+    (here / "c.yaml").write_text(yaml.safe_dump(config | {"model": {"path": str(model_folder)}}))
+    result = trimtab.evaluate(
+        here / "c.yaml", data={"eval": ROWS[:2]}, reward="exact_match", learn={"max_new_tokens": 2}, run=RUN
+    )
+    assert result["eval/prompts"] == 2
+
+
+@pytest.mark.parametrize("arguments", [{}, {"data": {"train": ROWS}}, {"config": {"data": {"train": "task:sort"}}}])
+def test_nothing_to_evaluate_on_is_told_as_that(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.eval: there is nothing to evaluate on; .* Give data=ROWS or"):
+        trimtab.evaluate(model="m", reward="exact_match", **arguments)
+
+
 def test_an_interrupted_run_says_where_it_stands(here: Path, model_folder: Path, monkeypatch, capsys) -> None:
     from trimtab.observe.console import Console
 
@@ -178,6 +196,13 @@ def test_an_interrupted_run_says_where_it_stands(here: Path, model_folder: Path,
         ({"data": ["text"]}, r"data\.train: row 0 is a str, not a mapping"),
         ({"data": 5}, r"data\.train: got a int"),
         ({"data": ROWS, "eval_data": [3]}, r"data\.eval: row 0 is a int"),
+        ({"data": [{"prompt": "a", 3: "b"}]}, r"data\.train: row 0 has a column named 3, of type int"),
+        ({"config": 5}, r"config: got a int\. Give the name of a YAML file, or a dictionary\."),
+        ({"config": [1]}, r"config: got a list"),
+        ({"data": ROWS, "overrides": [1]}, r"overrides: holds 1, a int"),
+        ({"data": ROWS, "overrides": "learn.lr=1"}, r'overrides: got "learn\.lr=1"\. Give a list of texts'),
+        ({"data": ROWS, "overrides": 3}, r"overrides: got 3"),
+        ({"data": ROWS, "callbacks": 3}, r"callbacks: got a int\. Give a list of functions"),
         ({"data": ROWS, "learn": {"lrr": 1}}, r"learn\.lrr: unknown key\. Did you mean learn\.lr\?"),
         ({"data": ROWS, "model": {"path": "m", "dtyp": "x"}}, r"model\.dtyp: unknown key"),
     ],

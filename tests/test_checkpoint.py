@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from tiny import tiny_model
 
+import trimtab
 from trimtab import checkpoint
 from trimtab.checkpoint import (
     RunState,
@@ -162,3 +168,105 @@ def test_remove_whole_never_shows_a_part(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda _: None)  # a kill before anything is deleted
     remove_whole(tmp_path / "step-1")
     assert [path.name for path in tmp_path.iterdir()] == [".deleting-step-1"]
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an empty state": lambda folder: (folder / "state.json").write_text(""),
+    "a state that is a list": lambda folder: (folder / "state.json").write_text("[]"),
+    "a step that is no number": lambda folder: edit(folder, step="two"),
+    "another step": lambda folder: edit(folder, step=99),
+    "a position before the first row": lambda folder: edit(folder, data_position=-5),
+    "no optimizer": lambda folder: (folder / "optimizer.safetensors").unlink(),
+    "half an optimizer": lambda folder: cut(folder / "optimizer.safetensors"),
+    "half a model": lambda folder: cut(folder / "model.safetensors"),
+    "no model": lambda folder: (folder / "model.safetensors").unlink(),
+}
+
+
+def edit(folder: Path, **changes: object) -> None:
+    saved = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(saved | changes))
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("two") / "run"
+    train(model_folder, folder, {"steps": 2})
+    return folder
+
+
+def train(model_folder: Path, folder: Path, learn: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return trimtab.train(
+        model=str(model_folder),
+        data=more.pop("data", [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]),
+        reward=lambda completions, **_: [float(len(text)) for text in completions],
+        learn={"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4, **learn},
+        observe={"dir": str(folder), "checkpoint_every": 1, "tensorboard": False},
+        **more,
+    )
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_told_with_the_one_to_go_on_from(
+    two_checkpoints: Path, model_folder: Path, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(two_checkpoints, folder)
+    DAMAGES[damage](folder / "checkpoints/step-2")
+    words = r"step-2 is damaged \(.+\)\. Move it away and resume again: the run then goes on from step-1\."
+    with pytest.raises(TrainingError, match=words):
+        train(model_folder, folder, {"steps": 3}, resume=True)
+    shutil.rmtree(folder / "checkpoints/step-2")
+    assert train(model_folder, folder, {"steps": 3}, resume=True)["steps"] == 3
+
+
+def test_weights_that_are_not_finite_are_not_saved(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"after step 1 .* holds values that are not finite(.|\n)*learn\.lr"):
+        train(model_folder, tmp_path / "run", {"steps": 2, "lr": 1e300})
+    assert not (tmp_path / "run/final").exists() and not [*(tmp_path / "run").rglob("step-*.safetensors")]
+    assert newest_checkpoint(tmp_path / "run") is None
+
+
+def test_log_probs_that_are_no_numbers_end_the_run_in_words(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"step 1: the policy gives log-probs that are no numbers"):
+        train(model_folder, tmp_path / "run", {"steps": 2, "sampling": {"temperature": 1e-300}})
+
+
+@pytest.mark.parametrize("change", ["fewer", "reversed", "the same"])
+def test_rows_that_are_not_those_of_the_run_are_told(
+    two_checkpoints: Path, model_folder: Path, tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(two_checkpoints, folder)
+    rows = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+    data = {"fewer": rows[:10], "reversed": rows[::-1], "the same": rows}[change]
+    capsys.readouterr()
+    train(model_folder, folder, {"steps": 3}, resume=True, data=data)
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("data.train is not what it was" in told) is (change != "the same")
+
+
+def test_a_folder_that_is_taken_away_ends_the_run_at_its_next_step(model_folder: Path, tmp_path: Path) -> None:
+    def take_away(step: int, metrics: dict[str, float]) -> None:
+        (tmp_path / "run").rename(tmp_path / "moved")
+
+    with pytest.raises(TrainingError, match=r"run is gone: it was moved or deleted(.|\n)*step 2 is not in it"):
+        train(model_folder, tmp_path / "run", {"steps": 3}, callbacks=[take_away])
+    assert train(model_folder, tmp_path / "moved", {"steps": 3}, resume=True)["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_what_is_learned_does_not_depend_on_the_callers_modes(
+    two_checkpoints: Path, model_folder: Path, tmp_path: Path, mode: Callable[[], Any]
+) -> None:
+    with mode():
+        train(model_folder, tmp_path / "run", {"steps": 2}, callbacks=[lambda *_: torch.set_grad_enabled(False)])
+    torch.set_grad_enabled(True)
+    learned, expected = (load_file(run / "final/model.safetensors") for run in (tmp_path / "run", two_checkpoints))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in learned.items())

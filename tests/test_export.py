@@ -108,6 +108,23 @@ def test_wrong_places_are_told(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("place", ["file/x", "file/x/y", "/proc/x/y", "a" * 300])
+def test_a_place_where_nothing_can_be_made_is_told(run: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=r"FOLDER: cannot write to .*: .*\. Choose another\."):
+        export_run(run, tmp_path / place, "last", "same")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_checkpoint_is_no_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = rf"step-9 is a checkpoint, not a run\. Give the run's folder: trimtab export {run} FOLDER --checkpoint 9"
+    with pytest.raises(ConfigError, match=message):
+        export_run(run / "checkpoints/step-9", tmp_path / "out", "last", "same")
+    monkeypatch.chdir(run / "checkpoints")
+    with pytest.raises(ConfigError, match=message):
+        export_run(Path("step-9"), tmp_path / "out", "last", "same")
+
+
 def test_no_evaluation_means_no_best(tmp_path: Path, tokenizer) -> None:
     begin(tmp_path, CONFIG, [])
     model = tiny_model()

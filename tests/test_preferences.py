@@ -77,6 +77,17 @@ def test_conversations_and_prompts_with_answers_are_the_same_pairs() -> None:
         ({"prompt": "a", "chosen": "b"}, "has no column 'rejected'"),
         ({"chosen": "a", "rejected": "b"}, "no whole conversations"),
         ({"prompt": "a", "chosen": "b", "rejected": "", "by": 1}, "column 'rejected' is empty"),
+        (
+            {"prompt": 1, "chosen": "b", "rejected": "c", "by": 1},
+            "column 'prompt' must be text or a list of {role, content}",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": None, "by": 1}, "column 'rejected' must be text or a list of"),
+        (
+            {"chosen": 2, "rejected": None, "by": 1},
+            "column 'chosen' must be a list of {role, content} messages, but is 2",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has no column 'by' (data.margin); its columns are 'prompt'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "by": -1}, "must be a finite number of at least 0, but is -1"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "by": "x"}, "must be a finite number"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "by": float("nan")}, "must be a finite number"),
         (

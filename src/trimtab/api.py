@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trimtab import loop
+from trimtab.build import own_modes
 from trimtab.config.load import load_as, load_config
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
@@ -45,7 +46,7 @@ def train(
     observe: Section | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback] | None = None,
 ) -> dict[str, Any]:
     """Train, and return the summary (`run_dir`, `eval`, `reward_last`, `seconds`, ...).
 
@@ -79,8 +80,11 @@ def evaluate(
     """
     sections = {"model": model, "learn": learn, "run": run, "eval": eval}
     if data is not None and not isinstance(data, Mapping):
-        data = {"train": GIVEN_ROWS, "eval": data}
-    checked, inputs = _gather(config, sections, data, None, reward, overrides, environment)
+        data = {"eval": data}
+    checked, inputs = _gather(config, sections, data, None, reward, overrides, environment, untrained=True)
+    if checked.data.eval is None:
+        fix = "Give data=ROWS or data={'eval': ROWS}, or name it in the config."
+        raise ConfigError([Problem("data.eval", "there is nothing to evaluate on; data.train is not read", fix)])
     return run_evaluation(checked, inputs)
 
 
@@ -95,7 +99,7 @@ def sft(
     observe: Section | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback] | None = None,
 ) -> dict[str, Any]:
     """Learn from worked answers, and return the summary (`run_dir`, `loss_last`, `eval`, `seconds`, ...).
 
@@ -118,7 +122,7 @@ def reward_model(
     observe: Section | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback] | None = None,
 ) -> dict[str, Any]:
     """Learn which of two answers is better, and return the summary (`run_dir`, `accuracy`, `eval`, ...).
 
@@ -134,7 +138,7 @@ def run_training(
     config: Config, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
     """Run a validated config."""
-    with ExitStack() as stack:
+    with own_modes(), ExitStack() as stack:
         session = open_session(config, inputs, stack, resume=resume, console_file=console_file)
         try:
             return loop.train(session)
@@ -146,7 +150,7 @@ def run_training(
 
 def run_evaluation(config: Config, inputs: Inputs, *, console_file: IO[str] | None = None) -> dict[str, float]:
     """Evaluate a validated config's model."""
-    with ExitStack() as stack:
+    with own_modes(), ExitStack() as stack:
         session = open_evaluation(config, inputs, stack, console_file=console_file)
         result, _ = measure(session.config, session.prompts, session.sampler, session.scorer, session.tasks)
         session.console.note(f"{config.model.path} | {scores(result)}")
@@ -161,14 +165,25 @@ def _gather(
     reward: Reward | Sequence[Reward] | None,
     overrides: Sequence[str],
     environment: Environment | None = None,
+    untrained: bool = False,
 ) -> tuple[Config, Inputs]:
-    """The arguments as one validated configuration, and what cannot be written in one."""
+    """The arguments as one validated configuration, and what cannot be written in one. `untrained`: data.train is not needed."""
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
+    if untrained:
+        base = _with_train(base or {})
     if reward is not None:
         tree["reward"], inputs.rewards = _rewards(reward)
     if environment is not None:
         tree["environment"], inputs.environment = _environment(environment)
     return load_config(path, overrides, base, tree), inputs
+
+
+def _with_train(base: Section) -> Section:
+    """A config without data.train is one whose rows are given, though none will be."""
+    data = base.get("data")
+    if data is not None and not isinstance(data, Mapping):
+        return base  # is reported as what it is
+    return {**base, "data": {"train": GIVEN_ROWS, **(data or {})}}
 
 
 def _arguments(
@@ -179,6 +194,9 @@ def _arguments(
 ) -> tuple[Inputs, Path | None, Section | None, dict[str, Any]]:
     """A file or a dictionary to begin with, sections to lay over it, and the rows that came as objects."""
     inputs = Inputs()
+    if not (config is None or isinstance(config, str | PathLike | Mapping)):
+        fix = "Give the name of a YAML file, or a dictionary."
+        raise ConfigError([Problem("config", f"got a {type(config).__name__}", fix)])
     path, base = (None, config) if isinstance(config, Mapping) else (config, None)
     if path is not None:
         path = Path(path)
@@ -194,14 +212,18 @@ def _arguments(
     return inputs, path, base, tree
 
 
-def _callable(callbacks: Sequence[Callback]) -> Sequence[Callback]:
-    if callable(callbacks):
-        raise ConfigError([Problem("callbacks", "got one function", "Give a list of functions of (step, metrics).")])
+def _callable(callbacks: Sequence[Callback] | None) -> Sequence[Callback]:
+    if callbacks is None:
+        return ()
+    if callable(callbacks) or not isinstance(callbacks, Iterable):
+        what = "got one function" if callable(callbacks) else f"got a {type(callbacks).__name__}"
+        raise ConfigError([Problem("callbacks", what, "Give a list of functions of (step, metrics).")])
+    callbacks = tuple(callbacks)
     for callback in callbacks:
         if not callable(callback):
             what = f"got a {type(callback).__name__}"
             raise ConfigError([Problem("callbacks", what, "Give functions of (step, metrics).")])
-    return tuple(callbacks)
+    return callbacks
 
 
 def _take_rows(data: dict[str, Any], key: str) -> list[Mapping[str, Any]] | None:
@@ -217,6 +239,10 @@ def _take_rows(data: dict[str, Any], key: str) -> list[Mapping[str, Any]] | None
         if not isinstance(row, Mapping):
             what = f"row {number} is a {type(row).__name__}, not a mapping"
             raise ConfigError([Problem(f"data.{key}", what, "Give rows such as {'prompt': '2+2='}.")])
+        odd = next((name for name in row if not isinstance(name, str)), None)
+        if odd is not None:
+            what = f"row {number} has a column named {odd!r}, of type {type(odd).__name__}"
+            raise ConfigError([Problem(f"data.{key}", what, f"Names of columns are text: {str(odd)!r}.")])
     return found
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
 
-from trimtab.checkpoint import CONFIG
+from trimtab.checkpoint import CONFIG, RunState, reading
 from trimtab.config.learn import Learn
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
 from trimtab.config.run import Kernels, Run
 from trimtab.config.schema import Model, Observe
+from trimtab.data.files import mark_of
 from trimtab.errors import ConfigError, Problem
 from trimtab.folder import changes
 from trimtab.model import liger
@@ -30,6 +32,12 @@ from trimtab.rollout.engine import Engine
 from trimtab.update.updater import Updater
 
 GIB = 2**30
+CANNOT_CHANGE = {
+    "learn.critic.path": "another critic",
+    "learn.optimizer.states": "other moments",
+    "model.lora": "other adapters",
+}
+"""Keys that the optimizer of a checkpoint is made for."""
 Kind = TypeVar("Kind", bound=Updater)
 
 
@@ -39,13 +47,18 @@ def load_policy(
     """The model to train, as it came or as a checkpoint left it, with the kernels asked for. `seed` is for new adapters."""
     if model.lora is not None:
         base = load_model(model, device)
-        adapted = add_adapters(base, model.lora, seed) if checkpoint is None else load_adapters(base, checkpoint)
-        policy = Policy(adapted)
+        if checkpoint is None:
+            found = add_adapters(base, model.lora, seed)
+        else:
+            with reading(checkpoint):
+                found = load_adapters(base, checkpoint)
+    elif checkpoint is None:
+        found = load_model(model, device)
     else:
-        source = model
-        if checkpoint is not None:
-            source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
-        policy = Policy(load_model(source, device))
+        source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+        with reading(checkpoint):
+            found = load_model(source, device)
+    policy = Policy(found)
     policy.use(kernels)
     return policy
 
@@ -93,18 +106,11 @@ def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: P
         what, fix = f"{folder} holds a run of trimtab {name}", f"Go on with trimtab {name}, or choose another folder."
         raise ConfigError([Problem("observe.dir", what, fix)])
     changed = changes(held, config)
-    critic = [change for change in changed if change.startswith("learn.critic.path")]
-    if critic:
-        what = f"{checkpoint.name} cannot go on with another critic than it has: {', '.join(critic)}"
-        raise ConfigError([Problem("learn.critic.path", what, "Write it as it was.")])
-    states = [change for change in changed if change.startswith("learn.optimizer.states")]
-    if states:
-        what = f"{checkpoint.name} cannot go on with other moments than it has: {', '.join(states)}"
-        raise ConfigError([Problem("learn.optimizer.states", what, "Write it as it was.")])
-    adapters = [change for change in changed if change.startswith("model.lora")]
-    if adapters:
-        what = f"{checkpoint.name} cannot go on with other adapters than it has: {', '.join(adapters)}"
-        raise ConfigError([Problem("model.lora", what, "Write model.lora as it was.")])
+    for key, what in CANNOT_CHANGE.items():
+        found = ", ".join(change for change in changed if change.startswith(key))
+        if found:
+            told = f"{checkpoint.name} cannot go on with {what} than it has: {found}"
+            raise ConfigError([Problem(key, told, f"Write {key} as it was.")])
     if config.model.lora is None:
         trusted = config.model.trust_remote_code
         saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
@@ -118,6 +124,28 @@ def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: P
     return changed
 
 
+def note_data(state: RunState, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Remember which rows are trained on, and say so where they are not those that the run has counted so far."""
+    before, state.data_mark = state.data_mark, mark_of(rows)
+    if before and before != state.data_mark:
+        console.warn(
+            f"data.train is not what it was: {state.data_mark} (was {before}). Counting goes on at {state.data_position}, so "
+            "some rows may be trained on twice in this pass, others not at all"
+        )
+
+
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """Gradients are computed, and in the model's own type, whatever the caller has set for torch."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:
     """Of a start card: the model, the machine, and what was decided."""
     cuda = policy.device.type == "cuda"
@@ -128,7 +156,7 @@ def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:
         "trainable_parameters": sum(p.numel() for p in policy.parameters()),
         "dtype": str(policy.dtype).removeprefix("torch."),
         "device": properties.name if properties else "CPU",
-        "update": policy.path,
+        "update": policy.description,
         "device_peak_gib": plan.ledger.fullest.device_bytes / GIB if cuda else None,
         "device_total_gib": properties.total_memory / GIB if properties else None,
         "host_peak_gib": plan.ledger.fullest_host.host_bytes / GIB,

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
-from trimtab.errors import TrainingError, is_no_space
+from trimtab.errors import ConfigError, TrainingError, is_no_space
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
+from trimtab.model.memory import is_out_of_memory
 from trimtab.update.optimizer import MasterAdamW
 
 FORMAT = 1
@@ -57,6 +59,8 @@ class RunState:
     oom_recoveries: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
     """What running out of memory has taught: `Guard.state`."""
+    data_mark: str = ""
+    """Which rows it trains on (`data.files.mark_of`)."""
 
     def note_reward(self, mean: float) -> None:
         """Remember the first and the latest mean reward of a step that had any."""
@@ -96,8 +100,9 @@ def save_checkpoint(
     """Write `step-N`, then remove what is neither among the newest `keep` nor the best. `others`: more files of tensors."""
     folder = run_dir / "checkpoints"
     target, aside = folder / f"step-{state.step}", folder / f".writing-step-{state.step}"
+    _refuse_numbers_that_are_none(model, run_dir, state.step)
     clear(folder)
-    with _told_where_there_is_no_space(run_dir, state.step):
+    with _explaining_a_full_disk(run_dir, state.step):
         aside.mkdir(parents=True)
         if has_adapters(model):
             save_adapters(model, aside)
@@ -117,9 +122,23 @@ def save_checkpoint(
     return target
 
 
+@torch.no_grad()
+def _refuse_numbers_that_are_none(model: Any, run_dir: Path, step: int) -> None:
+    """Weights that are not finite replace none that are."""
+    finite = {name: weight.isfinite().all() for name, weight in model.named_parameters()}
+    if not torch.stack(list(finite.values())).all():
+        name = next(name for name, all_are in finite.items() if not all_are)
+        newest = newest_checkpoint(run_dir)
+        kept = "There is no earlier checkpoint" if newest is None else f"{newest.name} is as it was"
+        raise TrainingError(
+            f"after step {step} {name} holds values that are not finite: the update was too large for its type. {kept}. Lower "
+            "learn.lr or learn.max_grad_norm."
+        )
+
+
 @contextmanager
-def _told_where_there_is_no_space(run_dir: Path, step: int) -> Iterator[None]:
-    """What was half written is gone then, and the checkpoints from before are whole."""
+def _explaining_a_full_disk(run_dir: Path, step: int) -> Iterator[None]:
+    """Turn a full disk into a TrainingError, after removing what was half written."""
     try:
         yield
     except Exception as error:
@@ -145,20 +164,41 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def load_state(checkpoint: Path) -> RunState:
-    saved = json.loads((checkpoint / STATE).read_text())
-    if saved.pop("format", None) != FORMAT:
-        raise TrainingError(
-            f"{checkpoint} was written by another version of Trimtab and cannot be resumed by this one."
-        )
-    known = {f.name for f in fields(RunState)}
-    values = {key: value for key, value in saved.items() if key in known}
-    if values.get("best_score") is None:
-        values.pop("best_score", None)
-    return RunState(**values)
+    with reading(checkpoint):
+        saved = json.loads((checkpoint / STATE).read_text())
+        if saved.pop("format", FORMAT) != FORMAT:
+            raise TrainingError(
+                f"{checkpoint} was written by another version of Trimtab and cannot be resumed by this one."
+            )
+        known = {f.name for f in fields(RunState)}
+        values = {key: value for key, value in saved.items() if key in known}
+        if values.get("best_score") is None:
+            values.pop("best_score", None)
+        state = TypeAdapter(RunState).validate_python(values)
+        if checkpoint.name != f"step-{state.step}" or min(state.step, state.version, state.data_position) < 0:
+            raise ValueError(f"{STATE} says that it is of step {state.step}, from row {state.data_position} on")
+    return state
 
 
 def load_optimizer(checkpoint: Path, optimizer: MasterAdamW) -> None:
-    optimizer.load_state_tensors(load_file(checkpoint / OPTIMIZER))
+    with reading(checkpoint):
+        optimizer.load_state_tensors(load_file(checkpoint / OPTIMIZER))
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Tell a checkpoint that cannot be read, or does not hold what it should, as that."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, TrainingError | ConfigError) or is_out_of_memory(error):
+            raise
+        others = [path.name for path in checkpoints(checkpoint.parent.parent).values() if path != checkpoint]
+        rest = f"the run then goes on from {others[-1]}" if others else "there is no other, so the run then starts over"
+        why = (str(error).strip().splitlines() or ["no message"])[0]
+        raise TrainingError(
+            f"{checkpoint} is damaged ({type(error).__name__}: {why}). Move it away and resume again: {rest}."
+        ) from error
 
 
 def prune(run_dir: Path, keep: int, best_step: int) -> None:

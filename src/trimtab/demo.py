@@ -22,19 +22,23 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.load import config_from_dict
 from trimtab.data.tasks import TASKS
+from trimtab.errors import ConfigError, Problem
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.observe.curve import plot_curve
 from trimtab.observe.jsonl import read_jsonl
 from trimtab.plan.here import physical_cores
-from trimtab.session import Inputs
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
+from trimtab.work import Inputs
 
 SPECIAL = ["<pad>", "<eos>"]
 CHARACTERS = string.digits + "+-=" + string.ascii_lowercase + " :"
 TASK = "sort"
 TRAIN_ROWS, EVAL_ROWS = 4096, 256
+CONTEXT = 64
+MOST_DIGITS = (CONTEXT - len("sort =") - 2) // 2
+"""Those of the question and of the answer, which may be two tokens longer."""
 
 
 def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[str, Any]:
@@ -64,7 +68,7 @@ def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[st
 def asked_steps(overrides: Sequence[str], usual: int) -> int:
     """The warm-up of the rate is made for so many. What is no number the config refuses."""
     asked = [line.removeprefix("learn.steps=") for line in overrides if line.startswith("learn.steps=")]
-    return int(asked[-1]) if asked and asked[-1].isdigit() else usual
+    return int(asked[-1]) if asked and asked[-1].isascii() and asked[-1].isdecimal() else usual
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -76,7 +80,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, context: int = 64) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, context: int = CONTEXT) -> LlamaForCausalLM:
     """About a million parameters, random."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
@@ -136,6 +140,11 @@ def run_demo(
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Warm start, GRPO, before and after; returns the summary with `accuracy_before` and `accuracy_after`."""
+    if not 1 <= difficulty <= MOST_DIGITS:
+        what, fix = f"is {difficulty}", f"Write 1 to {MOST_DIGITS}: more does not fit into the model's context."
+        raise ConfigError([Problem("--difficulty", what, fix)])
+    if warm_steps < 1:
+        raise ConfigError([Problem("--warm-steps", f"is {warm_steps}", "Write 1 or more; the usual number is 60.")])
     config = config_from_dict(demo_config(folder, difficulty, asked_steps(overrides, steps), seed), overrides)
     started = time.monotonic()
     torch.set_num_threads(physical_cores())

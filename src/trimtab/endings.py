@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trimtab.checkpoint import RunState, flush_to_disk, newest_checkpoint, remove_whole
+import torch
+
+from trimtab.checkpoint import CONFIG, RunState, flush_to_disk, newest_checkpoint, remove_whole
 from trimtab.config.load import AnyConfig
 from trimtab.errors import TrainingError
 from trimtab.folder import FINAL
@@ -30,6 +32,7 @@ MAX_SKIPPED_IN_A_ROW = 5
 class Stepping(Protocol):
     """What every run has that goes step by step."""
 
+    folder: Path
     state: RunState
     updater: Updater
     guard: Guard
@@ -54,6 +57,11 @@ def end_step(
     """Close the accounts of a step, show and write them, move the budget, and save what is due. `recovered`: recoveries from lack
     of memory before the step."""
     state, observe = run.state, run.config.observe
+    if not (run.folder / CONFIG).exists():
+        raise TrainingError(
+            f"{run.folder} is gone: it was moved or deleted while the run was in it. Where it was moved, resume it there "
+            f"(observe.dir); step {state.step} is not in it"
+        )
     metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(steps - state.step)
     metrics |= run.watch.end_step(metrics)
     if state.oom_recoveries == recovered:
@@ -74,7 +82,8 @@ def end_step(
         with run.timeline.phase("checkpoint"):
             run.guard.run("checkpoint", save)
     for callback in run.callbacks:
-        callback(state.step, dict(metrics))
+        with torch.enable_grad():  # whatever it leaves behind
+            callback(state.step, dict(metrics))
 
 
 def export(folder: Path, policy: Policy, tokenizer: Any, guard: Guard) -> None:

@@ -71,8 +71,12 @@ class MemoryExhausted(TrainingError):
     """Memory ran out, and all that could be lowered without changing what is learned has been."""
 
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def is_no_space(error: BaseException) -> bool:
-    """On the disk, or within the user's share of it. safetensors says so in words alone."""
+    """The disk is full, or the user's share of it or the size that a file may have. safetensors says so in words alone."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return type(error).__name__ == "SafetensorError" and f"os error {errno.ENOSPC}" in str(error)
+        return error.errno in NO_SPACE
+    codes = (f"os error {code}" for code in NO_SPACE)
+    return type(error).__name__ == "SafetensorError" and any(code in str(error) for code in codes)

@@ -71,7 +71,7 @@ def claim(folder: Path, resume: bool) -> Iterator[None]:
             yield
         finally:
             if not (folder / CONFIG).exists():
-                (folder / LOCK).unlink()
+                (folder / LOCK).unlink(missing_ok=True)
                 for path in made:
                     with contextlib.suppress(OSError):  # something else has been put there meanwhile
                         path.rmdir()
@@ -97,8 +97,12 @@ def changes(held: AnyConfig, config: AnyConfig) -> list[str]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a kill leaves the old one or the new one, never half of one."""
     aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text)
-    aside.rename(path)
+    try:
+        aside.write_text(text)
+        aside.rename(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _flat(config: AnyConfig) -> dict[str, Any]:

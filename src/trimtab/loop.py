@@ -16,6 +16,7 @@ import numpy as np
 from trimtab.checkpoint import save_checkpoint
 from trimtab.data.prompt import Prompt
 from trimtab.endings import end_step, export, note_outcome
+from trimtab.errors import TrainingError
 from trimtab.evaluation import measure
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
@@ -30,7 +31,7 @@ from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.session import Session
 from trimtab.update.batch import Sample
-from trimtab.update.critic import Critic, critic_files
+from trimtab.update.critic import critic_files
 from trimtab.update.objective import Ledger, set_advantages, set_weights, split_signal, to_samples, usable
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import UpdateStats
@@ -113,63 +114,84 @@ def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Grou
 
 def update(run: Session, groups: list[Group]) -> dict[str, float]:
     """Learn from scored groups: one optimizer step for each part of the batch in each epoch."""
-    learn, state = run.config.learn, run.state
-    ledger = Ledger(sum(len(g.trajectories) for g in groups), 0, Counter())
+    kept, samples, metrics = _sort_out(run, groups)
+    if not kept:
+        run.console.warn(f"step {run.state.step + 1}: no group has a usable reward; nothing is learned from it")
+        return metrics
+    all_samples = [sample for group in samples for sample in group]
+    with run.timeline.phase("score"), run.meter.phase("score"):
+        _score(run, all_samples)
+        set_advantages(kept, samples, run.config.learn, run.state.kl_coef, _parts(run))
+    with run.timeline.phase("update"), run.meter.phase("update"):
+        done, valued = _optimize(run, kept, samples)
+    if valued:
+        metrics |= value_metrics(all_samples, valued)
+    if done and run.reference is not None:
+        metrics["policy/kl_coef"] = _control_kl(run, done[0], len(all_samples))
+        if run.tasks is not None:
+            first_epoch = done[: len(done) // run.config.learn.epochs_per_step]
+            metrics |= task_kl(run.tasks, kept, samples, first_epoch)
+    if done:
+        metrics |= update_metrics(done) | {"policy/lr": learning_rate(run.config.learn, run.state.step)}
+    return metrics
+
+
+def _sort_out(run: Session, groups: list[Group]) -> tuple[list[Group], list[list[Sample]], dict[str, float]]:
+    """The groups to learn from, their samples, and what the rewards were; every sample is trained or dropped for a reason."""
+    learn = run.config.learn
+    ledger = Ledger(sum(len(group.trajectories) for group in groups), 0, Counter())
     kept, ledger.dropped = usable(groups)
     zero_signal = [] if learn.advantage == "gae" else split_signal(kept, learn, _parts(run))[1]
     if learn.dynamic_sampling.enabled:
         gone = {id(group) for group in zero_signal}
         kept = [group for group in kept if id(group) not in gone]
-        ledger.dropped["no_signal"] = sum(len(g.trajectories) for g in zero_signal)
+        ledger.dropped["no_signal"] = sum(len(group.trajectories) for group in zero_signal)
     samples = to_samples(kept)
     ledger.trained = sum(map(len, samples))
     ledger.check()
     metrics = reward_metrics(groups, run.scorer.names, len(zero_signal), ledger)
     if run.tasks is not None:
         metrics |= task_metrics(run.tasks, groups, zero_signal)
-    state.note_reward(metrics["reward/mean"])
-    if not kept:
-        run.console.warn(f"step {state.step + 1}: no group has a usable reward; nothing is learned from it")
-        return metrics
-    with run.timeline.phase("score"), run.meter.phase("score"):
-        _score(run, [s for group in samples for s in group])
-        set_advantages(kept, samples, learn, state.kl_coef, _parts(run))
+    run.state.note_reward(metrics["reward/mean"])
+    return kept, samples, metrics
+
+
+def _optimize(
+    run: Session, kept: list[Group], samples: list[list[Sample]]
+) -> tuple[list[UpdateStats], list[UpdateStats]]:
+    """All optimizer steps of the batch, of the policy and of the critic. In the critic's warm-up the policy has none."""
+    learn, state = run.config.learn, run.state
     done: list[UpdateStats] = []
     valued: list[UpdateStats] = []
     warm = run.critic is None or state.step >= learn.critic.warmup_steps
-    with run.timeline.phase("update"), run.meter.phase("update"):
-        for _ in range(learn.epochs_per_step):
-            for part in np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept))):
-                flat = [s for g in part for s in samples[g]]
-                set_weights([t for g in part for t in kept[g].trajectories], flat, learn)
-                if run.critic is not None:
-                    valued.append(run.critic.step(flat, learning_rate(learn, state.step, learn.critic.lr), 0.0))
-                    if not valued[-1].applied:
-                        run.console.warn(f"step {state.step + 1}: the critic's gradient is not finite; it is unchanged")
-                if not warm:
-                    continue
-                done.append(run.guard.step(flat, learning_rate(learn, state.step), state.kl_coef))
-                note_outcome(state, done[-1], run.console, "at RUN/samples for what the model has come to write")
-                run.watch.saw(
-                    done[-1].sizes,
-                    run.updater.checkpoint_activations,
-                    run.updater.logprob_chunk,
-                    run.policy.shelf is not None,
-                )
-    if valued:
-        metrics |= value_metrics([s for group in samples for s in group], valued)
-    if not done:
-        return metrics
-    if run.reference is not None:
-        controller = kl_controller(state.kl_coef, learn.kl.target, learn.kl.horizon)
-        kl = done[0].mean("kl_ref")
-        if math.isfinite(kl):  # or the update was not applied, and is told of as that
-            state.kl_coef = controller.update(kl, ledger.trained).coef
-        metrics["policy/kl_coef"] = state.kl_coef
-        if run.tasks is not None:
-            metrics |= task_kl(run.tasks, kept, samples, done[: len(done) // learn.epochs_per_step])
-    metrics["policy/lr"] = learning_rate(learn, state.step)
-    return metrics | update_metrics(done)
+    for _ in range(learn.epochs_per_step):
+        for part in np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept))):
+            flat = [sample for group in part for sample in samples[group]]
+            set_weights([trajectory for group in part for trajectory in kept[group].trajectories], flat, learn)
+            if run.critic_guard is not None:
+                valued.append(run.critic_guard.step(flat, learning_rate(learn, state.step, learn.critic.lr), 0.0))
+                if not valued[-1].applied:
+                    run.console.warn(f"step {state.step + 1}: the critic's gradient is not finite; it is unchanged")
+            if not warm:
+                continue
+            done.append(run.guard.step(flat, learning_rate(learn, state.step), state.kl_coef))
+            note_outcome(state, done[-1], run.console, "at RUN/samples for what the model has come to write")
+            run.watch.saw(
+                done[-1].sizes,
+                run.updater.checkpoint_activations,
+                run.updater.logprob_chunk,
+                run.policy.shelf is not None,
+            )
+    return done, valued
+
+
+def _control_kl(run: Session, first: UpdateStats, trained: int) -> float:
+    """The coefficient for the next step, from the distance to the reference that the step began with."""
+    kl = run.config.learn.kl
+    found = first.mean("kl_ref")
+    if math.isfinite(found):  # or the update was not applied, and is told of as that
+        run.state.kl_coef = kl_controller(run.state.kl_coef, kl.target, kl.horizon).update(found, trained).coef
+    return run.state.kl_coef
 
 
 def evaluate(run: Session) -> dict[str, float]:
@@ -213,7 +235,13 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
             run.scorer.submit(group)
     with run.timeline.phase("reward"), run.meter.phase("rollout"):  # a reward model works beside the engine
         # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
-        return sorted(run.scorer.collect(), key=lambda group: group.index)
+        groups = sorted(run.scorer.collect(), key=lambda group: group.index)
+    if not all(t.logprobs.isfinite().all() for group in groups for t in group.trajectories):
+        raise TrainingError(
+            f"step {run.state.step + 1}: the policy gives log-probs that are no numbers. Its weights have grown too large, or "
+            "learn.sampling.temperature is too small. Lower learn.lr, and resume from the last checkpoint or start again."
+        )
+    return groups
 
 
 def _parts(run: Session) -> list[Part]:
@@ -223,8 +251,7 @@ def _parts(run: Session) -> list[Part]:
 
 def _save(run: Session) -> None:
     keep = run.config.observe.keep_checkpoints
-    critic = run.critic.updater if run.critic is not None else None
-    others = critic_files(critic) if isinstance(critic, Critic) else None
+    others = None if run.critic is None else critic_files(run.critic)
     save_checkpoint(run.folder, run.state, run.policy.model, run.tokenizer, run.updater.optimizer, keep, others)
 
 
@@ -239,5 +266,5 @@ def _score(run: Session, samples: list[Sample]) -> None:
             run.guard.score(samples, run.policy, "old_logprobs")
     if run.reference is not None:
         run.guard.score(samples, run.reference, "ref_logprobs")
-    if run.critic is not None:
-        run.critic.score(samples, run.critic.updater.policy, "values")
+    if run.critic is not None and run.critic_guard is not None:
+        run.critic_guard.score(samples, run.critic.policy, "values")

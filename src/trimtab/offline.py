@@ -24,11 +24,21 @@ from trimtab.build import (
     is_automatic,
     known,
     load_policy,
+    note_data,
+    own_modes,
     refuse_kernels,
     refuse_missing_wandb,
     spare_the_collector,
 )
-from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint, prune, save_checkpoint
+from trimtab.checkpoint import (
+    RunState,
+    load_optimizer,
+    load_state,
+    newest_checkpoint,
+    prune,
+    reading,
+    save_checkpoint,
+)
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.load import Offline, resolved_yaml
@@ -66,7 +76,6 @@ from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import Updater, UpdateStats
 from trimtab.work import Callback, Inputs, given_rows
 
-GIB = 2**30
 CHARACTERS = 200_000_000
 """A training set up to this size is tokenised once at the start, a minute or two; of a larger one the longest texts are."""
 FIRST = 1000
@@ -224,7 +233,7 @@ def run_offline(
     stage: Stage, config: Offline, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
     """Run a validated config; returns the summary."""
-    with ExitStack() as stack:
+    with own_modes(), ExitStack() as stack:
         run = open_run(stage, config, inputs, stack, resume=resume, console_file=console_file)
         try:
             return train(run)
@@ -257,6 +266,7 @@ def open_run(
     if checkpoint is not None:
         state = load_state(checkpoint)
         compare(config, ready.device, folder, checkpoint, console)
+    note_data(state, ready.rows, console)
     policy = load_policy(config.model, config.learn.seed, ready.device, config.run.kernels, checkpoint)
     learn, asked = as_learn(config.learn, stage.per_step(config)), config.run
     plan = planned(asked, _job(stage, config, policy, ready), machine_here(ready.device))
@@ -267,7 +277,8 @@ def open_run(
     config = config.model_copy(update={"run": plan.run})
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
-        stage.restore(checkpoint, updater)
+        with reading(checkpoint):
+            stage.restore(checkpoint, updater)
         prune(folder, config.observe.keep_checkpoints, state.best_step)  # a kill may have come before it
     if checkpoint is None or state.step < (config.learn.steps or 0):  # or nothing is learned with these settings
         begin(folder, config, as_dict(plan))
@@ -289,11 +300,28 @@ def open_run(
     meter = MemoryMeter(ready.device)
     updater.metered = lambda: meter.phase("optimizer")
     return Run(
-        stage, config, learn, folder, state, checkpoint is not None, ready.tokenizer, policy, updater, stream,
-        stage.samples(config, ready.held_out), ready, console, timeline, sinks, meter,
-        _guard(updater, engine, state, console, timeline, plan), HostWatch(console.warn),
-        PlanWatch(plan), Governor(plan, automatic, asked.checkpoint_activations == "auto"), inputs.callbacks,
-    )  # fmt: skip
+        stage=stage,
+        config=config,
+        learn=learn,
+        folder=folder,
+        state=state,
+        resumed=checkpoint is not None,
+        tokenizer=ready.tokenizer,
+        policy=policy,
+        updater=updater,
+        stream=stream,
+        held_out=stage.samples(config, ready.held_out),
+        ready=ready,
+        console=console,
+        timeline=timeline,
+        sinks=sinks,
+        meter=meter,
+        guard=_guard(updater, engine, state, console, timeline, plan),
+        host=HostWatch(console.warn),
+        watch=PlanWatch(plan),
+        governor=Governor(plan, automatic, asked.checkpoint_activations == "auto"),
+        callbacks=inputs.callbacks,
+    )
 
 
 def train(run: Run) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from trimtab.build import (
     known,
     load_policy,
     make_updater,
+    note_data,
     refuse_kernels,
     refuse_missing_wandb,
     spare_the_collector,
 )
-from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint, prune
+from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint, prune, reading
 from trimtab.config.algorithms import resolve
 from trimtab.config.run import Run
 from trimtab.config.schema import Config
@@ -35,10 +36,10 @@ from trimtab.data.stream import PromptStream
 from trimtab.environment.episodes import Episodes
 from trimtab.environment.hosts import Hosts
 from trimtab.environment.replies import ReplyEncoder
-from trimtab.errors import ConfigError, EngineError, Problem
+from trimtab.errors import ConfigError, EngineError, ModelError, Problem
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
-from trimtab.model.load import load_config, load_model, load_tokenizer, stop_token_ids
+from trimtab.model.load import load_config, load_model, load_tokenizer, stop_token_ids, written_words
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
 from trimtab.observe.card import StartCard, rollout_batch
@@ -70,6 +71,7 @@ from trimtab.update.updater import Updater
 from trimtab.work import (
     Callback,
     EvalSet,
+    Inputs,
     Work,
     open_hosts,
     open_replies,
@@ -81,9 +83,6 @@ from trimtab.work import (
     reward_models,
     with_found_rewards,
 )
-from trimtab.work import Inputs as Inputs
-
-GIB = 2**30
 
 
 @dataclass
@@ -113,8 +112,9 @@ class Session:
     watch: PlanWatch
     governor: Governor
     tasks: Tasks | None
-    critic: Guard | None
-    """Around PPO's value model."""
+    critic: Critic | None
+    """PPO's value model."""
+    critic_guard: Guard | None
     callbacks: Sequence[Callback] = ()
 
 
@@ -150,9 +150,10 @@ class Talk:
     hosts: Hosts
     replies: ReplyEncoder
 
-    @classmethod
-    def on(cls, talk: Talk | None, engine: Engine) -> Sampler:
-        return engine if talk is None else Episodes(engine, talk.hosts, talk.replies)
+
+def sampler_on(engine: Engine, talk: Talk | None) -> Sampler:
+    """The engine, or conversations of it with an environment."""
+    return engine if talk is None else Episodes(engine, talk.hosts, talk.replies)
 
 
 def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> Checked:
@@ -172,7 +173,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     replies = open_replies(config, hosts, tokenizer, work.columns, work.first_prompt(config))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
-    _refuse_small_critic(config, work)
+    _refuse_other_critic(config, work)
     tasks = work.tasks(config)
     scorer = open_scorer(config, inputs, work.columns, run_dir=folder)
     stack.callback(scorer.close)
@@ -197,6 +198,7 @@ def open_session(
         changed = compare(config, ready.device, folder, checkpoint, console)
         if any(change.startswith("learn.kl.coef ") for change in changed):
             state.kl_coef = config.learn.kl.coef
+    note_data(state, work.train.rows, console)
     _tell_of_start(config, console)
     parts = assemble(config, ready, stack, checkpoint)
     config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
@@ -204,7 +206,8 @@ def open_session(
     if checkpoint is not None:
         load_optimizer(checkpoint, updater.optimizer)
         if parts.critic is not None:
-            restore_critic(checkpoint, parts.critic)
+            with reading(checkpoint):
+                restore_critic(checkpoint, parts.critic)
         prune(folder, config.observe.keep_checkpoints, state.best_step)  # a kill may have come before it
     if checkpoint is None or state.step < config.learn.steps:  # or nothing is learned with these settings
         begin(folder, config, as_dict(plan))
@@ -231,13 +234,34 @@ def open_session(
     stack.callback(timeline.close)
     meter = MemoryMeter(ready.device, outside=lambda: engine.outside_bytes)
     updater.metered = lambda: meter.phase("optimizer")
+    critic_guard = None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline)
     return Session(
-        config, folder, state, checkpoint is not None, work.tokenizer, policy, parts.reference, engine,
-        Talk.on(ready.talk, engine), updater, ready.scorer, stream, work.eval.prompts, console, timeline, sinks,
-        meter, open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence), HostWatch(console.warn),
-        PlanWatch(plan), parts.governor, ready.tasks,
-        None if parts.critic is None else open_critic_guard(parts.critic, state, console, timeline), inputs.callbacks,
-    )  # fmt: skip
+        config=config,
+        folder=folder,
+        state=state,
+        resumed=checkpoint is not None,
+        tokenizer=work.tokenizer,
+        policy=policy,
+        reference=parts.reference,
+        engine=engine,
+        sampler=sampler_on(engine, ready.talk),
+        updater=updater,
+        scorer=ready.scorer,
+        stream=stream,
+        eval_prompts=work.eval.prompts,
+        console=console,
+        timeline=timeline,
+        sinks=sinks,
+        meter=meter,
+        guard=open_guard(updater, engine, state, console, timeline, plan.job.longest_sequence),
+        host=HostWatch(console.warn),
+        watch=PlanWatch(plan),
+        governor=parts.governor,
+        tasks=ready.tasks,
+        critic=parts.critic,
+        critic_guard=critic_guard,
+        callbacks=inputs.callbacks,
+    )
 
 
 @dataclass(frozen=True)
@@ -290,7 +314,7 @@ def open_evaluation(
     config: Config, inputs: Inputs, stack: ExitStack, *, console_file: IO[str] | None = None
 ) -> Evaluation:
     """Build what measures a model: no optimizer, no training data, no run folder."""
-    config = config.model_copy(update={"learn": resolve(config.learn)})
+    config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
     if config.data.eval is None and inputs.eval_rows is None:
         raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
     device = pick_device(config.run)
@@ -322,7 +346,7 @@ def open_evaluation(
     spare_the_collector(stack)
     column = config.data.task
     tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
-    return Evaluation(config, Talk.on(talk, engine), scorer, held_out.prompts, console, tasks)
+    return Evaluation(config, sampler_on(engine, talk), scorer, held_out.prompts, console, tasks)
 
 
 def _tell_of_start(config: Config, console: Console) -> None:
@@ -379,12 +403,24 @@ def _load_policies(config: Config, device: torch.device, checkpoint: Path | None
     return policy, reference
 
 
-def _refuse_small_critic(config: Config, work: Work) -> None:
+def _refuse_other_critic(config: Config, work: Work) -> None:
     """A critic that is named has to be there, and to read what the policy reads."""
     path = config.learn.critic.path
     if config.learn.advantage != "gae" or path is None:
         return
-    read = load_config(config.model.model_copy(update={"path": path})).get_text_config()
+    critic = config.model.model_copy(update={"path": path, "tokenizer": None})
+    try:
+        read = load_config(critic).get_text_config()
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path: ", "learn.critic.path: ", 1)) from error
+    words = load_config(config.model).get_text_config().vocab_size
+    if read.vocab_size < words:
+        what = f"{path} knows {read.vocab_size} tokens and the policy {words}"
+        raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
+    mine, theirs = written_words(config.model), written_words(critic)
+    if mine and theirs and mine != theirs:
+        what = f"{path} has another tokenizer than the policy: the same number would be another word to it"
+        raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
     context = int(getattr(read, "max_position_embeddings", None) or 2**31)
     longest = work.train.longest + config.learn.max_new_tokens
     if context < longest:
@@ -397,9 +433,6 @@ def _load_critic(config: Config, policy: Policy) -> Critic:
     learn, run = config.learn, config.run
     source = config.model.model_copy(update={"path": learn.critic.path or config.model.path})
     model = load_policy(source, learn.seed, policy.device, run.kernels)
-    if model.config.vocab_size < policy.config.vocab_size:
-        what = f"{source.path} knows {model.config.vocab_size} tokens and the policy {policy.config.vocab_size}"
-        raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
     return make_updater(model, learn, run, Critic)
 
 
@@ -473,6 +506,6 @@ def _card(
         ),
         data_rows=len(work.train.rows),
         eval_rows=len(work.eval.prompts) or None,
-        engine=engine.path,
+        engine=engine.description,
         resumed_from=done,
     )

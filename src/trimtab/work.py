@@ -222,13 +222,12 @@ def open_scorer(
     config: Config,
     inputs: Inputs,
     columns: Iterable[set[str]],
-    workers: int | None = None,
     run_dir: Path | None = None,
 ) -> Scorer:
     """Reward workers with every function loaded and its columns present in every row; closed again where not."""
     scorer = Scorer(
         config.reward,
-        workers=workers or pick_reward_workers(config.run),
+        workers=pick_reward_workers(config.run),
         base_dir=inputs.base_dir,
         functions=inputs.rewards,
         run_dir=run_dir,

@@ -134,6 +134,23 @@ def test_eval_rows_without_a_column_that_the_reward_needs(refused, config: dict[
     assert "needs a column 'gold'" in refused("data.train=gold.jsonl", "data.eval=rows.jsonl")
 
 
+def test_one_row_without_a_column_that_the_reward_needs(refused, config: dict[str, Any], here: Path) -> None:
+    (here / "gold.jsonl").write_text('{"prompt": "1", "gold": "1"}\n{"prompt": "2"}\n')
+    config["reward"] = [{"fn": "rewards.py:needs_gold"}]
+    assert "needs a column 'gold', which the data does not have in every row" in refused("data.train=gold.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no/where", "There is no folder {here}/no/where either."), ("./where", "no model folder at {here}/where. Give")],
+)
+def test_a_reward_model_that_is_not_there(refused, config: dict[str, Any], here: Path, name: str, message: str) -> None:
+    config["reward"] = [{"fn": f"model:{name}"}]
+    told = refused("--dry-run")
+    assert told.startswith(f"reward.fn: cannot read model:{name}: ") and message.format(here=here) in told
+    assert "model.path" not in told
+
+
 def test_missing_wandb(refused, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
@@ -175,6 +192,7 @@ def broken_model(here: Path, model_folder: Path, config: dict[str, Any]) -> Path
 def test_hub_name_without_network(refused) -> None:
     message = refused("model.path=nobody/nothing")
     assert message.startswith("model.path: cannot read the config of 'nobody/nothing'")
+    assert message.endswith("nobody/nothing either.")
 
 
 def test_no_such_folder(refused) -> None:
@@ -186,6 +204,31 @@ def test_no_tokenizer(refused, broken_model: Path) -> None:
         file.unlink()
     message = refused()
     assert "model.path: cannot load a tokenizer from 'model'" in message
+    assert "Name a folder or hub repository with tokenizer files in model.tokenizer" in message
+
+
+def test_a_tokenizer_with_more_words_than_the_model(refused, broken_model: Path) -> None:
+    settings = json.loads((broken_model / "config.json").read_text())
+    (broken_model / "config.json").write_text(json.dumps(settings | {"vocab_size": 10}))
+    message = refused("--dry-run")
+    assert (
+        message.startswith("model.path: the tokenizer has ") and "and 'model' knows 10. Name the tokenizer" in message
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_tokenizer_that_knows_no_words(refused, here: Path, config: dict[str, Any], command: str) -> None:
+    """As transformers makes one of the name of an architecture alone, where a GPT-2's folder has no tokenizer files."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = GPT2Config(vocab_size=64, n_positions=64, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=1)
+    GPT2LMHeadModel(small).save_pretrained(here / "gpt2")
+    config["model"] = {"path": "gpt2"}
+    if command == "sft":
+        config.pop("reward")
+        config |= {"learn": {}, "run": {}, "data": {"train": "rows.jsonl", "completion": "answer"}}
+    message = refused(command=command)
+    assert "model.tokenizer: the tokenizer makes no tokens of any text" in message
     assert "Name a folder or hub repository with tokenizer files in model.tokenizer" in message
 
 

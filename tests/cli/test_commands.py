@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from trimtab.cli import app
 from trimtab.demo import asked_steps, demo_config
 from trimtab.observe.console import Console
 from trimtab.observe.sinks import read_metrics
@@ -187,10 +189,21 @@ def test_python_dash_m(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "steps"), [([], 150), (["learn.lr=1"], 150), (["learn.steps=2"], 2), (["learn.steps=many"], 150)]
+    ("overrides", "steps"),
+    [([], 150), (["learn.lr=1"], 150), (["learn.steps=2"], 2), (["learn.steps=many"], 150), (["learn.steps=²"], 150)],
 )
 def test_the_demo_warms_up_within_the_steps_that_are_asked_for(
     tmp_path: Path, overrides: list[str], steps: int
 ) -> None:
     asked = asked_steps(overrides, 150)
     assert asked == steps and demo_config(tmp_path, 8, asked, 0)["learn"]["schedule"]["warmup_steps"] < steps
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--warm-steps=-1"], ["--warm-steps=0"], ["--difficulty=-1"], ["--difficulty=29"]]
+)
+def test_numbers_that_the_demo_cannot_have_are_told(here: Path, arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    name, _, value = arguments[0].partition("=")
+    assert result.exit_code == 2 and f"{name}: is {value}. Write 1" in result.stderr
+    assert json.loads(result.stdout)["kind"] == "ConfigError" and not (here / "runs").exists()

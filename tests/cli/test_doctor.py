@@ -25,12 +25,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., str]:
-    def make(rule: str | None = None, steps: int | None = None) -> str:
+    def make(rule: str | None = None, steps: int | None = None, finished: bool = True) -> str:
         rows = healthy_rows()
         if rule:
             SICK[rule](rows)
         folder = tmp_path / (rule or "healthy")
-        (folder / "final").mkdir(parents=True)
+        (folder / "final" if finished else folder).mkdir(parents=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS))
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:steps]))
         return str(folder)
@@ -69,7 +69,7 @@ def test_people_read_evidence_and_remedy(make_run: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_a_run_of_few_steps_is_said_to_be_one(make_run: Callable[..., str], steps: int) -> None:
-    result = doctor(make_run("zero_signal", steps=steps))
+    result = doctor(make_run("zero_signal", steps=steps, finished=bool(steps)))
     assert result.exit_code == 0
     assert f"Too little to judge: {steps} step" in result.stdout
     assert "nothing found" in result.stdout
@@ -82,6 +82,56 @@ def test_what_is_no_run_is_an_error_of_use(tmp_path: Path) -> None:
     as_json = doctor(str(tmp_path / "gone"), "--json")
     assert as_json.exit_code == 2
     assert "does not exist" in json.loads(as_json.stdout)["error"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.unlink(), "is not there, but the run has made some: it is finished"),
+        (lambda file: file.write_text(""), "is empty, but the run has made some"),
+        (lambda file: file.write_bytes(bytes(range(128, 256))), "holds no step that can be read"),
+        (lambda file: file.write_text('{"x": 1}\n'), "holds no step that can be read"),
+        (lambda file: (file.unlink(), file.mkdir()), "cannot be read: Is a directory"),
+    ],
+)
+def test_a_run_without_its_metrics_is_not_called_healthy(
+    make_run: Callable[..., str], damage: Callable[[Path], object], message: str, strict: bool
+) -> None:
+    folder = make_run()
+    damage(Path(folder) / "metrics.jsonl")
+    result = doctor(folder, "--json", *["--strict"] * strict)
+    assert result.exit_code == 2
+    assert message in json.loads(result.stdout)["error"]
+
+
+def test_a_checkpoint_is_no_run(make_run: Callable[..., str]) -> None:
+    run = Path(make_run())
+    checkpoint = run / "checkpoints" / "step-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.yaml").write_text("{}")
+    result = doctor(str(checkpoint))
+    assert result.exit_code == 2
+    assert f"step-3 is a checkpoint, not a run. Give the run's folder: trimtab doctor {run}" in result.stderr
+    assert f"Did you mean {run}?" in doctor(str(run / "checkpoints")).stderr
+
+
+def test_a_broken_config_is_told_with_its_line(make_run: Callable[..., str]) -> None:
+    run = Path(make_run())
+    (run / "config.yaml").write_text("learn:\n  steps: [1\nmodel: }\n")
+    result = doctor(str(run))
+    assert result.exit_code == 2
+    assert f"{run}/config.yaml, line 3, column 6: YAML cannot be read: " in result.stderr
+
+
+@pytest.mark.parametrize(("stage", "loss"), [("sft", "sft/loss"), ("reward-model", "rm/loss")])
+def test_what_a_run_on_given_data_learns_is_said(make_run: Callable[..., str], stage: str, loss: str) -> None:
+    run = Path(make_run())
+    (run / "config.yaml").write_text(yaml.safe_dump({"stage": stage, "learn": {"steps": 6}, "run": {"device": "cpu"}}))
+    rows = [{"step": step, "time/total": 1.0, loss: 1.0 / step, "policy/grad_norm": 1.0} for step in range(1, 7)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = " ".join(doctor(str(run)).stdout.split())
+    assert f"({stage}), on cpu loss 0.5" in shown and "?" not in shown and "on-policy" not in shown
 
 
 def test_a_real_run_is_examined(trimtab: Trimtab, here: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import BloomConfig, MambaConfig, PreTrainedConfig
 from typer.testing import CliRunner
 
 from trimtab.cli import app
@@ -201,6 +202,43 @@ def test_no_torch_is_needed_for_a_known_architecture(config: Path) -> None:
 )
 def test_what_an_engine_cannot_do_is_told_by_the_plan(config: Path, changes: list[str], words: str) -> None:
     code, _, shown = plan(config, *changes, "--device", "h200")
+    assert code == 2 and words in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["model.lora={targets: [nope]}", "--device", "h200"],
+            "model.lora.targets: Qwen/Qwen2.5-0.5B-Instruct has no linear layer nope",
+        ),
+        (["run.kernels=liger", "--device", "cpu"], "run.kernels: liger kernels need a GPU, and this is a CPU"),
+    ],
+)
+def test_what_training_refuses_is_not_planned(config: Path, arguments: list[str], words: str) -> None:
+    code, _, shown = plan(config, *arguments)
+    assert code == 2 and words in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (
+            BloomConfig(hidden_size=8, n_layer=1, n_head=1, vocab_size=99),
+            "does not use transformers' attention interface",
+        ),
+        (
+            MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=99),
+            "does not use transformers' attention interface",
+        ),
+    ],
+    ids=["bloom", "mamba"],
+)
+def test_an_architecture_that_cannot_be_packed_is_refused(
+    config: Path, tmp_path: Path, made: PreTrainedConfig, words: str
+) -> None:
+    made.save_pretrained(tmp_path / "other")
+    code, _, shown = plan(config, f"model.path={tmp_path / 'other'}", "--device", "h200")
     assert code == 2 and words in " ".join(shown.split())
 
 

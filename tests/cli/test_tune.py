@@ -40,6 +40,17 @@ def test_what_it_finds_is_written_and_kept_and_used(config: Path, tmp_path: Path
     assert words["run.token_budget"].startswith("measured here with trimtab tune")
 
 
+def test_a_file_that_is_there_is_never_written_over(config: Path, monkeypatch) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured before the place was looked at")
+
+    monkeypatch.setattr("trimtab.tuning.run_tuning", measured)
+    before = config.read_text()
+    result = CliRunner().invoke(app, ["tune", str(config), "--out", str(config), "--json"])
+    assert result.exit_code == 2 and "is there already. Remove it, or give --out another name" in result.stderr
+    assert json.loads(result.stdout)["kind"] == "ConfigError" and config.read_text() == before
+
+
 def test_bad_input_is_told_before_anything_is_loaded(config: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["tune", str(config), "--out", str(tmp_path / "no" / "file.yaml")])
     assert result.exit_code == 2 and "is not a folder" in result.stderr

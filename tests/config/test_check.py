@@ -8,8 +8,10 @@ import pytest
 
 from trimtab.config.algorithms import RECIPES
 from trimtab.config.check import contradictions
-from trimtab.config.load import config_from_dict, load_config, resolved_yaml
+from trimtab.config.load import config_from_dict, load_as, load_config, resolved_yaml
+from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
 from trimtab.errors import ConfigError
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn": "exact_match"}]}
@@ -169,3 +171,27 @@ def test_ignored_keys_silence_what_follows_from_them() -> None:
     for key in ("learn.kl.coef", "learn.kl", "learn", "learn.kl.estimator"):
         assert contradictions(config, ignore=[key]) == []
     assert len(contradictions(config, ignore=["learn.k", "learn.kl.coefficient", "run"])) == 1
+
+
+@pytest.mark.parametrize("schema", [SftConfig, RewardModelConfig])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "observe.max_failed_rewards=0.1",
+        "observe.samples_every=3",
+        "run.engine=vllm",
+        "run.rollout.kv_memory=1GiB",
+        "run.rollout.tensor_parallel=2",
+        "run.reward_workers=3",
+    ],
+)
+def test_what_only_sampling_has_is_refused_where_nothing_is_sampled_and_is_what_was_given(
+    schema: type[SftConfig] | type[RewardModelConfig], override: str
+) -> None:
+    least = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}}
+    with pytest.raises(ConfigError) as caught:
+        load_as(schema, None, [override], least)
+    (problem,) = caught.value.problems
+    assert problem.where == override.partition("=")[0]
+    assert problem.what == "has no effect: nothing is sampled or scored"
+    assert load_as(schema, None, ["run.engine=native", "run.reward_workers=auto"], least)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from trimtab.config.learn import Learn, Sampling
-from trimtab.config.load import config_from_dict, load_config
+from trimtab.config.load import config_from_dict, load_as, load_config
+from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.run import Run
 from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
 from trimtab.errors import ConfigError
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn": "exact_match"}]}
@@ -392,3 +394,56 @@ def test_a_wrong_value_raises_no_contradiction_of_its_own_making() -> None:
 )
 def test_a_model_in_parts_is_vllms_unless_said_otherwise(run: dict[str, Any], engine: str) -> None:
     assert Run.model_validate(run).engine == engine
+
+
+OFFLINE = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}}
+
+
+@pytest.mark.parametrize(("schema", "least"), [(Config, LEAST), (SftConfig, OFFLINE), (RewardModelConfig, OFFLINE)])
+def test_a_seed_is_what_the_generators_take(schema: Any, least: dict[str, Any]) -> None:
+    for seed in (0, 2**63, 2**64 - 1):
+        assert load_as(schema, None, [f"learn.seed={seed}"], least).learn.seed == seed
+    for seed in (-1, 2**64, "9" * 5000):
+        with pytest.raises(ConfigError, match=r"learn\.seed: "):
+            load_as(schema, None, [f"learn.seed={seed}"], least)
+
+
+@pytest.mark.parametrize(("key", "most"), [("run.threads", 1024), ("run.reward_workers", 256)])
+def test_threads_and_workers_are_bounded(key: str, most: int) -> None:
+    assert build(f"{key}={most}")
+    (problem,) = problems(f"{key}={most + 1}")
+    assert f"it takes a whole number of at least 1 and at most {most}, or auto" in problem
+
+
+@pytest.mark.parametrize("stage", ["rl", "dpo", "train", "null", ""])
+def test_stage_is_a_key_of_other_commands_and_its_value_is_wrong(tmp_path: Path, stage: str) -> None:
+    said = "it takes sft or reward-model. Leave it out for trimtab train"
+    (problem,) = problems(f"stage={stage}")
+    assert problem.startswith("stage: got ") and problem.endswith(said)
+    (problem,) = file_problems(tmp_path, TEXT + f"stage: {stage}\n")
+    assert problem.startswith("stage: got ") and problem.endswith(said)
+
+
+def test_a_stage_of_another_command_is_named_wherever_it_is_written(tmp_path: Path) -> None:
+    assert problems("stage=sft") == ["stage: this is a configuration of trimtab sft. Run trimtab sft"]
+    assert file_problems(tmp_path, TEXT + "stage: sft\n") == problems("stage=sft")
+    with pytest.raises(ConfigError, match="Run trimtab reward-model"):
+        load_as(SftConfig, None, ["stage=reward-model"], OFFLINE)
+    with pytest.raises(ConfigError, match=r'stage: got "dpo", but it takes sft\. Leave it out for the default, sft'):
+        load_as(SftConfig, None, ["stage=dpo"], OFFLINE)
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("model.lora=16", "Write {r: 16}"),
+        ("model.lora=true", "Write {} for its defaults; left out, there is none"),
+        ("model.lora=false", "Leave it out for none"),
+        ("learn.overlong=10", "Write {buffer: 10}"),
+        ("learn.overlong=true", "Write {buffer: …}"),
+        ("environment=tools.py:World", "Write {fn: 'tools.py:World'}"),
+    ],
+)
+def test_a_section_that_is_off_unless_given_is_shown_as_it_is_written(override: str, fix: str) -> None:
+    (problem,) = problems(override)
+    assert problem.endswith(f". {fix}")

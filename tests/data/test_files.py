@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.data.files import read_rows
+from trimtab.data.files import mark_of, read_rows
 from trimtab.errors import DataError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "hi",\nplease é你\u2028', "answer": ""}]
@@ -153,3 +153,20 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         return real(name, *rest, **keys)
 
     monkeypatch.setattr(builtins, "__import__", fake)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [("9" * 5000, "4300 digits"), ("[" * 100_000 + "]" * 100_000, "recursion")]
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_numbers_and_lists_beyond_what_is_read_are_told(tmp_path: Path, value: str, words: str, suffix: str) -> None:
+    text = f'{{"prompt": {value}}}'
+    (tmp_path / f"rows.{suffix}").write_text(text if suffix == "jsonl" else f"[{text}]")
+    with pytest.raises(DataError, match=words):
+        read_rows(tmp_path / f"rows.{suffix}")
+
+
+def test_a_mark_tells_rows_from_others_and_from_another_order() -> None:
+    rows = [{"prompt": str(n), "tags": {n}} for n in range(2500)]
+    assert mark_of(rows) == mark_of([dict(row) for row in rows]) and mark_of(rows).startswith("2500 rows, ")
+    assert len({mark_of(rows), mark_of(rows[:-1]), mark_of(rows[::-1]), mark_of(rows[:10])}) == 4

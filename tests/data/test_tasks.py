@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.data.gsm8k import gsm8k_answer
 from trimtab.data.scoring import score_row
 from trimtab.data.tasks import TASKS, load_task, split_of
 from trimtab.errors import DataError
@@ -152,21 +151,3 @@ def test_bad_option_values_are_named(name: str, options: dict[str, Any]) -> None
 def test_rows_of_no_task_are_refused_by_the_task_reward() -> None:
     with pytest.raises(DataError, match="Use another reward"):
         score_row("4", {"answer": "4"})
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("6*7 = <<6*7=42>>42\n#### 42", "42"),
-        ("#### 1,234,567", "1234567"),
-        ("####-5", "-5"),
-        ("#### $18.50 a day", "18.50"),
-        ("#### -$3", "-3"),
-        ("first #### 1 then #### 2.", "2"),
-        ("#### 70000.", "70000"),
-        ("no mark 42", None),
-        ("#### none", None),
-    ],
-)
-def test_gsm8k_answer(text: str, answer: str | None) -> None:
-    assert gsm8k_answer(text) == answer

@@ -16,10 +16,10 @@ from tests.gpu.test_update_gpu import distance, gradients
 from trimtab import loop
 from trimtab.config.load import config_from_dict
 from trimtab.model.policy import Policy
-from trimtab.plan.activations import Path as UpdatePath
-from trimtab.plan.activations import Row, update_peak
+from trimtab.plan.activations import Row, UpdatePath, update_peak
 from trimtab.plan.shape import shape_of_model
-from trimtab.session import Inputs, open_session
+from trimtab.session import open_session
+from trimtab.work import Inputs
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -33,7 +33,7 @@ def compared(model: Any, kinds: tuple[str, ...]) -> None:
         policy = Policy(copy.deepcopy(model).cuda())
         policy.use(kernels)
         found[kernels] = gradients(policy)
-        assert (kernels == "native") == policy.fused and ("Liger" in policy.path) == (kernels == "liger")
+        assert (kernels == "native") == policy.fused and ("Liger" in policy.description) == (kernels == "liger")
     own_logprobs, own = found["plain"]
     for kernels in kinds:
         logprobs, gradient = found[kernels]

@@ -41,7 +41,7 @@ def sample(native: NativeEngine, **changes) -> dict[tuple[int, int], Trajectory]
 
 def test_the_device_samples_what_the_cpu_samples(policy: Policy, expected: dict) -> None:
     native = engine(policy)
-    assert native.path == "fused layers in CUDA graphs"
+    assert native.description == "fused layers in CUDA graphs"
     assert_same(expected, sample(native))
     assert native.stats.graph_share == 1.0
     assert_same(expected, sample(native))  # the graphs again, on rows that have been used
@@ -181,7 +181,7 @@ def test_adapters_are_sampled_from_and_followed(merge: bool, monkeypatch: pytest
     monkeypatch.setattr(decoder, "_time_step", lambda size: times[decoder._body.products[0]._merged is not None])
     assert_same(*(generate(native, prompts(6)) for native in natives))
     assert (decoder._copies is not None) is merge
-    assert ("merged into a copy" in natives[1].path) is merge
+    assert ("merged into a copy" in natives[1].description) is merge
     for native in natives:
         with torch.no_grad():
             for name, parameter in native.policy.model.named_parameters():
@@ -220,13 +220,13 @@ def test_a_merged_copy_is_lent_with_the_rest() -> None:
 
 
 def test_what_a_model_cannot_do_fused_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine(Policy(tiny_model("olmo2").cuda())).path.endswith("that the fused layers were checked with")
+    assert engine(Policy(tiny_model("olmo2").cuda())).description.endswith("that the fused layers were checked with")
 
     def wrong(self, tokens: torch.Tensor, positions: torch.Tensor, plan: object) -> torch.Tensor:
         return torch.zeros(len(tokens), 32, device="cuda")
 
     monkeypatch.setattr(cuda.FusedBody, "prefill", wrong)
     native = engine(Policy(tiny_model("llama").cuda()))
-    assert native.path.endswith("fused layers gave other log-probs")
+    assert native.description.endswith("fused layers gave other log-probs")
     monkeypatch.undo()
     assert_same(generate(engine(Policy(tiny_model("llama"))), prompts(4)), generate(native, prompts(4)))

@@ -54,7 +54,7 @@ def compare(model) -> None:
     own_logprobs, own = gradients(Policy(copy.deepcopy(model).cuda(), check=False))
     policy = Policy(model.cuda())
     policy.fuse()
-    assert policy.path == "fused layers"
+    assert policy.description == "fused layers"
     logprobs, found = gradients(policy)
     assert (logprobs - exact_logprobs).abs().mean() <= 1.2 * (own_logprobs - exact_logprobs).abs().mean()
     assert distance(found, exact) <= 1.2 * distance(own, exact) + 1e-3
@@ -75,7 +75,7 @@ def test_adapters_too() -> None:
 def test_other_architectures_run_as_their_own_modules_and_say_so() -> None:
     policy = Policy(tiny_model("olmo2").to(torch.bfloat16).cuda())
     policy.fuse()
-    assert policy.path.startswith("the model's own modules: olmo2 is not among")
+    assert policy.description.startswith("the model's own modules: olmo2 is not among")
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -211,7 +211,7 @@ def test_a_reference_that_waits_in_host_memory_runs_fused() -> None:
             with away.present():
                 assert torch.equal(away.hidden(tokens, plan.positions, plan), expected)
             assert held - torch.cuda.memory_allocated() > 0.9 * weights
-    assert policy.path == "fused layers"
+    assert policy.description == "fused layers"
 
 
 @pytest.mark.parametrize("fused", [True, False])

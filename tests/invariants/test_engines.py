@@ -87,7 +87,7 @@ def test_another_engine_learns_what_the_native_engine_learns(
     if kind == "sglang" and parts > 1:
         pytest.skip("SGLang runs on one device")
     close, paths = OutsideEngine.close, []
-    monkeypatch.setattr(OutsideEngine, "close", lambda self: (paths.append(self.path), close(self)))
+    monkeypatch.setattr(OutsideEngine, "close", lambda self: (paths.append(self.description), close(self)))
     found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind](), "tensor_parallel": parts})
     assert_same_learned(native, found, folder)
     assert all(row["rollout/logprob_gap"] < 1e-4 for row in found[0] if "rollout/logprob_gap" in row)

@@ -15,7 +15,8 @@ import torch
 from trimtab import loop
 from trimtab.config.load import config_from_dict
 from trimtab.config.run import Run
-from trimtab.session import Inputs, open_session
+from trimtab.session import open_session
+from trimtab.work import Inputs
 
 CASES: dict[str, list[Any]] = {
     "device": ["cpu", *(["cuda"] if torch.cuda.is_available() else [])],

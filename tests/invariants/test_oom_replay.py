@@ -26,8 +26,9 @@ from trimtab.model.policy import Policy
 from trimtab.observe.sinks import read_metrics
 from trimtab.rollout.native.cache import DecodePlan, PrefillPlan
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.session import Inputs, Session, open_session
+from trimtab.session import Session, open_session
 from trimtab.update.optimizer import MasterAdamW
+from trimtab.work import Inputs
 
 Inject = Callable[[Session], None]
 

@@ -103,7 +103,7 @@ def test_a_patched_model_has_the_same_gradient_and_no_other_is_touched(
     norm, rotation = modeling_llama.LlamaRMSNorm, modeling_llama.apply_rotary_pos_emb
     expected = gradient(own)
     other.use("liger")
-    assert other.path == "the model's own modules with Liger's kernels" and Norm.calls > 0
+    assert other.description == "the model's own modules with Liger's kernels" and Norm.calls > 0
     seen = Norm.calls
     assert_same(expected, gradient(other))
     assert Norm.calls > seen

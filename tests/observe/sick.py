@@ -136,7 +136,9 @@ def record(rows: list[Row], settings: Mapping[str, Any] = SETTINGS, **facts: Any
     return Record(settings, merge(rows), **facts)
 
 
-def put(name: str, value: Callable[[float], float | None] | float, share: float = 1.0) -> Callable[[list[Row]], None]:
+def put(
+    name: str, value: Callable[[float], float | None] | float | None, share: float = 1.0
+) -> Callable[[list[Row]], None]:
     """Set a metric to a function of how far the run is (0 to 1), in the last `share` of it."""
 
     def change(rows: list[Row]) -> None:
@@ -184,6 +186,7 @@ def share_of_time(phase: str, seconds: float) -> Callable[[list[Row]], None]:
 
 FLAT = reward(lambda at: 0.4)
 SICK: dict[str, Callable[[list[Row]], None]] = {
+    "not_finite": together(put("reward/mean", None, share=0.5), put("policy/grad_norm", None, share=0.5)),
     "reward_falls": reward(lambda at: 1.0 - at),
     "reward_flat": reward(lambda at: 0.4 + 0.05 * (-1) ** round(at * 1000)),
     "eval_behind": put("eval/pass@1", 0.3),

@@ -101,17 +101,6 @@ def test_eval_note_and_warning_are_lines_and_never_markup(out):
     ]
 
 
-def test_quiet_shows_warnings_only(out):
-    console = Console(10, quiet=True, file=out)
-    console.card(CARD)
-    console.step(1, STEP)
-    console.eval(1, {"pass@1": 1.0})
-    console.note("note")
-    console.warn("heard")
-    console.finish({"steps": 1})
-    assert shown(out) == ["warning: heard"]
-
-
 def test_the_card_states_every_size_with_its_unit():
     assert CARD.facts() == [
         ("model", "Qwen/Qwen2.5-0.5B-Instruct, 494.0M parameters, bfloat16"),

@@ -89,7 +89,7 @@ def test_settings_of_a_newer_version_do_not_matter(tmp_path: Path) -> None:
         (lambda folder: None, "does not exist"),
         (lambda folder: folder.write_text("x"), "is a file, not a folder"),
         (lambda folder: folder.mkdir(), "holds no run: it has no config.yaml, which every run writes first"),
-        (lambda folder: write(folder, [], "a: [1"), "cannot be read as YAML"),
+        (lambda folder: write(folder, [], "a: [1"), "line 1, column 6: YAML cannot be read: expected"),
         (lambda folder: write(folder, [], "just text"), "holds no settings"),
         (lambda folder: write(folder, ["{", step(1)]), "metrics.jsonl, line 1: not JSON"),
     ],

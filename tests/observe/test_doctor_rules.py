@@ -19,7 +19,7 @@ from trimtab.observe.doctor.record import Record
 from trimtab.observe.doctor.rules import RULES
 
 BY_ID = {rule.id: rule for rule in RULES}
-FROM_ONE_STEP = {"stalled", "skipped_updates", "oom_recoveries", "engine_restarts"}
+FROM_ONE_STEP = {"stalled", "not_finite", "skipped_updates", "oom_recoveries", "engine_restarts"}
 
 
 def found(run: Record) -> dict[str, Finding]:
@@ -90,6 +90,16 @@ def test_missing_metrics_are_not_health() -> None:
     assert done.healthy == ["stalled"]
     assert done.not_judged["kl_ref"] == "needs policy/kl_ref"
     assert done.not_judged["reward_flat"] == "needs reward/mean"
+
+
+def test_what_is_no_number_is_told_with_its_first_step_and_once() -> None:
+    rows = healthy_rows(100)
+    put("policy/loss", lambda at: None, share=0.5)(rows)
+    finding = found(record(rows))["not_finite"]
+    assert finding.level == "bad" and finding.evidence == "policy/loss in 20 of steps 81 to 100; first at step 51"
+    put("run/skipped_updates", 1.0, share=0.5)(rows)
+    told = found(record(rows))
+    assert "not_finite" not in told and told["skipped_updates"].level == "bad"
 
 
 def test_clipping_depends_on_the_loss_and_on_the_updates() -> None:

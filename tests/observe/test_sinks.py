@@ -1,9 +1,12 @@
 """metrics.jsonl of a run that was killed reads like that of a run that was not; TensorBoard and W&B agree with it."""
 
+import errno
+import io
 import json
 import math
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trimtab.config.schema import Observe
 from trimtab.errors import ConfigError, DataError
+from trimtab.observe import sinks as sinks_module
+from trimtab.observe.jsonl import read_jsonl, replace_file
 from trimtab.observe.sinks import Sinks, read_metrics
 
 PLAIN = Observe(tensorboard=False)
@@ -143,3 +148,39 @@ def test_wandb_resumes_the_run_whose_id_is_in_the_folder(tmp_path, monkeypatch):
     assert run.logged == [{"step": step, "reward/mean": float(step)} for step in (1, 2, 2, 1)]
     assert run.defined[0] == ("*", "step")
     assert run.finished
+
+
+class Narrow(io.FileIO):
+    """A disk that takes a few bytes at a time, and after so many no more."""
+
+    room = 10**9
+
+    def write(self, data) -> int:  # type: ignore[override]
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(7, self.room, len(data))
+        self.room -= taken
+        return super().write(data[:taken])
+
+
+def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = Narrow(tmp_path / "m.jsonl", "a")
+    sinks_module._append(file, b'{"step": 1, "loss": 0.5}\n')
+    file.room = 9
+    with pytest.raises(OSError, match="No space left"):
+        sinks_module._append(file, b'{"step": 2, "loss": 0.25}\n')
+    file.room = 10**9
+    sinks_module._append(file, b'{"step": 3, "loss": 0.125}\n')
+    assert [row["step"] for row in read_jsonl(tmp_path / "m.jsonl")] == [1, 3]
+
+
+def test_what_a_kill_left_of_a_replaced_file_is_gone_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".m.jsonl.writing").write_text("half")
+    replace_file(tmp_path / "m.jsonl", [b"{}\n"])
+    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_a_row_without_a_step_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1.0}\n{"step": 1}\n{"step": 9}\n')
+    Sinks(tmp_path, Observe(tensorboard=False), 1).close()
+    assert read_metrics(tmp_path) == [{"step": 1}]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from trimtab.plan.activations import Path, Row, score_peak, update_peak
+from trimtab.plan.activations import Row, UpdatePath, score_peak, update_peak
 from trimtab.plan.shape import read_shape
 
 ROOT = File(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_the_count_is_what_the_code_allocates() -> None:
     for case, seen in zip(work, json.loads(done.stdout.splitlines()[-1]), strict=True):
         shape = read_shape(AutoConfig.for_model(case["kind"], **case["config"]).to_dict())
         row = Row(seen["tokens"], seen["predicted"], seen["seen"], seen["segments"])
-        counted = sum(update_peak(shape, row, Path(2, True, case["kept"], case["chunk"], True)).values())
+        counted = sum(update_peak(shape, row, UpdatePath(2, True, case["kept"], case["chunk"], True)).values())
         assert 0.999 < counted / seen["peak"] < 1.02, (case, seen, counted)
 
 
@@ -72,7 +72,9 @@ def test_more_is_kept_for_less_recomputing(fused: bool) -> None:
     shape = read_shape({"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
                         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936})  # fmt: skip
     row = Row(16384, 14000, 16384, 40)
-    sizes = [sum(update_peak(shape, row, Path(2, fused, kept, 2048, True)).values()) for kept in (False, "some", True)]
+    sizes = [
+        sum(update_peak(shape, row, UpdatePath(2, fused, kept, 2048, True)).values()) for kept in (False, "some", True)
+    ]
     assert sizes[0] > sizes[1] >= sizes[2]
-    scored = sum(score_peak(shape, row, Path(2, fused, False, 2048, True)).values())
+    scored = sum(score_peak(shape, row, UpdatePath(2, fused, False, 2048, True)).values())
     assert scored < sizes[2]

@@ -113,6 +113,13 @@ def test_types_that_an_engine_does_not_compute_in_are_refused(
         plan_here(Run(engine=engine), job, Machine(find_device("h200"), 1, 256 * GIB, 16, cpu=cpu))
 
 
+@pytest.mark.parametrize(("rank", "refused"), [(512, False), (513, True)])
+def test_adapters_larger_than_vllm_serves_are_refused(rank: int, refused: bool) -> None:
+    words = r"model\.lora\.r: is 513, and vLLM serves adapters of at most 512"
+    with pytest.raises(ConfigError, match=words) if refused else nullcontext():
+        plan_here(Run(engine="vllm"), qwen(rank=rank, adapters=10**7), Machine(find_device("h200"), 1, 256 * GIB, 16))
+
+
 def test_a_model_is_not_cut_twice() -> None:
     """Where the plan lays a copy over two devices, that is what was asked for."""
     machine = Machine(find_device("h200"), 8, 1024 * GIB, 16)
@@ -202,7 +209,7 @@ def test_several_processes_start_after_the_first() -> None:
 def test_where_no_engine_fits_it_is_the_one_that_lacks_the_least() -> None:
     here = replace(h(20), engines=("vllm",))
     native, vllm = (make_plan(Run(engine=engine), experts(), here) for engine in ("native", "vllm"))
-    assert 0 < native.short < vllm.short and vllm.times.total < native.times.total
+    assert 0 < native.missing_bytes < vllm.missing_bytes and vllm.times.total < native.times.total
     assert make_plan(Run(), experts(), here).run.engine == "native"
 
 

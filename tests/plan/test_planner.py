@@ -4,7 +4,7 @@ needed."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -103,6 +103,10 @@ def flat(run: Run) -> dict[str, Any]:
     for section in ("rollout", "offload"):
         values |= {f"{section}.{key}": value for key, value in values.pop(section).items()}
     return values
+
+
+def test_every_profile_of_the_schema_has_a_share() -> None:
+    assert set(get_args(Run.model_fields["profile"].annotation)) == set(PROFILES)
 
 
 @given(pins(), jobs(), machines(), st.sampled_from(list(PROFILES)))
@@ -348,6 +352,37 @@ def test_unknown_devices_are_refused_with_the_nearest() -> None:
     assert find_device("a100-40", 20 * GIB).memory == 20 * GIB
     assert nearest("NVIDIA A100-SXM4-40GB", 39 * GIB).flops == CATALOGUE["a100-40"].flops
     assert nearest("Some new card", 100 * GIB).name == "Some new card"
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "entry"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79, "a100-80"),
+        ("NVIDIA A100 80GB PCIe", 79, "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", 39, "a100-40"),
+        ("NVIDIA A10G", 22, "a10"),
+        ("NVIDIA L40S", 44, "l40s"),
+        ("NVIDIA L4", 22, "l4"),
+        ("Tesla T4", 15, "t4"),
+        ("Tesla V100-SXM2-32GB", 32, "v100"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx4090"),
+        ("NVIDIA H100 80GB HBM3", 79, "h100"),
+        ("NVIDIA H200", 140, "h200"),
+        ("NVIDIA GH200 480GB", 95, "h200"),
+        ("NVIDIA B200", 178, "b200"),
+        ("AMD Instinct MI300X", 192, "mi300x"),
+    ],
+)
+def test_a_device_has_its_own_rates_however_little_of_it_is_free(name: str, total: int, entry: str) -> None:
+    for memory in (total, 12):
+        found = nearest(name, memory * GIB, total * GIB)
+        assert (found.flops, found.bandwidth) == (CATALOGUE[entry].flops, CATALOGUE[entry].bandwidth)
+        assert (found.name, found.memory) == (name, memory * GIB)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA T400 4GB", "NVIDIA H20", "NVIDIA A1000"])
+def test_a_device_is_not_taken_for_one_whose_name_begins_alike(name: str) -> None:
+    assert nearest(name, 12 * GIB, 40 * GIB).flops == of_size(40 * GIB).flops
 
 
 def test_a_missing_device_is_refused_by_name(monkeypatch) -> None:

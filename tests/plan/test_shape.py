@@ -77,17 +77,18 @@ def test_a_config_that_says_too_little_is_refused() -> None:
         read_shape({"model_type": "llama", "num_attention_heads": 4, "vocab_size": 10})
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
-def test_adapters_are_counted_apart(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [(kind, ["k_proj", "down_proj"]) for kind in ("llama", "qwen2", "gemma2")] + [("phi3", ["qkv_proj", "down_proj"])],
+)
+def test_adapters_are_counted_apart(kind: str, targets: list[str]) -> None:
     model = tiny_model(kind)
     before = shape_of_model(model)
     adapted = add_adapters(model, Lora(r=3), seed=0)
     assert shape_of_model(adapted).parameters == before.parameters
     assert before.lora_parameters(3) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    some = add_adapters(tiny_model(kind), Lora(r=3, targets=["k_proj", "down_proj"]), seed=0)
-    assert before.lora_parameters(3, ["k_proj", "down_proj"]) == sum(
-        p.numel() for p in some.parameters() if p.requires_grad
-    )
+    some = add_adapters(tiny_model(kind), Lora(r=3, targets=targets), seed=0)
+    assert before.lora_parameters(3, targets) == sum(p.numel() for p in some.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +114,10 @@ def test_an_architecture_that_cannot_be_built_is_told_as_a_users_error(
         ModelError, match=r"a gpt_neox model cannot be built.*ImportError: This model requires the timm"
     ):
         shape_of(str(tmp_path))
+
+
+def test_a_folder_is_found_in_the_home_of_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    tiny_model("llama").config.save_pretrained(tmp_path / "m")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert shape_of("~/m") == shape_of(str(tmp_path / "m"))

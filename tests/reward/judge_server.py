@@ -108,8 +108,10 @@ class Handler(BaseHTTPRequestHandler):
         score = found[-1] if found else "5"
         if mode == "garbage":
             self.reply(200, None, raw=b"<html>gateway</html>")
-        elif mode == "nonsense" or (mode == "half" and float(score) % 2):
+        elif mode == "nonsense" or (mode == "half" and found and float(score) % 2):
             self.complete("I would say that it is quite good, 9 out of 10 people agree.")
+        elif mode == "picky" and number == 1:
+            self.complete("I would rather not.")
         elif mode == "varied":
             self.complete(str(sum(map(ord, text)) % 11))
         elif mode == "say":

@@ -44,6 +44,15 @@ def raise_error() -> None:
     raise ValueError("the judge is out")
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def raise_without_words() -> None:
+    raise Unspeakable
+
+
 def exit_politely() -> None:
     sys.exit(3)
 
@@ -68,7 +77,15 @@ def die_and_leave_the_channel_open() -> None:
 
 
 HANGS = (sleep_forever, busy_loop, ignore_sigterm, hang_with_children, stop_itself)
-ENDS = (raise_error, exit_politely, exit_at_once, segfault, killed_by_system, die_and_leave_the_channel_open)
+ENDS = (
+    raise_error,
+    raise_without_words,
+    exit_politely,
+    exit_at_once,
+    segfault,
+    killed_by_system,
+    die_and_leave_the_channel_open,
+)
 MISDEEDS = {function.__name__: function for function in (*HANGS, *ENDS)}
 ENTRIES: dict[str, Any] = {"nan": float("nan"), "inf": float("inf"), "string": "1.0", "list": [1.0], "none": None}
 

@@ -24,7 +24,12 @@ CRASHES = {
     "killed_by_system": "SIGKILL",
     "die_and_leave_the_channel_open": "exit status 1",
 }
-RAISES = {"raise_error": "ValueError: the judge is out", "exit_politely": "SystemExit: 3", "word": "could not convert"}
+RAISES = {
+    "raise_error": "ValueError: the judge is out",
+    "raise_without_words": "Unspeakable: its message cannot be shown",
+    "exit_politely": "SystemExit: 3",
+    "word": "could not convert",
+}
 INVALID = {"nan": "nan", "inf": "inf", "string": "str '1.0'", "list": "list", "too_few": "0 values for 1"}
 
 

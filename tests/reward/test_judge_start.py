@@ -101,9 +101,22 @@ def test_an_endpoint_in_trouble(local_judge, mode: str, message: str) -> None:
     assert message in start(local_judge(mode).args(retries=0))
 
 
-def test_a_judge_that_talks_is_no_error_at_the_start(local_judge, scorer) -> None:
-    """What it says of a made-up answer proves nothing about the real ones."""
-    scorer(RewardPart(fn="judge", args=local_judge("nonsense").args()))
+@pytest.mark.parametrize("said", ["I give it 7", "70", "true", '{"score": true}', ""])
+def test_a_judge_whose_answers_cannot_be_read(local_judge, said: str) -> None:
+    server: LocalJudge = local_judge(f"say:{said}")
+    found = start(server.args())
+    assert f"gave none of 3 made-up completions a score: the answer has no score from 0 to 10: {said!r}" in found
+    assert "Let prompt ask for a number alone" in found and "write pattern" in found
+    assert server.seen()["requests"] == 3
+
+
+def test_a_judge_that_scores_one_of_them_is_no_error(local_judge, scorer) -> None:
+    """What it says of one made-up answer proves little about the real ones."""
+    args = local_judge("say:Paris. is worth 7").args(pattern=r"Paris\D*(\d+)")
+    scorer(RewardPart(fn="judge", args=args))
+    picky: LocalJudge = local_judge("picky")
+    scorer(RewardPart(fn="judge", args=picky.args()))
+    assert picky.seen()["requests"] == 2
 
 
 def test_the_key_is_sent_and_shown_nowhere(local_judge, scorer, group, monkeypatch) -> None:

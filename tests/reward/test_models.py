@@ -105,6 +105,23 @@ def test_a_policy_learns_what_a_reward_model_likes(model_folder: Path, tmp_path:
     assert metrics[-1]["reward/reward_model"] == metrics[-1]["reward/mean"]
 
 
+def test_an_evaluation_finds_one_beside_the_config_from_any_folder(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward_model(tmp_path / "configs/rm")
+    (tmp_path / "configs/rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    config = {
+        "model": {"path": str(model_folder)},
+        "data": {"train": "rows.jsonl", "eval": str(tmp_path / "configs/rows.jsonl")},
+        "reward": [{"fn": "model:rm"}],
+        "learn": {"max_new_tokens": 4},
+        "run": {"device": "cpu"},
+    }
+    (tmp_path / "configs/run.yaml").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    assert trimtab.evaluate(tmp_path / "configs/run.yaml")["eval/prompts"] == 1
+
+
 def test_it_stands_beside_other_parts(model_folder: Path, tmp_path: Path) -> None:
     folder = reward_model(tmp_path / "rm")
     parts = [{"fn": f"model:{folder}", "weight": 0.5, "name": "liked"}, {"fn": "length", "args": {"max_tokens": 4}}]
@@ -166,8 +183,7 @@ def test_memory_of_it_is_planned(tmp_path: Path) -> None:
 def test_what_a_pass_takes_is_what_is_counted(tmp_path: Path, kind: str) -> None:
     """Of a model wide enough that its layers decide; counted is never less."""
     from tests.plan.live import Live
-    from trimtab.plan.activations import Path as UpdatePath
-    from trimtab.plan.activations import Row, score_peak
+    from trimtab.plan.activations import Row, UpdatePath, score_peak
     from trimtab.plan.source import shape_of
 
     sizes = {

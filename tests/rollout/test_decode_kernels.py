@@ -373,7 +373,7 @@ def decoder_of(policy: Policy, forgotten: list[int]) -> cuda.CudaDecoder:
     decoder.policy, decoder._shapes = policy, layer_shapes(policy)
     decoder._rows, decoder._copies, decoder._merge_undecided = None, None, False
     decoder.arena = Arena(256, torch.device("cpu"))
-    decoder._body, decoder.path = decoder._fuse()
+    decoder._body, decoder.description = decoder._fuse()
     decoder._watch = Watch(policy.model)
     decoder._known_model = decoder._watch.look()
     decoder._forget_graphs = lambda: forgotten.append(1)

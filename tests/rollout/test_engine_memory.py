@@ -102,6 +102,29 @@ def test_first_tokens_are_drawn_and_pages_copied_in_parts(monkeypatch: pytest.Mo
     assert_same(expected, generate(native, asked))
 
 
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_copying_pages_that_fails_among_the_layers_is_repeated(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Stores that were copied already are copied again: no page may have been overwritten that others are copied from."""
+    policy, asked = Policy(tiny_model()), prompts(4)
+    expected = generate(engine(policy), asked)
+    native = engine(policy)
+    cache = native._decoder.cache
+    copy, failed = cache.copy_pages, []
+
+    def copy_pages(pairs: torch.Tensor) -> None:
+        if pairs.shape[1] > 3:
+            failed.append(pairs.shape[1])
+            source, target = pairs
+            for store in [*cache.keys.values(), *cache.values.values()][:after]:
+                store[target] = store[source]
+            _short()
+        copy(pairs)
+
+    monkeypatch.setattr(cache, "copy_pages", copy_pages)
+    assert_same(expected, generate(native, asked))
+    assert failed
+
+
 def _short() -> None:
     raise torch.OutOfMemoryError
 

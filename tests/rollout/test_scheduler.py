@@ -40,7 +40,10 @@ def drive(
         assert sum(n for _, n in chosen) <= prefill_tokens
         for filling, count in chosen:
             work.filled(filling, count)
-        for fork in work.fork():
+        forks = work.fork()
+        copies = [fork.copy for fork in forks if fork.copy]
+        assert not {source for source, _ in copies} & {target for _, target in copies}, "copying could not be repeated"
+        for fork in forks:
             made[fork.sequence.group.index, fork.sequence.sample] = 1
         for sequence in [s for s in work.running if made[s.group.index, s.sample] >= s.limit]:
             finished[sequence.group.index, sequence.sample] += 1

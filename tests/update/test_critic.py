@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from tiny import VOCABULARY, tiny_model
 import trimtab
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, ModelError
+from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.observe.sinks import read_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
@@ -227,16 +229,34 @@ def test_how_it_runs_does_not_change_what_is_learned(model_folder: Path, tmp_pat
         torch.testing.assert_close(second[name], first[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_critic_may_start_from_another_model(model_folder: Path, tmp_path: Path, tokenizer) -> None:
-    from trimtab.model.load import save_model
+def test_a_critic_reads_tokens_as_the_policy_does(model_folder: Path, tmp_path: Path, tokenizer) -> None:
+    """Of another tokenizer the same numbers are other words; without one it is believed."""
+    other = json.loads((model_folder / "tokenizer.json").read_text())
+    words = other["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    save_model(tiny_model("qwen2"), tokenizer, tmp_path / "critic")
+    (tmp_path / "critic/tokenizer.json").write_text(json.dumps(other))
+    critic = {"critic": {"path": str(tmp_path / "critic")}}
+    with pytest.raises(ConfigError, match=r"learn\.critic\.path: .*critic has another tokenizer than the policy"):
+        train(model_folder, tmp_path, "other", learn=critic)
+    for file in (tmp_path / "critic").glob("*token*"):
+        file.unlink()
+    train(model_folder, tmp_path, "none", learn=critic)
+    save_model(tiny_model("qwen2", vocab_size=40), tokenizer, tmp_path / "small")
+    with pytest.raises(ConfigError, match=r"learn\.critic\.path: .*small knows 40 tokens and the policy \d+"):
+        train(model_folder, tmp_path, "small-run", learn={"critic": {"path": str(tmp_path / "small")}})
 
+
+def test_a_critic_that_is_not_there_is_told_under_its_own_key(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^learn\.critic\.path: no model folder at /no/where"):
+        train(model_folder, tmp_path, learn={"critic": {"path": "/no/where"}})
+
+
+def test_a_critic_may_start_from_another_model(model_folder: Path, tmp_path: Path, tokenizer) -> None:
     save_model(tiny_model("qwen2", num_hidden_layers=1), tokenizer, tmp_path / "other")
     folder, _ = train(model_folder, tmp_path, learn={"critic": {"path": str(tmp_path / "other")}})
     critic = load_file(folder / "checkpoints" / "step-3" / "critic.safetensors")
     assert not any("layers.1." in name for name in critic)
-    save_model(tiny_model("qwen2", vocab_size=40), tokenizer, tmp_path / "short")
-    with pytest.raises(ConfigError, match="knows 40 tokens"):
-        train(model_folder, tmp_path, "short-run", learn={"critic": {"path": str(tmp_path / "short")}})
 
 
 @pytest.mark.parametrize(

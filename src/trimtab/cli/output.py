@@ -16,6 +16,7 @@ from typing import IO, Any
 import typer
 
 from trimtab.errors import TrimtabError, is_no_space
+from trimtab.streams import hold_standard_streams, let_go, outlet
 
 
 class Terminated(KeyboardInterrupt):
@@ -23,16 +24,17 @@ class Terminated(KeyboardInterrupt):
 
 
 def console_file(as_json: bool) -> IO[str]:
-    return sys.stderr if as_json else sys.stdout
+    return outlet(sys.stderr if as_json else sys.stdout)
 
 
 def print_json(result: dict[str, Any]) -> None:
-    print(json.dumps(result), flush=True)
+    print(json.dumps(result), file=outlet(sys.stdout), flush=True)
 
 
 @contextmanager
 def user_errors(as_json: bool) -> Iterator[None]:
     """Print an error that is meant for the user, and exit with status 2; anything else is a bug and keeps its traceback."""
+    hold_standard_streams()
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -48,10 +50,12 @@ def user_errors(as_json: bool) -> Iterator[None]:
         _end(f"stopped by {by}", {"error": f"stopped by {by}", "kind": type(stop).__name__}, status, as_json)
     finally:
         signal.signal(signal.SIGTERM, before)
+        let_go(sys.stdout)
+        let_go(sys.stderr)
 
 
 def _end(message: str, result: dict[str, Any], status: int, as_json: bool) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print(message, file=outlet(sys.stderr), flush=True)
     if as_json:
         print_json(result)
     raise typer.Exit(status) from None

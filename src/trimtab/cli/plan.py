@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimtab.cli.output import console_file, print_json, user_errors
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from trimtab.plan.command import Look
 
 
 def plan(
@@ -38,7 +43,7 @@ def plan(
         looks = [look(file, overrides or [], asked) for file in [config, *(compare or [])]]
         console = Console(file=console_file(as_json), highlight=False)
         for found in looks:
-            console.print(found.view())
+            console.print(_view(found))
         if compare:
             from trimtab.observe.plan_view import comparison
 
@@ -48,3 +53,17 @@ def plan(
             print_json(results[0] if not compare else {"plans": results})
         if not all(found.plan.fits for found in looks):
             raise typer.Exit(1)
+
+
+def _view(found: Look) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from trimtab.observe.plan_view import plan_view
+    from trimtab.plan.report import offers
+
+    parts: list[RenderableType] = [plan_view(found.plan, offers(found.plan, found.config.run, found.profile))]
+    parts += [Text(note, style="dim") for note in found.notes]
+    if not found.plan.fits:
+        parts.append(Text(str(found.refusal()), style="red"))
+    return Group(*parts)

@@ -16,23 +16,33 @@ def tune(
         list[str] | None, typer.Argument(help="Changes to it, such as learn.max_new_tokens=1024.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write the config with its `run` section filled in.")
+        Path | None,
+        typer.Option("--out", help="Write the config with its `run` section filled in there; it must not exist."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
 ) -> None:
     """Measure the run's sizes on this machine, with sequences as long as they may be, and keep the fastest for later runs."""
     with user_errors(as_json):
+        from trimtab.config.convert.write import write_new
         from trimtab.config.load import load_config
         from trimtab.tuning import run_tuning
         from trimtab.work import Inputs
 
         checked = load_config(config, overrides or [])
-        if out is not None and not out.absolute().parent.is_dir():
-            from trimtab.errors import ConfigError, Problem
-
-            raise ConfigError([Problem("--out", f"{out.parent} is not a folder", "Name a file in one that exists.")])
+        if out is not None:
+            _refuse_taken(out.expanduser())
         result = run_tuning(checked, Inputs(base_dir=config.absolute().parent, name=config.stem), console_file(as_json))
         if out is not None:
-            out.write_text(result["config"])
+            write_new(out, result["config"])
         if as_json:
             print_json(result)
+
+
+def _refuse_taken(out: Path) -> None:
+    """Measuring takes minutes: what could not be written after it is told before."""
+    from trimtab.errors import ConfigError, Problem
+
+    if not out.absolute().parent.is_dir():
+        raise ConfigError([Problem("--out", f"{out.parent} is not a folder", "Name a file in one that exists.")])
+    if out.exists():
+        raise ConfigError([Problem(str(out), "is there already", "Remove it, or give --out another name")])

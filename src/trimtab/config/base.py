@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
+"""What the generators of torch and numpy take."""
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 

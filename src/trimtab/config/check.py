@@ -2,7 +2,8 @@
 
 Guarantees that a configuration which passes has no setting that is silently ignored and no combination that cannot
 train. "Set by the user" means "differs from the default", never `model_fields_set`, so that a resolved config, which
-writes every key out, passes when it is loaded again. `run` keys are never called useless: `trimtab tune` writes all.
+writes every key out, passes when it is loaded again. `run` keys are called useless only where a whole stage has no use
+for them: `trimtab tune` writes all of those of `trimtab train`.
 """
 
 from __future__ import annotations
@@ -426,12 +427,12 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
         yield clash(
             "observe.eval_every data.eval", "has no effect: there is no evaluation set", "Name one, or leave it out"
         )
-    if changed(config.observe, "samples_every", "max_failed_rewards"):
-        yield clash(
-            "observe.samples_every observe.max_failed_rewards",
-            "has no effect: nothing is sampled or scored",
-            "Leave it out",
-        )
+    idle = [f"observe.{name}" for name in changed(config.observe, "samples_every", "max_failed_rewards")]
+    idle += [f"run.rollout.{name}" for name in changed(run.rollout)]
+    idle += ["run.engine"] if run.outside and run.rollout.tensor_parallel == 1 else []  # which alone means vllm
+    idle += [f"run.{name}" for name in changed(run, "reward_workers")]
+    for key in idle:
+        yield clash(key, "has no effect: nothing is sampled or scored", "Leave it out")
     told_apart = {"data.task": data.task is not None, "observe.kl_bands": bool(config.observe.kl_bands)}
     for key in (key for key, given in told_apart.items() if given):
         yield clash(key, "has no effect: tasks are told apart by what is sampled and scored", "Leave it out")

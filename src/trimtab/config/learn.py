@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trimtab.config.base import Auto, Count, Fraction, PositiveInt, Section
+from trimtab.config.base import Auto, Count, Fraction, PositiveInt, Section, Seed
 
 Algorithm = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "ppo"
@@ -145,7 +145,7 @@ class Learn(Section):
     """Chooses advantage, loss and aggregation together; each can be overridden below."""
     steps: PositiveInt = 100
     """Rollout-and-update rounds."""
-    seed: Count = 0
+    seed: Seed = 0
     """Seeds data order and sampling. Two runs with the same config and seed are identical on CPU."""
     prompts_per_step: PositiveInt = 32
     """Different prompts in a step."""

@@ -6,15 +6,11 @@ found, in words for the person who wrote the file. What `resolved_yaml` writes l
 
 from __future__ import annotations
 
-import numbers
-import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trimtab.config.algorithms import resolve
@@ -36,6 +32,8 @@ from trimtab.config.reference import (
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
+from trimtab.config.text import dump, parse, plain
+from trimtab.config.text import one_line as one_line
 from trimtab.errors import ConfigError, Problem
 
 Tree = dict[str, Any]
@@ -101,22 +99,15 @@ def resolved(config: AnyConfig) -> AnyConfig:
 
 def resolved_yaml(config: AnyConfig) -> str:
     """The whole config with every key and every algorithm choice written out. Loading it gives the resolved config."""
-    return yaml.dump(
-        plain(resolved(config).model_dump()), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120
-    )
-
-
-def one_line(value: object) -> str:
-    """A value on one line of YAML, which loads back to an equal value."""
-    text = yaml.dump(plain(value), Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**6)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return dump(resolved(config).model_dump())
 
 
 # --- building: overrides, unknown keys, wrong values, contradictions; nothing stops before all of them have spoken
 
 
 def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems: list[Problem]) -> Schema:
-    _refuse_other_stage(schema, tree)
+    overrides = _lines(overrides)
+    _refuse_other_stage(schema, tree, overrides)
     with reading(schema):
         problems = [*problems, *(problem for override in overrides for problem in _override(tree, override))]
         problems += list(_sweep(schema, tree, ""))
@@ -136,17 +127,18 @@ def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems:
     return config
 
 
-def _refuse_other_stage(schema: type[Section], tree: Tree) -> None:
-    stage = tree.get("stage")
-    if isinstance(stage, str) and STAGES.get(stage, schema) is not schema:
-        raise ConfigError([Problem("stage", f"this is a configuration of trimtab {stage}", f"Run trimtab {stage}")])
+def _refuse_other_stage(schema: type[Section], tree: Tree, overrides: Sequence[str]) -> None:
+    for stage in (tree.get("stage"), *(text for key, _, text in map(_parted, overrides) if key == "stage")):
+        if isinstance(stage, str) and STAGES.get(stage.strip(), schema) is not schema:
+            command = f"trimtab {stage.strip()}"
+            raise ConfigError([Problem("stage", f"this is a configuration of {command}", f"Run {command}")])
 
 
 def _sweep(section: type[Section], data: Tree, prefix: str) -> Iterator[Problem]:
     """Take out of the tree what pydantic would accept or could not explain, and fill in what may be left out."""
     for name in [name for name in data if name not in section.model_fields]:
-        del data[name]
-        yield _unknown(f"{prefix}{name}")
+        value = data.pop(name)
+        yield _no_stage(value) if f"{prefix}{name}" == "stage" else _unknown(f"{prefix}{name}")
     for name, field in section.model_fields.items():
         inner, where, value = nested(field.annotation), f"{prefix}{name}", data.get(name)
         if inner and inner.form == "section":
@@ -235,7 +227,20 @@ def _fix(where: str, value: object) -> str:
         return f"Write it as a list: [{_quoted(value)}]"
     if field is None or field.is_required():
         return ""
+    if here.section and field.default is None:
+        return _fix_optional(here.section, value)
     return "Leave it out for the default" + ("s" if here.section else f", {written(default(where))}")
+
+
+def _fix_optional(section: type[Section], value: object) -> str:
+    """A section that is off unless it is given: {r: 16} where 16 was written, {} where true was."""
+    if not value or value == "none":
+        return "Leave it out for none"
+    first, field = next(iter(section.model_fields.items()))
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"Write {one_line({first: value})}"
+    by_itself = not field.is_required() and field.default is not None
+    return "Write {} for its defaults; left out, there is none" if by_itself else f"Write {{{first}: …}}"
 
 
 def _quoted(value: object) -> str:
@@ -285,17 +290,36 @@ def _least(section: type[Section]) -> Tree:
 
 def _override(tree: Tree, override: str) -> list[Problem]:
     """Set one `dotted.key=value` in the tree. Nothing is set where there is a problem."""
-    key, equals, text = override.partition("=")
-    key = key.strip()
+    key, equals, text = _parted(override)
+    if key == "stage" and slot([key]) is None:
+        return [_no_stage(text)]
     if not key or slot(key.split(".")) is None:
         return [_unknown(key) if key else Problem(override, "has no key", "Write key=value, such as learn.lr=1e-6")]
     if not equals:
         return [Problem(key, "has no value", f"Write key=value, such as {key}={_example(key)}")]
     try:
-        value, problems = _parse(text, "the override", f"{key}.")
+        value, problems = parse(text, "the override", f"{key}.")
     except ConfigError as error:
         return [Problem(key, f"{_shown(text)}: {error.problems[0].what}", "Write a YAML value; quote text")]
     return problems or _set(tree, key.split("."), value)
+
+
+def _lines(overrides: object) -> list[str]:
+    """Text is a sequence of letters, too, and none of them is an override."""
+    if isinstance(overrides, Iterable) and not isinstance(overrides, str | bytes):
+        found = list(overrides)
+        odd = next((line for line in found if not isinstance(line, str)), None)
+        if odd is None:
+            return found
+        what = f"holds {_shown(odd)}, a {type(odd).__name__}"
+    else:
+        what = f"got {_shown(overrides)}"
+    raise ConfigError([Problem("overrides", what, 'Give a list of texts, such as ["learn.lr=1e-6"]')])
+
+
+def _parted(override: str) -> tuple[str, str, str]:
+    key, equals, text = override.partition("=")
+    return key.strip(), equals, text
 
 
 def _example(where: str) -> str:
@@ -326,6 +350,11 @@ def _set(tree: Tree, parts: list[str], value: object) -> list[Problem]:
 
 
 # --- unknown keys
+
+
+def _no_stage(value: object) -> Problem:
+    """The one key that other stages have at the top and `trimtab train` has not."""
+    return Problem("stage", f"got {_shown(value)}, but it takes sft or reward-model", "Leave it out for trimtab train")
 
 
 def _unknown(where: str) -> Problem:
@@ -363,38 +392,7 @@ def _meant(where: str) -> str:
     return meant
 
 
-# --- YAML: version 1.2's idea of numbers and booleans, so that 1e-6 is a number and `off` is a word; None is null
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe: plain values only."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes every text that either version of YAML, or this loader, would take for something else."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
-
-_DIGITS = r"[0-9][0-9_]*"
-_FLOAT = rf"[-+]?(?:{_DIGITS}\.[0-9_]*|\.{_DIGITS}|{_DIGITS}(?=[eE]))(?:[eE][-+]?[0-9]+)?"
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("float", rf"{_FLOAT}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+.0123456789"),
-    ("int", "[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
-    ("null", "~|null|Null|NULL|None|", ["~", "n", "N", ""]),
-    ("merge", "<<", "<"),
-):
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), list(_first))
+# --- files
 
 
 def _read(path: Path, schema: type[Section]) -> tuple[Tree, list[Problem]]:
@@ -412,71 +410,12 @@ def _read(path: Path, schema: type[Section]) -> tuple[Tree, list[Problem]]:
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError([Problem(str(path), f"is not UTF-8 text (byte {error.start})", "Save it as UTF-8")]) from None
-    data, problems = _parse(text, str(path))
+    data, problems = parse(text, str(path))
     if data is None:
         raise ConfigError([Problem(str(path), "is empty", SMALLEST[schema])])
     if not isinstance(data, dict):
         raise ConfigError([Problem(str(path), f"holds {_shown(data)}, not sections with keys", SMALLEST[schema])])
     return data, problems
-
-
-def _parse(text: str, source: str, prefix: str = "") -> tuple[Any, list[Problem]]:
-    """The value of a YAML text, no part shared with another, and a problem for each key written twice."""
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None, []
-        twice = list(_duplicates(node, source, prefix, set()))  # first: constructing writes merged keys into the nodes
-        return plain(loader.construct_document(node)), twice
-    except RecursionError:
-        raise ConfigError([Problem(source, "a value holds itself, or lists are nested without end")]) from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
-        tab = "Indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
-        raise ConfigError([Problem(place, f"YAML cannot be read: {error.problem}", tab)]) from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        where = f"{source}, line {line}, column {error.position - text.rfind(chr(10), 0, error.position)}"
-        raise ConfigError(
-            [Problem(where, f"YAML cannot hold the character {chr(error.character)!a}", "Remove it")]
-        ) from None
-
-
-def _duplicates(node: yaml.Node, source: str, prefix: str, seen: set[int]) -> Iterator[Problem]:
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for place, item in enumerate(node.value):
-            yield from _duplicates(item, source, f"{prefix}{place}.", seen)
-    elif isinstance(node, yaml.MappingNode):
-        lines: dict[str, list[int]] = {}
-        for key, value in node.value:
-            name = str(key.value)
-            if key.tag != "tag:yaml.org,2002:merge":
-                lines.setdefault(name, []).append(key.start_mark.line + 1)
-            yield from _duplicates(value, source, f"{prefix}{name}.", seen)
-        for name, found in lines.items():
-            if len(found) > 1:
-                places = " and ".join(f"line {line}" for line in dict.fromkeys(found))
-                yield Problem(f"{prefix}{name}", f"is written more than once in {source}: on {places}", "Keep one")
-
-
-def plain(value: Any) -> Any:
-    """A deep copy out of dictionaries, lists and plain numbers, which is all that YAML has."""
-    if isinstance(value, BaseModel):
-        return plain(value.model_dump(exclude_unset=True))
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _merge(below: Tree, above: Tree) -> Tree:

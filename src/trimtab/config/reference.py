@@ -122,7 +122,7 @@ def words(annotation: Any, metadata: Sequence[object] = ()) -> str:
     if origin in (Union, UnionType):
         return _union_words(args, metadata)
     if origin is Literal:
-        return "one of " + ", ".join(args)
+        return "one of " + ", ".join(args) if len(args) > 1 else str(args[0])
     if origin is list:
         return f"a list, each item {words(args[0])}"
     if origin is tuple:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trimtab.config.base import Count, PositiveInt, Section
+from trimtab.config.base import PositiveInt, Section, Seed
 from trimtab.config.learn import Optimizer, Schedule
 from trimtab.config.run import Run
 from trimtab.config.schema import Data, Model, Observe
@@ -20,7 +20,7 @@ class PairData(Data):
     rejected: str = "rejected"
     """Column with the worse one, of the same kind."""
     margin: str | None = None
-    """Column with how much better it is, at least; None: any difference will do."""
+    """Column with how much better it is, at least: a number of 0 or more. None: any difference will do."""
 
 
 class PairLearn(Section):
@@ -30,7 +30,7 @@ class PairLearn(Section):
     """Passes over the training set."""
     steps: PositiveInt | None = None
     """Optimizer steps; None: as many as `epochs` take."""
-    seed: Count = 0
+    seed: Seed = 0
     """Seeds the order of the data."""
     pairs_per_step: PositiveInt = 64
     """Pairs in one optimizer step."""

@@ -71,6 +71,8 @@ class Offload(Section):
 
 
 Kernels = Literal["auto", "native", "liger", "plain"]
+Recompute = bool | Literal["some"]
+"""What of the activations the backward pass makes again: nothing, some of it, or all but each layer's input."""
 
 
 class Run(Section):
@@ -81,8 +83,8 @@ class Run(Section):
     profile: Literal["safe", "balanced", "max"] = "balanced"
     """How much of the memory a plan may fill: 80, 90 or 96 %. max also makes micro-batches as large as fit, where the others stop
     at what makes a step faster."""
-    threads: PositiveInt | Auto = "auto"
-    """CPU threads for tensor work. auto: one a physical core."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
+    """CPU threads for tensor work, 1,024 at most. auto: one a physical core."""
     engine: Literal["auto", "native", "vllm", "sglang"] = "auto"
     """What generates. vllm needs trimtab[vllm], here or in rollout.python; sglang needs a GPU, and an environment of its own in
     rollout.python. Both draw the same tokens, up to the rounding of another forward pass. auto: vllm where
@@ -98,11 +100,12 @@ class Run(Section):
     """The same cap for passes without a gradient (reference and old log-probs). auto: from memory, larger than token_budget."""
     logprob_chunk: PositiveInt | Auto = "auto"
     """Tokens whose logits exist at one time."""
-    checkpoint_activations: bool | Literal["some"] | Auto = "auto"
+    checkpoint_activations: Recompute | Auto = "auto"
     """Recompute activations in the backward pass instead of keeping them. some: only what is cheap for its size, where the update
     runs through fused layers; elsewhere the same as true."""
-    reward_workers: PositiveInt | Auto = "auto"
-    """Processes that run reward functions; and as many that run an environment, where there is one."""
+    reward_workers: Annotated[int, Field(ge=1, le=256)] | Auto = "auto"
+    """Processes that run reward functions; and as many that run an environment, where there is one. 256 at most: all of them
+    start before the first step."""
     offload: Offload = Offload()
     rollout: Rollout = Rollout()
 

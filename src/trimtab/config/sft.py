@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trimtab.config.base import Count, PositiveInt, Section
+from trimtab.config.base import PositiveInt, Section, Seed
 from trimtab.config.learn import Optimizer, Schedule
 from trimtab.config.run import Run
 from trimtab.config.schema import Data, Model, Observe
@@ -30,7 +30,7 @@ class SftLearn(Section):
     """Passes over the training set."""
     steps: PositiveInt | None = None
     """Optimizer steps; None: as many as `epochs` take."""
-    seed: Count = 0
+    seed: Seed = 0
     """Seeds the order of the data."""
     sequences_per_step: PositiveInt = 64
     """Examples in one optimizer step."""

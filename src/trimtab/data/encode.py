@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.config.schema import Data
 from trimtab.data.files import Row
 from trimtab.data.prompt import Message, Prompt
-from trimtab.errors import DataError
+from trimtab.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +34,11 @@ class PromptEncoder:
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, source_name: str, tools: Tools = ()) -> None:
         """`tools`: schemas of functions that the chat template shows to the model."""
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ModelError(
+                "model.tokenizer: the tokenizer makes no tokens of any text: it knows none but its special ones, as where the "
+                "model's folder has no tokenizer files. Name a folder or hub repository with tokenizer files in model.tokenizer."
+            )
         has_template = bool(tokenizer.chat_template)
         if data.chat_template == "always" and not has_template:
             raise DataError(

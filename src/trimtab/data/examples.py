@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH = 1024
+NO_TEMPLATE = "has messages, but the tokenizer has no chat template (or data.chat_template is never)."
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,8 @@ def validate_examples(rows: Sequence[Row], encoder: Checking[Any]) -> None:
 def _problem(row: Row, encoder: ExampleEncoder) -> str:
     data = encoder.data
     if data.messages in row:
-        if not encoder.templated:
-            return "has messages, but the tokenizer has no chat template (or data.chat_template is never)."
+        if isinstance(row[data.messages], list) and not encoder.templated:
+            return NO_TEMPLATE
         found = messages_problem(row[data.messages], data.messages)
         asks = found or any(message["role"] == "user" for message in row[data.messages])
         return found or ("" if asks or not data.suffix else "has no user message that data.suffix could be added to.")
@@ -242,13 +243,15 @@ def completion_problem(row: Row, encoder: ExampleEncoder) -> str:
         near = did_you_mean(missing[0], row)
         return f"has no column {missing[0]!r}; its columns are {', '.join(map(repr, row))}.{near}"
     prompt, answer = row[data.prompt], row[data.completion]
+    for name in (data.prompt, data.completion):
+        if not isinstance(row[name], str | list):
+            what = "nothing (null)" if row[name] is None else f"{row[name]!r}, of type {type(row[name]).__name__}"
+            return f"column {name!r} must be text or a list of {{role, content}} messages, but is {what}."
     if not isinstance(prompt, str) or not isinstance(answer, str):
         if not encoder.templated:
-            return "has messages, but the tokenizer has no chat template (or data.chat_template is never)."
+            return NO_TEMPLATE
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         answered = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        if not isinstance(asked, list) or not isinstance(answered, list):
-            return f"columns {data.prompt!r} and {data.completion!r} must be text or lists of messages."
         return messages_problem([*asked, *answered], data.completion)
     return "" if answer else f"column {data.completion!r} is empty: there is nothing to learn."
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.config.reward_model import PairData
 from trimtab.config.sft import SftData
-from trimtab.data.examples import ExampleEncoder, completion_problem, messages_problem
+from trimtab.data.examples import NO_TEMPLATE, ExampleEncoder, completion_problem, messages_problem
 from trimtab.data.files import Row
 from trimtab.data.suggest import did_you_mean
 from trimtab.errors import DataError
@@ -82,14 +82,19 @@ class PairEncoder:
                 return f"has no column {side!r}; its columns are {', '.join(map(repr, row))}.{did_you_mean(side, row)}"
         if data.prompt not in row and isinstance(row[data.chosen], str):
             return f"has no column {data.prompt!r}, and its answers are no whole conversations.{did_you_mean(data.prompt, row)}"
-        if data.margin is not None and not _is_number(row.get(data.margin)):
-            return f"column {data.margin!r} must be a finite number, but is {row.get(data.margin)!r}."
+        if data.margin is not None:
+            if data.margin not in row:
+                columns = ", ".join(map(repr, row))
+                near = did_you_mean(data.margin, row)
+                return f"has no column {data.margin!r} (data.margin); its columns are {columns}.{near}"
+            if not _is_margin(row[data.margin]):
+                return f"column {data.margin!r} must be a finite number of at least 0, but is {row[data.margin]!r}."
         for side in (data.chosen, data.rejected):
             example = self._as_example(row, side)
             if "messages" in example:
-                if not self._answers.templated:
-                    return "has messages, but the tokenizer has no chat template (or data.chat_template is never)."
-                found = messages_problem(example["messages"], side)
+                given = example["messages"]
+                bare = isinstance(given, list) and not self._answers.templated
+                found = NO_TEMPLATE if bare else messages_problem(given, side)
             else:
                 found = completion_problem(example, self._answers).replace("'completion'", repr(side))
             if found:
@@ -102,5 +107,6 @@ class PairEncoder:
         return {"messages": row[side]}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_margin(value: object) -> bool:
+    """The loss asks the better answer to lead by so much: below 0 it would be told to let the worse one lead."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

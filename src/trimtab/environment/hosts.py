@@ -110,7 +110,7 @@ class Hosts:
         known = set(columns)
         for column in sorted(self.loaded.needs - known):
             raise EnvError(
-                f"environment {self.settings.fn}: reset needs a column {column!r}, which the data does not have. "
+                f"environment {self.settings.fn}: reset needs a column {column!r}, which the data does not have in every row. "
                 f"{nearest(column, known)} Offered besides the columns: seed"
             )
 

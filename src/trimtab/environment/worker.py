@@ -25,7 +25,7 @@ from trimtab.environment.observation import Refused, checked_observation, checke
 from trimtab.environment.tools import ToolBox
 from trimtab.environment.wire import CLASS, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
 from trimtab.errors import EnvError
-from trimtab.reward.source import Source, import_object, nearest, user_traceback
+from trimtab.reward.source import Source, import_object, nearest, told, user_traceback
 from trimtab.reward.wire import Failure, receive, send
 from trimtab.reward.worker import await_, set_up
 
@@ -58,7 +58,7 @@ def respond(message: bytes, house: House | ToolHouse) -> Any:
     except Refused as error:
         return Failure("invalid", str(error))
     except BaseException as error:  # user code: also SystemExit and KeyboardInterrupt
-        summary = f"raised {type(error).__name__}: {error}".splitlines()[0]
+        summary = f"raised {told(error)}"
         return Failure("raised", summary, user_traceback(error))
 
 

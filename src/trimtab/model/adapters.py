@@ -23,7 +23,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def refuse_unknown_targets(lora: Lora, config: Any, trust_remote_code: bool) -> None:
-    """Tell a wrong name in `targets` from the architecture alone, before any weight is read."""
+    """Refuse a wrong name in `targets` by the architecture alone, before any weight is read."""
     if lora.targets == "all-linear":
         text = config.get_text_config()
         if any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
@@ -52,13 +52,13 @@ def add_adapters(model: Any, lora: Lora, seed: int) -> PeftModel:
 
 
 def save_adapters(model: PeftModel, folder: Path) -> None:
-    """Only the adapters, as PEFT reads them."""
+    """Save the adapters alone, as PEFT reads them."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # a card that names this machine's folders
 
 
 def load_adapters(model: Any, folder: Path) -> PeftModel:
-    """The model with the adapters of a checkpoint, to be trained on."""
+    """The model with the adapters of a checkpoint, which can be trained further."""
     return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 

@@ -7,9 +7,9 @@ products and have their own gradients; frozen weights have none.
 
 What a layer keeps for its backward pass is a choice, `Policy.keep`:
   ALL     the residual at both norms, in float32; the inputs of the query-key-value, output and gate-up products; what attention
-          keeps; gate and up, from which their product is made again
-  SOME    not the norms' results, nor gate and up: two kernels and the gate-up product are repeated
-  INPUT   the residual it begins with: the whole layer is repeated
+          keeps; gate and up, from which their product is recomputed
+  SOME    the same without the norms' results, gate and up: two kernels and the gate-up product are repeated
+  INPUT   only the residual it begins with: the whole layer is repeated
 
 The residual is float32 here as in the engine, so what is sampled and what is trained differ by less than in the model's own
 modules. The gradient is that of the function computed: tests compare it with autograd through the model's modules in float64.
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from trimtab.model.attention import AttentionPlan
 from trimtab.model.kernels import train as kernels
 from trimtab.model.layer import LayerCall, run_layer
-from trimtab.model.parts import ModelParts, Norm, Rotary, Unfusable, Watch, read_parts, rotary_table
+from trimtab.model.parts import ModelParts, Norm, Rotary, Unfusable, Watch, read_parts, rotary_tables
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 
@@ -58,7 +58,7 @@ class FusedForward:
         self.parts = self._known[seen]
 
     def forget(self) -> None:
-        """Let go of where parameters were."""
+        """Forget the parts: parameters are put elsewhere."""
         self._known = {}
         vars(self).pop("parts", None)  # there are none yet where memory ran out before they were read
 
@@ -67,7 +67,8 @@ class FusedForward:
     ) -> torch.Tensor:
         """[T, E]; no sequence of the row has more than `longest` tokens."""
         self._read()
-        self._know_positions(longest)
+        kinds = (layer.kind for layer in self.parts.layers)
+        self._rotaries = rotary_tables(self.policy, kinds, longest, self._rotaries)
         x_TE = F.embedding(tokens_T, self.parts.embedding, self.parts.padding)
         if self.parts.factor != 1.0:
             x_TE = x_TE * self.parts.factor
@@ -86,13 +87,6 @@ class FusedForward:
         norm = self.parts.final if index == len(self.parts.layers) else self.parts.layers[index].before_attention
         assert norm is not None
         return norm
-
-    def _know_positions(self, longest: int) -> None:
-        known = next(iter(self._rotaries.values())).cos.shape[0] if self._rotaries else 0
-        if known < longest:
-            positions = max(1024, 1 << (longest - 1).bit_length())
-            kinds = {layer.kind for layer in self.parts.layers}
-            self._rotaries = {kind: rotary_table(self.policy, kind, positions) for kind in kinds}
 
 
 class _FirstNorm(torch.autograd.Function):

@@ -36,7 +36,7 @@ class Gradients:
         return self._view(tensor)
 
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The sum if there is one."""
+        """The sum for a parameter; None where nothing has been added yet."""
         return self._view(parameter) if parameter.untyped_storage().data_ptr() in self._sums else None
 
     def add(self, parameter: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ class Gradients:
         self._sums, self._places = {}, None
 
     def _known_places(self) -> set[int]:
-        """The parameters' storages of now: they may have been moved since the last step."""
+        """Addresses of the parameters' storages, looked up once a step: they may have been moved since the last."""
         if self._places is None:
             self._places = {parameter.untyped_storage().data_ptr() for parameter in self._parameters}
         return self._places

@@ -1,8 +1,8 @@
 """Log-probs and entropy straight from hidden states, a chunk of tokens at a time, forward and backward.
 
 Logits of a whole batch never exist: a chunk's logits are made, reduced to two numbers a token, and thrown away; the backward
-pass makes them again. Sums run in float32 (or wider, if the model is). On CUDA in half precision kernels do it (kernels/head.py),
-and not even a chunk's logits are stored; in the backward pass only a chunk's gradient is.
+pass makes them again. Sums run in float32 (or wider, if the model is). On CUDA in half precision kernels do this
+(kernels/head.py), and not even a chunk's logits are stored; in the backward pass only a chunk's gradient is.
 
 With z the logits at the sampling temperature, lse = log sum exp z, p = exp(z - lse), y the target:
   log-prob  l = z_y - lse                 dl/dz = 1[y] - p
@@ -21,7 +21,7 @@ from trimtab.model.gradients import Gradients, add_product
 
 
 class TokenStats(NamedTuple):
-    """Of each target token: its log-prob and the entropy of the distribution it came from, in nats."""
+    """For each target token: its log-prob and the entropy of the distribution it came from, in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -62,7 +62,7 @@ class Head:
 
     @property
     def tiled(self) -> bool:
-        """Kernels do it, for hidden states of the weights' type."""
+        """True where kernels compute log-probs without storing logits, for hidden states of the weights' type."""
         weight = self.weight_VE
         return _has_kernels(weight[:1], weight)
 

@@ -25,7 +25,8 @@ from trimtab.model.shelf import Shelf
 def run_layer(residual_TE: torch.Tensor, x_TE: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The residual and its norm after a layer, from those before it.
 
-    Autograd is told of the parameters that it is to give a gradient to, and of all if it would see no reason for one otherwise.
+    Autograd is not told of parameters whose gradients are added to `call.gradients`, unless the residual has no gradient either:
+    then it would see no reason for a backward pass.
     """
     if not torch.is_grad_enabled():
         return call.forward(residual_TE, x_TE, _Kept(graph=False))
@@ -70,7 +71,7 @@ class LayerCall:
         return self.layer.before_mlp
 
     def attend(self, x_TE: torch.Tensor, kept: _Kept) -> torch.Tensor:
-        """[T, HD]: the row through attention, whose own backward pass stays a graph of its own."""
+        """[T, HD]: the row through attention, whose backward pass is autograd's, in a graph of its own."""
         layer = self.layer
         heads, kv_heads = layer.shape.heads, layer.shape.key[0]
         qkv_TX, kept.lows["qkv"] = _apply(x_TE, layer.qkv)
@@ -104,7 +105,7 @@ class LayerCall:
         return out_TE
 
     def repeat(self, kept: _Kept) -> None:
-        """Make again what was not kept."""
+        """Recompute what was not kept."""
         dtype = self.layer.down.weight.dtype
         if kept.x is None:
             kept.x = kernels.norm(kept.residual, self.before, dtype)
@@ -163,7 +164,7 @@ class LayerCall:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a layer's backward pass reads. Tensors, or None where they are not kept or there are none."""
+    """What a layer's backward pass reads: tensors, or None where they are not kept or do not exist."""
 
     graph: bool
     """Attention records its own backward pass."""
@@ -218,7 +219,7 @@ class _Found:
     def __init__(self, gradients: Gradients | None) -> None:
         self._gradients = gradients
         self.held: dict[int, torch.Tensor] = {}
-        """By the id of the parameter."""
+        """Gradients by the id of their parameter."""
 
     def add(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         if not tensor.requires_grad:

@@ -40,7 +40,7 @@ def refuse(kind: str, device: torch.device) -> None:
 
 
 def patch(model: Any) -> None:
-    """Liger's forward passes in this model's modules, for as long as it lives."""
+    """Put Liger's forward passes into this model's modules, for as long as it lives."""
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     apply, home = _appliers()[whole.config.model_type], sys.modules[type(whole).__module__]
     before = dict(vars(home))

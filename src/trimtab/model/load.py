@@ -5,7 +5,6 @@ Every mistake that can be told from the name alone is told before any weight is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from trimtab.config.schema import Model
 from trimtab.errors import ModelError
@@ -23,6 +23,7 @@ from trimtab.model.adapters import has_adapters, merged_state
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class Source:
     @property
     def options(self) -> dict[str, Any]:
         return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+    @property
+    def also(self) -> str:
+        """What to add where the model could not be read: a hub name may have been meant as a folder."""
+        local = Path(self.location).absolute()
+        return "" if local.exists() else f"There is no folder {local} either."
 
 
 def find_source(path: str) -> Source:
@@ -71,7 +78,7 @@ def load_model(model: Model, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
-    with _failing(f"model.path: cannot load {model.path!r}"):
+    with _failing(f"model.path: cannot load {model.path!r}", source.also):
         loaded, report = AutoModelForCausalLM.from_pretrained(source.location, output_loading_info=True, **options)
     missing = sorted(report["missing_keys"])
     if missing:
@@ -98,22 +105,62 @@ def load_tokenizer(model: Model) -> Any:
         f"{what}: cannot load a tokenizer from {source.location!r}",
         "Name a folder or hub repository with tokenizer files in model.tokenizer.",
     ):
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=model.trust_remote_code, **source.options
+        )
+    _refuse_more_words(tokenizer, model, what)
+    return tokenizer
+
+
+def written_words(model: Model) -> dict[str, int] | None:
+    """Which token is which number, by the tokenizer's own file; None where there is no such file."""
+    file = cached_file(
+        find_source(model.tokenizer or model.path).location,
+        "tokenizer.json",
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return None if file is None else Tokenizer.from_file(file).get_vocab(with_added_tokens=False)
+
+
+def _refuse_more_words(tokenizer: Any, model: Model, key: str) -> None:
+    """Tokens without an embedding. Those added to a vocabulary may have none: padding, which is never read."""
+    words = load_config(model).get_text_config().vocab_size
+    if tokenizer.vocab_size > words:
+        raise ModelError(
+            f"{key}: the tokenizer has {tokenizer.vocab_size} tokens, and {model.path!r} knows {words}. Name the tokenizer that "
+            "it was trained with in model.tokenizer."
         )
 
 
 def load_config(model: Model) -> Any:
     """The architecture, without weights."""
     source = find_source(model.path)
-    with _failing(f"model.path: cannot read the config of {model.path!r}"):
+    with _failing(f"model.path: cannot read the config of {model.path!r}", source.also):
         config = AutoConfig.from_pretrained(
             source.location, trust_remote_code=model.trust_remote_code, **source.options
         )
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
         raise ModelError(f"model.path: {model.path!r} is a {config.model_type} model, not a causal language model.")
+    if not remote:
+        made = AutoModelForCausalLM._model_mapping[type(config)]
+        refuse_unserved(made, made.__name__, config.get_text_config())
     return config
+
+
+def refuse_unserved(made: Any, name: str, config: Any) -> None:
+    """Refuse a model, or the class of one, that cannot be packed; `config` is that of its text."""
+    if not getattr(made, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
+            "for it without changing its result. Use a model whose class supports attention backends."
+        )
+    kinds = set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS
+    if kinds:
+        served = " and ".join(sorted(SERVED_LAYERS))
+        raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab serves {served} layers only.")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model; Trimtab trains decoder-only models.")
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
@@ -125,21 +172,14 @@ def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a Hugging Face folder that loads anywhere, without a trace of how it was trained: adapters are merged in."""
     folder.mkdir(parents=True, exist_ok=True)
     state = None
     if has_adapters(model):
         state, model = merged_state(model), model.get_base_model()
-    if dtype is not None:
-        state = {name: value.to(dtype) for name, value in (state or model.state_dict()).items()}
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text())
-    if dtype is not None:
-        config["dtype"] = str(dtype).removeprefix("torch.")
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _forget_quantisation(loaded: Any) -> None:
@@ -171,7 +211,7 @@ def _make_savable(model: Any) -> None:
 
 @contextmanager
 def _failing(what: str, fix: str = "") -> Iterator[None]:
-    """transformers, huggingface_hub, httpx and safetensors raise a score of types; to the user it is one thing."""
+    """One ModelError for the score of types that transformers, huggingface_hub, httpx and safetensors raise."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):

@@ -4,7 +4,7 @@
 traceback is alive any more, and the traceback was all that kept the frames of the failed work, and with them their tensors.
 Only then can `free` give the memory back: inside an `except` block it would find everything still in use.
 
-It is in this room because generation and training both need it.
+It is in model/ because generation and training both need it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import psutil
 import torch
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 SIGNS = (
     "out of memory",  # "CUDA error: out of memory", "HIP out of memory", "hipErrorOutOfMemory"
@@ -27,7 +28,7 @@ SIGNS = (
     "not enough memory",  # the same on other systems
     "STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, hipBLAS
 )
-"""What a RuntimeError says that is about memory. Triton's "out of resource" is not: that is a kernel too large for the chip."""
+"""What a RuntimeError about memory says. Triton's "out of resource" is not one: that is a kernel too large for the chip."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign.lower() in text for sign in SIGNS)
 
 
-def attempt(work: Callable[[], Result]) -> Result | Shortage:
-    """What `work` gives, or a Shortage. Other errors propagate."""
+def attempt(work: Callable[[*Arguments], Result], *args: *Arguments) -> Result | Shortage:
+    """What `work` gives for these arguments, or a Shortage. Other errors propagate."""
     try:
-        return work()
+        return work(*args)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -65,22 +66,22 @@ def free(device: torch.device) -> None:
 
 
 def device_room(device: torch.device, outside: int = 0) -> int:
-    """Bytes that can be had now: free on the device, and within this process's share of it, of which `outside` are in use
-    beside torch's own."""
+    """Bytes that can be allocated now: what is free on the device, or what is left of this process's share if that is less.
+    `outside`: bytes this process holds beside torch's."""
     share = torch.cuda.get_per_process_memory_fraction(device.index) * torch.cuda.mem_get_info(device)[1]
     held = torch.cuda.memory_reserved(device)
     return min(torch.cuda.mem_get_info(device)[0], int(share) - held - outside)
 
 
 def in_parts(work: Callable[[slice], None], count: int, device: torch.device) -> Shortage | None:
-    """Do `work` on all of `count` items, in halves of halves where memory runs out; a Shortage if it does on a single one.
+    """Do `work` on all of `count` items, in halves of halves where memory runs out; a Shortage if it does with a single one.
 
     For work on each item by itself, which may be repeated.
     """
     pending = [slice(0, count)]
     while pending:
         part = pending.pop()
-        outcome = attempt(lambda part=part: work(part))  # type: ignore[misc]
+        outcome = attempt(work, part)
         if isinstance(outcome, Shortage):
             if part.stop - part.start <= 1:
                 return outcome
@@ -94,7 +95,7 @@ def host_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
     """Bytes of host memory in all, and those available: the machine's, or less where a control group (a container, a job of a
     cluster) sets a limit to this process.
 
-    A group's use counts without files that the kernel would drop from its cache, as `available` does for a machine.
+    What a group uses is counted without cached files that the kernel would drop, as `available` is for a machine.
     """
     machine = psutil.virtual_memory()
     total, available = int(machine.total), int(machine.available)
@@ -129,7 +130,7 @@ def _groups(root: Path, own: Path) -> Iterator[tuple[Path, _Names]]:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no such file, or no limit in it ("max")."""
+    """The number in a file; None where there is no such file, or no limit in it ("max")."""
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdigit() else None
 

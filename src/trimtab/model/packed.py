@@ -63,12 +63,12 @@ class PackedPlan:
 
     @property
     def keys(self) -> int:
-        """That all segments see."""
+        """Keys that all segments see, together."""
         return sum(before + length for before, length in zip(self._before, self.lengths))
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key, masked ones included."""
+        """Pairs of a query and a key, masked ones included."""
         return sum(length * (before + length) for before, length in zip(self._before, self.lengths))
 
     @cached_property
@@ -123,7 +123,7 @@ class PackedPlan:
         return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, allowed).transpose(1, 2).flatten(0, 1)
 
     def _allowed(self, before: int, length: int, window: int | None) -> torch.Tensor:
-        """The same for all layers with the same window, so made once a forward pass."""
+        """The mask, made once a forward pass: it is the same for all layers with the same window."""
         key = (before, length, window)
         if key not in self._masks:
             at = torch.arange(before + length, device=self.device)
@@ -164,7 +164,7 @@ def _copies_of(rows_S: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
 
 class _Copies(torch.autograd.Function):
-    """Rows of x, some of them several times. Their gradients add up in float32: PyTorch's own would, atomically, in x's type."""
+    """Rows of x, some several times. Their gradients add up in float32, in order; PyTorch would add in x's type, atomically."""
 
     @staticmethod
     def forward(

@@ -10,7 +10,7 @@ parameters become views: one product serves them all, and an optimizer step is s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -103,7 +103,7 @@ class LayerParts:
     down: Linears
     after_mlp: Norm | None
     factor: float
-    """Of what a layer adds to the residual."""
+    """What is added to the residual is multiplied by this."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class ModelParts:
     padding: int | None
     """The token whose embedding does not learn from being read."""
     factor: float
-    """Of embeddings."""
+    """Embeddings are multiplied by this."""
     layers: list[LayerParts]
     final: Norm
 
 
 class Watch:
-    """Sees what parts rely on beyond the values of parameters: where these are, and which adapters count."""
+    """Sees what parts rely on beyond the values of parameters: where these are, and which adapters are active."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = [
@@ -314,7 +314,7 @@ def _check_rotation(body: Any) -> None:
 
 
 @torch.no_grad()
-def rotary_table(policy: Policy, kind: str, positions: int) -> Rotary:
+def _rotary_table(policy: Policy, kind: str, positions: int) -> Rotary:
     """The model's own cos and sin for positions 0, 1, …"""
     rotary = policy.body.rotary_emb
     at = torch.arange(positions, device=policy.device)[None]
@@ -322,3 +322,11 @@ def rotary_table(policy: Policy, kind: str, positions: int) -> Rotary:
     takes_kind = "layer_type" in inspect.signature(rotary.forward).parameters
     cos, sin = rotary(like, at, kind) if takes_kind else rotary(like, at)
     return Rotary(cos[0].contiguous(), sin[0].contiguous())
+
+
+def rotary_tables(policy: Policy, kinds: Iterable[str], positions: int, known: dict[str, Rotary]) -> dict[str, Rotary]:
+    """Tables of at least so many positions for these kinds of layers: the known ones where they suffice."""
+    if known and next(iter(known.values())).cos.shape[0] >= positions:
+        return known
+    positions = max(1024, 1 << (positions - 1).bit_length())
+    return {kind: _rotary_table(policy, kind, positions) for kind in set(kinds)}

@@ -23,6 +23,7 @@ from trimtab.model import liger
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
+from trimtab.model.load import refuse_unserved
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
 from trimtab.model.shelf import Shelf
@@ -31,9 +32,9 @@ from trimtab.model.transfer import HostMemory
 if TYPE_CHECKING:
     from trimtab.model.fused import FusedForward
 
-SERVED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTHS = [7, 12]
 TOLERANCE_NATS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
+"""How far two forward passes that should give the same log-probs may be apart (`_distance`), by the type they compute in."""
 
 
 class Keep(Enum):
@@ -50,19 +51,19 @@ class Policy:
     def __init__(self, model: Any, *, check: bool = True) -> None:
         self.model = model
         self.config = model.config.get_text_config()
-        self._refuse_unserved_layers()
+        refuse_unserved(model, self.name, self.config)
         self.body = model.get_decoder()
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self.head = self._head()
-        self.path = "the model's own modules"
+        self.description = "the model's own modules"
         """How packed rows run, and why not faster, in words for the user."""
         self._fused: FusedForward | None = None
         self.keep = Keep.ALL
         self.shelf: Shelf | None = None
         """Where the inputs of layers wait for the backward pass; None: on the device."""
         self.gradients: Gradients | None = None
-        """Where gradients of half-precision parameters add up; set by who trains them."""
+        """Where gradients of half-precision parameters add up; set by whoever trains them."""
         self.before_layer: Callable[[int], None] = lambda _: None
         """What a layer waits for, by its number: weights that arrive while others run."""
         if check:
@@ -128,7 +129,7 @@ class Policy:
         if kernels in ("auto", "native"):
             self.fuse()
         if kernels == "native" and not self.fused:
-            why = self.path if ":" in self.path else "they need a CUDA device and bfloat16"
+            why = self.description if ":" in self.description else "they need a CUDA device and bfloat16"
             raise ConfigError([Problem("run.kernels", f"fused layers do not serve this run: {why}", "Write auto.")])
         if kernels == "liger":
             self._use_liger()
@@ -141,7 +142,7 @@ class Policy:
         if not gap <= TOLERANCE_NATS[self.dtype]:
             what = f"Liger's kernels give other log-probs for {self.name} (off by {gap:.3g} nats)"
             raise ConfigError([Problem("run.kernels", what, "Write auto.")])
-        self.path = "the model's own modules with Liger's kernels"
+        self.description = "the model's own modules with Liger's kernels"
 
     def fuse(self) -> None:
         """From now on run packed rows through kernels made for training, where they serve this model on this device and agree
@@ -149,7 +150,7 @@ class Policy:
         if self.device.type != "cuda" or self.dtype not in (torch.bfloat16, torch.float16):
             return
         if find_spec("triton") is None:
-            self.path += ": Triton is not installed"
+            self.description += ": Triton is not installed"
             return
         from trimtab.model.fused import FusedForward
         from trimtab.model.parts import Unfusable
@@ -158,14 +159,14 @@ class Policy:
         try:
             self._fused = FusedForward(self)
         except Unfusable as reason:
-            self.path += f": {reason}"
+            self.description += f": {reason}"
             return
         gap = _distance(self._probe(), own)
         if gap <= TOLERANCE_NATS[self.dtype]:
-            self.path = "fused layers"
+            self.description = "fused layers"
         else:
             self._fused = None
-            self.path += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
+            self.description += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
 
     def forget(self) -> None:
         """Keep nothing of where the weights were: they have been put elsewhere."""
@@ -193,21 +194,6 @@ class Policy:
         scale = float(getattr(self.config, "logit_scale", None) or 1.0)
         scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
         return Head(linear.weight, linear.bias, scale, getattr(self.config, "final_logit_softcapping", None))
-
-    def _refuse_unserved_layers(self) -> None:
-        if not getattr(self.model, "_supports_attention_backend", False):
-            raise ModelError(
-                f"{self.name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
-                "for it without changing its result. Use a model whose class supports attention backends."
-            )
-        kinds = set(getattr(self.config, "layer_types", None) or []) - SERVED_LAYERS
-        if kinds:
-            raise ModelError(
-                f"{self.name} has layers of kind {', '.join(sorted(kinds))}; Trimtab serves "
-                f"{' and '.join(sorted(SERVED_LAYERS))} layers only."
-            )
-        if getattr(self.config, "is_encoder_decoder", False):
-            raise ModelError(f"{self.name} is an encoder-decoder model; Trimtab trains decoder-only models.")
 
     @torch.no_grad()
     def _check_packing(self) -> None:
@@ -237,7 +223,7 @@ class Policy:
 
 
 class WithoutAdapters:
-    """The model as it was before its adapters: their reference policy, for nothing."""
+    """The model without its adapters: their reference policy, which costs no memory."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head = policy, policy.head
@@ -331,7 +317,7 @@ AnyPolicy = Policy | WithoutAdapters | FromHost
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """In nats, of the worst token. Log-probs of the improbable are the noisiest and matter least: weighted by probability."""
+    """The worst token's difference in nats, weighted by probability: improbable words are the noisiest and matter least."""
     return float(((found - expected).abs() * expected.exp()).sum(-1).max())
 
 

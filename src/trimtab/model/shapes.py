@@ -16,7 +16,9 @@ class LayerShape:
     """What one layer stores for one token, and how it attends."""
 
     key: tuple[int, int]
+    """Heads and head size of keys."""
     value: tuple[int, int]
+    """The same of values."""
     heads: int
     rules: Rules
 

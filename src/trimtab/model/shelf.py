@@ -17,7 +17,7 @@ from trimtab.model.transfer import HostMemory
 
 @dataclass(eq=False)
 class Ticket:
-    """Where a tensor waits; events are of CUDA devices."""
+    """Where a tensor waits. `stored` and `arrived` are CUDA events."""
 
     buffer: HostMemory
     shape: torch.Size
@@ -32,7 +32,7 @@ class Ticket:
 
 
 class Shelf:
-    """Last in, first out."""
+    """Holds tensors in host memory, last in, first out."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,7 +42,7 @@ class Shelf:
         self._free: list[tuple[HostMemory, Any]] = []
         """Buffers, and when the last copy from them is done."""
         self._recent: list[Any] = []
-        """Of the last copies, in either direction, when they are done."""
+        """When the last copies, in either direction, are done."""
 
     def put(self, x: torch.Tensor) -> Ticket:
         buffer, read = self._buffer(x.nbytes)
@@ -63,12 +63,12 @@ class Shelf:
         return ticket
 
     def take(self, ticket: Ticket) -> torch.Tensor:
-        """The tensor again. The one put before it is asked for at the same time."""
+        """The tensor again. The one that was put before it is fetched at the same time."""
         self._fetch(ticket)
         self._tickets.remove(ticket)
         if self._tickets:
             self._fetch(self._tickets[-1])
-        x, ticket.fetched = ticket.fetched, None  # the ticket lives as long as the graph does
+        x, ticket.fetched = ticket.fetched, None  # the ticket lives as long as the graph
         assert x is not None, "taken twice"
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_event(ticket.arrived)
@@ -98,7 +98,7 @@ class Shelf:
         self._keep_up(ticket.arrived)
 
     def _keep_up(self, done: Any) -> None:
-        """Tensors that are copied are the allocator's again only when the device is through with them."""
+        """Wait for the copy of two tensors ago: a copied tensor is the allocator's again only when the device is done with it."""
         self._recent.append(done)
         if len(self._recent) > 2:
             self._recent.pop(0).synchronize()

@@ -6,7 +6,6 @@ non-finite metrics are shown as '-'. Text from outside is printed as it is: brac
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from trimtab.observe.card import StartCard
 from trimtab.observe.format import MISSING, count, duration, finite, gib, number, scores
 from trimtab.observe.history import History
 from trimtab.observe.panel import LivePanel, phase_table, step_line
+from trimtab.streams import outlet
 
 PLAIN_WIDTH = 120
 REFRESHES_A_SECOND = 1
@@ -33,22 +33,18 @@ class Console:
     def __init__(
         self,
         total_steps: int,
-        quiet: bool = False,
         live: bool | None = None,
         file: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`quiet`: warnings only. `live`: redraw in place; None: when `file` is a terminal. `file`: None is stdout."""
-        file = sys.stdout if file is None else file
-        if isinstance(file, io.TextIOWrapper):
-            file.reconfigure(errors="backslashreplace")  # a terminal that cannot show '±' must not end a run
+        """`live`: redraw in place; None: when `file` is a terminal. `file`: None is stdout."""
+        file = outlet(sys.stdout if file is None else file)
         terminal = file.isatty()
         width = None if terminal else PLAIN_WIDTH
         self._rich = RichConsole(file=file, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False)
-        self._quiet = quiet
         self.history = History(total_steps)
         self._panel = LivePanel(self.history, clock)
-        self._wants_live = (terminal if live is None else live) and not quiet
+        self._wants_live = terminal if live is None else live
         self._live: Live | None = None
 
     def card(self, card: StartCard) -> None:
@@ -75,7 +71,6 @@ class Console:
         self._print(Text(text))
 
     def warn(self, text: str) -> None:
-        """Shown even when quiet."""
         self._rich.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -105,8 +100,7 @@ class Console:
         self.close()
 
     def _print(self, thing: Any) -> None:
-        if not self._quiet:
-            self._rich.print(thing, soft_wrap=isinstance(thing, Text))
+        self._rich.print(thing, soft_wrap=isinstance(thing, Text))
 
     def _show_live(self) -> None:
         """Start the panel once; from then on its own thread redraws it, so a step never waits for the terminal."""

@@ -1,7 +1,7 @@
 """JSON lines on disk: every line written is strict JSON (no NaN), and a file replaced is replaced whole or not at all.
 
 A file that is appended to can end in a torn line after a kill; `read_jsonl` leaves exactly that line out. Damage
-anywhere else is an error, because no kill can cause it.
+anywhere else is an error, because neither a kill nor a full disk can cause it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def dump_line(row: Mapping[str, Any]) -> bytes:
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:
     """Write aside, then rename: a reader sees the old file or the new one, never a part."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}.writing")
     with aside.open("wb") as file:
         file.writelines(lines)
         file.flush()

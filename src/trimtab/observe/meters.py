@@ -27,9 +27,9 @@ def host_peak_gib() -> float:
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
 
 
-def process_tree_rss_gib(pid: int | None = None) -> float:
-    """Resident memory of a process (default: this one) and its descendants, now. Shared pages count once a process."""
-    root = psutil.Process(pid)
+def process_tree_rss_gib() -> float:
+    """Resident memory of this process and its descendants, now. Shared pages count once a process."""
+    root = psutil.Process()
     return sum(map(_rss_bytes, [root, *root.children(recursive=True)])) / GIB
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # trajectory.py needs torch; reading samples must not
 MAX_ROWS = 32
 
 
-def write_samples(run_dir: Path, step: int, groups: Sequence[Group], max_rows: int = MAX_ROWS) -> Path:
-    """Write at most `max_rows` completions and return the file."""
+def write_samples(run_dir: Path, step: int, groups: Sequence[Group]) -> Path:
+    """Write at most `MAX_ROWS` completions and return the file."""
     path = Path(run_dir) / "samples" / f"step-{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, (dump_line({"step": step} | _row(sample)) for sample in choose_samples(groups, max_rows)))
+    replace_file(path, (dump_line({"step": step} | _row(sample)) for sample in choose_samples(groups)))
     return path
 
 

@@ -7,6 +7,9 @@ A step may have more than one line (evaluation scores come in their own).
 
 from __future__ import annotations
 
+import io
+import math
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,14 +38,14 @@ class Sinks:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._wandb = _wandb_run(run_dir, observe.wandb, resume_step) if observe.wandb else None
         _keep_until(run_dir / METRICS_FILE, resume_step)
-        self._metrics = (run_dir / METRICS_FILE).open("ab", buffering=0)
+        self._metrics = io.FileIO(run_dir / METRICS_FILE, "a")
         first_step = 0 if resume_step is None else resume_step + 1
         self._events = EventFile(run_dir / "tensorboard", first_step) if observe.tensorboard else None
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Record one step. Values that are not finite are null in metrics.jsonl and are left out elsewhere."""
         row = {name: finite(value) for name, value in metrics.items()}
-        self._metrics.write(dump_line({"step": step} | row))
+        _append(self._metrics, dump_line({"step": step} | row))
         scalars = {name: value for name, value in row.items() if value is not None}
         if self._events:
             self._events.write(step, scalars)
@@ -57,9 +60,20 @@ class Sinks:
             self._wandb.finish()
 
 
+def _append(file: io.FileIO, line: bytes) -> None:
+    """All of a line, or an error and nothing of it: a full disk may take a part."""
+    end, left = file.seek(0, os.SEEK_END), memoryview(line)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(end)
+        raise
+
+
 def _keep_until(path: Path, resume_step: int | None) -> None:
     """Drop rows after `resume_step` and a torn last line, so that what is appended next continues a whole file."""
-    kept = [row for row in read_jsonl(path) if resume_step is not None and row["step"] <= resume_step]
+    kept = [row for row in read_jsonl(path) if resume_step is not None and row.get("step", math.inf) <= resume_step]
     replace_file(path, map(dump_line, kept))
 
 

@@ -1,7 +1,7 @@
 """Bytes that a micro-batch of the update keeps alive, and the most that exist at one time beside models and optimizer.
 
-Through the fused layers the figures are counted from what model/layer.py, head.py and packed.py allocate: a test runs that code
-with kernels that only allocate, over random shapes, and compares. Through a model's own modules they are what autograd saves for
+For the fused layers the figures are counted from what model/layer.py, head.py and packed.py allocate: a test runs that code with
+kernels that only allocate, over random shapes, and compares. For a model's own modules they are what autograd saves for
 transformers' usual layers. Both are affine in the tokens of a micro-batch, so that two measurements on a device correct them
 (probe.py).
 
@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
+from trimtab.config.run import Recompute
 from trimtab.plan.shape import Block, ModelShape
 
-Kept = bool | Literal["some"]
-"""`run.checkpoint_activations`: nothing is made again, some of it is, or all but a layer's input."""
 TILE = 256
 """Words of the vocabulary that the head's kernel reduces at a time."""
 PROGRAMS = 2112
-"""Of kernels that sum over tokens."""
+"""Programs of kernels that sum over tokens (model/kernels/train.py)."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,11 @@ class Row:
     segments: int
     """Prompts and samples."""
     pairs: int = 0
-    """Of a query and a key, over all segments."""
+    """Pairs of a query and a key, over all segments."""
 
     @classmethod
     def of_groups(cls, groups: int, prompt: int, samples: int, completion: int) -> Row:
-        """Whole groups: a prompt once, and of each sample all tokens but the last, which see that prompt again."""
+        """Whole groups: each prompt once, and all tokens of each sample but the last; they see their prompt again."""
         own = completion - 1
         return cls(
             groups * (prompt + samples * own),
@@ -59,46 +57,46 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Path:
+class UpdatePath:
     """How the update computes."""
 
     itemsize: int
     fused: bool
-    kept: Kept
+    recompute: Recompute
     chunk: int
     """`run.logprob_chunk`."""
     tiled_head: bool
-    """Log-probs by kernels that store no logits."""
+    """Log-probs come from kernels that store no logits."""
     rank: int = 0
-    """Of adapters on every linear layer; their base has no gradient."""
+    """Rank of the adapters on every linear layer, under which weights have no gradient; 0: there are none."""
     away: bool = False
     """Layers' inputs wait in host memory."""
     liger: bool = False
-    """Modules have Liger's kernels."""
+    """The model's modules run Liger's kernels."""
 
 
-def kept_by_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
-    """Bytes from a layer's forward pass to its backward pass."""
+def kept_by_layer(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -> int:
+    """Bytes that a layer keeps from its forward pass to its backward pass."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
     if not path.fused:
         return _kept_by_modules(shape, block, row, path)
-    if path.kept is True:
+    if path.recompute is True:
         return 0 if path.away else 4 * E * T
     attention = s * block.projected * (2 if block.head_norm else 1) + s * block.attended + 4 * block.heads
     residuals = 8 * E + 16 + (2 * s * E if block.sandwich else 0)
     gathered = _keys_and_scores(block, row, s)
     low = s * path.rank
-    if path.kept == "some":
+    if path.recompute == "some":
         return T * (attention + residuals + 5 * low) + gathered
     return T * (attention + residuals + 2 * s * E + 2 * s * block.width + 7 * low) + gathered
 
 
-def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
+def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -> int:
     T, E, s = row.tokens, shape.hidden, path.itemsize
-    if path.kept:
+    if path.recompute:
         return 0 if path.away else s * E * T
-    # A norm keeps what it reads and gives, and transformers' also what it reads in float32; a gated product keeps gate, up and
-    # result, and transformers' also the activated gate. Liger keeps neither of the two.
+    # A norm keeps its input and its output, and transformers' also its input in float32; a gated product keeps gate, up and
+    # result, and transformers' also the activated gate. Liger's keep neither of these extras.
     again = 0 if path.liger else 4 if s < 4 else s
     norms = (4 if block.sandwich else 2) * (again + 2 * s) * E
     heads = (
@@ -109,24 +107,24 @@ def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: Path) -> i
 
 
 def _keys_and_scores(block: Block, row: Row, itemsize: int) -> int:
-    """Keys and values laid out for every segment, and the scores of attention that no fused kernel does."""
+    """Bytes of keys and values laid out for every segment, and of scores where no fused kernel computes the attention."""
     laid_out = itemsize * block.kv_elements * row.seen if row.seen != row.tokens else 0
     return laid_out + (row.pairs * block.heads * _score_bytes(itemsize) if block.dense else 0)
 
 
 def _score_bytes(itemsize: int) -> int:
-    """Of a pair and a head: before and after the softmax in float32, and rounded."""
+    """Bytes of one pair's score in one head: before and after the softmax in float32, and rounded to half precision."""
     return 8 if itemsize >= 4 else 8 + itemsize
 
 
-def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> int:
-    """The most that a layer's backward pass has beside what was kept: what it makes again, and gradients on their way."""
+def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -> int:
+    """The most bytes that a layer's backward pass holds beside what was kept: what it recomputes, and gradients in between."""
     T, E, s, F = row.tokens, shape.hidden, path.itemsize, block.used_width
     again = 0
-    if path.kept is True or (path.kept and not path.fused):
-        whole = replace(path, kept=False, away=False)
+    if path.recompute is True or (path.recompute and not path.fused):
+        whole = replace(path, recompute=False, away=False)
         again = kept_by_layer(shape, block, row, whole)
-    elif path.kept == "some":
+    elif path.recompute == "some":
         again = T * (2 * s * E + 2 * s * F + 2 * s * path.rank)
     scores = _score_bytes(s) * block.heads * row.pairs if block.dense and not again else 0
     keys = s * block.kv_elements * row.seen
@@ -144,8 +142,8 @@ def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: Path) -> 
     return again + max(feed_forward, norm, waiting + flash + scores, waiting + turned)
 
 
-def head(shape: ModelShape, row: Row, path: Path) -> tuple[int, int]:
-    """Bytes of the log-prob head in its forward pass, which stay, and in its backward pass beside them."""
+def head(shape: ModelShape, row: Row, path: UpdatePath) -> tuple[int, int]:
+    """Bytes that the log-prob head keeps for its backward pass, and the most that either of its passes needs beside them."""
     R, E, V, s = row.predicted, shape.hidden, shape.vocabulary, path.itemsize
     numbers = 4 * max(1, s // 4)
     kept = R * s * E
@@ -159,11 +157,11 @@ def head(shape: ModelShape, row: Row, path: Path) -> tuple[int, int]:
     return kept, max(forward, backward)
 
 
-def update_peak(shape: ModelShape, row: Row, path: Path) -> dict[str, int]:
-    """What exists at the fullest moment of a micro-batch's forward and backward passes, beside weights and gradients."""
+def update_peak(shape: ModelShape, row: Row, path: UpdatePath) -> dict[str, int]:
+    """Bytes by component at the fullest moment of a micro-batch's forward and backward passes, beside weights and gradients."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
     kept = sum(count * kept_by_layer(shape, block, row, path) for block, count in shape.kinds.items())
-    if not (path.fused and path.kept is True):
+    if not (path.fused and path.recompute is True):
         kept += 4 * E * T if path.fused else s * E * T
     stays, head_work = head(shape, row, path)
     layer_work = T * s * E + max(backward_of_layer(shape, block, row, path) for block in shape.kinds)
@@ -172,11 +170,11 @@ def update_peak(shape: ModelShape, row: Row, path: Path) -> dict[str, int]:
     return {"activations": kept + row.numbers, "log-prob head": 0, "backward work": layer_work}
 
 
-def score_peak(shape: ModelShape, row: Row, path: Path) -> dict[str, int]:
-    """The same without a gradient: a layer or two at a time, and the head's forward pass."""
+def score_peak(shape: ModelShape, row: Row, path: UpdatePath) -> dict[str, int]:
+    """The same for a pass without gradients: a layer or two at a time, and the head's forward pass."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
     block = max(shape.kinds, key=lambda b: b.projected + 2 * b.used_width)
-    full = Path(s, path.fused, False, path.chunk, path.tiled_head, path.rank)
+    full = UpdatePath(s, path.fused, False, path.chunk, path.tiled_head, path.rank)
     work = kept_by_layer(shape, block, row, full) + T * (4 + s) * E + T * s * block.used_width
     rows, _ = head(shape, row, path)
     chunk = min(path.chunk, row.predicted)

@@ -1,5 +1,5 @@
-"""What `trimtab tune` found, kept by model, work, device and versions in TRIMTAB_CACHE, or else the user's cache folder. A later
-run of the same on such a device starts with it; anything else about the run stays as planned.
+"""What `trimtab tune` found, kept by model, work, device and versions in TRIMTAB_CACHE, or else in the user's cache folder. A
+later run of the same work on such a device starts with it; everything else about that run stays as planned.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prepare() -> None:
 
 
 def key_of(job: Job, machine: Machine, run: Run) -> str:
-    """Of everything that the best sizes depend on: the job, the device, pinned keys other than those sizes, and versions."""
+    """A hash of all that the best sizes depend on: the job, the device, pinned keys other than those sizes, and versions."""
     pinned = run.model_dump()
     pinned["token_budget"] = pinned["rollout"]["max_sequences"] = "auto"
     shape = job.shape
@@ -75,7 +75,7 @@ def keep(tuned: Tuned, job: Job, machine: Machine, run: Run, when: str) -> Path:
 
 
 def recall(job: Job, machine: Machine, run: Run) -> dict[str, Any] | None:
-    """What was kept for the same; None where there is nothing, or nothing that can be read."""
+    """What was kept for this work on such a machine; None where there is nothing, or nothing that can be read."""
     try:
         read = json.loads((folder() / f"{key_of(job, machine, run)}.json").read_text())
         found: dict[str, Any] = {
@@ -89,7 +89,7 @@ def recall(job: Job, machine: Machine, run: Run) -> dict[str, Any] | None:
 
 
 def applied(run: Run, found: dict[str, Any]) -> tuple[Run, dict[str, int]]:
-    """`run` with what was found in the place of `auto`, and which keys that are."""
+    """`run` with what was found in place of `auto`, and the keys that got a value so."""
     values = {}
     if run.token_budget == "auto":
         values["run.token_budget"] = int(found["token_budget"])

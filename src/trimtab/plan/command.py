@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
-
-from rich.console import Group, RenderableType
-from rich.text import Text
+from typing import Any
 
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.run import Run, parse_bytes
@@ -19,11 +16,11 @@ from trimtab.plan.job import Machine
 from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot, widest
-from trimtab.plan.report import as_dict, offers
+from trimtab.plan.report import as_dict
 from trimtab.plan.source import EXAMPLE, MODEL, job_of, lengths_of, offline_job_of
 
 HOST = 256 * GIB
-"""Of a machine that is not here and of which nothing else is said."""
+"""Host memory of a machine that is not this one, where nobody says how much it has."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +47,10 @@ class Look:
     def as_dict(self) -> dict[str, Any]:
         found = as_dict(self.plan) | {"profile": self.profile, "notes": list(self.notes)}
         if not self.plan.fits:
-            found["refusal"] = str(self._refusal())
+            found["refusal"] = str(self.refusal())
         return found
 
-    def view(self) -> RenderableType:
-        from trimtab.observe.plan_view import plan_view
-
-        parts: list[RenderableType] = [plan_view(self.plan, offers(self.plan, self.config.run, self.profile))]
-        parts += [Text(note, style="dim") for note in self.notes]
-        if not self.plan.fits:
-            parts.append(Text(str(self._refusal()), style="red"))
-        return Group(*parts)
-
-    def _refusal(self) -> ConfigError:
+    def refusal(self) -> ConfigError:
         return refuse(self.plan, self.config.run, self.profile)
 
 
@@ -95,6 +83,9 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     if config.run.engine == "sglang" and machine.cpu:
         fix = "Write run.engine: native or vllm, or name a --device."
         raise ConfigError([Problem("run.engine", "SGLang needs a GPU, and this is a CPU", fix)])
+    if config.run.kernels in ("native", "liger") and machine.cpu:
+        what = f"{config.run.kernels} kernels need a GPU, and this is a CPU"
+        raise ConfigError([Problem("run.kernels", what, "Write auto, or name a --device.")])
     refuse_small_kv(config.run, job, machine)
     refuse_what_engines_cannot(config.run, job, machine)
     plan = place_over(config.run, job, machine, profile)
@@ -107,7 +98,7 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
 
 
 def _found_models(config: Config, folder: Path) -> Config:
-    """Reward models where training looks for them: in the config's folder first."""
+    """The config with the paths of reward models that lie in its own folder, where training looks first."""
     parts = []
     for part in config.reward:
         here = folder / Path(part.fn.removeprefix(MODEL)).expanduser()
@@ -158,6 +149,3 @@ def _bytes(option: str, value: str | None) -> int | None:
     if not isinstance(found, int) or found < GIB // 4:
         raise ConfigError([Problem(option, f"{value!r} is too little to plan with", "Give a unit, such as 40GiB.")])
     return found
-
-
-assert set(get_args(Run.model_fields["profile"].annotation)) == set(PROFILES)

@@ -31,9 +31,9 @@ class Device:
     lends: bool = True
     """Memory can be given up and taken back at the same addresses."""
     tiled_head: bool = False
-    """The kernels for log-probs without logits serve it."""
+    """It runs the kernels that compute log-probs without storing logits."""
     bfloat16: bool = True
-    """It has units for that."""
+    """It has units that compute in bfloat16."""
 
 
 def _gpu(
@@ -102,11 +102,19 @@ def of_size(memory: int) -> Device:
     return replace(like, name=f"{memory / GIB:.0f} GiB device (rates of {like.name})", memory=memory)
 
 
-def nearest(name: str, memory: int) -> Device:
-    """The catalogue's entry for a device that torch names, or one like it by size."""
-    letters = re.sub(r"[^a-z0-9]", "", name.lower())
-    matches = [key for key in CATALOGUE if key.split("-")[0] in letters]
+def nearest(name: str, memory: int, total: int | None = None) -> Device:
+    """The catalogue's entry for a device that torch names, or one like it by size. `memory`: what a plan may count on; `total`:
+    what the device has, where that is more."""
+    total = total or memory
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    matches = [key for key in CATALOGUE if re.search(_spelled(key), words)]
     if not matches:
-        return replace(of_size(memory), name=name)
-    best = min(matches, key=lambda key: abs(CATALOGUE[key].memory - memory))
+        return replace(of_size(total), name=name, memory=memory)
+    best = min(matches, key=lambda key: abs(CATALOGUE[key].memory - total))
     return replace(CATALOGUE[best], name=name, memory=memory)
+
+
+def _spelled(key: str) -> str:
+    """How torch's names spell a device of the catalogue: `RTX 4090`, `A10G`, `GH200`, but not an `A100` for an `A10`."""
+    model = re.sub(r"([a-z])(\d)", r"\1-?\2", key.split("-")[0])
+    return rf"(^|-)g?{model}[a-z]*(-|$)"

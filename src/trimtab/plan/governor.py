@@ -1,10 +1,10 @@
-"""Keeps learning from what is measured: between steps it moves an automatic token budget to where measured memory would put it.
+"""Corrects a plan by what is measured: between steps it moves an automatic token budget to where measured memory would put it.
 
 A budget that the plan had to make small for lack of memory is raised where measured peaks show room, a quarter at a time, and
 lowered where a peak came too near the limit. It stays below every size that has run out of memory (`Guard.ceiling`) and within
-what is useful. Where the device waits for the host to launch its work, twice the budget is useful; some activations are then made
-again instead of kept, where that costs a step little, so that it needs hardly more memory than before. What is learned does not
-depend on it.
+what is useful. Where the device waits for the host to launch its work, twice the budget is useful; some activations are then
+recomputed instead of kept, where that costs a step little, so that it needs hardly more memory than before. What is learned does
+not depend on it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trimtab.config.run import Recompute
 from trimtab.plan.ledger import GIB, UNSEEN
-from trimtab.plan.planner import GRAIN, WIDEST, Plan, kept_when_wider, useful_tokens
-from trimtab.update.updater import Recompute
+from trimtab.plan.planner import GRAIN, WIDEST, Plan, recompute_when_wider, useful_tokens
 
 RAISE, LOWER = 1.25, 0.8
+"""What the budget is multiplied by where there is room, and the largest micro-batch where a peak came too near the limit."""
+FILLED = 0.9
+"""A budget is raised only if the largest micro-batch filled more of it than this: otherwise packing makes no use of more."""
+OF_ROOM, OF_CEILING = 0.95, 0.9
+"""How near a raised budget may come to the size that should just fit by what was measured, and to one that ran out of memory."""
 WAITS = 0.1
-"""A device that is no further behind the host than so much of a micro-batch waits for it."""
+"""The device is waiting for its host if it is behind it by less than this share of a micro-batch."""
 IN_A_ROW = 2
-"""Steps: the first also compiles."""
+"""Steps in a row that the device must have waited in: the first step also compiles."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +38,19 @@ class Move:
 
 @dataclass
 class Governor:
-    """Moves one budget. `automatic`: the user did not pin it; `may_recompute`: nor whether activations are made again."""
+    """Moves one budget. `automatic`: the user did not pin it. `may_recompute`: nor whether activations are recomputed."""
 
     plan: Plan
     automatic: bool
     may_recompute: bool = False
     updates: int = 1
-    """Of a step: those of one micro-batch each gain nothing from larger ones."""
+    """Updates of a step: where each is one micro-batch already, larger ones gain nothing."""
     _waited: int = field(default=0, init=False)
     """Steps in a row in which the device waited for the host."""
 
     def next_move(self, metrics: Mapping[str, float], now: Move, ceiling: int | None) -> Move | None:
-        """What the next step is to run with, if it is something else than now. Where the guard has changed that since the step,
-        it has decided."""
+        """What the next step is to run with; None to leave it as it is. A budget that the guard has changed since the step that
+        was measured stays as the guard set it."""
         peak, largest = metrics.get("memory/update_peak_gib"), metrics.get("run/max_microbatch_tokens")
         if (
             not self.automatic
@@ -59,7 +64,7 @@ class Governor:
         if peak > self._limit:
             lower = max(self.plan.job.longest_trained, int(LOWER * largest) // GRAIN * GRAIN)
             return Move(lower, now.recompute) if lower < now.budget else None
-        if largest <= 0.9 * now.budget or metrics.get("run/microbatches", 1) <= self.updates:
+        if largest <= FILLED * now.budget or metrics.get("run/microbatches", 1) <= self.updates:
             return None
         most, step, recompute = useful_tokens(self.plan), RAISE, now.recompute
         room = (self._limit - self._states) / max(1e-9, peak - self._states)
@@ -70,9 +75,9 @@ class Governor:
                 room = 2.0 * step  # it takes hardly more memory than now
         if now.budget >= most:
             return None
-        higher = int(min(most, now.budget * min(step, 0.95 * room))) // GRAIN * GRAIN
+        higher = int(min(most, now.budget * min(step, OF_ROOM * room))) // GRAIN * GRAIN
         if ceiling is not None:
-            higher = min(higher, int(0.9 * ceiling))
+            higher = min(higher, int(OF_CEILING * ceiling))
         if higher <= now.budget:
             return None
         self._waited = 0
@@ -81,16 +86,17 @@ class Governor:
     def _recompute(self, now: Move, budget: int) -> Recompute:
         if not self.may_recompute or now.recompute is not False:
             return now.recompute
-        return kept_when_wider(self.plan, now.budget, budget)
+        return recompute_when_wider(self.plan, now.budget, budget)
 
     @property
     def _limit(self) -> float:
+        """GiB that the update may allocate: the plan's limit less what no meter sees."""
         seen = self.plan.ledger["update"]
         unseen = seen.device_bytes - seen.allocated
         return (self.plan.limits.device - unseen) / GIB
 
     @property
     def _states(self) -> float:
-        """What does not grow with a micro-batch, as allocated."""
+        """GiB allocated in the update that do not grow with a micro-batch."""
         work = ("activations", "log-prob head", "backward work", *UNSEEN)
         return sum(size for name, size in self.plan.ledger["update"].device.items() if name not in work) / GIB

@@ -27,7 +27,7 @@ def pick_device(run: Run) -> torch.device:
 
 
 def pick_reward_workers(run: Run) -> int:
-    """Known before the model is: rewards are tried first."""
+    """Chosen without a plan: reward functions are tried before a model is loaded."""
     return workers_for(physical_cores()) if run.reward_workers == "auto" else run.reward_workers
 
 
@@ -55,14 +55,14 @@ def machine_here(device: torch.device) -> Machine:
 
 
 def _device_here(device: torch.device) -> Device:
-    """The context is this process's own, so it is gone from what is free; a plan counts it."""
+    """The device as a plan sees it, which counts the CUDA context: this process has it already, so what is free lacks it."""
     from trimtab.rollout.native.arena import why_not_lendable
 
     properties = torch.cuda.get_device_properties(device)
     free = free_memory(device) + torch.cuda.memory_reserved(device)
     share = torch.cuda.get_per_process_memory_fraction(device.index)
     memory = min(free, int(share * properties.total_memory)) + CONTEXT
-    found = nearest(properties.name, memory)
+    found = nearest(properties.name, memory, properties.total_memory)
     return replace(
         found, lends=not why_not_lendable(device), tiled_head=properties.major >= 9, bfloat16=properties.major >= 8
     )

@@ -17,14 +17,14 @@ class Machine:
     device: Device
     devices: int = 1
     host_memory: int = 0
-    """Of one machine, free."""
+    """Bytes that are free on one host."""
     cores: int = 1
     cpu: bool = False
     """There is no device but the host: one memory for all."""
     per_host: int = 8
-    """Devices of one machine."""
+    """Devices of one host."""
     engines: tuple[str, ...] = ()
-    """Other libraries than Trimtab that could generate here."""
+    """Other libraries that could generate here."""
 
     @property
     def hosts(self) -> int:
@@ -33,7 +33,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Correction:
-    """What was measured of a micro-batch (probe.py). Bytes: factor x counted + rest."""
+    """What was measured of micro-batches (probe.py): one takes factor * counted + rest bytes."""
 
     factor: float = 1.0
     rest: int = 0
@@ -53,31 +53,31 @@ class Job:
     prompts: int
     samples: int
     longest_prompt: int
-    """That is accepted."""
+    """Tokens of the longest prompt that is accepted."""
     typical_prompt: int
-    """The longest seen."""
+    """Tokens of the longest prompt that was seen."""
     completion: int
-    """Most new tokens."""
+    """Most new tokens of a sample."""
     eval_sequences: int = 0
     eval_completion: int = 0
     rank: int = 0
-    """Of adapters; 0: every parameter is trained."""
+    """Rank of the adapters; 0: every parameter is trained."""
     adapters: int = 0
-    """Their parameters."""
+    """Parameters of the adapters."""
     reference: bool = False
-    """There is a second set of weights to compare with."""
+    """The reference policy has weights of its own."""
     critic: ModelShape | None = None
-    """Of PPO's value model."""
+    """PPO's value model; None: there is none."""
     reward_models: tuple[ModelShape, ...] = ()
-    """Beside the policy; what they read is taken to be as long as what it reads."""
+    """Reward models on the device; what they read is taken to be as long as what the policy reads."""
     environment: bool = False
-    """Completions are conversations: there are workers for what answers."""
+    """Completions are conversations with an environment, which has workers of its own."""
     eight_bit: bool = False
-    """Moments are kept in 8 bits."""
+    """The optimizer's moments are kept in 8 bits."""
     compared: bool = False
-    """Samples are scored by a reference policy: those weights, or the model without its adapters."""
+    """Samples are scored by a reference policy: weights of its own, or the model without its adapters."""
     old_logprobs: bool = False
-    """They are computed before the update."""
+    """Old log-probs are computed before the update."""
     epochs: int = 1
     """Passes over a step's batch."""
     training: bool = True
@@ -87,13 +87,13 @@ class Job:
     fused: bool = True
     """The update runs through fused layers."""
     liger: bool = False
-    """Or through the model's modules with Liger's kernels."""
+    """The update runs through the model's own modules with Liger's kernels."""
     tiled_head: bool = True
     """Log-probs come from kernels that store no logits."""
     steps: int | None = None
-    """Of the run; None: nobody knows."""
+    """Steps of the run; None: not known."""
     lengths: tuple[float, ...] = ()
-    """New tokens of a sequence at evenly spaced quantiles, where steps have been seen; none: all are as long as they may be."""
+    """New tokens of a sequence at evenly spaced quantiles, where they are known; empty: all are as long as they may be."""
 
     correction: Correction = COUNTED
 
@@ -112,12 +112,12 @@ class Job:
 
     @property
     def longest_sequence(self) -> int:
-        """That is generated, in training or evaluation."""
+        """Tokens of the longest sequence that is generated, in training or evaluation."""
         return self.longest_prompt + self.new_tokens
 
     @property
     def longest_trained(self) -> int:
-        """That a micro-batch has to hold."""
+        """Tokens of the longest sequence that is trained on: a micro-batch has to hold it."""
         return self.longest_prompt + self.completion
 
     @property
@@ -141,7 +141,7 @@ class Job:
         return sum(length >= token for length in self.lengths) / len(self.lengths)
 
     def row(self, budget: int) -> Row:
-        """A full micro-batch of this budget, in the mix of prompts and completions that keeps the most alive: each sample of a
+        """A full micro-batch of this budget, in the mix of prompts and completions that takes the most memory: each sample of a
         group sees the whole prompt again."""
         whole = Row.of_groups(1, self.typical_prompt, self.samples, self.completion)
         if whole.tokens <= budget:
@@ -152,11 +152,11 @@ class Job:
 
     @property
     def step_row(self) -> Row:
-        """All of a step as one row, as long as it may be."""
+        """All of a step as one row, completions as long as they may be."""
         return Row.of_groups(self.prompts, self.typical_prompt, self.samples, self.completion)
 
     @property
     def expected_row(self) -> Row:
-        """The same at the lengths expected: time is predicted for these, memory never."""
+        """The same with completions as long as expected: time is predicted for these lengths, memory never."""
         completion = max(1, round(self.expected_completion))
         return Row.of_groups(self.prompts, self.typical_prompt, self.samples, completion)

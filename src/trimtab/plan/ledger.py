@@ -1,8 +1,8 @@
 """Where memory goes: bytes of every phase of a step and of every component in it, on a device and on its host, before it runs.
 
-States and the KV cache are exact arithmetic; activations are counted (activations.py). Two sums come out of a phase: `allocated`,
-which is what torch and the engine hand out and what a meter compares with, and `device_bytes`, which adds what no meter of theirs
-sees: the CUDA context, graphs, and the room that an allocator leaves between tensors.
+States and the KV cache are exact arithmetic; activations are counted (activations.py). A phase has two sums: `allocated`, which
+is what torch and the engine hand out and what their meters are compared with, and `device_bytes`, which adds what these meters do
+not see: the CUDA context, graphs, and the room that an allocator leaves between tensors.
 
 With more than one device the trainer's states are sharded over all of them and gathered layer by layer; rollout has its own
 copies, cut over `tensor` devices each, and the two take turns on the same devices.
@@ -13,26 +13,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from trimtab.config.run import Run
-from trimtab.plan.activations import Path, Row, score_peak, update_peak
+from trimtab.plan.activations import Row, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import COUNTED, Job, Machine
 
 MIB, GIB = 2**20, 2**30
 # Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
 # when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
 CONTEXT = 690 * MIB
-"""Of the driver and its libraries."""
+"""Device memory of the driver and its libraries."""
 GRAPHS = 140 * MIB
-"""And the kernels in them."""
+"""Device memory of CUDA graphs and of loaded kernels."""
 ASLEEP, AWAKE = CONTEXT + GRAPHS + 940 * MIB, 260 * MIB
-"""Of another library's process that has given its memory up, and what more one has that generates, beside weights, KV and work:
-vLLM 0.25 kept 1.41 GiB at 0.5B parameters and 1.69 at 7B, SGLang 0.5.17 1.34 (bench/results/engines-2026-11-16.md)."""
+"""What another library's process holds that has given its memory up, and how much more one that generates holds beside weights,
+KV and work: vLLM 0.25 kept 1.41 GiB at 0.5B parameters and 1.69 at 7B, SGLang 0.5.17 1.34
+(bench/results/engines-2026-11-16.md)."""
 WORKSPACES = 2 * 32 * MIB
-"""Of cuBLAS, from torch's allocator: one a stream, which are the update's and that of the capture of graphs. 32 MiB each on
-Hopper, less before it."""
+"""cuBLAS takes a workspace from torch's allocator for each stream, of which there are two: the update's, and the one that graphs
+are captured on. 32 MiB each on Hopper, less on older devices."""
 ROUNDING = MIB // 4
-"""On average, of a large tensor: torch's allocator hands out a block that is up to 1 MiB larger."""
+"""Lost on average by a large tensor: torch's allocator hands out a block that is up to 1 MiB larger."""
 SLACK = 0.02
-"""Between tensors: of what the allocator handed out at most."""
+"""Room that the allocator leaves between tensors, as a share of the most that it handed out."""
 PROCESS = 3 * GIB
 """Host memory of a process with torch and CUDA."""
 CPU_PROCESS = GIB
@@ -41,14 +42,15 @@ WORKER = GIB // 4
 """Host memory of a reward worker."""
 ENGINE = "engine's processes"
 UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
+"""Components that the meters of torch and of the native engine do not see."""
 PIECE, SLOTS = 2**26, 3
 """Elements of a piece of an offloaded optimizer's state, and how many pieces are on the device while it steps."""
 REWARD_TOKENS = 8192
-"""Of a row that a reward model scores at a time."""
+"""Tokens of a row that a reward model scores at a time."""
 BLOCK = 256
-"""Elements that share a scale, where moments have 8 bits."""
+"""Elements that share a scale where moments have 8 bits."""
 CHUNK = 2**22
-"""Elements whose 8-bit moments are made whole at one time: in full, as shares of a block's largest, and as numbers of codes."""
+"""Elements whose 8-bit moments are widened at a time: to full precision, as shares of a block's largest, and as code numbers."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Ledger:
 
     @property
     def fullest(self) -> Phase:
-        """On the device, or on the host where that is all there is."""
+        """The fullest phase on the device, or on the host where there is no device."""
         return max(self.phases, key=lambda phase: (phase.device_bytes, phase.host_bytes))
 
     @property
@@ -113,7 +115,7 @@ class Ledger:
 
     @property
     def binding(self) -> str:
-        """The largest component of the fullest phase that is not the model itself."""
+        """The largest component of the fullest phase, without what every plan has, such as the weights."""
         parts = self.fullest.device or self.fullest.host
         fixed = {"weights", "processes", *UNSEEN} - {ENGINE}
         loose = {name: size for name, size in parts.items() if name not in fixed}
@@ -165,33 +167,33 @@ def _training_phases(
     ]
 
 
-def update_path(job: Job, run: Run) -> Path:
+def update_path(job: Job, run: Run) -> UpdatePath:
     assert run.logprob_chunk != "auto" and run.checkpoint_activations != "auto"
-    return Path(
+    return UpdatePath(
         job.itemsize, job.fused, run.checkpoint_activations, run.logprob_chunk, job.tiled_head, job.rank,
         away=run.offload.activations is True, liger=job.liger,
     )  # fmt: skip
 
 
 def least_kv_bytes(job: Job, run: Run, sequences: int, page_tokens: int) -> int:
-    """Of so many of the longest sequences, each of which has to be held whole. SGLang wants a page more (sglang/arguments.py)."""
+    """Bytes of so many of the longest sequences, each held whole. SGLang wants a page more for each (sglang/arguments.py)."""
     more = page_tokens if run.engine == "sglang" else 0
     return kv_bytes(job, sequences, job.longest_sequence + more, page_tokens)
 
 
 def kv_bytes(job: Job, sequences: int, tokens: int, page_tokens: int) -> int:
-    """Of sequences that long, in whole pages and with the one more that a fork copies."""
+    """Bytes of so many sequences of so many tokens, in whole pages and with the one more that a fork copies."""
     pages = -(-tokens // page_tokens) + 1
     return sequences * pages * page_tokens * job.shape.kv_elements * job.itemsize
 
 
 def optimizer_bytes(job: Job) -> int:
-    """Two moments, and masters where the weights are not their own."""
+    """Bytes of two moments, and of float32 masters where the weights are not their own masters."""
     return _state_bytes(job, job.trained)
 
 
 def _critic_state(job: Job) -> int:
-    """Its masters and moments. It is trained as the policy is: whole, or by adapters of the same rank."""
+    """Bytes of the critic's masters and moments. It is trained as the policy is: whole, or by adapters of the same rank."""
     return _state_bytes(job, _critic_trained(job))
 
 
@@ -200,7 +202,7 @@ def _state_bytes(job: Job, count: int) -> int:
 
 
 def moment_bytes(job: Job, count: int) -> int:
-    """Two numbers an element; of 8 bits, with a scale in float32 for each block."""
+    """Bytes of two moments for each of `count` elements; in 8 bits, each block also has a scale in float32."""
     return 2 * (count + 4 * -(-count // BLOCK)) if job.eight_bit else 2 * _wide(job) * count
 
 
@@ -239,7 +241,7 @@ def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
 
 
 def _gathered(job: Job, place: Placement) -> dict[str, int]:
-    """Whole layers on their way: this one and the next, their gradient, and embedding and head throughout."""
+    """Bytes of what sharding gathers: this layer and the next, a gradient, and embedding and head throughout."""
     if place.shards == 1:
         return {}
     largest = max(block.parameters for block in job.shape.kinds)
@@ -248,7 +250,7 @@ def _gathered(job: Job, place: Placement) -> dict[str, int]:
 
 
 def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
-    """The engine's own memory, while it generates."""
+    """The engine's memory while it generates."""
     found = _generating(job, machine, run, place)
     if run.outside and not machine.cpu:
         return {ENGINE: _elsewhere(found) + processes_of(run) * (ASLEEP + AWAKE)}
@@ -256,7 +258,7 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
 
 
 def _generating(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
-    """Pages, what a decode step needs, a pass over prompts, and weights where they are not shared."""
+    """The same by component: KV cache, a decode step, a pass over prompts, and weights where they are not the trainer's."""
     rollout, shape, s = run.rollout, job.shape, job.itemsize
     assert rollout.kv_memory != "auto" and rollout.max_sequences != "auto" and rollout.prefill_tokens != "auto"
     mine = -(-job.in_flight * place.tensor // machine.devices)
@@ -284,17 +286,17 @@ def _generating(job: Job, machine: Machine, run: Run, place: Placement) -> dict[
 
 
 def _rewarding(job: Job) -> dict[str, int]:
-    """What the largest reward model needs for a full row of whole conversations, one after the other, while the engine holds
-    its own."""
+    """What the largest reward model needs for a full row of whole conversations. Reward models take turns, while the engine keeps
+    its memory."""
     tokens = max(job.longest_sequence, min(REWARD_TOKENS, job.in_flight * job.longest_sequence))
     row = Row(tokens, max(1, tokens // job.longest_sequence), tokens, max(1, tokens // job.longest_sequence))
-    path = Path(job.itemsize, False, False, 1, True)
+    path = UpdatePath(job.itemsize, False, False, 1, True)
     works = [sum(score_peak(shape, row, path).values()) for shape in job.reward_models]
     return {"reward models' work": max(works)} if works else {}
 
 
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
-    """The engine adds adapters to a copy of the weights where there is room for two: decoding is faster so."""
+    """The engine merges adapters into a copy of the weights where there is room for two copies: decoding is then faster."""
     size = (job.shape.parameters - job.shape.table * (1 if job.shape.tied else 2)) * job.itemsize
     alone = job.rank and not machine.cpu and machine.devices == 1
     if not alone or machine.device.memory - phase.device_bytes <= 2 * size:
@@ -302,7 +304,7 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     return {"merged copy": size}
 
 
-def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: Path) -> dict[str, int]:
+def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: UpdatePath) -> dict[str, int]:
     if not (job.compared or job.old_logprobs or job.critic):
         return resident
     assert run.score_token_budget != "auto"
@@ -318,43 +320,43 @@ def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], pat
     return resident | visiting | _gathered(job, place) | work
 
 
-def _updating(job: Job, machine: Machine, run: Run, path: Path) -> dict[str, int]:
+def _updating(job: Job, machine: Machine, run: Run, path: UpdatePath) -> dict[str, int]:
     assert run.token_budget != "auto"
     budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
     return update_work(job, job.row(budget), path) | rounding
 
 
-def _improving_critic(job: Job, machine: Machine, run: Run, path: Path) -> list[dict[str, int]]:
-    """A critic's own micro-batch, with its gradients in the place of the policy's."""
+def _improving_critic(job: Job, machine: Machine, run: Run, path: UpdatePath) -> list[dict[str, int]]:
+    """A micro-batch of the critic, with its gradients in place of the policy's."""
     if job.critic is None:
         return []
     trained = {"gradients": _wide(job) * _critic_trained(job)}
     return [trained | _updating(replace(job, shape=job.critic), machine, run, critic_path(path))]
 
 
-def critic_path(path: Path) -> Path:
-    """One number a token needs no logits."""
+def critic_path(path: UpdatePath) -> UpdatePath:
+    """The critic's head gives one number a token: it needs no logits."""
     return replace(path, chunk=1, tiled_head=True)
 
 
-def update_work(job: Job, row: Row, path: Path) -> dict[str, int]:
-    """`update_peak`, corrected by what was measured."""
+def update_work(job: Job, row: Row, path: UpdatePath) -> dict[str, int]:
+    """Bytes by component as `update_peak` counts them, corrected by what was measured."""
     found = {name: int(job.correction.factor * size) for name, size in update_peak(job.shape, row, path).items()}
     found["activations"] = max(0, found["activations"] + job.correction.rest)
     return found
 
 
-def rounding_bytes(job: Job, path: Path) -> int:
-    """Lost by the tensors that layers keep; where that has been measured it is in the correction."""
+def rounding_bytes(job: Job, path: UpdatePath) -> int:
+    """What the allocator's rounding adds to the tensors that layers keep; once measured, it is in the correction."""
     if job.correction != COUNTED:
         return 0
-    tensors = {False: 9, "some": 7, True: 1}[path.kept]
+    tensors = {False: 9, "some": 7, True: 1}[path.recompute]
     return ROUNDING * tensors * job.shape.layers
 
 
 def _stays(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
-    """Of the engine, while others work. Another process that lends nothing keeps what it had for prompts and steps as well."""
+    """What the engine holds while others work. Processes that lend nothing also keep what prompts and decode steps needed."""
     if not job.generates:
         return {}
     lent, elsewhere = run.rollout.lend_memory is True, run.outside and not machine.cpu
@@ -364,7 +366,7 @@ def _stays(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, 
 
 
 def _awake(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
-    """Of an engine outside that has its memory and does nothing: from new weights on it is ready for the next rollout."""
+    """What an outside engine holds while it is idle but has its memory back: it does from new weights to the next rollout."""
     if not job.generates or not run.outside:
         return {}
     if machine.cpu or run.rollout.lend_memory is not True:
@@ -373,34 +375,34 @@ def _awake(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, 
 
 
 def _held(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
-    """What an engine has between two rollouts, if it lends nothing."""
+    """What an engine holds between two rollouts if it lends nothing."""
     kept = ("KV cache", "rollout weights") if run.outside else ("KV cache",)
     return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
 
 
 def _elsewhere(found: dict[str, int]) -> int:
-    """Of other processes, with the slack of their allocators."""
+    """Bytes of these components in other processes, with the slack of their allocators."""
     return sum(found.values()) + int(SLACK * sum(size for name, size in found.items() if name != "KV cache"))
 
 
 def processes_of(run: Run) -> int:
-    """Of an engine outside; 1 where it is the trainer's own."""
+    """Processes of an outside engine; 1 where the engine is the trainer's own."""
     return run.rollout.processes if run.outside and run.rollout.processes != "auto" else 1
 
 
 def parts_of(run: Run, place: Placement = ALONE) -> int:
-    """Devices that a copy of the model in rollout is cut over; what each has is counted on the trainer's."""
+    """Devices that a rollout copy of the model is cut over; the trainer's device is counted as holding one part."""
     return max(place.tensor, run.rollout.tensor_parallel if run.outside else 1)
 
 
 def through_host(job: Job, run: Run) -> bool:
-    """Weights on their way to an engine outside: experts have other names in a checkpoint, and only one device can be read in
-    place."""
+    """True where weights reach an outside engine through host memory: experts have other names in a checkpoint, and in place only
+    one device can be read."""
     return job.shape.has_experts or parts_of(run) > 1
 
 
 def _kv_cut(job: Job, run: Run) -> int:
-    """Of few heads several devices have the same."""
+    """Devices that the KV cache is cut over: where there are fewer heads than devices, several hold the same head."""
     return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds))
 
 
@@ -415,7 +417,7 @@ def _stepping(job: Job, run: Run) -> dict[str, int]:
 
 
 def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
-    """Of one machine: what its processes hold all the time."""
+    """What the processes of one host hold all the time."""
     here = min(machine.devices, machine.per_host)
     assert run.token_budget != "auto"
     found = {"processes": here * (CPU_PROCESS if machine.cpu else PROCESS)}
@@ -424,7 +426,7 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
         if job.environment:
             found["environment workers"] = run.reward_workers * WORKER
     if run.outside and job.generates:
-        each = parts_of(run) + 1 if parts_of(run) > 1 else 1  # parts have processes beside the engine's
+        each = parts_of(run) + 1 if parts_of(run) > 1 else 1  # each part has a process beside the engine's
         found[ENGINE] = processes_of(run) * each * (CPU_PROCESS if machine.cpu else PROCESS)
         if machine.cpu or through_host(job, run):
             found["published weights"] = job.shape.parameters * job.itemsize
@@ -438,8 +440,8 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
 
 
 def _staging(job: Job, machine: Machine, run: Run) -> dict[str, int]:
-    """What a checkpoint takes through host memory at a time, on each machine its own part: weights, then the optimizer's state,
-    but for what is there already."""
+    """Host memory that writing a checkpoint takes, on each host for its own part: weights, then the optimizer's state unless that
+    is there already."""
     if machine.cpu:
         return {}
     weights = job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
@@ -458,6 +460,6 @@ def _phase(name: str, device: dict[str, int], host: dict[str, int]) -> Phase:
 
 
 def _on_host(phase: Phase) -> Phase:
-    """On a machine without a device all of it is host memory."""
+    """The phase on a machine without a device: all of it is host memory."""
     seen = {key: value for key, value in phase.device.items() if key not in (*UNSEEN, "workspaces")}
     return replace(phase, device={}, host=phase.host | seen)

@@ -1,41 +1,44 @@
-"""Fills in every `auto` of `run` so that a step takes the least time that fits the memory there is, and says why, a line each.
+"""Fills in every `auto` of `run` so that a step is as fast as the memory allows, and gives a reason for each in a line.
 
-Nothing chosen here changes what is learned. What is recomputed and what waits in host memory is tried in every combination; for
-each the largest useful budgets that fit are found, and the plan whose predicted step is shortest wins. Keys that are pinned stay
+Nothing chosen here changes what is learned. Every combination of what is recomputed and what waits in host memory is tried; for
+each, the largest useful budgets that fit are found, and the plan whose predicted step is shortest wins. Keys that are pinned stay
 as they are, and have to fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
-from trimtab.config.run import Offload, Rollout, Run
-from trimtab.plan.activations import Kept
+from trimtab.config.run import Offload, Recompute, Rollout, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import ALONE, MIB, Ledger, Placement, draw_up, kv_bytes, least_kv_bytes
-from trimtab.plan.times import FITTED, Rates, Times, launch_s, outside_step, predict
+from trimtab.plan.times import Times, launch_s, outside_step, predict, product_share
 
 PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
 """Share of a device's memory that a plan may fill."""
 HOST_SHARE = 0.9
+"""Share of the host's memory that a plan for a GPU may fill."""
 GRAIN = 128
 """Budgets are multiples of this many tokens."""
 CUT_OVER = "vllm"
-"""What runs a copy of a model on several devices: the native engine's is on one."""
+"""The engine for a model that is cut over several devices: the native one runs on a single device."""
 CLEARLY = 1.25
-"""Another engine than the native has a copy of the weights, and processes that may be lost: what it must gain a step."""
+"""How many times faster a step must be with another engine before it is chosen: that engine holds a second copy of the weights,
+in processes that can die."""
 LONG_RUN = 1000
-"""Steps, where nobody says how many."""
+"""Steps that a run is taken to have where nobody says how many."""
 MOST_PROCESSES = 6
-"""Of an engine outside: each takes its turn on the device, and has its own kernels and graphs there."""
+"""Most processes of an outside engine: each takes its turn on the device, and has its own kernels and graphs there."""
 NEAR = 1.1
+"""The fewest processes are chosen whose predicted decode step is at most this many times as long as the shortest."""
 WIDEST = 65536
 """Tokens of the largest micro-batch that is of use."""
 LITTLE = 1.05
-"""A step with some activations made again over one without, as predicted."""
+"""Recomputing some activations is accepted if the predicted step is at most this many times as long."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,12 @@ class Choice:
     value: Any
     why: str
     measured: bool = False
-    """By `trimtab tune`, on this device."""
+    """`trimtab tune` measured it on this device."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that a plan may fill."""
+    """Bytes that a plan may fill, of a device and of its host."""
 
     device: int
     host: int
@@ -72,14 +75,27 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.short == 0
+        return self.missing_bytes == 0
 
     @property
-    def short(self) -> int:
-        """Bytes that are missing, on the device or on its host."""
+    def missing_bytes(self) -> int:
+        """Bytes that the plan needs beyond the limit, on the device or on its host."""
         device = self.ledger.fullest.device_bytes - self.limits.device
         host = self.ledger.fullest_host.host_bytes - self.limits.host
         return max(0, device, host)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a plan is made for."""
+
+    job: Job
+    machine: Machine
+    limits: Limits
+    place: Placement
+
+    def ledger(self, run: Run) -> Ledger:
+        return draw_up(self.job, self.machine, run, self.place)
 
 
 def limits_of(machine: Machine, profile: str) -> Limits:
@@ -88,48 +104,39 @@ def limits_of(machine: Machine, profile: str) -> Limits:
     return Limits(int(machine.device.memory * share), host)
 
 
-def make_plan(
-    run: Run,
-    job: Job,
-    machine: Machine,
-    profile: str = "balanced",
-    place: Placement = ALONE,
-    rates: Rates = FITTED,
-) -> Plan:
+def make_plan(run: Run, job: Job, machine: Machine, profile: str = "balanced", place: Placement = ALONE) -> Plan:
     """The fastest plan that fits; where none does, the one that lacks the least."""
     if run.engine == "auto" and job.generates:
-        return _with_engine(run, job, machine, profile, place, rates)
-    limits = limits_of(machine, profile)
+        return _with_engine(run, job, machine, profile, place)
+    case = _Case(job, machine, limits_of(machine, profile), place)
     plans = [
-        _with_budgets(run, job, machine, limits, place, rates, kept, offload, fill=profile == "max")
-        for kept, offload in _ways(run, job, machine)
+        _with_budgets(run, case, recompute, offload, fill=profile == "max")
+        for recompute, offload in _ways(run, job, machine)
     ]
     fitting = [plan for plan in plans if plan.fits]
     if not fitting and run.outside and run.rollout.processes == "auto" and plans[0].run.rollout.processes != 1:
-        return _with_fewer_processes(run, plans[0], profile, rates)
+        return _with_fewer_processes(run, plans[0], profile)
     if not fitting:
-        return min(plans, key=lambda plan: plan.short)
+        return min(plans, key=lambda plan: plan.missing_bytes)
     fastest = min(plan.times.total for plan in fitting)
-    # The first within a hundredth: they come in the order of what is left alone.
+    # The first within a hundredth of the fastest: plans that recompute and offload least come first.
     return next(plan for plan in fitting if plan.times.total <= 1.01 * fastest)
 
 
-def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Placement, rates: Rates) -> Plan:
-    """The native engine, but where a copy of the model is on several devices, or a run is clearly faster with another that is
-    here, its start counted."""
+def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Placement) -> Plan:
+    """The native engine, unless the model is cut over several devices, or another engine that is installed makes the run clearly
+    faster, start-up included."""
     others = () if machine.cpu else machine.engines
     names = ("native", *others) if place.tensor == 1 else (CUT_OVER,)
-    plans = {
-        name: make_plan(run.model_copy(update={"engine": name}), job, machine, profile, place, rates) for name in names
-    }
+    plans = {name: make_plan(run.model_copy(update={"engine": name}), job, machine, profile, place) for name in names}
     fitting = [name for name in names if plans[name].fits] or list(names)
 
     def seconds(name: str) -> float:
-        """Of a step, with its share of the start; of another than the native one as it would have to be."""
+        """What a step takes, times CLEARLY with an engine other than the native one, and its share of the start-up."""
         times = plans[name].times
         return (1.0 if name == "native" else CLEARLY) * times.total + times.start / (job.steps or LONG_RUN)
 
-    name = min(fitting, key=lambda name: (plans[name].short, seconds(name)))
+    name = min(fitting, key=lambda name: (plans[name].missing_bytes, seconds(name)))
     if place.tensor > 1:
         why = f"a copy of the model is cut over {place.tensor} devices"
     elif len(names) == 1:
@@ -143,124 +150,111 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
     return replace(chosen, choices=choices)
 
 
-def _with_fewer_processes(run: Run, short: Plan, profile: str, rates: Rates) -> Plan:
-    """Than a plan that does not fit has: as many of an engine as fit, or one."""
-    assert short.run.rollout.processes != "auto"
-    for count in range(short.run.rollout.processes - 1, 0, -1):
+def _with_fewer_processes(run: Run, too_large: Plan, profile: str) -> Plan:
+    """The plan with the most engine processes that fits, fewer than the given plan has; with one process where none fits."""
+    assert too_large.run.rollout.processes != "auto"
+    for count in range(too_large.run.rollout.processes - 1, 0, -1):
         pinned = run.model_copy(update={"rollout": run.rollout.model_copy(update={"processes": count})})
-        plan = make_plan(pinned, short.job, short.machine, profile, short.place, rates)
+        plan = make_plan(pinned, too_large.job, too_large.machine, profile, too_large.place)
         if plan.fits or count == 1:
             break
     return replace(plan, choices=(Choice("run.rollout.processes", count, "more would not fit"), *plan.choices))
 
 
-def _ways(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Kept, Offload]]:
-    """What may be recomputed and what may wait on the host, least first."""
-    keeps: list[Kept] = [False, "some", True] if job.fused else [False, True]
+def _ways(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, Offload]]:
+    """Every combination of what is recomputed and what waits on the host, the least first."""
+    levels: list[Recompute] = [False, "some", True] if job.fused else [False, True]
     if run.checkpoint_activations != "auto":
-        keeps = [run.checkpoint_activations]
+        levels = [run.checkpoint_activations]
 
     def tries(pinned: bool | str, useful: bool) -> list[bool]:
         return [bool(pinned)] if pinned != "auto" else [False, True] if useful and not machine.cpu else [False]
 
-    for optimizer, reference, activations, kept in product(
+    for optimizer, reference, activations, recompute in product(
         tries(run.offload.optimizer, True),
         tries(run.offload.reference, job.reference),
         tries(run.offload.activations, True),
-        keeps,
+        levels,
     ):
-        if activations and kept is not True and True in keeps:
-            continue  # only layers' inputs wait on the host
-        yield kept, Offload(optimizer=optimizer, reference=reference, activations=activations)
+        if activations and recompute is not True and True in levels:
+            continue  # of activations only the layers' inputs wait on the host
+        yield recompute, Offload(optimizer=optimizer, reference=reference, activations=activations)
 
 
-def _with_budgets(
-    run: Run, job: Job, machine: Machine, limits: Limits, place: Placement, rates: Rates, kept: Kept, offload: Offload,
-    fill: bool,
-) -> Plan:  # fmt: skip
-    """The largest useful budgets that fit with these ways of saving memory."""
+def _with_budgets(run: Run, case: _Case, recompute: Recompute, offload: Offload, fill: bool) -> Plan:
+    """The plan with these ways of saving memory and the largest useful budgets that fit. `fill`: larger ones are useful too."""
+    job, machine = case.job, case.machine
     choices: list[Choice] = []
 
-    def fill_in(section: Run | Rollout | Offload, prefix: str, key: str, value: Any, why: str) -> Any:
-        if getattr(section, key) != "auto":
-            return getattr(section, key)
-        choices.append(Choice(f"{prefix}.{key}", value, why))
+    def fill_in(key: str, value: Any, why: str) -> Any:
+        """A key's value: as the user pinned it, or else `value`, which is noted as a choice."""
+        pinned = attrgetter(key.removeprefix("run."))(run)
+        if pinned != "auto":
+            return pinned
+        choices.append(Choice(key, value, why))
         return value
 
-    draft = _draft(run, job, machine, kept, offload)
-    room = _room(draft, job, machine, limits, place)
-    chunk, why_chunk = _chunk(job, machine, room)
-    draft = draft.model_copy(update={"logprob_chunk": run.logprob_chunk if run.logprob_chunk != "auto" else chunk})
-    rollout = _rollout(run, draft, job, machine, limits, place, fill_in)
-    draft = draft.model_copy(update={"rollout": rollout})
-    useful, why_useful = _useful(job, machine, rates, fill)
-    budget, why = _largest(draft, job, machine, limits, place, "update", "token_budget", useful, why_useful)
-    draft = draft.model_copy(update={"token_budget": run.token_budget if run.token_budget != "auto" else budget})
-    score, why_score = _largest(
-        draft,
-        job,
-        machine,
-        limits,
-        place,
-        "score",
-        "score_token_budget",
-        2 * max(budget, useful),
-        "no activations are kept",
-    )
-    why_kept = {False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits"}[kept]
-    filled = draft.model_copy(
-        update={
-            "kernels": fill_in(run, "run", "kernels", "native" if job.fused else "plain", _why_kernels(job, machine)),
-            "threads": fill_in(run, "run", "threads", machine.cores, "one a physical core"),
-            "reward_workers": fill_in(
-                run, "run", "reward_workers", workers_for(machine.cores), "one a core, at most eight"
-            )
-            if job.generates
-            else run.reward_workers,
-            "token_budget": fill_in(run, "run", "token_budget", budget, why),
-            "score_token_budget": fill_in(run, "run", "score_token_budget", score, why_score),
-            "logprob_chunk": fill_in(run, "run", "logprob_chunk", chunk, why_chunk),
-            "checkpoint_activations": fill_in(run, "run", "checkpoint_activations", kept, why_kept),
-        }
-    )
+    draft = _draft(run, case, recompute, offload)
+    chunk, why_chunk = _chunk(job, machine, _room(draft, case))
+    draft = draft.model_copy(update={"logprob_chunk": _pinned_or(run, "logprob_chunk", chunk)})
+    draft = draft.model_copy(update={"rollout": _rollout(run, draft, case, fill_in)})
+    useful, why_useful = _useful(job, machine, fill)
+    budget, why_budget = _largest(draft, case, "update", "token_budget", useful, why_useful)
+    draft = draft.model_copy(update={"token_budget": _pinned_or(run, "token_budget", budget)})
+    score_useful = 2 * max(budget, useful)
+    score, why_score = _largest(draft, case, "score", "score_token_budget", score_useful, "no activations are kept")
+    draft = draft.model_copy(update={"score_token_budget": _pinned_or(run, "score_token_budget", score)})
+    fill_in("run.kernels", draft.kernels, _why_kernels(job, machine))
+    fill_in("run.threads", draft.threads, "one a physical core")
+    if job.generates:
+        fill_in("run.reward_workers", draft.reward_workers, "one a core, at most eight")
+    fill_in("run.token_budget", budget, why_budget)
+    fill_in("run.score_token_budget", score, why_score)
+    fill_in("run.logprob_chunk", chunk, why_chunk)
+    why_recompute = {False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits"}
+    fill_in("run.checkpoint_activations", recompute, why_recompute[recompute])
     for key in ("optimizer", "reference", "activations"):
         away = getattr(offload, key)
-        fill_in(run.offload, "run.offload", key, away, _why_away(key, away, job, machine))
-    ledger = draw_up(job, machine, filled, place)
-    return Plan(
-        filled, tuple(choices), ledger, predict(job, machine, filled, place, rates), place, limits, job, machine
-    )
+        fill_in(f"run.offload.{key}", away, _why_away(key, away, job, machine))
+    times = predict(job, machine, draft, case.place)
+    return Plan(draft, tuple(choices), case.ledger(draft), times, case.place, case.limits, job, machine)
 
 
-def _draft(run: Run, job: Job, machine: Machine, kept: Kept, offload: Offload) -> Run:
-    """Every key filled in, budgets with the least that can work."""
-    longest = job.longest_sequence
-    rollout = run.rollout.model_copy(
-        update={
-            "kv_memory": kv_bytes(job, 1, longest, page_tokens(run, job, machine)[0]),
-            "page_tokens": page_tokens(run, job, machine)[0],
-            "lend_memory": _lend(run, machine)[0],
-            "max_sequences": 1,
-            "prefill_tokens": 1,
-            "processes": _processes(run, job, machine)[0],
-        }
-    )
-    pinned = {
-        key: getattr(run.rollout, key) for key in type(run.rollout).model_fields if getattr(run.rollout, key) != "auto"
+def _pinned_or(section: Run | Rollout, key: str, value: Any) -> Any:
+    pinned = getattr(section, key)
+    return value if pinned == "auto" else pinned
+
+
+def _draft(run: Run, case: _Case, recompute: Recompute, offload: Offload) -> Run:
+    """`run` without `auto`, with the least budgets that can work."""
+    job, machine = case.job, case.machine
+    page = page_tokens(run, job, machine)[0]
+    rollout = {
+        "kv_memory": kv_bytes(job, 1, job.longest_sequence, page),
+        "page_tokens": page,
+        "lend_memory": _lend(run, machine)[0],
+        "max_sequences": 1,
+        "prefill_tokens": 1,
+        "processes": _processes(run, job, machine)[0],
+    }
+    values = {
+        "engine": "native",
+        "kernels": "native" if job.fused else "plain",
+        "threads": machine.cores,
+        "reward_workers": workers_for(machine.cores) if job.generates else "auto",
+        "token_budget": job.longest_trained,
+        "score_token_budget": job.longest_trained,
+        "logprob_chunk": GRAIN,
     }
     return run.model_copy(
-        update={
+        update={key: _pinned_or(run, key, value) for key, value in values.items()}
+        | {
             "device": "cpu" if machine.cpu else "cuda",
-            "engine": "native" if run.engine == "auto" else run.engine,
-            "kernels": run.kernels if run.kernels != "auto" else "native" if job.fused else "plain",
-            "threads": machine.cores if run.threads == "auto" else run.threads,
-            "reward_workers": workers_for(machine.cores) if run.reward_workers == "auto" else run.reward_workers,
-            "token_budget": job.longest_trained if run.token_budget == "auto" else run.token_budget,
-            "score_token_budget": job.longest_trained if run.score_token_budget == "auto" else run.score_token_budget,
-            "logprob_chunk": GRAIN if run.logprob_chunk == "auto" else run.logprob_chunk,
-            "checkpoint_activations": kept,
+            "checkpoint_activations": recompute,
             "offload": offload,
-            "rollout": rollout.model_copy(update=pinned),
+            "rollout": run.rollout.model_copy(
+                update={key: _pinned_or(run.rollout, key, value) for key, value in rollout.items()}
+            ),
         }
     )
 
@@ -276,15 +270,16 @@ def workers_for(cores: int) -> int:
     return max(1, min(8, cores))
 
 
-def _room(draft: Run, job: Job, machine: Machine, limits: Limits, place: Placement) -> int:
-    """Bytes that are left when the least that can work is in place."""
-    ledger = draw_up(job, machine, draft, place)
-    busiest = ledger["update" if job.training else "rollout"]
-    return max(0, limits.host - busiest.host_bytes if machine.cpu else limits.device - busiest.device_bytes)
+def _room(draft: Run, case: _Case) -> int:
+    """Bytes that are left on the device, or on the host of a machine without one, beside the least that can work."""
+    busiest = case.ledger(draft)["update" if case.job.training else "rollout"]
+    if case.machine.cpu:
+        return max(0, case.limits.host - busiest.host_bytes)
+    return max(0, case.limits.device - busiest.device_bytes)
 
 
 def _chunk(job: Job, machine: Machine, room: int) -> tuple[int, str]:
-    """Tokens whose logits, or their gradient, exist at a time: on a GPU whole tiles, enough for a product at full speed."""
+    """How many tokens' logits, or their gradients, exist at a time: on a GPU whole tiles, enough for a product at full speed."""
     if machine.cpu:
         return max(64, min(4096, 64 * MIB // (12 * job.shape.vocabulary))), "logits of a chunk stay small"
     most, logit = min(1024 * MIB, room // 32), 4 if job.tiled_head else 14
@@ -292,7 +287,8 @@ def _chunk(job: Job, machine: Machine, room: int) -> tuple[int, str]:
 
 
 def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
-    """On a CPU, where attention has no paged kernel, a page that holds a whole sequence spares a copy of the cache a step."""
+    """Tokens of a KV page. On a CPU, where attention has no paged kernel, a page that holds a whole sequence saves copying the
+    cache in every step."""
     if run.rollout.page_tokens != "auto":
         return run.rollout.page_tokens, ""
     if run.outside:
@@ -307,8 +303,8 @@ def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
 
 
 def _processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
-    """Of an engine outside: while one is busy on its host another has the device. The fewest that come near the fastest; each
-    has a copy of the weights, all together a quarter of the device at most."""
+    """How many processes an outside engine has: while one is busy on its host, another has the device. The fewest that come near
+    the fastest (`NEAR`). Each has a copy of the weights; all copies together take at most a quarter of the device."""
     if run.rollout.processes != "auto":
         return run.rollout.processes, ""
     if not run.outside or machine.cpu:
@@ -327,7 +323,7 @@ def _processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
 
 
 def _lend(run: Run, machine: Machine) -> tuple[bool, str]:
-    """Rollout and update need their memory in turn, and handing it over takes milliseconds."""
+    """Whether rollout lends its memory to the update: they need it in turn, and handing it over takes milliseconds."""
     if run.rollout.lend_memory != "auto":
         return run.rollout.lend_memory, ""
     if machine.cpu:
@@ -337,40 +333,32 @@ def _lend(run: Run, machine: Machine) -> tuple[bool, str]:
     return True, "rollout and update use the same memory in turn"
 
 
-def _rollout(
-    run: Run, draft: Run, job: Job, machine: Machine, limits: Limits, place: Placement, fill_in: Any
-) -> Rollout:  # fmt: skip
+def _rollout(run: Run, draft: Run, case: _Case, fill_in: Callable[[str, Any, str], Any]) -> Rollout:
+    job, machine = case.job, case.machine
     if not job.generates:
         return run.rollout
-    page, why_page = page_tokens(run, job, machine)
-    lend, why_lend = _lend(run, machine)
-    in_flight = min(-(-job.in_flight * place.tensor // machine.devices), 256 if machine.cpu else 1024)
+    in_flight = min(-(-job.in_flight * case.place.tensor // machine.devices), 256 if machine.cpu else 1024)
+    prefill = 4096 if machine.cpu else 16384
     settings = {
-        "page_tokens": fill_in(run.rollout, "run.rollout", "page_tokens", page, why_page),
-        "lend_memory": fill_in(run.rollout, "run.rollout", "lend_memory", lend, why_lend),
-        "max_sequences": fill_in(
-            run.rollout, "run.rollout", "max_sequences", in_flight, "as many as decode gains from"
-        ),
-        "prefill_tokens": fill_in(
-            run.rollout, "run.rollout", "prefill_tokens", 4096 if machine.cpu else 16384, "keeps the device busy"
-        ),
+        "page_tokens": fill_in("run.rollout.page_tokens", *page_tokens(run, job, machine)),
+        "lend_memory": fill_in("run.rollout.lend_memory", *_lend(run, machine)),
+        "max_sequences": fill_in("run.rollout.max_sequences", in_flight, "as many as decode gains from"),
+        "prefill_tokens": fill_in("run.rollout.prefill_tokens", prefill, "keeps the device busy"),
+        "processes": fill_in("run.rollout.processes", *_processes(run, job, machine)),
     }
-    settings["processes"] = fill_in(run.rollout, "run.rollout", "processes", *_processes(run, job, machine))
     without = draft.model_copy(update={"rollout": draft.rollout.model_copy(update=settings | {"kv_memory": 1})})
-    kv, why = _kv_memory(without, job, machine, limits, place)
-    settings["kv_memory"] = fill_in(run.rollout, "run.rollout", "kv_memory", kv, why)
+    settings["kv_memory"] = fill_in("run.rollout.kv_memory", *_kv_memory(without, case))
     return draft.rollout.model_copy(update=settings)
 
 
-def _kv_memory(without: Run, job: Job, machine: Machine, limits: Limits, place: Placement) -> tuple[int, str]:
-    """The whole step where it fits beside the rest of rollout; where memory is not lent, beside an update of the longest
-    sequence as well, and in two fifths of what that leaves."""
-    rollout = without.rollout
-    assert rollout.page_tokens != "auto"
-    ledger = draw_up(job, machine, without, place)
-    assert rollout.processes != "auto"
+def _kv_memory(without: Run, case: _Case) -> tuple[int, str]:
+    """Bytes for the KV cache: the whole step's, where that fits beside the rest of rollout. Where memory is not lent, it has to
+    fit beside an update of the longest sequence as well, and gets two fifths of what is left then: micro-batches grow into the
+    rest."""
+    job, machine, limits, rollout = case.job, case.machine, case.limits, without.rollout
+    assert rollout.page_tokens != "auto" and rollout.processes != "auto" and rollout.max_sequences != "auto"
+    ledger = case.ledger(without)
     least = least_kv_bytes(job, without, max(2, rollout.processes), rollout.page_tokens)
-    assert rollout.max_sequences != "auto"
     at_once = min(job.in_flight, rollout.max_sequences * machine.devices)
     wanted = int(kv_bytes(job, at_once, job.typical_sequence, rollout.page_tokens) * 1.05) + MIB
     wanted = max(least, wanted // max(1, machine.devices))
@@ -382,41 +370,41 @@ def _kv_memory(without: Run, job: Job, machine: Machine, limits: Limits, place: 
         left = limits.device - ledger.fullest.device_bytes
         room, words = left * 2 // 5, "two fifths of the free memory"
     if wanted > room:
-        # Adapters are merged into a copy where room is left for one: sequences come first.
+        # Adapters are merged into a copy of the weights only where room is left for one: sequences come first.
         more = min(wanted, room + ledger["rollout"].device.get("merged copy", 0))
         filled = without.model_copy(update={"rollout": rollout.model_copy(update={"kv_memory": more})})
-        if draw_up(job, machine, filled, place)["rollout"].device_bytes <= limits.device:
+        if case.ledger(filled)["rollout"].device_bytes <= limits.device:
             room = more
     if wanted <= room:
         return wanted, "the whole step at once" if at_once == job.in_flight else "as many sequences as run at once"
     return (room, words) if room >= least else (least, "two of the longest sequences")
 
 
-def _useful(job: Job, machine: Machine, rates: Rates, fill: bool) -> tuple[int, str]:
-    """Tokens of a micro-batch beyond which the update gets no faster: on a GPU it has to outlast the launching of its kernels,
-    and gradients are added up once a micro-batch, by their bytes 1.5 % of its time at 16k tokens."""
+def _useful(job: Job, machine: Machine, fill: bool) -> tuple[int, str]:
+    """Tokens of a micro-batch beyond which the update gets no faster. On a GPU a micro-batch has to take longer than its kernels
+    take to launch; and gradients are added up once a micro-batch, which by their bytes takes 1.5 % of its time at 16k tokens."""
     whole = max(job.longest_trained, -(-job.step_row.tokens // machine.devices // GRAIN) * GRAIN)
     if machine.cpu:
         return 4096, "larger micro-batches gain nothing"
     if fill:
         return whole, "the whole step at once"
-    flops = machine.device.flops * rates.products(job.shape.hidden)
+    flops = machine.device.flops * product_share(job.shape.hidden)
     launched = launch_s(job) * job.shape.layers * flops / (6 * job.shape.active_parameters)
     return min(WIDEST, max(16384, 1 << round(launched).bit_length())), "larger micro-batches gain nothing"
 
 
 def useful_tokens(plan: Plan) -> int:
-    return _useful(plan.job, plan.machine, FITTED, fill=False)[0]
+    return _useful(plan.job, plan.machine, fill=False)[0]
 
 
-def kept_when_wider(plan: Plan, now: int, budget: int) -> Kept:
-    """Of the activations of a micro-batch that is made larger than it is now because the device waits for its host: some are made
-    again where a step takes little longer so and the larger one then fits where this one does. Otherwise all are kept."""
+def recompute_when_wider(plan: Plan, now: int, budget: int) -> Recompute:
+    """What to recompute when micro-batches grow from `now` to `budget` tokens because the device waits for its host: some, if a
+    step then takes little longer (`LITTLE`) and at most a tenth more memory than planned. Otherwise nothing."""
     if not plan.job.fused:
         return False
 
-    def run(budget: int, kept: Kept) -> Run:
-        return plan.run.model_copy(update={"token_budget": budget, "checkpoint_activations": kept})
+    def run(budget: int, recompute: Recompute) -> Run:
+        return plan.run.model_copy(update={"token_budget": budget, "checkpoint_activations": recompute})
 
     def bytes_(run: Run) -> int:
         return draw_up(plan.job, plan.machine, run, plan.place)["update"].device_bytes
@@ -430,20 +418,19 @@ def kept_when_wider(plan: Plan, now: int, budget: int) -> Kept:
     return "some" if seconds(some) <= LITTLE * seconds(whole) and bytes_(some) <= room else False
 
 
-def _largest(
-    draft: Run, job: Job, machine: Machine, limits: Limits, place: Placement, phase: str, key: str, most: int, why: str
-) -> tuple[int, str]:
+def _largest(draft: Run, case: _Case, phase: str, key: str, most: int, why: str) -> tuple[int, str]:
     """The largest budget up to `most` with which a phase fits; never less than the longest sequence."""
+    machine, limits = case.machine, case.limits
 
     def fits(budget: int) -> bool:
-        ledger = draw_up(job, machine, draft.model_copy(update={key: budget}), place)
+        ledger = case.ledger(draft.model_copy(update={key: budget}))
         if phase not in ledger:
             return True
         if machine.cpu:
             return ledger[phase].host_bytes <= limits.host
         return ledger[phase].device_bytes <= limits.device and ledger[phase].host_bytes <= limits.host
 
-    least = job.longest_trained
+    least = case.job.longest_trained
     if most <= least or not fits(least):
         return least, "the longest sequence has to fit"
     if fits(most):
@@ -465,17 +452,19 @@ def _why_away(key: str, away: bool, job: Job, machine: Machine) -> str:
     return "a step is faster with the room it leaves" if away else "it fits on the device"
 
 
-def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced", rates: Rates = FITTED) -> Plan:
-    """The fastest placement on the devices there are: states sharded over all of them, rollout copies cut over as few as hold
-    one."""
+def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced") -> Plan:
+    """The fastest placement on the devices there are: the trainer's states are sharded over all of them, and each rollout copy is
+    cut over as few as hold it."""
     if machine.devices == 1:
-        return make_plan(run, job, machine, profile, rates=rates)
+        return make_plan(run, job, machine, profile)
     heads = min(block.kv_heads for block in job.shape.kinds)
     cuts = [
         n
         for n in (1, 2, 4, 8)
         if n <= min(machine.devices, machine.per_host) and heads % n == 0 and machine.devices % n == 0
     ]
-    plans = [make_plan(run, job, machine, profile, Placement(machine.devices, cut), rates) for cut in cuts]
+    plans = [make_plan(run, job, machine, profile, Placement(machine.devices, cut)) for cut in cuts]
     fitting = [plan for plan in plans if plan.fits]
-    return min(fitting, key=lambda plan: plan.times.total) if fitting else min(plans, key=lambda plan: plan.short)
+    return (
+        min(fitting, key=lambda plan: plan.times.total) if fitting else min(plans, key=lambda plan: plan.missing_bytes)
+    )

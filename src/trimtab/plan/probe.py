@@ -1,6 +1,6 @@
-"""Two small micro-batches, measured at the start of a run: a line through them corrects what was counted for this model, device
-and set of versions, and the time that the smaller takes the host is what launching takes, which a micro-batch has to outlast.
-Budgets are then chosen once more, before the first step. Takes about a second; changes no state.
+"""Measures two small micro-batches at the start of a run. A line through them corrects what was counted for this model, device
+and set of versions; the host's time for the smaller one is the time of launching, which a micro-batch has to outlast. Budgets are
+then chosen once more, before the first step. Takes about a second and changes no state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trimtab.model.memory import Shortage, attempt, free
 from trimtab.plan.activations import Row, update_peak
 from trimtab.plan.job import COUNTED, Correction, Job
 from trimtab.plan.ledger import update_path
-from trimtab.plan.planner import Choice, Plan, kept_when_wider, make_plan
+from trimtab.plan.planner import Choice, Plan, make_plan, recompute_when_wider
 from trimtab.plan.tuner import longest_samples, settle
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.updater import Updater
@@ -24,14 +24,15 @@ from trimtab.update.updater import Updater
 SMALL = 2048
 """Tokens of the smaller micro-batch; the other has twice as many."""
 LEAST = 128
-"""Tokens that are learned, at least, after a prompt as long as they come."""
+"""Least tokens that are learned after the longest prompt."""
 LAUNCHES = 5
+"""Times that launching is measured."""
 PLAUSIBLE = (0.5, 3.0)
-"""Measured over counted bytes of a token: beyond it something else has been measured."""
+"""Measured over counted bytes a token: outside these bounds something else was measured."""
 
 
 def probe(updater: Updater, job: Job, run: Run) -> Correction:
-    """What a micro-batch takes over what was counted for it; nothing is corrected where memory runs out on the way."""
+    """What corrects the count by what micro-batches really take; nothing is corrected where memory runs out on the way."""
     path, device = update_path(job, run), updater.policy.device
     assert run.token_budget != "auto"
     small = max(min(SMALL, run.token_budget // 2), job.typical_prompt + LEAST)
@@ -40,7 +41,7 @@ def probe(updater: Updater, job: Job, run: Run) -> Correction:
     measured, counted, launch_s = [], [], None
     for tokens in (small, 2 * small):
         samples = list(longest_samples(job, tokens, job.shape.vocabulary))
-        peak = attempt(lambda samples=samples: _peak(updater, samples, device))  # type: ignore[misc]
+        peak = attempt(_peak, updater, samples, device)
         if launch_s is None and not isinstance(peak, Shortage):
             launch_s = _host_seconds(updater, samples, device) / job.shape.layers
         updater.abandon()
@@ -57,7 +58,7 @@ def probe(updater: Updater, job: Job, run: Run) -> Correction:
 
 
 def _peak(updater: Updater, samples: list[Sample], device: torch.device) -> int:
-    """Bytes beyond gradients and what was there before."""
+    """Most bytes that a micro-batch takes beyond gradients and what was allocated before."""
     updater.rehearse(samples)  # compiles, and leaves gradients
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
@@ -68,7 +69,7 @@ def _peak(updater: Updater, samples: list[Sample], device: torch.device) -> int:
 
 
 def _host_seconds(updater: Updater, samples: list[Sample], device: torch.device) -> float:
-    """To launch the passes of a micro-batch that the device is done with sooner; the median of a few."""
+    """Seconds that the host takes to launch a micro-batch, which the device finishes sooner; the median of a few."""
     found = []
     for _ in range(LAUNCHES):
         started = time.perf_counter()
@@ -79,16 +80,16 @@ def _host_seconds(updater: Updater, samples: list[Sample], device: torch.device)
 
 
 def corrected(plan: Plan, asked: Run, found: Correction) -> Plan:
-    """The plan with what was measured: micro-batches and recomputing anew where they are automatic, all else as it is built."""
+    """The plan with what was measured: automatic micro-batches and recomputing are chosen again, all else stays."""
     job = replace(plan.job, correction=found)
     open_keys = {key: getattr(asked, key) for key in ("token_budget", "score_token_budget", "checkpoint_activations")}
     again = make_plan(plan.run.model_copy(update=open_keys), job, plan.machine, asked.profile)
     now, wider = plan.run.token_budget, again.run.token_budget
     assert now != "auto" and wider != "auto"
     if asked.checkpoint_activations == "auto" and again.run.checkpoint_activations is False and wider > now:
-        kept = {"checkpoint_activations": kept_when_wider(replace(plan, job=job), now, wider)}
-        again = make_plan(again.run.model_copy(update=kept), job, plan.machine, asked.profile)
-    if not again.fits:  # the guard has more to give up than a plan
+        recompute = {"checkpoint_activations": recompute_when_wider(replace(plan, job=job), now, wider)}
+        again = make_plan(again.run.model_copy(update=recompute), job, plan.machine, asked.profile)
+    if not again.fits:  # the guard can give up more than a plan can
         return replace(plan, job=job)
     changed = {f"run.{key}": getattr(again.run, key) for key, value in open_keys.items() if value == "auto"}
     changed = {key: value for key, value in changed.items() if value != getattr(plan.run, key.removeprefix("run."))}

@@ -1,5 +1,5 @@
-"""What to do where nothing fits: why, and the smallest single changes that would fit, of `run` first, then of `learn` by what
-they save, then of the machine. Trimtab makes none of them itself.
+"""Where nothing fits: why, and the smallest single changes that would fit, first to `run`, then to `learn` by what they save,
+then to the machine. Trimtab makes none of them itself.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB, least_kv_bytes, processes_of
 from trimtab.plan.planner import Choice, Plan, make_plan, page_tokens, place_over
 from trimtab.plan.shape import Block
+from trimtab.rollout.outside.kinds import VLLM_RANKS
 
 
 def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, str]:
-    """The plan under a profile or, where it needs more than that allows, under the fullest; and which of them it is."""
+    """The plan under a profile or, if it needs more than that allows, under `max`; and under which."""
     plan = place_over(run, job, machine, profile)
     return (plan, profile) if plan.fits or profile == "max" else (place_over(run, job, machine, "max"), "max")
 
@@ -64,6 +65,9 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     """What another library's engine would fail at after it was started."""
     if not (job.generates and run.outside):
         return
+    if run.engine == "vllm" and job.rank > VLLM_RANKS[-1]:
+        what = f"is {job.rank}, and vLLM serves adapters of at most {VLLM_RANKS[-1]}"
+        raise ConfigError([Problem("model.lora.r", what, "Write less; or run.engine: native.")])
     if run.engine == "vllm" and job.rank and job.itemsize > 2 and not machine.cpu:
         what = "vLLM computes adapters in half precision alone on a GPU"
         raise ConfigError([Problem("model.dtype", what, "Write bfloat16; or run.engine: native.")])
@@ -80,7 +84,7 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
 
 
 def refuse_uneven_cut(run: Run, job: Job) -> None:
-    """Every device has as much of a layer as every other, as vLLM cuts it: of few KV heads several have the same."""
+    """vLLM cuts layers into equal parts; where there are fewer KV heads than devices, several devices hold the same head."""
 
     def uneven(parts: int) -> list[Block]:
         return [
@@ -96,7 +100,7 @@ def refuse_uneven_cut(run: Run, job: Job) -> None:
 
 
 def refuse(plan: Plan, run: Run, profile: str) -> ConfigError:
-    """Why nothing fits, and the smallest changes that would: of `run` first, then of `learn`, by what they save."""
+    """Why nothing fits, and the first few of the changes that would."""
     job, machine = plan.job, plan.machine
     host, device = plan.ledger.fullest_host, plan.ledger.fullest
     on_host = machine.cpu or host.host_bytes - plan.limits.host > device.device_bytes - plan.limits.device
@@ -125,7 +129,7 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
         return plan.fits
 
     def first(changes: Iterable[tuple[str, Run, Job, Machine]]) -> None:
-        """Of changes from the smallest up, the first with which it fits."""
+        """Notes the first change with which it fits; changes come smallest first."""
         any(attempt(*change) for change in changes)
 
     sizes = ("token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations")

@@ -48,7 +48,7 @@ class Offer:
 
     words: str
     seconds: float
-    """Of a step, with it."""
+    """Seconds of a step with it."""
 
 
 def offers(plan: Plan, run: Run, profile: str) -> list[Offer]:

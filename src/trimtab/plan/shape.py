@@ -24,7 +24,7 @@ class Block:
     head_size: int
     value_size: int
     width: int
-    """Of the feed-forward part, or of one expert."""
+    """Width of the feed-forward part, or of one expert."""
     parameters: int
     active: int
     """Parameters that one token is multiplied by."""
@@ -34,11 +34,11 @@ class Block:
     sandwich: bool = False
     """Norms after attention and feed-forward as well as before."""
     dense: bool = False
-    """Attention that no fused kernel does: soft-capped scores, or sinks."""
+    """No fused kernel computes its attention: scores are soft-capped, or there are sinks."""
     experts: int = 0
     experts_used: int = 0
     shared_width: int = 0
-    """Of experts that every token uses."""
+    """Width of the experts that every token uses, together."""
 
     @property
     def query_width(self) -> int:
@@ -55,12 +55,12 @@ class Block:
 
     @property
     def kv_elements(self) -> int:
-        """Of one token."""
+        """Elements that one token stores."""
         return self.kv_heads * (self.head_size + self.value_size)
 
     @property
     def used_width(self) -> int:
-        """Of the feed-forward part as one token sees it."""
+        """Width of the feed-forward part as one token sees it."""
         return self.experts_used * self.width + self.shared_width if self.experts else self.width
 
 
@@ -88,7 +88,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> Counter[Block]:
-        """Blocks that are alike, and how many."""
+        """How many there are of each kind of block."""
         return Counter(self.blocks)
 
     @cached_property
@@ -97,7 +97,7 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """What a token is multiplied by: an embedding is read, not multiplied."""
+        """Parameters that a token is multiplied by: an embedding is read, not multiplied."""
         return sum(b.active for b in self.blocks) + self.other + self.table
 
     @property
@@ -106,11 +106,11 @@ class ModelShape:
 
     @cached_property
     def kv_elements(self) -> int:
-        """That one token stores in all layers."""
+        """Elements that one token stores in all layers."""
         return sum(b.kv_elements for b in self.blocks)
 
     def lora_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
-        """Of adapters on every linear layer of the blocks, or on those whose names end so."""
+        """Parameters of adapters on every linear layer of the blocks, or on those whose names end with one of `targets`."""
         total = 0
         for block, count in self.kinds.items():
             kv = block.kv_heads * block.head_size, block.kv_heads * block.value_size
@@ -122,6 +122,11 @@ class ModelShape:
             if not block.experts:
                 layers |= {"mlp.up_proj": (self.hidden, block.width), "mlp.down_proj": (block.width, self.hidden)}
                 layers |= {"mlp.gate_proj": (self.hidden, block.width)} if block.gated else {}
+            if self.kind == "phi3":  # what reads one input is one layer there
+                layers |= {"self_attn.qkv_proj": (self.hidden, block.query_width + sum(kv))}
+                layers |= {"mlp.gate_up_proj": (self.hidden, 2 * block.width)}
+                parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+                layers = {name: sizes for name, sizes in layers.items() if name not in parts}
             chosen = [
                 sizes for name, sizes in layers.items() if targets is None or any(name.endswith(end) for end in targets)
             ]
@@ -246,7 +251,7 @@ def _window(config: Mapping[str, Any], kind: str, index: int) -> int | None:
 
 
 def measured_shape(config: Any) -> ModelShape:
-    """The shape of a transformers config of any architecture, seen in a model without memory."""
+    """The shape that a transformers config of any architecture describes, read off a model built without memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -255,7 +260,7 @@ def measured_shape(config: Any) -> ModelShape:
 
 
 def shape_of_model(model: Any) -> ModelShape:
-    """The shape of a model that is there, adapters left out; what its config does not say is taken to be usual."""
+    """The shape of a built model, adapters left out; what its config does not say is taken to be as usual."""
     import torch
 
     text = model.config.get_text_config()

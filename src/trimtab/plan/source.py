@@ -22,14 +22,15 @@ from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 PROMPT = 256
-"""Tokens of a prompt where neither the config nor data say."""
-MODEL = "model:"
+"""Tokens of a prompt where the config does not say."""
 EXAMPLE = 2048
-"""The same of a worked example."""
+"""Tokens of a worked example, likewise."""
+MODEL = "model:"
+"""How the name of a reward begins that is a reward model."""
 
 
 def _known(kind: str, rows: str, **common: Any) -> dict[str, dict[str, Any]]:
-    """name hidden width layers heads kv_heads vocabulary tied, a line each."""
+    """Configs by name, from a line each: name hidden width layers heads kv_heads vocabulary tied."""
     found = {}
     for row in rows.strip().splitlines():
         name, *numbers = row.split()
@@ -105,7 +106,7 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
 
 
 def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
-    """What the config asks for, as far as a config says it."""
+    """The work that a config asks for, as far as it says."""
     learn = config.learn
     shape = shape_of(config.model.path, config.model.trust_remote_code)
     dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
@@ -153,7 +154,7 @@ def _critic(config: Config, shape: ModelShape) -> ModelShape | None:
 
 
 def offline_job_of(config: Offline, cpu: bool = False, tiled_head: bool = True) -> Job:
-    """The same for a run on a given data set: every token may be learned; of a pair both answers are in one micro-batch."""
+    """The same for a run on a given data set: every token may be learned; both answers of a pair are in one micro-batch."""
     pairs = isinstance(config, RewardModelConfig)
     longest = config.learn.max_tokens or EXAMPLE
     learn, shape = config.learn, shape_of(config.model.path, config.model.trust_remote_code)
@@ -182,18 +183,29 @@ def _adapters(config: AnyConfig, shape: ModelShape) -> int:
     if lora is None:
         return 0
     if lora.targets != "all-linear":
-        return shape.lora_parameters(lora.r, lora.targets)
+        found = shape.lora_parameters(lora.r, lora.targets)
+        if not found:
+            what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or 'of no name'}"
+            raise ConfigError(
+                [Problem("model.lora.targets", what, "Write all-linear, or names such as [q_proj, v_proj].")]
+            )
+        return found
     if any(block.experts for block in shape.kinds):
         raise ConfigError([ADAPTERS_ON_EXPERTS])
     return shape.lora_parameters(lora.r)
 
 
 FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
-"""As model/parts.py has it; a test compares."""
+"""The same as KNOWN in model/parts.py, which needs torch; a test compares them."""
 
 
-def lengths_of(run: Path, most: int, count: int = 20) -> tuple[float, ...]:
-    """Completion lengths at evenly spaced quantiles, from the last steps of a run: lines between half, nine tenths and all."""
+QUANTILES = 20
+"""Quantiles of completion lengths, evenly spaced."""
+
+
+def lengths_of(run: Path, most: int) -> tuple[float, ...]:
+    """Completion lengths at evenly spaced quantiles, from the last steps of a run: straight lines between the median, nine tenths
+    and the longest."""
     file = run / "metrics.jsonl"
     if not file.is_file():
         raise ConfigError([Problem("--like", f"{run} has no metrics.jsonl", "Name the folder of a run.")])
@@ -209,10 +221,11 @@ def lengths_of(run: Path, most: int, count: int = 20) -> tuple[float, ...]:
         )
     half, nine_tenths, longest = (min(float(most), median(values)) for values in seen)
     points = [(0.0, max(1.0, 2 * half - nine_tenths)), (0.5, half), (0.9, nine_tenths), (1.0, longest)]
-    return tuple(_between(points, (i + 0.5) / count) for i in range(count))
+    return tuple(_between(points, (i + 0.5) / QUANTILES) for i in range(QUANTILES))
 
 
 def _between(points: list[tuple[float, float]], at: float) -> float:
+    """The value at `at` on the straight lines between the points."""
     for (left, low), (right, high) in pairwise(points):
         if at <= right:
             return low + (high - low) * (at - left) / (right - left)
@@ -220,7 +233,7 @@ def _between(points: list[tuple[float, float]], at: float) -> float:
 
 
 def _config_json(path: str) -> dict[str, Any] | None:
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.is_dir():
         file = folder / "config.json"
         if not file.exists():

@@ -1,8 +1,8 @@
-"""How long a step takes: counted work over rates, phase by phase, with what launching and waiting add.
+"""How long a step takes: counted work over rates, phase by phase, plus what launching and waiting add.
 
 Decode is a roofline summed over the shrinking batch of a step; prefill and update are products over a matrix rate that grows with
-the model's width. The shares of a device's peaks are fitted to what an H200 was measured at (tests/plan/test_times.py) and taken
-to be the same elsewhere: for comparing plans, not for promises.
+the model's width. The shares of a device's peaks are fitted to measurements on an H200 (tests/plan/test_times.py) and taken to be
+the same elsewhere: good for comparing plans, not for promises.
 """
 
 from __future__ import annotations
@@ -16,44 +16,45 @@ from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes, par
 LAUNCH = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
 FORWARD = 0.35
-"""Share of it that is the forward pass's."""
+"""Share of LAUNCH that the forward pass takes."""
 DECODE_LAYER = 16e-6
-"""Seconds of a layer of a decode step beyond its bytes and products, in a graph."""
+"""Seconds that a layer of a decode step takes beyond its bytes and products, in a graph."""
 DECODE_STEP = 150e-6
+"""Seconds that a decode step takes beyond its layers."""
 OWN_LAYER = 130e-6
-"""More, where it is the model's own modules: 0.5B parameters and 1,024 sequences, 7.2 ms a step and not 4.05 (docs/log.md)."""
+"""Seconds that a layer takes longer through the model's own modules: with 0.5B parameters and 1,024 sequences a step took 7.2 ms
+instead of 4.05 (docs/log.md)."""
 OUTSIDE_HOST = {"vllm": (1.2e-3, 28e-6), "sglang": (1.7e-3, 17e-6)}
-"""Seconds of its host that a decode step takes an engine outside, and for each sequence: between those of a slow host and a fast
-one, where 512 sequences took vLLM 20 and 11 ms, with any model (docs/log.md)."""
+"""Host seconds that an outside engine spends on a decode step, and on each sequence in it: between a slow host and a fast one,
+where 512 sequences took vLLM 20 and 11 ms with any model (docs/log.md)."""
 OUTSIDE_DEVICE, OUTSIDE_TURN = 0.4e-3, 1.6e-3
-"""Seconds of the device that a step takes beyond the native engine's, alone and in turn with other processes: four and five of
-SmolLM2-135M had steps of 9.8 and 12 ms on H200s (docs/log.md)."""
+"""Device seconds that a step of an outside engine takes beyond the native engine's, alone and in turn with other processes: with
+four and five processes of SmolLM2-135M, steps took 9.8 and 12 ms on H200s (docs/log.md)."""
 OUTSIDE_START = {"vllm": 65.0, "sglang": 57.0}
-"""Seconds until another library's engine can be asked, on an H200: imports, kernels, graphs. Where there are several processes
-the first compiles for the others, which then start together: five of them took about two minutes."""
+"""Seconds until another library's engine is ready, on an H200: imports, kernels, graphs. Of several processes the first compiles
+for the others, which then start together: five took about two minutes."""
 OUTSIDE_PUBLISH = 0.15
-"""Seconds: names, views and kernels of a model's weights."""
+"""Seconds that handing over a model's weights takes beyond their bytes: names, views, kernels."""
 CPU_BANDWIDTH, CPU_FLOPS = 12e9, 50e9
-"""Of one core, in float32."""
+"""Bytes and float32 operations a second of one core."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Shares of a device's peaks."""
-
-    widest: float = 0.62
-    """Of the matrix rate, by the widest layers."""
-    half_width: float = 1030.0
-    """Hidden size at which about half of the limit of narrow layers is reached."""
-    bandwidth: float = 0.80
-    decode_flops: float = 0.55
-    link: float = 0.7
-
-    def products(self, hidden: int) -> float:
-        return min(self.widest, 0.892 * hidden / (hidden + self.half_width))
+STRETCHES = 24
+"""Parts of equal length that a shrinking batch is summed over."""
+# Shares of a device's peaks that are reached, fitted to measurements on an H200.
+WIDE_SHARE = 0.62
+"""Share of the matrix rate that products of wide layers reach."""
+NARROW_SHARE, HALF_WIDTH = 0.892, 1030.0
+"""Products of narrower layers reach NARROW_SHARE * hidden / (hidden + HALF_WIDTH) of it: a curve that fits what was measured."""
+BANDWIDTH_SHARE = 0.80
+DECODE_SHARE = 0.55
+"""Share of the matrix rate that decode steps reach."""
+LINK_SHARE = 0.7
 
 
-FITTED = Rates()
+def product_share(hidden: int) -> float:
+    """Share of a device's matrix rate that products reach in a model of this hidden size."""
+    return min(WIDE_SHARE, NARROW_SHARE * hidden / (hidden + HALF_WIDTH))
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Times:
     update: float
     publish: float
     start: float = 0.0
-    """Before the first step: of another library's engine."""
+    """Seconds until another library's engine is ready, before the first step."""
 
     @property
     def total(self) -> float:
@@ -81,24 +82,23 @@ class Times:
 
 
 def launch_s(job: Job) -> float:
-    """Of a layer, forward and backward: as measured on this host, or as on others."""
+    """Seconds that the host takes to launch a layer's forward and backward passes: as measured here, or as on other hosts."""
     return LAUNCH if job.correction.launch_s is None else job.correction.launch_s
 
 
 def outside_step(
-    job: Job, machine: Machine, run: Run, processes: int, batch: float, context: float, place: Placement = ALONE,
-    rates: Rates = FITTED,
-) -> float:  # fmt: skip
-    """Seconds of a decode step of an engine outside: its processes take turns on the device, and each waits for its host."""
+    job: Job, machine: Machine, run: Run, processes: int, batch: float, context: float, place: Placement = ALONE
+) -> float:
+    """Seconds of a decode step of an outside engine: its processes take turns on the device, and each waits for its host."""
     step_s, sequence_s = OUTSIDE_HOST[run.engine]
-    device_s = _Clock(job, machine, run, place, rates).device_step(batch / processes, context)
+    device_s = _Clock(job, machine, run, place).device_step(batch / processes, context)
     device_s += OUTSIDE_TURN if processes > 1 else OUTSIDE_DEVICE
     return max(processes * device_s, device_s + step_s + sequence_s * batch / processes)
 
 
-def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE, rates: Rates = FITTED) -> Times:
+def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> Times:
     """Seconds of a step of a job whose `run` has no `auto` left."""
-    clock = _Clock(job, machine, run, place, rates)
+    clock = _Clock(job, machine, run, place)
     return Times(clock.rollout(), clock.score(), clock.update(), clock.publish(), clock.start())
 
 
@@ -108,20 +108,19 @@ class _Clock:
     machine: Machine
     run: Run
     place: Placement
-    rates: Rates
 
     @property
     def flops(self) -> float:
-        """Of one device, that products reach."""
+        """Operations a second that products reach on one device."""
         if self.machine.cpu:
             return self.machine.cores * CPU_FLOPS
-        return self.machine.device.flops * self.rates.products(self.job.shape.hidden)
+        return self.machine.device.flops * product_share(self.job.shape.hidden)
 
     @property
     def bandwidth(self) -> float:
         if self.machine.cpu:
             return self.machine.cores * CPU_BANDWIDTH
-        return self.machine.device.bandwidth * self.rates.bandwidth
+        return self.machine.device.bandwidth * BANDWIDTH_SHARE
 
     @property
     def engines(self) -> int:
@@ -140,37 +139,35 @@ class _Clock:
         mine = -(-job.sequences // self.engines)
         one = kv_bytes(job, 1, round(job.typical_prompt + job.expected_completion), rollout.page_tokens)
         slots = max(1, min(mine, rollout.max_sequences, rollout.kv_memory * self.place.tensor // max(1, one)))
-        # Slots that become free are filled while there is somebody to fill them with; then the batch shrinks.
+        # Slots that become free are filled while sequences wait; then the batch shrinks.
         full = self._decode_step(slots, job.typical_prompt + job.expected_completion / 2)
         refilled = (mine - slots) / slots * job.expected_completion * full
         return refilled + self._last_batch(slots) + self._prefill(mine)
 
-    def _last_batch(self, batch: int, stretches: int = 24) -> float:
-        """Decode steps from when all slots are full for the last time, in stretches of equal length: the batch shrinks as
-        sequences end."""
+    def _last_batch(self, batch: int) -> float:
+        """Seconds of the decode steps from when all slots are full for the last time, summed over stretches of equal length: the
+        batch shrinks as sequences end."""
         longest = max(self.job.lengths) if self.job.lengths else float(self.job.completion)
         total = 0.0
-        for index in range(stretches):
-            token = (index + 0.5) / stretches * longest
+        for index in range(STRETCHES):
+            token = (index + 0.5) / STRETCHES * longest
             alive = batch * self.job.still_running(token)
             if alive > 0:
-                total += longest / stretches * self._decode_step(max(1.0, alive), self.job.typical_prompt + token)
+                total += longest / STRETCHES * self._decode_step(max(1.0, alive), self.job.typical_prompt + token)
         return total
 
     def _decode_step(self, batch: float, context: float) -> float:
         processes = self.run.rollout.processes
         if not self.run.outside or self.machine.cpu or processes == "auto":
             return self.device_step(batch, context)
-        return outside_step(self.job, self.machine, self.run, processes, batch, context, self.place, self.rates)
+        return outside_step(self.job, self.machine, self.run, processes, batch, context, self.place)
 
     def device_step(self, batch: float, context: float) -> float:
         job, shape, cut = self.job, self.job.shape, parts_of(self.run, self.place)
         read = min(shape.parameters, shape.active_parameters * max(1.0, batch)) * job.itemsize / cut
         keys = batch * context * shape.kv_elements * job.itemsize / cut
         logits = 8 * batch * shape.vocabulary / cut
-        rate = (
-            self.machine.cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * self.rates.decode_flops
-        )
+        rate = self.machine.cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * DECODE_SHARE
         products = 2 * batch * shape.active_parameters / cut / rate
         fixed = 2e-3 if self.machine.cpu else DECODE_STEP + shape.layers * (DECODE_LAYER + self._own_layer)
         exchange = 0.0
@@ -180,8 +177,8 @@ class _Clock:
 
     @property
     def _own_layer(self) -> float:
-        """Seconds beyond that of a layer that the native engine runs through the model's own modules: in a graph, or launched by
-        the host where the choice of experts is its."""
+        """Seconds that a layer of the native engine takes longer through the model's own modules: in a graph, or launched one by
+        one where the host chooses the experts."""
         job = self.job
         if job.fused or self.run.outside:
             return 0.0
@@ -230,7 +227,7 @@ class _Clock:
         return products / shape.active_parameters
 
     def _passes(self, budget: int, factor: float, launch: float) -> float:
-        """A step's tokens through the model in micro-batches."""
+        """Seconds to take a step's tokens through the model in micro-batches."""
         job, shape = self.job, self.job.shape
         row = job.expected_row
         tokens = row.tokens / self.machine.devices
@@ -249,7 +246,7 @@ class _Clock:
         return seconds + (count * self._gather() if self.place.shards > 1 else 0.0)
 
     def _gather(self) -> float:
-        """Layers on their way to every device, twice, and their gradients back; a third of it is not hidden."""
+        """Seconds a micro-batch of gathering layers on every device, twice, and sending gradients back; a third is not hidden."""
         bytes_moved = 3 * self.job.shape.parameters * self.job.itemsize
         return 0.33 * bytes_moved / self._link(self.place.shards)
 
@@ -258,11 +255,11 @@ class _Clock:
         trained = job.trained / self.place.shards
         if self.run.offload.optimizer is True:
             return 2 * optimizer_bytes(job) / self.place.shards / self.machine.device.host_link
-        # 8-bit moments are read, made whole, divided, looked up and written again by a kernel each: counted, not measured.
+        # 8-bit moments are read, widened, divided, looked up and written again by a kernel each: counted, not measured.
         return (130 if job.eight_bit else 30) * trained / self.bandwidth
 
     def publish(self) -> float:
-        """Rollout reads the trainer's own weights, or gets a copy."""
+        """Seconds to give rollout its weights: it reads the trainer's own, or gets a copy."""
         if self.run.outside and not self.machine.cpu:
             rate = self.machine.device.host_link if through_host(self.job, self.run) else self.bandwidth
             return 2 * self.job.shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
@@ -271,6 +268,6 @@ class _Clock:
         return self.job.shape.parameters * self.job.itemsize / self._link(self.machine.devices) + 0.05
 
     def _link(self, devices: int) -> float:
-        """Bytes a second between so many devices: the slowest on the way."""
+        """Bytes a second between so many devices, over the slowest link on the way."""
         device = self.machine.device
-        return (device.link if devices <= self.machine.per_host else min(device.link, 50e9)) * self.rates.link
+        return (device.link if devices <= self.machine.per_host else min(device.link, 50e9)) * LINK_SHARE

@@ -1,4 +1,4 @@
-"""What the tuner tried and found. Apart from it, so that plans can be read without torch."""
+"""What the tuner tried and found. In a module of its own, so that plans can be read without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trial:
-    """One size of one key: tokens a second, and the most that was allocated. None: it did not fit, or has no meter."""
+    """One size of one key: tokens a second (None: it did not fit), and the most bytes allocated (None: there is no meter)."""
 
     key: str
     value: int

@@ -1,8 +1,8 @@
 """Measures on the device what a plan can only predict, with sequences as long as they may be, and takes the fastest.
 
 A micro-batch size is tried by a forward and a backward pass of a full micro-batch that is not applied; the batch in flight by
-decoding a few tokens. Sizes are doubled while that pays and fits, and halved while they do not fit or that pays. Running out of
-memory ends a try and nothing else. Of sizes within a hundredth of the fastest the smallest is taken: memory has other uses.
+decoding a few tokens. Sizes are doubled while that pays and fits, and halved while they do not fit or halving pays. Running out
+of memory ends a try and nothing else. Of sizes within a hundredth of the fastest, the smallest is taken: memory has other uses.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
 
 PAYS = 1.01
+"""A size pays if it is at least this many times as fast as the one before."""
 IN_A_ROW = 3
 """Micro-batches that are timed together."""
+UPDATES_TIMED, DECODES_TIMED = 2, 3
+"""Times that a size is timed; the best counts."""
 DECODED = 32
 """Tokens of each sequence when decoding is timed."""
 
@@ -56,7 +59,7 @@ def tune(
 
 
 def climb(start: int, least: int, most: int, measure: Callable[[int], Trial]) -> list[Trial]:
-    """Double while it fits and pays; from where it did not fit, or did not pay at once, halve while that helps."""
+    """Double while that fits and pays. Where the start did not fit, or doubling did not pay at once, halve while that helps."""
     found = [measure(start)]
     for step, limit in ((2.0, most), (0.5, least)):
         before = found[0]
@@ -87,9 +90,9 @@ def fastest(trials: list[Trial]) -> int:
     return min(trial.value for trial in fitting if (trial.rate or 0.0) * PAYS >= best)
 
 
-def time_update(updater: Updater, job: Job, budget: int, repeats: int = 2) -> Trial:
-    """Tokens a second of full micro-batches one after the other, gradients already there, as in a step: the host prepares one
-    while the device works on another. The best of a few, as others use the machine too."""
+def time_update(updater: Updater, job: Job, budget: int) -> Trial:
+    """Tokens a second of full micro-batches one after the other, with gradients already there, as in a step: the host prepares
+    one while the device works on another. The best of a few, as others may use the machine too."""
     device = updater.policy.device
     samples = list(longest_samples(job, budget, updater.policy.config.vocab_size))
     tokens = job.row(budget).tokens
@@ -106,7 +109,7 @@ def time_update(updater: Updater, job: Job, budget: int, repeats: int = 2) -> Tr
         settle(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        return min(once() for _ in range(repeats))
+        return min(once() for _ in range(UPDATES_TIMED))
 
     seconds = attempt(work)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -117,8 +120,8 @@ def time_update(updater: Updater, job: Job, budget: int, repeats: int = 2) -> Tr
     return Trial("token_budget", budget, tokens / seconds, peak)
 
 
-def time_decode(engine: Engine, job: Job, sequences: int, repeats: int = 3) -> Trial:
-    """Tokens a second of so many sequences at a time, prompts as long as they may be; the best of a few."""
+def time_decode(engine: Engine, job: Job, sequences: int) -> Trial:
+    """Tokens a second of so many sequences at a time, with the longest prompts that were seen; the best of a few."""
     groups = max(1, sequences // job.samples)
     samples = min(job.samples, sequences)
     numbers = torch.Generator().manual_seed(0)
@@ -129,7 +132,7 @@ def time_decode(engine: Engine, job: Job, sequences: int, repeats: int = 3) -> T
     ]
     before = dict(engine.lowered)
     rates = []
-    for _ in range(1 + repeats):  # the first makes graphs
+    for _ in range(1 + DECODES_TIMED):  # the first makes graphs
         for _ in engine.generate(requests):
             pass
         rates.append(engine.stats.generated_tokens / max(1e-9, engine.stats.decode_s))

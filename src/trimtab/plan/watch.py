@@ -1,5 +1,5 @@
-"""A plan against what is measured: for each step the peak that the ledger gives for the micro-batches that really ran, beside the
-meter's. Law 7 is about this ratio; `memory/predicted_over_measured` shows it in every run on a device that has a meter.
+"""Compares a plan with what is measured: for each step, the peak that the ledger gives for the micro-batches that really ran,
+over the meter's. Law 7 is about this ratio; `memory/predicted_over_measured` shows it in every run on a device that has a meter.
 """
 
 from __future__ import annotations
@@ -7,32 +7,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.plan.activations import Path, Row
+from trimtab.config.run import Recompute
+from trimtab.plan.activations import Row, UpdatePath
 from trimtab.plan.ledger import GIB, UNSEEN, critic_path, rounding_bytes, update_path, update_work
 from trimtab.plan.planner import Plan
 
 WORK = ("activations", "log-prob head", "backward work")
-"""Of a micro-batch, as `update_peak` names it."""
+"""Components of a micro-batch, as `update_peak` names them."""
 HOSTS = ("processes", "reward workers", "environment workers")
-"""What a machine without a device counts in the same memory."""
+"""Components that a machine without a device has in the same memory."""
 Sizes = tuple[int, int, int, int, int]
-"""Of a micro-batch, in the order of `Row`."""
+"""Sizes of a micro-batch, in the order of `Row`."""
 
 
 class PlanWatch:
-    """Remembers what a step ran and compares."""
+    """Remembers the micro-batches of a step and compares."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._path: Path | None = None
+        self._path: UpdatePath | None = None
         self._steps: list[Sequence[Sizes]] = []
         self._products = 0.0
         """Operations of the last step's products with weights."""
 
-    def saw(self, optimizer_step: Sequence[Sizes], kept: bool | str, chunk: int, away: bool) -> None:
+    def saw(self, optimizer_step: Sequence[Sizes], recompute: Recompute, chunk: int, away: bool) -> None:
         """The micro-batches of one optimizer step, and the settings they ran with."""
         path = update_path(self.plan.job, self.plan.run)
-        self._path = replace(path, kept=kept, chunk=chunk, away=away)  # type: ignore[arg-type]
+        self._path = replace(path, recompute=recompute, chunk=chunk, away=away)
         self._steps.append(optimizer_step)
 
     def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -49,14 +50,13 @@ class PlanWatch:
         return found
 
     def used(self, update_s: float) -> dict[str, float]:
-        """The share of the device's matrix rate that the last step's update reached; of what it learned from, not of what it made
-        again."""
+        """The share of the device's matrix rate that the last step's update reached; what it recomputed does not count."""
         if not self._products or self.plan.machine.cpu or update_s <= 0:
             return {}
         return {"throughput/update_mfu": self._products / update_s / self.plan.machine.device.flops}
 
     def _operations(self, row: Row) -> float:
-        """Forward and backward; without gradients of weights a third less."""
+        """Operations of the forward and backward passes; a third less where weights have no gradients."""
         shape, critic = self.plan.job.shape, self.plan.job.critic
         factor = 4.0 if self.plan.job.rank else 6.0
         body = shape.active_parameters - shape.table
@@ -65,7 +65,7 @@ class PlanWatch:
         )
 
     def _critic_bytes(self, optimizer_step: Sequence[Sizes]) -> int:
-        """Of a critic's passes over the same micro-batches, its own gradients among them."""
+        """Bytes of the critic's passes over the same micro-batches, its own gradients included."""
         assert self._path is not None and self.plan.job.critic is not None
         job = replace(self.plan.job, shape=self.plan.job.critic)
         trained = job.adapters if job.rank else job.shape.parameters
@@ -73,8 +73,8 @@ class PlanWatch:
         return work + 4 * trained
 
     def update_bytes(self, optimizer_step: Sequence[Sizes]) -> int:
-        """Allocated at most in these micro-batches. While the first runs, only gradients exist that it has come to: the head's at
-        the fullest moment of its activations, all of them when those are gone."""
+        """Most bytes allocated in these micro-batches. During the first, only the gradients exist that its backward pass has
+        reached: the head's while its activations are at their fullest, all of them once those are gone."""
         assert self._path is not None
         job = self.plan.job
         held = self.plan.ledger["update"].device or self.plan.ledger["update"].host

@@ -38,10 +38,14 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torc
 
 def refuse_other_models(path: str) -> None:
     """Tell from the config alone what is no reward model."""
+    also = ""
     try:
-        config = AutoConfig.from_pretrained(find_source(path).location)
+        source = find_source(path)
+        also = source.also
+        config = AutoConfig.from_pretrained(source.location)
     except Exception as error:  # transformers and the hub raise a score of types
-        raise RewardError(f"reward.fn: cannot read {MODEL}{path}: {str(error).splitlines()[0]}") from error
+        why = str(error).splitlines()[0].removeprefix("model.path: ")
+        raise RewardError(f"reward.fn: cannot read {MODEL}{path}: {why} {also}".rstrip()) from error
     kinds = getattr(config, "architectures", None) or []
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds) or config.num_labels != 1:
         raise RewardError(

@@ -77,10 +77,7 @@ class Stats:
     calls: int = 0
     repeated: int = 0
     """Calls of a whole group that failed and were repeated sample by sample."""
-    latency_mean_s: float = 0.0
     latency_max_s: float = 0.0
-    busy_s: float = 0.0
-    """Time of all calls in their workers, added up."""
     wait_s: float = 0.0
     """Time for which `collect` kept its caller waiting."""
     judges: dict[str, Tally] = field(default_factory=dict)
@@ -155,7 +152,7 @@ class Scorer:
         for place, name in enumerate(self.names):
             for column in sorted(self._desks[place].needs - known):
                 raise RewardError(
-                    f"reward {name!r} needs a column {column!r}, which the data does not have. "
+                    f"reward {name!r} needs a column {column!r}, which the data does not have in every row. "
                     f"{nearest(column, known)} Offered besides the columns: {', '.join(GIVEN)}; with an environment: "
                     f"{', '.join(PLAYED)}"
                 )
@@ -374,9 +371,7 @@ def _stats(sheets: list[_Sheet], names: list[str], start: float, wait_s: float) 
         not_applicable=sum(t.failure is None and t.reward is None for t in trajectories),
         calls=len(seconds),
         repeated=sum(sheet.repeated for sheet in sheets),
-        latency_mean_s=statistics.fmean(seconds) if seconds else 0.0,
         latency_max_s=max(seconds, default=0.0),
-        busy_s=sum(seconds),
         wait_s=wait_s,
         judges=_judges(sheets, start),
     )

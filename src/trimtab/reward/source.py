@@ -181,6 +181,15 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
+def told(error: BaseException) -> str:
+    """An error in one line, also where it cannot say what it is."""
+    try:
+        said = str(error)
+    except Exception:
+        said = "its message cannot be shown"
+    return f"{type(error).__name__}: {said}".splitlines()[0]
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback from the first frame that is the user's."""
     package = os.path.dirname(os.path.dirname(__file__))

@@ -26,8 +26,9 @@ from typing import Any
 
 from trimtab.errors import RewardError
 from trimtab.reward.load import Function, load
-from trimtab.reward.source import user_traceback
+from trimtab.reward.source import told, user_traceback
 from trimtab.reward.wire import Cell, Failure, receive, send
+from trimtab.streams import outlet
 
 PR_SET_PDEATHSIG = 1
 
@@ -36,6 +37,10 @@ def set_up(channel_fd: int, trace_fd: int, parent_pid: int) -> socket.socket:
     """What every reward process does first; the channel to its parent."""
     die_with(parent_pid)
     os.dup2(2, 1)
+    sys.stdout, sys.stderr = (
+        outlet(sys.stdout),
+        outlet(sys.stderr),
+    )  # a print that nobody reads is no failure of a reward
     faulthandler.enable(file=trace_fd, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=trace_fd, all_threads=False)
     os.set_inheritable(channel_fd, False)
@@ -88,8 +93,7 @@ def respond(message: bytes, functions: list[Function]) -> list[Cell] | Failure:
             result = await_(result)
         return checked(result, count)
     except BaseException as error:  # user code: also SystemExit and KeyboardInterrupt
-        summary = f"raised {type(error).__name__}: {error}".splitlines()[0]
-        return Failure("raised", summary, user_traceback(error))
+        return Failure("raised", f"raised {told(error)}", user_traceback(error))
 
 
 LARGEST = 3.4e38

@@ -25,7 +25,7 @@ class Request:
     prompt: Prompt
     samples: int
     max_new_tokens: int | Sequence[int]
-    """Of every sample, or of each one."""
+    """One limit for every sample, or one for each."""
     sampling: Sampling
     seed: int
     step: int
@@ -64,7 +64,7 @@ class RolloutStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     wait_s: float = 0.0
-    """For which the engine had nothing to do but wait for environments."""
+    """Time in which the engine had nothing to do but wait for environments."""
 
     def add(self, other: RolloutStats) -> None:
         """What this call and another did together."""
@@ -110,7 +110,7 @@ class Engine(Sampler, Protocol):
     """Called each time an engine's process was lost and another goes on in its place."""
 
     @property
-    def path(self) -> str:
+    def description(self) -> str:
         """What runs, in words for the user."""
         ...
 
@@ -128,8 +128,8 @@ class Engine(Sampler, Protocol):
         ...
 
     def shrink(self, least_tokens: int) -> tuple[int, int] | None:
-        """Give up part of the KV cache for good, but for a sequence of so many tokens. Its bytes before and after; None where
-        there is nothing to give, or where the update has the memory anyway."""
+        """Permanently give up part of the KV cache, keeping enough for one sequence of `least_tokens` tokens. Returns its bytes
+        before and after; None where nothing can be given up, or the update has the memory anyway."""
         ...
 
     @property
@@ -138,7 +138,8 @@ class Engine(Sampler, Protocol):
         ...
 
     def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
-        """Be as an engine whose `lowered` was this, but for a sequence of so many tokens."""
+        """Apply limits that an earlier session reported as `lowered`, keeping enough KV cache for one sequence of `least_tokens`
+        tokens."""
         ...
 
     def close(self) -> None:
@@ -163,6 +164,12 @@ def check_requests(requests: Sequence[Request], context_tokens: int) -> Sampling
                 f"{max(request.limits)} that exceeds the model's context of {context_tokens}"
             )
     return requests[0].sampling
+
+
+def refuse_while(generating: bool, what: str) -> None:
+    """No engine changes under a `generate` that is not finished."""
+    if generating:
+        raise EngineError(f"{what} was called while an earlier generate is not finished; exhaust or close it first")
 
 
 def whole_group(request: Request, trajectories: list[Trajectory], index: int, tokenizer: Any) -> Group:

@@ -11,7 +11,7 @@ from trimtab.rollout.trajectory import Group
 class NoRollout:
     """See rollout/engine.py."""
 
-    path = "none"
+    description = "none"
     outside_bytes = 0
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ def sample(
         tokens_B = torch.searchsorted(cumulative_BV, drawn_B1, right=True)[:, 0]
         # u rounds up to the total mass at most once in 2^53 draws; the last token that has mass is the right answer then.
         last_B = torch.searchsorted(cumulative_BV, cumulative_BV[:, -1:].contiguous())[:, 0]
-        tokens_B = torch.minimum(tokens_B, last_B)
+        tokens_B = torch.minimum(tokens_B, last_B).clamp(max=logits_BV.shape[1] - 1)  # NaN is beyond every sum
     return tokens_B, logits_BV.gather(1, tokens_B[:, None])[:, 0] - lse_B
 
 

@@ -139,8 +139,8 @@ class Guard:
     def restore(self, state: dict[str, Any]) -> dict[str, Any]:
         """Take over what an earlier session found, if it was on such a machine. Returns what is lower for it."""
         if state.get("machine") == machine(self._device):
-            self.ceiling = dict(state["ceiling"])
-            self.ladder.restore(state["update"], state["rollout"])
+            self.ceiling = dict(state.get("ceiling", {}))
+            self.ladder.restore(state.get("update", {}), state.get("rollout", {}))
         return self.ladder.lowered | self.ladder.engine.lowered
 
     def _recover(self, short: Shortage, where: str, tried: Tried, rungs: Sequence[Rung]) -> None:

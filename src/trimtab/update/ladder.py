@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, host_memory
 from trimtab.model.shelf import Shelf
 from trimtab.rollout.engine import Engine
-from trimtab.update.updater import Recompute, Updater
+from trimtab.update.updater import Updater
 
 GIB = 2**30
 CHUNK_FLOOR = 128
@@ -159,4 +160,5 @@ class Ladder:
         return f"{name.replace('offload_', 'offload.')} {' -> '.join(show)}"
 
     def _host_has_room(self, size: int) -> bool:
+        """True where so many bytes can wait in host memory and a tenth as many stay free."""
         return self.own_memory and host_memory()[1] > size * 11 // 10

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from trimtab.config.learn import Learn
+from trimtab.config.run import Recompute
 from trimtab.learn.importance import importance_weights
 from trimtab.learn.kl import ESTIMATORS, corrected
 from trimtab.learn.losses import LOSSES
@@ -75,7 +76,6 @@ class Progress:
     """Of the largest micro-batch."""
 
 
-Recompute = bool | Literal["some"]
 KEEP = {False: Keep.ALL, "some": Keep.SOME, True: Keep.INPUT}
 
 

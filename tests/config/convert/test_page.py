@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config.convert import FRAMEWORKS, page
+from trimtab.config.convert import FRAMEWORKS, convert, page
 
 
 def test_the_page_in_docs_is_current() -> None:
@@ -18,6 +18,13 @@ def test_every_name_is_on_the_page() -> None:
     for framework in FRAMEWORKS.values():
         for rule in framework.rules:
             assert all(f"`{framework.dashes}{name}`" in text for name in rule.names), rule.name
+
+
+def test_the_words_say_of_a_reward_model_what_the_command_does() -> None:
+    words = page.PAGE.read_text(encoding="utf-8").split(page.START)[0]
+    found = convert("openrlhf", words=["--reward_pretrain=org/rm"])
+    assert found.sheet.tree()["reward"] == [{"fn": "model:org/rm"}]
+    assert "`fn: model:PATH`" in words and "cannot be named as a reward" not in words
 
 
 def test_check_fails_on_a_stale_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

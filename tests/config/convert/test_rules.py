@@ -387,6 +387,47 @@ def test_trl_arguments(words: list[str], expected: dict[str, Any]) -> None:
     assert expected.items() <= keys(trl("--model_name_or_path", "m", *words)).items()
 
 
+MIN_LR = ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs"]
+
+
+@pytest.mark.parametrize(
+    ("words", "final"),
+    [
+        ([*MIN_LR, '{"min_lr_rate": 0.1}'], 0.1),
+        ([*MIN_LR, '{"min_lr": 1e-7}'], 0.1),
+        ([*MIN_LR, '{"min_lr": 1e-6}', "--learning_rate", "2e-5"], 0.05),
+        ([*MIN_LR, '{"min_lr": 6e-7}', "--lam", "0.9"], 0.2),
+    ],
+)
+def test_trl_a_cosine_ends_where_its_kwargs_say(words: list[str], final: float) -> None:
+    found = trl(*words)
+    assert keys(found)["learn.schedule.kind"] == "cosine" and keys(found)["learn.schedule.final"] == final
+    assert row(found, "--lr_scheduler_kwargs")["key"] == "learn.schedule.final"
+
+
+def test_trl_kwargs_are_read_from_yaml_and_python_too() -> None:
+    yaml = "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  min_lr_rate: 0.1\n  num_cycles: 1\n"
+    found = convert("trl", text=f"{yaml}gradient_checkpointing_kwargs: {{use_reentrant: false}}\n")
+    assert keys(found)["learn.schedule.final"] == 0.1
+    assert [line.outcome for line in found.lines] == ["mapped", "mapped", "unsupported", "automatic"]
+    python = "c = GRPOConfig(lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': 0.1, 'x': 1})"
+    found = convert("trl", text=python)
+    assert keys(found)["learn.schedule.final"] == 0.1 and "Not here: x" in row(found, "lr_scheduler_kwargs")["note"]
+
+
+def test_trl_kwargs_that_no_cosine_takes_are_told() -> None:
+    linear = row(trl("--lr_scheduler_kwargs", '{"min_lr_rate": 0.1}'), "--lr_scheduler_kwargs")
+    assert linear["outcome"] == "unsupported" and "the schedule is linear" in linear["note"]
+    assert row(trl("--lr_scheduler_kwargs", "null"), "--lr_scheduler_kwargs")["outcome"] == "dead"
+    assert "takes names and values" in trl(*MIN_LR, "0.1").lines[1].as_dict()["note"].lower()
+    without = trl(*MIN_LR[:2])
+    assert "here it ends at 0" in without.lines[0].as_dict()["note"] and "learn.schedule.final" not in keys(without)
+    both = trl(
+        "--lr_scheduler_type=cosine_with_min_lr", *[f"--{MIN_LR[2][2:]}.{p}=0.1" for p in ("min_lr_rate", "min_lr")]
+    )
+    assert keys(both)["learn.schedule.final"] == 0.1 and both.lines[2].outcome == "dead"
+
+
 def test_trl_evaluation() -> None:
     found = keys(trl("--dataset_name", "a/b", "--eval_strategy", "steps", "--eval_steps", "50"))
     assert found["data.eval"] == "a/b" and found["observe.eval_every"] == 50
@@ -494,32 +535,6 @@ def test_the_last_of_two_counts() -> None:
     assert keys(found)["learn.sampling.temperature"] == 0.8
 
 
-@pytest.mark.parametrize(
-    ("kind", "word", "near"),
-    [
-        ("openrlhf", "--zero_stagee=3", "--ds.zero_stage"),
-        ("verl", "actor_rollout_ref.rollout.temperatur=1", "actor_rollout_ref.rollout.temperature"),
-        ("verl", "foo.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-        ("trl", "--num_generation=8", "--num_generations"),
-        ("nanochat", "--num-sample=8", "--num_samples"),
-    ],
-)
-def test_an_unknown_flag_comes_with_the_nearest(kind: str, word: str, near: str) -> None:
-    line = convert(kind, words=[word]).lines[0].as_dict()
-    assert line["outcome"] == "unsupported" and f"Did you mean {near}?" in line["note"]
-
-
-def test_families_of_keys_are_known_by_their_beginning() -> None:
-    found = verl(
-        "A.actor.megatron.tensor_model_parallel_size=4",
-        "A.actor.megatron.param_offload=True",
-        "critic.foo=1",
-        "critic.bar=null",
-    )
-    assert [line.outcome for line in found.lines] == ["automatic", "automatic", "unsupported", "dead"]
-    assert "nothing is asked for" in found.lines[3].as_dict()["note"]
-
-
 def test_a_value_that_refers_to_another_key_counts_there() -> None:
     found = convert(
         "verl",
@@ -544,12 +559,59 @@ def test_what_the_loader_refuses_is_left_out_in_its_words() -> None:
 def test_variables_that_only_a_shell_knows_are_pointed_out() -> None:
     found = convert("verl", text="python3 -m verl.trainer.main_ppo data.train_files=$HOME/train.parquet")
     assert "Only a shell knows" in found.lines[0].as_dict()["note"]
+    listed = convert(
+        "verl",
+        text="train=$HOME/train.parquet\npython3 -m verl.trainer.main_ppo data.train_files=\"['$train']\" a.b=[1]\n",
+    )
+    assert keys(listed)["data.train"] == "$HOME/train.parquet"
+    assert ["Only a shell knows" in line.as_dict()["note"] for line in listed.lines] == [True, False]
 
 
 def test_passes_over_the_data_are_worked_out_as_far_as_they_can_be() -> None:
     found = verl("trainer.total_epochs=15", "data.train_batch_size=512")
     assert ("learn.steps", False) in [(item.key, item.required) for item in found.sheet.missing]
     assert "15 × rows // 512" in found.lines[0].as_dict()["note"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "name", "formula"),
+    [
+        ("trl", ["--model_name_or_path=x", "--dataset_name=y"], "num_train_epochs", "3 × rows // 1"),
+        ("trl", ["--lam=0.9", "--per_device_train_batch_size=64"], "num_train_epochs", "3 × rows // 64"),
+        ("verl", ["actor_rollout_ref.model.path=x"], "trainer.total_epochs", "30 × rows // 1024"),
+        ("openrlhf", ["--pretrain=x"], "train.num_episodes", "1 × rows // 1024"),
+        ("openrlhf", ["--max_samples=100000"], "train.num_episodes", "(at most 97, as data.limit is 100000)"),
+    ],
+)
+def test_passes_that_are_not_given_are_the_other_frameworks(
+    kind: str, words: list[str], name: str, formula: str
+) -> None:
+    found = convert(kind, words=words)
+    (line,) = [line.as_dict() for line in found.assumed if line.setting.name == name]
+    assert line["outcome"] == "unsupported" and formula in line["note"]
+    (missing,) = [item for item in found.sheet.missing if item.key == "learn.steps"]
+    assert formula in missing.what and not missing.required and "learn.steps" not in keys(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "name"),
+    [
+        ("trl", "--max_steps=50", "num_train_epochs"),
+        ("trl", "--total_episodes=400", "num_train_epochs"),
+        ("verl", "trainer.total_training_steps=50", "trainer.total_epochs"),
+    ],
+)
+def test_passes_do_not_count_beside_steps(kind: str, word: str, name: str) -> None:
+    found = convert(kind, words=[word])
+    assert keys(found)["learn.steps"] == 50
+    assert name not in [line.setting.name for line in found.assumed]
+    assert "learn.steps" not in [item.key for item in found.sheet.missing]
+
+
+def test_passes_that_are_no_number_are_told_and_counted_as_the_default() -> None:
+    found = openrlhf("--num_episodes", "many")
+    assert "takes a number, not 'many'" in found.lines[0].as_dict()["note"].lower()
+    assert any("1 × rows // 1024" in item.what for item in found.sheet.missing)
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "AdamW8bit"])

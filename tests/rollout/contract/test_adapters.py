@@ -12,7 +12,7 @@ from tests.rollout.contract.test_contract import ask, collect, flat, prompts, to
 from trimtab.config.schema import Lora
 from trimtab.model.adapters import add_adapters
 from trimtab.model.policy import Policy
-from trimtab.rollout.outside.engine import trainer_logprobs
+from trimtab.rollout.outside.agreement import trainer_logprobs
 from trimtab.rollout.outside.weights import SharedWeights, named_weights
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.rollout.vllm.core import lora_room

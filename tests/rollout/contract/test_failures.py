@@ -18,6 +18,7 @@ from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.rollout.outside import engine as engines
+from trimtab.rollout.outside import members
 from trimtab.rollout.outside.engine import OutsideEngine
 from trimtab.rollout.outside.kinds import VLLM
 from trimtab.rollout.outside.messages import Done, Generate, Ready, Settled, Sleep
@@ -43,12 +44,13 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
         for mine, new in zip(policy.model.parameters(), small_model(7).parameters()):
             mine.copy_(new)
     engine.publish(5)
-    requests = ask(prompts(8), samples=4, new=60)
+    short, *others = prompts(8)
+    requests = [*ask([short], samples=4, new=3), *ask(others, samples=4, new=90)]
     wanted = tokens(collect(make_engine("native", policy), requests))
     first, whole = engine.pids[0], OutsideEngine._next_done
 
     def interrupted(self: OutsideEngine) -> Done:
-        if self.stats.sequences == 1 and self.pids[0] == first:  # one of them has come
+        if self.stats.sequences == 1 and self.pids[0] == first:  # one has come, and most are far from their end
             os.kill(first, signal.SIGKILL)
         return whole(self)
 
@@ -161,9 +163,9 @@ def scripted(
         made[-1].number = len(made)
         return made[-1]
 
-    monkeypatch.setattr(engines, "EngineProcess", start)
+    monkeypatch.setattr(members, "EngineProcess", start)
     monkeypatch.setattr(engines, "wait_for", lambda processes: None)
-    monkeypatch.setattr(OutsideEngine, "_refuse_other_logprobs", lambda self: None)
+    monkeypatch.setattr(engines, "refuse_other_logprobs", lambda *_: None)
     return make_engine("vllm", policy or small_policy(), max_sequences=8, **changes), made  # type: ignore[return-value]
 
 
@@ -175,7 +177,7 @@ def done(call: int, id: int, token: int = 5) -> object:
 
 def test_memory_that_runs_out_halves_what_runs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, made = scripted(
-        monkeypatch, [done(1, 1), EngineLost("out", short=True)], [done(1, 0), done(1, 2), done(1, 3)]
+        monkeypatch, [done(1, 1), EngineLost("out", out_of_memory=True)], [done(1, 0), done(1, 2), done(1, 3)]
     )
     said: list[str] = []
     engine.on_recovery = said.append
@@ -209,7 +211,7 @@ def test_two_processes_share_prompts_and_one_that_is_lost_repeats_only_its_own(m
 
 
 def test_processes_that_run_out_of_memory_together_get_fewer_sequences_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = EngineLost("out", short=True)
+    short = EngineLost("out", out_of_memory=True)
     engine, made = scripted(monkeypatch, [short], [short], [done(1, 0)], [done(1, 1)], processes=2)
     assert len(list(engine.generate(ask(prompts(2), samples=1)))) == 2
     assert engine.lowered == {"max_sequences": 4} and [p.sent[0].max_sequences for p in made] == [4, 4, 2, 2]
@@ -230,7 +232,7 @@ def test_two_processes_give_what_one_gives(kind: str) -> None:
     requests = ask(prompts(5, shared=20), samples=3, new=24)
     wanted = tokens(collect(make_engine("native", policy), requests))
     engine = make_engine(kind, policy, processes=2)
-    assert isinstance(engine, OutsideEngine) and len(set(engine.pids)) == 2 and "2 processes" in engine.path
+    assert isinstance(engine, OutsideEngine) and len(set(engine.pids)) == 2 and "2 processes" in engine.description
     assert tokens(collect(engine, requests)) == wanted
     with torch.no_grad():
         for mine, new in zip(policy.model.parameters(), small_model(7).parameters()):
@@ -252,12 +254,12 @@ def test_a_process_that_fails_again_and_again_ends_the_run(monkeypatch: pytest.M
     engine.on_restart = said.append
     with pytest.raises(EngineError, match=r"cannot go on: again, 4 times in a row(.|\n)*the end of its log"):
         list(engine.generate(ask(prompts(1), samples=2)))
-    assert len(made) == 1 + engines.MOST_FAILURES
-    assert [line.split(" (")[0] for line in said] == ["vLLM was lost"] * engines.MOST_FAILURES
+    assert len(made) == 1 + members.MOST_FAILURES
+    assert [line.split(" (")[0] for line in said] == ["vLLM was lost"] * members.MOST_FAILURES
 
 
 def test_the_last_lines_are_those_of_the_process_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "MOST_FAILURES", 0)
+    monkeypatch.setattr(members, "MOST_FAILURES", 0)
     engine, _ = scripted(monkeypatch, [done(1, 0)], [EngineLost("gone")], processes=2)
     with pytest.raises(EngineError, match=r"gone(.|\n)*the end of its log, 2"):
         list(engine.generate(ask(prompts(2), samples=1)))

@@ -22,7 +22,8 @@ from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Request
 from trimtab.rollout.outside import engine as engines
-from trimtab.rollout.outside import weights
+from trimtab.rollout.outside import members, weights
+from trimtab.rollout.outside.agreement import lengths
 from trimtab.rollout.outside.messages import (
     Abort,
     Beat,
@@ -93,7 +94,7 @@ def test_what_processes_did_is_added_up_but_for_steps_which_they_do_together(mon
 
 def test_no_process_has_less_than_its_part_of_the_sequences_nor_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs out of memory with one sequence a process is started again as it was."""
-    short = EngineLost("out", short=True)
+    short = EngineLost("out", out_of_memory=True)
     engine, made = scripted(monkeypatch, [], [], [], [short], [], [done(1, 1)], [done(1, 0)], processes=3)
     said: dict[str, list[str]] = {"lowered": [], "restarted": []}
     engine.on_recovery, engine.on_restart = said["lowered"].append, said["restarted"].append
@@ -139,7 +140,7 @@ def test_who_is_lost_where_another_cannot_see_the_weights_is_started_again(monke
 
     monkeypatch.setattr(weights, "export", lambda pointer: (b"a handle", pointer))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(engines, "SharedWeights", Direct)
+    monkeypatch.setattr(members, "SharedWeights", Direct)
     engine, made = scripted(monkeypatch, [Unread("no longer"), Settled()], [EngineLost("gone")], [], processes=2)
     engine.publish(1)
     in_place = [[order.weights is not None and order.weights.file is None for order in published(p)] for p in made]
@@ -183,7 +184,7 @@ def test_what_was_lent_is_given_up_by_the_trainers_allocator_before_it_is_taken_
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_first_process_compiles_for_the_others(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = scripted(monkeypatch, [], [], [], processes=3)
-    engine._settings |= {"cuda": True, "eager": eager}
+    engine.members._settings |= {"cuda": True, "eager": eager}
     order: list[str] = []
 
     class Noted(Scripted):
@@ -198,7 +199,7 @@ def test_the_first_process_compiles_for_the_others(eager: bool, monkeypatch: pyt
                 order.append("ready")
             return found
 
-    monkeypatch.setattr(engines, "EngineProcess", lambda *_: Noted([Ready("0", 9), Settled()]))
+    monkeypatch.setattr(members, "EngineProcess", lambda *_: Noted([Ready("0", 9), Settled()]))
     engine.lower({"max_sequences": 4}, 0)
     alone = [] if eager else ["starts", "ready"]
     together = 3 if eager else 2
@@ -261,7 +262,7 @@ def computing(monkeypatch: pytest.MonkeyPatch, shift: Shift, made: list[Computin
         made.append(Computing(policy, shift))
         return made[-1]
 
-    monkeypatch.setattr(engines, "EngineProcess", start)
+    monkeypatch.setattr(members, "EngineProcess", start)
     monkeypatch.setattr(engines, "wait_for", lambda processes: None)
     return make_engine("vllm", policy, **changes)
 
@@ -320,7 +321,7 @@ def test_log_probs_that_are_not_the_trainers_are_refused_and_nothing_is_left(
 def test_what_is_tried_goes_beyond_a_window_that_sequences_grow_out_of(
     window: int | None, context: int, wanted: tuple[int, int]
 ) -> None:
-    assert engines.probe(window, context) == wanted
+    assert lengths(window, context) == wanted
 
 
 def test_what_is_tried_is_as_long_as_the_models_window_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +346,7 @@ def test_weights_are_read_in_place_where_one_device_has_all_of_them(
         assert SharedWeights(on_gpu, one_device).direct is (parts == 1)  # type: ignore[arg-type]
         return SharedWeights(policy, one_device)
 
-    monkeypatch.setattr(engines, "SharedWeights", shared)
+    monkeypatch.setattr(members, "SharedWeights", shared)
     two = Policy(tiny_model("qwen2", num_key_value_heads=2))
     scripted(monkeypatch, policy=two, tensor_parallel=parts)[0].close()
     assert asked == [parts == 1]
@@ -372,5 +373,5 @@ def test_every_process_and_device_has_its_part_of_the_cache(monkeypatch: pytest.
         setup = made[0].sent[0]
         assert isinstance(setup, Setup) and setup.kv_bytes == wanted
         assert setup.tensor_parallel == changes.get("tensor_parallel", 1)
-        assert changes != {"tensor_parallel": 2} or "the model in 2 parts" in engine.path
+        assert changes != {"tensor_parallel": 2} or "the model in 2 parts" in engine.description
         engine.close()

@@ -68,7 +68,7 @@ def test_a_process_says_what_ended_it_and_whether_that_was_memory(
     with pytest.raises(SystemExit):
         worker.main()
     said = Connection(ours.detach()).recv()
-    assert isinstance(said, Failed) and said.short is short and str(error) in said.text
+    assert isinstance(said, Failed) and said.out_of_memory is short and str(error) in said.text
 
 
 @pytest.mark.parametrize("gone", [True, False])

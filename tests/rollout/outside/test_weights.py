@@ -16,8 +16,7 @@ import torch
 from tests.rollout.contract.engines import small_policy
 from tests.rollout.contract.test_failures import scripted
 from trimtab.model.policy import Policy
-from trimtab.rollout.outside import engine as engines
-from trimtab.rollout.outside import ipc, weights
+from trimtab.rollout.outside import ipc, members, weights
 from trimtab.rollout.outside.messages import Publish, Settled, Unread
 from trimtab.rollout.outside.reading import Reader
 from trimtab.rollout.outside.weights import SharedWeights
@@ -53,11 +52,11 @@ def test_weights_that_an_engine_cannot_see_go_through_host_memory(monkeypatch: p
             super().__init__(policy, one_device)
             self.direct = True
 
-    monkeypatch.setattr(engines, "SharedWeights", Direct)
+    monkeypatch.setattr(members, "SharedWeights", Direct)
     engine, made = scripted(monkeypatch, [Unread("not in this container"), Settled(), Settled()], first=[])
     engine.publish(1)
     ways = [order.weights.file is None for order in made[0].sent if isinstance(order, Publish) and order.weights]
-    assert ways == [True, False, False] and "through host memory" in engine.path
+    assert ways == [True, False, False] and "through host memory" in engine.description
     assert engine.policy is not policy
     engine.close()
 

@@ -99,12 +99,13 @@ def split_updates(sheet: Sheet, prompts: int, parts: float, name: str, sum_: str
 
 
 def steps_from_epochs(sheet: Sheet, name: str, prompts: int | None) -> None:
-    """Passes over the data cannot be steps while the number of rows is not known; say how to get them."""
-    line = sheet.line(name)
-    if line is None:
-        return
-    passes = line.setting.value
-    formula = f"{passes} × rows // {prompts or 'learn.prompts_per_step'}"
+    """Passes over the data, given or the framework's default, cannot be steps while the number of rows is not known; say how
+    to get them."""
+    passes = sheet.read(name, number, sheet.framework.defaults[name])
+    formula = f"{passes:.10g} × rows // {prompts or 'learn.prompts_per_step'}"
+    limit = sheet.keys.get("data.limit")
+    if limit and prompts and prompts > 0:
+        formula += f" (at most {max(int(passes * limit.value // prompts), 1)}, as data.limit is {limit.value})"
     sheet.refuse(name, f"write learn.steps = {formula}")
     sheet.need("learn.steps", f"{formula}, with the rows of the training set (now Trimtab's default, 100)", False)
 

@@ -24,6 +24,7 @@ DEFAULTS = {
     "rollout.batch_size": 1024,
     "rollout.n_samples_per_prompt": 1,
     "train.batch_size": 128,
+    "train.num_episodes": 1,
     "data.max_len": 2048,
     "algo.advantage.estimator": "gae",
     "algo.advantage.lambd": 1.0,

@@ -1,11 +1,12 @@
 """The vocabulary of a framework's table: what becomes of a flag, one rule each.
 
 A rule lists a flag's names: today's first, then older ones, and after a bar those that guides use and the framework never had.
-A name that ends in `.*` stands for all names that begin so and have no rule of their own.
+A name that ends in `.*` stands for all names that begin so, have no rule of their own and are no slip for one that has.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -152,6 +153,18 @@ def pair(value: Any) -> list[float]:
 
 def texts(value: Any) -> list[str]:
     return [text(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Names and values, also as JSON in one text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            value = None
+    if not isinstance(value, dict):
+        raise ValueError('takes names and values, {"name": value}')
+    return value
 
 
 def one_of(choices: Mapping[Any, Any]) -> Take:

@@ -14,15 +14,15 @@ from typing import Any
 
 from trimtab.config.algorithms import resolve
 from trimtab.config.check import CHECKS
+from trimtab.config.convert.names import FAMILY, Names
 from trimtab.config.convert.rules import NULL, OutcomeName, Rule
 from trimtab.config.convert.settings import Setting
 from trimtab.config.load import config_from_dict
-from trimtab.config.reference import default, nearest
+from trimtab.config.reference import default
 from trimtab.config.schema import Config
 from trimtab.errors import ConfigError
 
 MASK = "***"
-FAMILY = ".*"
 REFERENCE = re.compile(r"\$\{(oc\.|\.|\w+\.)")
 """A value of Hydra's that stands for another key's: ${oc.select:a.b,1}, ${.c}, ${a.b}."""
 NAMES = ("trimtab", "verl", "nanochat", "gspo", "gae", "false", "true")
@@ -89,11 +89,17 @@ class Framework:
     dashes: str = "--"
     alias: str = "the same as {}"
     """What is said of a name that is not the first of its rule."""
-    in_full: Callable[[str], str] = str
-    """A name of the table as a user writes it."""
+    abbreviations: Mapping[str, str] = field(default_factory=dict)
+    """First parts of names that the table writes in another way."""
 
-    def shown(self, rule: Rule) -> str:
-        return f"{self.dashes}{self.in_full(rule.name)}"
+    def in_full(self, name: str) -> str:
+        """A name of the table as a user writes it."""
+        head, dot, rest = name.partition(".")
+        whole = next((whole for whole, short in self.abbreviations.items() if short == head), head)
+        return f"{whole}{dot}{rest}"
+
+    def shown(self, name: str) -> str:
+        return f"{self.dashes}{self.in_full(name)}"
 
     @property
     def by_name(self) -> dict[str, Rule]:
@@ -106,6 +112,7 @@ class Sheet:
     ) -> None:
         """`other` knows settings that are not the framework's: variables, launchers, whole commands."""
         self.framework, self.known = framework, framework.by_name
+        self.names = Names(self.known, framework.abbreviations)
         self.lines: list[Line] = []
         self.keys: dict[str, Put] = {}
         self.missing: list[Missing] = []
@@ -127,7 +134,7 @@ class Sheet:
 
     def _add(self, setting: Setting, other: Callable[[Setting], Line | None]) -> None:
         spelt = self.framework.spelling(setting.name)
-        rule = self.known.get(spelt) or self._family(spelt)
+        rule = self.names.rule(spelt)
         if rule is None and setting.value is True and spelt.startswith("no_") and spelt[3:] in self.known:
             rule, setting = self.known[spelt[3:]], Setting(setting.name, False)
         if rule is None or setting.origin in ("command", "stray", "launcher"):
@@ -139,37 +146,29 @@ class Sheet:
             self.lines.append(line)
             return
         if spelt in map(self.framework.spelling, rule.never):
-            line.notes.append(f"{self.framework.title} has no {setting.name}; {self.framework.shown(rule)} is meant")
+            line.notes.append(
+                f"{self.framework.title} has no {setting.name}; {self.framework.shown(rule.name)} is meant"
+            )
         elif spelt in map(self.framework.spelling, rule.old):
-            line.notes.append(self.framework.alias.format(self.framework.shown(rule)))
+            line.notes.append(self.framework.alias.format(self.framework.shown(rule.name)))
         name = spelt if rule.name.endswith(FAMILY) else rule.name
         if earlier := self._last.get(name):
             earlier.outcome, earlier.key, earlier.notes = "dead", "", ["given again later; the last one counts"]
         self._last[name] = line
         self.lines.append(line)
-        if isinstance(setting.value, str) and "$" in setting.value:
+        if "$" in str(setting.value):
             line.notes.append("only a shell knows what it stands for: write it out")
 
-    def _family(self, spelt: str) -> Rule | None:
-        """The rule of the longest `name.*` that a name begins with."""
-        parts = spelt.split(".")
-        families = (".".join(parts[:length]) + FAMILY for length in range(len(parts), 0, -1))
-        return next((self.known[family] for family in families if family in self.known), None)
-
     def _unknown(self, setting: Setting, spelt: str) -> Line:
-        rules = [rule for rule in self.framework.rules if not rule.name.endswith(FAMILY)]
-        names = [rule.name for rule in rules]
-        near = nearest(spelt, names, 0.75)
-        if not near:
-            ends = [name.rsplit(".", 1)[-1] for name in names]
-            end = nearest(spelt.rsplit(".", 1)[-1], ends, 0.85)
-            near = names[ends.index(end)] if "_" in end else ""
-        meant = (
-            f"Did you mean {self.framework.shown(rules[names.index(near)])}?"
-            if near
-            else "Trimtab does not know what it means"
-        )
-        return Line(setting, None, notes=[f"not a setting of {self.framework.title} that is known here. {meant}"])
+        note = f"not a setting of {self.framework.title} that is known here"
+        meant = self.names.meant(spelt)
+        if not meant:
+            return Line(setting, None, notes=[f"{note}. Trimtab does not know what it means"])
+        line = Line(setting, None, notes=[f"{note}. Did you mean {self.framework.shown(meant)}?"])
+        today = self.known[meant].name
+        if today != meant:
+            line.notes.append(self.framework.alias.format(self.framework.shown(today)))
+        return line
 
     def _apply(self, line: Line) -> None:
         rule = line.rule

@@ -15,7 +15,7 @@ from trimtab.config.convert.common import (
     scored_by,
     steps_from_epochs,
 )
-from trimtab.config.convert.rules import one_of, real, text, texts, whole, yes
+from trimtab.config.convert.rules import mapping, one_of, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
 from trimtab.config.convert.trl_table import RULES
 
@@ -23,6 +23,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "num_generations": 8,
+    "num_train_epochs": 3,
     "loss_type": "dapo",
     "lr_scheduler_type": "linear",
     "max_completion_length": 512,
@@ -46,9 +47,13 @@ SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
+KWARGS = "lr_scheduler_kwargs"
+LEARNING_RATE = 1e-6
+"""GRPOConfig's own, which is Trimtab's too."""
 REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"fn": "math", "args": {"column": "solution"}},
     "think_format_reward": {"fn": "regex", "args": {"pattern": r"^<think>(?s:.)*</think>(?s:.)*$", "mode": "full"}},
@@ -61,7 +66,7 @@ def settle(sheet: Sheet) -> None:
     if trl_ppo.asked(sheet):
         trl_ppo.settle(sheet)
         _periods(sheet, 1)
-        schedule(sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps")
+        _schedule(sheet)
     else:
         trl_ppo.not_asked(sheet)
         _grpo(sheet)
@@ -83,13 +88,45 @@ def _grpo(sheet: Sheet) -> None:
     _kl(sheet)
     if "learn.steps" in sheet.keys:
         sheet.refuse("num_train_epochs", "max_steps wins over it", "dead")
-    elif sheet.given("num_train_epochs"):
+    else:
         prompts = sheet.keys.get("learn.prompts_per_step")
         steps_from_epochs(sheet, "num_train_epochs", prompts.value if prompts else None)
-    schedule(sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps")
+    _schedule(sheet)
     warmup = sheet.keys.get("learn.schedule.warmup_steps")
     if warmup and updates > 1 and sheet.read("warmup_steps", real, 0) >= 1:
         _put_period(sheet, "learn.schedule.warmup_steps", "warmup_steps", warmup.value, updates)
+
+
+def _schedule(sheet: Sheet) -> None:
+    """Kind and warm-up, and of cosine_with_min_lr where it ends: a fraction of the rate, or a rate."""
+    schedule(sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps")
+    kind = sheet.read("lr_scheduler_type", text, "linear")
+    fraction, floor = _of_schedule(sheet, "min_lr_rate"), _of_schedule(sheet, "min_lr")
+    names = [KWARGS, f"{KWARGS}.min_lr_rate", f"{KWARGS}.min_lr"]
+    if not kind.endswith("_with_min_lr"):
+        for name in (name for name in names if sheet.read(name, lambda value: value or None)):
+            sheet.refuse(name, f"goes with cosine_with_min_lr, and the schedule is {kind}: write learn.schedule.final")
+        return
+    rate = sheet.keys["learn.lr"].value if "learn.lr" in sheet.keys else LEARNING_RATE
+    if fraction is not None:
+        sheet.put("learn.schedule.final", fraction, *names[:2])
+        sheet.refuse(names[2], "TRL takes one of the two; min_lr_rate is kept", "dead")
+    elif floor is not None and rate > 0:
+        ends = float(f"{floor / rate:.6g}")
+        sheet.put("learn.schedule.final", ends, names[0], names[2], note=f"{floor:g} / a rate of {rate:g}")
+    else:
+        sheet.say(
+            "lr_scheduler_type", "TRL wants min_lr_rate or min_lr with it, in lr_scheduler_kwargs; here it ends at 0"
+        )
+    others = sorted(map(str, sheet.read(KWARGS, mapping, {}).keys() - {"min_lr_rate", "min_lr"}))
+    if others:
+        sheet.say(KWARGS, f"not here: {', '.join(others)}")
+
+
+def _of_schedule(sheet: Sheet, part: str) -> float | None:
+    """A number of `lr_scheduler_kwargs`, from the whole or, as YAML gives it, by itself."""
+    found = sheet.read(KWARGS, lambda value: real(mapping(value)[part]) if part in mapping(value) else None)
+    return sheet.read(f"{KWARGS}.{part}", real) if found is None else found
 
 
 def _sizes(sheet: Sheet) -> None:

@@ -153,7 +153,7 @@ def _sizes(sheet: Sheet) -> None:
         steps = ceil(episodes / prompts)
         sheet.put("learn.steps", steps, "total_episodes", note=f"{episodes} / {prompts} prompts in a step, rounded up")
         sheet.refuse("num_train_epochs", "total_episodes wins over it", "dead")
-    elif sheet.given("num_train_epochs"):
+    else:
         steps_from_epochs(sheet, "num_train_epochs", prompts)
 
 

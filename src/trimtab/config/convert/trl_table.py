@@ -1,4 +1,4 @@
-"""TRL's arguments, one rule each."""
+"""TRL's arguments, one rule each. One that takes names and values has a family too: YAML gives them key by key."""
 
 from __future__ import annotations
 
@@ -64,6 +64,14 @@ RULES: tuple[Rule, ...] = (
     mapped("adam_epsilon", "learn.optimizer.eps", real),
     mapped("max_grad_norm", "learn.max_grad_norm", norm),
     together("lr_scheduler_type", "learn.schedule.kind"),
+    together("lr_scheduler_kwargs", "learn.schedule.final", "of cosine_with_min_lr: min_lr_rate, or min_lr as a rate"),
+    together("lr_scheduler_kwargs.min_lr_rate", "learn.schedule.final"),
+    together("lr_scheduler_kwargs.min_lr", "learn.schedule.final", "a rate: divided by learning_rate"),
+    *each(
+        unsupported,
+        "lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.*",
+        "of a schedule its kind, its warm-up and where it ends are here: learn.schedule",
+    ),
     together("warmup_steps", "learn.schedule.warmup_steps"),
     together("warmup_ratio", "learn.schedule.warmup_steps"),
     mapped("beta", "learn.kl.coef", real, "k3 in the loss, there and here; 0 keeps no reference"),
@@ -172,8 +180,8 @@ RULES: tuple[Rule, ...] = (
     automatic("cache_implementation", "paged KV", "run.rollout.page_tokens"),
     automatic("ds3_gather_for_generation", ENGINE),
     unsupported("repetition_penalty", "no penalty: log-probs of training are those of sampling"),
-    unsupported("generation_kwargs", "write what Trimtab has as learn.sampling"),
-    unsupported("chat_template_kwargs", "the tokenizer's template is applied as it is"),
+    *each(unsupported, "generation_kwargs generation_kwargs.*", "write what Trimtab has as learn.sampling"),
+    *each(unsupported, "chat_template_kwargs chat_template_kwargs.*", "the tokenizer's template is applied as it is"),
     unsupported(
         "vllm_structured_outputs_regex vllm_guided_decoding_regex",
         "completions are not constrained; reward the form with the built-in regex",
@@ -185,10 +193,20 @@ RULES: tuple[Rule, ...] = (
         "where memory is short, and only what is cheap for its size",
         "run.checkpoint_activations",
     ),
-    automatic("gradient_checkpointing_kwargs", "Trimtab's own recomputation", "run.checkpoint_activations"),
+    *each(
+        automatic,
+        "gradient_checkpointing_kwargs gradient_checkpointing_kwargs.*",
+        "Trimtab's own recomputation",
+        "run.checkpoint_activations",
+    ),
     automatic("use_liger_kernel", LIGER, "run.kernels"),
     automatic("use_liger_loss", "logits are never held for a whole batch", "run.logprob_chunk"),
-    automatic("liger_kernel_config", "run.kernels: liger has all of Liger's but its loss", "run.kernels"),
+    *each(
+        automatic,
+        "liger_kernel_config liger_kernel_config.*",
+        "run.kernels: liger has all of Liger's but its loss",
+        "run.kernels",
+    ),
     automatic("bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("dtype torch_dtype", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     unsupported("fp16", "float16 is not here: bfloat16 needs no loss scaling"),
@@ -206,7 +224,12 @@ RULES: tuple[Rule, ...] = (
     automatic("remove_unused_columns", "every column of the data reaches the rewards by its name"),
     together("optim", "learn.optimizer.states"),
     automatic("optim_args", "one AdamW: see learn.optimizer", "learn.optimizer.states"),
-    *each(automatic, "deepspeed fsdp fsdp_config ddp_find_unused_parameters", ONE_DEVICE),
+    *each(
+        automatic,
+        "deepspeed deepspeed.* fsdp fsdp_config fsdp_config.* accelerator_config accelerator_config.* "
+        "ddp_find_unused_parameters",
+        ONE_DEVICE,
+    ),
     *each(automatic, "full_determinism data_seed", "data order and sampling depend on learn.seed alone", "learn.seed"),
     automatic("use_cpu", "the first CUDA device, or the CPU", "run.device"),
     automatic("num_processes", "one process; TRL's batch sizes are multiplied by it"),
@@ -245,15 +268,19 @@ RULES: tuple[Rule, ...] = (
     unsupported("router_aux_loss_coef", "no balancing loss for experts"),
     *each(unsupported, "sapo_temperature_neg sapo_temperature_pos", "the SAPO loss is not here"),
     *each(unsupported, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "the VESPO loss is not here"),
-    unsupported("model_init_kwargs", "write what Trimtab has as model"),
+    *each(unsupported, "model_init_kwargs model_init_kwargs.*", "write what Trimtab has as model"),
     *each(unsupported, "accelerate_config config", "a file of settings: convert it with --file"),
     *each(unsupported, "tools environment_factory rollout_func", "name them in environment.tools or environment.fn"),
-    unsupported("quantization_config", "weights are not quantised; model.lora with bfloat16 weights is near"),
+    *each(
+        unsupported,
+        "quantization_config quantization_config.*",
+        "weights are not quantised; model.lora with bfloat16 weights is near",
+    ),
     *REWARD_MODEL_ARGUMENTS,
     *each(
         unsupported,
-        "dataset_text_field dataset_kwargs packing packing_strategy eval_packing padding_free completion_only_loss "
-        "assistant_only_loss truncation_mode",
+        "dataset_text_field dataset_kwargs dataset_kwargs.* packing packing_strategy eval_packing padding_free "
+        "completion_only_loss assistant_only_loss truncation_mode",
         SFT,
     ),
     unsupported("center_rewards_coefficient", PAIRS),

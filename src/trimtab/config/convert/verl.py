@@ -23,6 +23,7 @@ from trimtab.config.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_M
 DEFAULTS = {
     "data.train_batch_size": 1024,
     "A.rollout.n": 1,
+    "trainer.total_epochs": 30,
     "A.actor.ppo_mini_batch_size": 256,
     "algorithm.adv_estimator": "gae",
     "algorithm.lam": 1.0,
@@ -329,5 +330,5 @@ FRAMEWORK = Framework(
     settle=settle,
     spelling=spelling,
     dashes="",
-    in_full=lambda name: re.sub(r"^A\.", "actor_rollout_ref.", name),
+    abbreviations={"actor_rollout_ref": "A"},
 )

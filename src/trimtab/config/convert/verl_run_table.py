@@ -155,8 +155,11 @@ RUN_RULES: tuple[Rule, ...] = (
         "sequences are not cut over devices: learn.max_new_tokens bounds them",
     ),
     unsupported("A.ref.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
-    unsupported(
-        "algorithm.rollout_correction.rollout_rs", "samples are not rejected; learn.importance with mode: mask is near"
+    *each(
+        unsupported,
+        "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold "
+        "algorithm.rollout_correction.rollout_rs_threshold_lower",
+        "samples are not rejected; learn.importance with mode: mask is near",
     ),
     unsupported("algorithm.use_pf_ppo", "samples are not weighed anew"),
     *each(unsupported, "config_name config_path config_dir", "a file of Hydra's: convert it with --file"),
@@ -168,7 +171,10 @@ RUN_RULES: tuple[Rule, ...] = (
         ONE_DEVICE,
     ),
     *each(
-        automatic, "A.actor.fsdp_config.* A.ref.fsdp_config.* A.actor.engine.* A.ref.engine.* model_engine", ONE_DEVICE
+        automatic,
+        "A.actor.fsdp_config.* A.ref.fsdp_config.* A.actor.engine.* A.ref.engine.* model_engine "
+        "A.actor.fsdp_config.grad_offload A.ref.fsdp_config.grad_offload",
+        ONE_DEVICE,
     ),
     *each(automatic, "global_profiler.* A.actor.profiler.* A.ref.profiler.* A.rollout.profiler.*", TRACE),
     *each(
@@ -194,14 +200,22 @@ RUN_RULES: tuple[Rule, ...] = (
     ),
     automatic("data.filter_overlong_prompts_workers", "prompts are tokenised ahead, in a thread"),
     automatic("A.actor.calculate_entropy", "always: the entropy is a metric of every step"),
-    automatic("reward.reward_kwargs.overlong_buffer_cfg.log", "rewards are logged before and after the penalty"),
     automatic(
-        "reward.reward_kwargs.max_resp_len",
+        "reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log "
+        "reward_model.overlong_buffer.log",
+        "rewards are logged before and after the penalty",
+    ),
+    automatic(
+        "reward.reward_kwargs.max_resp_len reward_model.reward_kwargs.max_resp_len",
         "learn.max_new_tokens is where the penalty is whole",
         "learn.max_new_tokens",
     ),
     unsupported("A.actor.optim.override_optimizer_config.*", "AdamW on float32 masters"),
-    unsupported("A.actor.optim.*", "see learn.optimizer and learn.schedule for what there is"),
+    *each(
+        unsupported,
+        "A.actor.optim.init_lr_ratio A.actor.optim.*",
+        "see learn.optimizer and learn.schedule for what there is",
+    ),
     automatic("A.ref.entropy_checkpointing", "the reference computes no entropy"),
     *each(
         unsupported,
@@ -241,5 +255,9 @@ RUN_RULES: tuple[Rule, ...] = (
     unsupported("A.actor.qat.*", "weights are not quantised"),
     unsupported("A.model.lora.*", "plain adapters: see model.lora"),
     unsupported("algorithm.pf_ppo.*", "samples are not weighed anew"),
-    *each(unsupported, "reward.sandbox_fusion.* sandbox_fusion.*", "ask the sandbox from a reward function"),
+    *each(
+        unsupported,
+        "reward.sandbox_fusion.* reward_model.sandbox_fusion.* sandbox_fusion.*",
+        "ask the sandbox from a reward function",
+    ),
 )

@@ -48,6 +48,12 @@ CRITIC_KEYS: tuple[Rule, ...] = (
         "follows from the token budget; the gradient is the same",
         "run.token_budget",
     ),
+    *each(
+        automatic,
+        "critic.ppo_infer_micro_batch_size_per_gpu critic.ppo_infer_max_token_len_per_gpu",
+        "passes without a gradient have a cap of their own",
+        "run.score_token_budget",
+    ),
     automatic(
         "critic.forward_micro_batch_size_per_gpu critic.forward_micro_batch_size",
         "passes without a gradient have a cap of their own",
@@ -83,14 +89,14 @@ CRITIC_KEYS: tuple[Rule, ...] = (
     automatic("critic.model.trust_remote_code", "as for the policy", "model.trust_remote_code"),
     *each(
         automatic,
-        "critic.model.lora_rank critic.model.lora_alpha critic.model.target_modules",
+        "critic.model.lora_rank critic.model.lora_alpha critic.model.target_modules critic.model.lora.*",
         "the critic has adapters where the policy has",
         "model.lora",
     ),
     *each(
         automatic,
         "critic.strategy critic.megatron.* critic.veomni.* critic.torchtitan.* critic.fsdp.* critic.engine.* "
-        "critic.model.fsdp_config.*",
+        "critic.model.fsdp_config.* critic.fsdp.grad_offload critic.model.fsdp_config.grad_offload",
         ONE_DEVICE,
     ),
     *each(
@@ -123,8 +129,7 @@ REWARD_MODEL_KEYS: tuple[Rule, ...] = (
     ),
     automatic("reward_model.model.use_remove_padding", SCORED),
     unsupported("reward_model.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
-    unsupported("reward_model.*", SCORED),
-    unsupported("reward.reward_model.*", SCORED),
+    *each(unsupported, "reward_model.mini_batch_size reward_model.* reward.reward_model.*", SCORED),
 )
 """What needs a reward model."""
 
@@ -274,6 +279,9 @@ LEARN_RULES: tuple[Rule, ...] = (
     automatic("trainer.rollout_data_dir", "completions are in RUN/samples", "observe.samples_every"),
     automatic("trainer.use_v1", "one loop"),
     automatic("trainer.use_legacy_worker_impl", "one implementation"),
-    automatic("ray_kwargs.ray_init.num_cpus", "one process needs no Ray"),
-    automatic("ray_kwargs.ray_init.runtime_env.py_executable", "one process needs no Ray"),
+    *each(
+        automatic,
+        "ray_kwargs.ray_init.num_cpus ray_kwargs.ray_init.num_gpus ray_kwargs.ray_init.runtime_env.py_executable",
+        "one process needs no Ray",
+    ),
 )

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @cache
 def launch_options() -> dict[str, bool]:
-    """Of every kernel of a chain. Before Hopper, and in the interpreter, kernels follow each other as usual."""
+    """Launch options of every kernel of a chain. Before Hopper, and in the interpreter, kernels follow each other as usual."""
     chained = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     return {"CHAIN": True, "launch_pdl": True} if chained else {"CHAIN": False}
 

@@ -44,6 +44,11 @@ def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, CHAIN: t
     tl.store(OUT + b * F + f, (gate * up).to(dtype), mask=f < F)
 
 
+def warps_for(size: int) -> int:
+    """Warps of a program that holds so many elements of a row."""
+    return 4 if size <= 2048 else 8
+
+
 def gated(x_B2F: torch.Tensor, out_BF: torch.Tensor, activation: int) -> None:
     size = out_BF.shape[1]
     block = min(1024, triton.next_power_of_2(size))

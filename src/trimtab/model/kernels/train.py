@@ -1,7 +1,7 @@
 """The small steps between the matrix products of a decoder layer, forward and backward, one launch each.
 
 The residual and its gradient are float32; everything else has the model's type and is rounded where transformers' modules round.
-Gradients of norm weights are summed by a fixed number of programs, each over every so-manieth token in order, and the sums of the
+Gradients of norm weights are summed by a fixed number of programs, each over every P-th token in order, and the sums of the
 programs are added up in order: the same input gives the same bits.
 
 Shapes: T tokens, E hidden size, F feed-forward size, H query heads, K key/value heads, D head size, P programs.
@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from trimtab.model.kernels.shared import activate, weighted
+from trimtab.model.kernels.shared import activate, warps_for, weighted
 from trimtab.model.parts import HeadNorm, Norm, Rotary
 
 PROGRAMS = 2112
-"""Of kernels that sum over tokens: sixteen for each multiprocessor of an H200."""
+"""Programs of kernels that sum over tokens: sixteen for each multiprocessor of an H200."""
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def _turn_back(
         raw = _of_three(DQ, DK, DV, t, n, d, H, K, D)
         pos = tl.load(POS + t)
         cos = tl.load(COS + pos * RD + d, mask=d < RD, other=1.0).to(tl.float32)
-        # Of a pair the other one took this one in with its own sine, the second with a plus.
+        # x_d also enters its partner's output, times the partner's sine: plus for the first half, minus for the second.
         sin = tl.load(SIN + pos * RD + pair, mask=d < RD, other=0.0).to(tl.float32)
         other = _of_three(DQ, DK, DV, t, n, pair, H, K, D).to(tl.float32) * sin
         g = raw.to(tl.float32) * cos + tl.where(d < half, other, -other)
@@ -227,10 +227,6 @@ def sum_copies(dy_SX: torch.Tensor, order_S: torch.Tensor, starts_T: torch.Tenso
     return out
 
 
-def _warps(size: int) -> int:
-    return 4 if size <= 2048 else 8
-
-
 def add_norm(
     residual_TE: torch.Tensor | None, x_TE: torch.Tensor, pre: Norm, post: Norm | None, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -243,7 +239,7 @@ def add_norm(
     _add_norm[(tokens,)](
         x_TE if residual_TE is None else residual_TE, x_TE, out_residual, out, post.weight if post else x_TE, pre.weight,
         scales[0], scales[1], post.eps if post else 0.0, pre.eps, factor, E=size, EP=block, HAS_RES=residual_TE is not None,
-        FACTOR=factor != 1.0, POST_KIND=post.kind if post else 0, PRE_KIND=pre.kind, num_warps=_warps(block),
+        FACTOR=factor != 1.0, POST_KIND=post.kind if post else 0, PRE_KIND=pre.kind, num_warps=warps_for(block),
     )  # fmt: skip
     return out_residual, out, scales[0], scales[1]
 
@@ -252,7 +248,7 @@ def norm(residual_TE: torch.Tensor, pre: Norm, dtype: torch.dtype) -> torch.Tens
     """The norm of a residual, as `add_norm` gives it."""
     tokens, size = residual_TE.shape
     out, block = torch.empty_like(residual_TE, dtype=dtype), triton.next_power_of_2(size)
-    _norm[(tokens,)](residual_TE, out, pre.weight, pre.eps, E=size, EP=block, KIND=pre.kind, num_warps=_warps(block))
+    _norm[(tokens,)](residual_TE, out, pre.weight, pre.eps, E=size, EP=block, KIND=pre.kind, num_warps=warps_for(block))
     return out
 
 
@@ -270,7 +266,7 @@ def add_norm_back(
         dy_TE, dy_TE if dresidual_TE is None else dresidual_TE, out_residual_TE, x_TE, post.weight if post else x_TE,
         pre.weight, scales_T, post_scales_T, dx if dresidual is None else dresidual, dx, sums[0], sums[-1], tokens, factor,
         E=size, EP=block, HAS_RES=has_residual, HAS_DRES=dresidual_TE is not None, POST_KIND=post.kind if post else 0,
-        PRE_KIND=pre.kind, num_warps=_warps(block),
+        PRE_KIND=pre.kind, num_warps=warps_for(block),
     )  # fmt: skip
     dpre, *dpost = sums.sum(1)
     return dresidual, dx, dpre, dpost[0] if dpost else None

@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -21,7 +23,7 @@ from trimtab.errors import DataError
 from trimtab.observe.doctor.trend import Trend, trend
 from trimtab.observe.sinks import METRICS_FILE, read_metrics
 
-CONFIG, FINAL = "config.yaml", "final"
+CONFIG, FINAL, CHECKPOINTS = "config.yaml", "final", "checkpoints"
 RECENT = 20
 """Steps that count as now."""
 EARLY = 10
@@ -119,19 +121,33 @@ def read_record(folder: Path, clock: Callable[[], float] = time.time) -> Record:
     if not folder.is_dir():
         found = "is a file, not a folder" if folder.exists() else "does not exist"
         raise DataError(f"RUN: {folder} {found}. Give the folder of a run, such as runs/NAME-20260101-120000")
+    if holder := run_of_checkpoint(folder):
+        raise DataError(f"RUN: {folder} is a checkpoint, not a run. Give the run's folder: trimtab doctor {holder}")
     if not (folder / CONFIG).exists():
         raise DataError(f"RUN: {folder} holds no run: it has no {CONFIG}{_meant(folder)}")
-    rows = merge(read_metrics(folder))
     metrics = folder / METRICS_FILE
-    quiet_s = max(0.0, clock() - metrics.stat().st_mtime) if metrics.exists() else 0.0
+    with _readable(metrics):
+        rows = merge(read_metrics(folder))
+        quiet_s = max(0.0, clock() - metrics.stat().st_mtime) if metrics.exists() else 0.0
     done = {int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdigit()}
-    return Record(
+    record = Record(
         _read_config(folder / CONFIG),
         rows,
         finished=(folder / FINAL).is_dir(),
         quiet_s=quiet_s,
         checkpoint=f"step-{max(done)}" if done else None,
     )
+    if not record.steps:
+        _refuse_lost(metrics, record)
+    return record
+
+
+def run_of_checkpoint(folder: Path) -> Path | None:
+    """The run that a checkpoint's folder belongs to; None where it is none. A checkpoint holds the run's config, too."""
+    folder = folder.absolute()
+    named = re.fullmatch(r"step-[0-9]+", folder.name) and folder.parent.name == CHECKPOINTS
+    run = folder.parent.parent
+    return run if named and (run / CONFIG).exists() else None
 
 
 def merge(lines: Iterable[Any]) -> dict[int, dict[str, float | None]]:
@@ -150,6 +166,28 @@ def merge(lines: Iterable[Any]) -> dict[int, dict[str, float | None]]:
     return rows
 
 
+def _refuse_lost(metrics: Path, record: Record) -> None:
+    """A run that has just begun has no rows yet, or half of its first; one that got further has lost them."""
+    held = metrics.read_bytes() if metrics.exists() else b""
+    reached = "it is finished" if record.finished else f"it has the checkpoint {record.checkpoint}"
+    if record.finished or record.checkpoint:
+        state = "holds no step that can be read" if held else "is empty" if metrics.exists() else "is not there"
+        raise DataError(
+            f"{metrics} {state}, but the run has made some: {reached}. Nothing can be said of it without its metrics; put the "
+            "file back"
+        )
+    if held and not held.startswith((b"{", b"\n")):
+        raise DataError(f"{metrics} holds no lines of JSON. Nothing can be said of the run without its metrics")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def _trained(row: Mapping[str, Any]) -> bool:
     return "time/total" in row
 
@@ -161,8 +199,13 @@ def _number(value: Any) -> float | None:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        with _readable(path):
+            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise DataError(f"{path}{place}: YAML cannot be read: {error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise DataError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(settings, dict):
         raise DataError(f"{path} holds no settings; a run's {CONFIG} has at least model, data and reward")
@@ -170,6 +213,8 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _meant(folder: Path) -> str:
-    """The runs below a folder, for someone who gave the folder of all runs."""
+    """The run above a folder of checkpoints, or one below, for someone who gave the folder of all runs."""
+    if folder.absolute().name == CHECKPOINTS and (folder.absolute().parent / CONFIG).exists():
+        return f". Did you mean {folder.absolute().parent}?"
     runs = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
     return f". Did you mean {folder / runs[-1]}?" if runs else ", which every run writes first"

@@ -21,6 +21,7 @@ from trimtab.observe.doctor.rule import Rule
 from trimtab.observe.format import duration, gib, number
 
 STYLE = {"ok": "green", "warn": "yellow", "bad": "red"}
+LEARNS = {"sft": "from worked answers (sft)", "reward-model": "which of two answers is better (reward-model)"}
 MARK = {"ok": "ok", "warn": "warning", "bad": "BAD"}
 
 
@@ -113,16 +114,26 @@ def _facts(lines: list[tuple[str, str]]) -> RenderableType:
 def _run_facts(folder: Path, record: Record) -> list[tuple[str, str]]:
     wanted, done = record.setting("learn.steps", 0), record.steps[-1] if record.steps else 0
     state = "finished" if record.finished else f"last written {duration(record.quiet_s)} ago"
-    updates = record.updates_per_batch
-    policy = "on-policy" if updates == 1 else f"{updates} updates a batch"
     device = record.setting("run.device", "?")
-    reward = f"{number(record.early('reward/mean'))} → {number(record.now('reward/mean'))}"
+    measures = (("reward", "reward/mean"), ("loss", "sft/loss"), ("loss", "rm/loss"))
     return [
         ("run", str(folder)),
         ("steps", f"{done} of {wanted or '?'}, {state}"),
-        ("learns", f"{record.setting('learn.algorithm', '?')}, {policy}, on {device}"),
-        *([("reward", reward)] if record.values("reward/mean") else []),
+        ("learns", f"{_learns(record)}, on {device}"),
+        *(
+            (label, f"{number(record.early(name))} → {number(record.now(name))}")
+            for label, name in measures
+            if record.values(name)
+        ),
     ]
+
+
+def _learns(record: Record) -> str:
+    if stage := record.setting("stage", ""):
+        return LEARNS.get(stage, stage)
+    updates = record.updates_per_batch
+    policy = "on-policy" if updates == 1 else f"{updates} updates a batch"
+    return f"{record.setting('learn.algorithm', '?')}, {policy}"
 
 
 def _machine_facts(machine: Machine) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -66,6 +66,13 @@ class Trouble(Exception):
         self.kind, self.passing, self.wait_s = kind, passing, wait_s
 
 
+class NoScore(Trouble):
+    """The judge answered, but what it said has no score in it."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__("unparsable", words)
+
+
 class Judge:
     """An endpoint with a model that gives scores. Lives in one event loop."""
 
@@ -82,8 +89,8 @@ class Judge:
         return await asyncio.gather(*map(self._cell, prompts, completions, rows))
 
     async def try_out(self, body: dict[str, Any]) -> None:
-        """One request whose answer need not hold a score; Trouble where there is none."""
-        await self._ask(body, read=lambda answer: 0.0)
+        """One request, read as every later one; Trouble where it has no score."""
+        await self._ask(body)
 
     async def models(self) -> list[str]:
         """Names of the models that the endpoint says it has; none where it does not say."""
@@ -137,24 +144,22 @@ class Judge:
         counts["scored" if first else "cache_hits"] += 1
         return score
 
-    async def _ask(self, body: dict[str, Any], read: Callable[[str], float] | None = None) -> float:
+    async def _ask(self, body: dict[str, Any]) -> float:
         """The score of one request, in as many tries as allowed."""
         call = current.get()
         async with self._places:
             start = time.monotonic()
             try:
-                return await self._keep_asking(body, start + call.limit_s, call, read or self._read)
+                return await self._keep_asking(body, start + call.limit_s, call)
             finally:
                 call.slowest_s = max(call.slowest_s, time.monotonic() - start)
 
-    async def _keep_asking(
-        self, body: dict[str, Any], deadline: float, call: Call, read: Callable[[str], float]
-    ) -> float:
+    async def _keep_asking(self, body: dict[str, Any], deadline: float, call: Call) -> float:
         await self._pause(0.0, deadline, self._closed_by)
         for tried in range(self.options.retries + 1):
             call.tally.counts.update(["requests", *(["retries"] if tried else [])])
             try:
-                return read(await self._send(body, deadline, call))
+                return self._read(await self._send(body, deadline, call))
             except Trouble as trouble:
                 if trouble.wait_s:
                     self._closed_until, self._closed_by = time.monotonic() + trouble.wait_s, trouble
@@ -168,7 +173,7 @@ class Judge:
         score = read_score(answer, self.options.scale, self.options.pattern)
         if score is None:
             low, high = self.options.scale
-            raise Trouble("unparsable", f"the answer has no score from {low:g} to {high:g}: {shown(answer)}")
+            raise NoScore(f"the answer has no score from {low:g} to {high:g}: {shown(answer)}")
         return score
 
     async def _pause(self, pause_s: float, deadline: float, trouble: Trouble) -> None:

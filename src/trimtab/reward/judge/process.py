@@ -16,7 +16,7 @@ from trimtab.errors import RewardError
 from trimtab.reward.judge import reward
 from trimtab.reward.judge.client import Call, current
 from trimtab.reward.load import Function, load
-from trimtab.reward.source import user_traceback
+from trimtab.reward.source import told, user_traceback
 from trimtab.reward.wire import HEADER, Answer, Failure
 from trimtab.reward.worker import checked, set_up
 
@@ -76,7 +76,7 @@ async def respond(message: Any, functions: list[Function], writer: asyncio.Strea
     try:
         result = checked(await functions[part](offered), count)
     except Exception as error:
-        result = Failure("raised", f"raised {type(error).__name__}: {error}".splitlines()[0], user_traceback(error))
+        result = Failure("raised", f"raised {told(error)}", user_traceback(error))
     write(writer, Answer(number, result, call.slowest_s, call.tally))
 
 

@@ -1,4 +1,4 @@
-"""The built-in reward `judge`, and the one request that tries it before the run starts.
+"""The built-in reward `judge`, and the request that tries it before the run starts.
 
 Every reward worker imports this, so the client and asyncio are imported where there is a judge.
 """
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _judges: dict[str, Judge] = {}
 """Those of this process, by their options: a judge's places, cache and connections are shared by all calls."""
+MADE_UP = (("1 + 1 =", "2"), ("1 + 1 =", "3"), ("What is the capital of France?", "Paris."))
+"""Prompts and completions that try a judge."""
 run_dir: Path | None = None
 """Where the process keeps what goes on disk."""
 
@@ -82,21 +84,27 @@ def columns_needed(args: dict[str, Any]) -> frozenset[str]:
 
 
 async def attempt(args: dict[str, Any], limit_s: float) -> None:
-    """Ask once, as every later request does but for its text; a RewardError with what to change where nothing comes of it."""
-    from trimtab.reward.judge.client import Call, Trouble, current
+    """Ask as every later request does but for its text; a RewardError with what to change where nothing comes of it. An answer
+    without a score may be this question's fault, so others are tried before the judge is called unreadable."""
+    from trimtab.reward.judge.client import Call, NoScore, Trouble, current
 
     one = judge_of(args)
     options = one.options
     current.set(Call(limit_s))
-    row = dict.fromkeys(options.prompt.columns, "1")
-    try:
-        await one.try_out(options.request(options.prompt.fill("1 + 1 =", "2", row)))
-    except Trouble as trouble:
-        raise RewardError(one.clean(await _explain(one, options, trouble))) from None
+    for number, (prompt, completion) in enumerate(MADE_UP, 1):
+        row = dict.fromkeys(options.prompt.columns, str(number))
+        try:
+            await one.try_out(options.request(options.prompt.fill(prompt, completion, row)))
+            return
+        except Trouble as trouble:
+            if not isinstance(trouble, NoScore) or number == len(MADE_UP):
+                raise RewardError(one.clean(await _explain(one, options, trouble))) from None
 
 
 async def _explain(one: Judge, options: Options, trouble: Trouble) -> str:
     """What is wrong, and what to write instead."""
+    from trimtab.reward.judge.client import NoScore
+
     place = f"reward.args: the judge at {options.url}"
     if trouble.kind == "refused":
         return f"{place} cannot be reached ({trouble}). Start it, or correct url"
@@ -113,4 +121,10 @@ async def _explain(one: Judge, options: Options, trouble: Trouble) -> str:
         if trouble.kind == "http_404":
             return f"{place} has no /chat/completions, or no model {options.model!r} ({trouble}). Most addresses end in /v1"
         return f"{place} refuses the request ({trouble}). Change model, temperature, max_tokens or body"
+    if isinstance(trouble, NoScore):
+        how = "write pattern" if options.pattern is None else "correct pattern"
+        return (
+            f"{place} gave none of {len(MADE_UP)} made-up completions a score: {trouble}. Let prompt ask for a number alone, or "
+            f"for a last line such as 'Score: 7'; {how}; or correct scale"
+        )
     return f"{place} does not work: {trouble}"

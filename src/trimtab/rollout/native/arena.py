@@ -71,12 +71,12 @@ class Arena:
         return self._bytes is not None and (self._pages is None or self._pages.mapped)
 
     def lend(self) -> int:
-        """Wait for the device, then free the physical memory. Gives the bytes freed: 0 if lent already, or not lendable."""
+        """Wait for the device, then free the physical memory. Returns the bytes freed: 0 if lent already, or not lendable."""
         assert self._bytes is not None, "the arena is closed"
         return self._pages.unmap() if self._pages else 0
 
     def reclaim(self) -> None:
-        """Put memory behind the addresses again. Without enough of it, ArenaMemoryError: still lent, and it can be retried."""
+        """Put memory behind the addresses again. Raises ArenaMemoryError where there is too little; it can be tried again."""
         assert self._bytes is not None, "the arena is closed"
         if self._pages and not self._pages.mapped:
             self._pages.map()
@@ -89,7 +89,7 @@ class Arena:
 
 
 class _ArraySource:
-    """What torch makes a tensor from; every tensor of the arena keeps it alive. Bytes, as the interface has no bfloat16."""
+    """What torch makes a tensor of bytes from (the interface has no bfloat16); every tensor of the arena keeps it alive."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
@@ -172,6 +172,7 @@ def _bindings() -> Any:
 
 
 def why_not_lendable(device: torch.device) -> str:
+    """Why memory of this device cannot be lent; empty where it can."""
     if device.type != "cuda":
         return f"memory of a {device.type} device is not lent"
     try:

@@ -21,7 +21,7 @@ Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class KVCache:
-    """Keys and values of every layer, in one tensor a layer and kind."""
+    """Keys and values of every layer: a tensor of keys and one of values for each."""
 
     def __init__(
         self, shapes: dict[int, LayerShape], pages: int, page_tokens: int, dtype: torch.dtype, empty: Empty
@@ -54,7 +54,7 @@ class KVCache:
             store[target, :tokens] = store[source, :tokens]
 
     def copy_pages(self, pairs: torch.Tensor) -> None:
-        """Copy whole pages, [2, N] from and to, in every layer."""
+        """Copy whole pages in every layer; `pairs` is [2, N], the pages to copy from and to."""
         source, target = pairs
         for store in (*self.keys.values(), *self.values.values()):
             store[target] = store[source]
@@ -76,13 +76,13 @@ class DecodePlan:
     longest: int
     """Tokens of the longest sequence, the new one included."""
     first_page: int | None = None
-    """Where each sequence has one page and these lie in a row, in order, the first of them: nothing has to be gathered then."""
+    """The first page, where each sequence has one page and these lie side by side in order: nothing has to be gathered then."""
 
     def __post_init__(self) -> None:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def _allowed(self, window: int | None) -> torch.Tensor:
-        """The same for all layers with the same window, so made once a forward pass."""
+        """The mask, made once a forward pass: it is the same for all layers with the same window."""
         if window not in self._masks:
             view = torch.arange(self.longest, device=self.pages_BP.device)
             self._masks[window] = causal_window(self.positions_B[:, None, None], view, window)

@@ -9,7 +9,7 @@ Everything a graph touches is at fixed addresses: the arena (keys and values, in
 The arena can be lent and taken back; graphs stay valid.
 
 Layers run fused where the architecture is known and the fused step agrees with the model's own forward; otherwise the model's
-own modules run inside the graph; where these wait for the host, without graphs. `path` says which, and why.
+own modules run inside the graph; where these wait for the host, without graphs. `description` says which, and why.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
 
 WORTH_SHARING_BYTES = 128 * 2**20
-"""Reads of a layer that shared-prefix decoding must save to pay for its extra launch. Below, the samples of a prompt, which lie
-side by side, find most of its pages in the L2 cache (docs/log.md)."""
+"""What shared-prefix decoding must save a layer from reading to pay for its extra launch. Below that, the samples of a prompt,
+which lie side by side, find most of its pages in the L2 cache (docs/log.md)."""
+REPLAYS_TIMED = 5
+"""Replays of a graph that are timed together."""
 
 
 def buckets(most: int) -> list[int]:
@@ -85,7 +87,7 @@ class _ModulesPlan:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all engines of a process: cuBLAS keeps a workspace of 32 MiB for every stream it has ever worked on."""
+    """The stream that graphs are captured on, one for all engines: cuBLAS keeps 32 MiB for every stream it has ever worked on."""
     return torch.cuda.Stream(device)
 
 
@@ -103,9 +105,9 @@ class CudaDecoder:
         self.buckets = buckets(max_sequences)
         self.replays = 0
         self._shapes = shapes
-        self._decode_shapes = [DecodeShape(s.heads, s.key[0], s.key[1], s.value[1]) for s in shapes.values()]
+        self._decode_shapes = [DecodeShape.of(s) for s in shapes.values()]
         self._layer_bytes = max(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
-        self._body, self.path = self._fuse()
+        self._body, self.description = self._fuse()
         self.arena = Arena(self._measure(), policy.device)
         self._layout = self._lay_out(self.arena.tensor)
         self.cache = self._layout.cache
@@ -120,11 +122,11 @@ class CudaDecoder:
         self._sharing = False
         self._rows: Rows | None = None
         self._copies: Arena | None = None
-        """Of weights with adapters merged in, where that is faster."""
+        """Copies of weights with adapters merged in, where decoding is faster so."""
         self.refresh()
         if self._body is not None and not self._agrees():
             self._body = None
-            self.path = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
+            self.description = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
         self._capturable = self._body is not None
         self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
         self._watch = Watch(self.policy.model)
@@ -153,7 +155,6 @@ class CudaDecoder:
         self.refresh()
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
-        """A call with these rows and settings, whose sequences have at most `longest` tokens."""
         self._follow_model()
         grown = self._body is not None and self._body.set_positions(longest)
         if rows is not self._rows or grown:
@@ -167,26 +168,23 @@ class CudaDecoder:
             self._decide_merging()
 
     def refresh(self) -> None:
-        """The trainer's weights have changed: they are seen as they are, but adapters have to be read again, where not by
-        `reclaim`."""
+        """Call after the trainer's weights changed. Weights are read in place, so only copies made for adapters are rebuilt;
+        while the memory is lent, `reclaim` does it."""
         if self._body is not None and all(arena.mapped for arena in self._arenas):
             self._body.refresh()
 
     def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
-        """Last hidden states of a packed row whose keys and values go into their pages."""
         if self._body is not None:
             return self._body.prefill(tokens_T, positions_T, plan)
         return self.policy.hidden(tokens_T, positions_T, plan)
 
     def draw(self, index_B: torch.Tensor, hidden_BE: torch.Tensor) -> None:
-        """The next token of each row from its last hidden state."""
         assert self._rows is not None
         for at in range(0, index_B.shape[0], self.batch):
             index, hidden = index_B[at : at + self.batch], hidden_BE[at : at + self.batch]
             self._sample(index, hidden, self._rows, self._sampling)
 
     def run(self, live: Seq[Sequence], steps: int) -> None:
-        """`steps` tokens for each sequence, or up to its end where that comes earlier."""
         assert self._rows is not None
         size = next(b for b in self.buckets if b >= len(live)) if self._capturable else len(live)
         if live != self._served:
@@ -225,7 +223,7 @@ class CudaDecoder:
             return
         if self._body is not None:
             self._drop_copies()
-            self._body, self.path = self._fuse()
+            self._body, self.description = self._fuse()
             self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
             self._capturable = self._body is not None
             self.refresh()
@@ -281,7 +279,7 @@ class CudaDecoder:
         self._sample(batch.index_B, self._hidden(batch, self._rows), self._rows, self._sampling)
 
     def _graph(self, size: int) -> torch.cuda.CUDAGraph:
-        """The graph of a step of this size; made, on rows that are done, where there is none yet."""
+        """The graph of a step of this size; where there is none yet it is made, on rows that are done."""
         key = (size, self._sharing, self._sampling.model_dump_json())
         if key not in self._graphs:
             assert self._rows is not None
@@ -298,7 +296,7 @@ class CudaDecoder:
         return self._graphs[key]
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
-        """Record a step; what the garbage collector might free in the middle of it would spoil the recording."""
+        """Record a step. The garbage collector waits: what it might free meanwhile would spoil the recording."""
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         gc.disable()
@@ -318,10 +316,11 @@ class CudaDecoder:
         return graph
 
     def _decide_merging(self) -> None:
-        """Adapters merged into a copy of the weights, or beside them: whichever takes less time, if there is room for a copy."""
+        """Merge adapters into a copy of the weights if there is room for one and steps then take less time."""
         assert self._body is not None
         size = self._body.adapted_bytes
         beside, merged = self._time_steps(), float("inf")
+        # The plan counts a copy by the same rule (plan/ledger.py).
         if device_room(self.policy.device, self.outside_bytes) > 2 * size:
             self._copies = Arena(size, self.policy.device)
             self._body.make_room(self._copies.tensor)
@@ -331,7 +330,7 @@ class CudaDecoder:
                 self._drop_copies()
                 self._body.refresh()
         how = "merged into a copy of the weights" if merged < beside else "applied beside the weights"
-        self.path += f", adapters {how}"
+        self.description += f", adapters {how}"
 
     def _drop_copies(self) -> None:
         if self._copies is not None and self._body is not None:
@@ -340,22 +339,22 @@ class CudaDecoder:
             self._copies = None
 
     def _time_steps(self) -> float:
-        """Of a full batch and a small one; their graphs are forgotten."""
+        """Milliseconds of a step of a full batch and of a small one, together; their graphs are forgotten."""
         found = sum(self._time_step(size) for size in {self.batch, min(64, self.batch)})
         self._forget_graphs()
         return found
 
-    def _time_step(self, size: int, repeats: int = 5) -> float:
-        """Milliseconds of a step of this size, but for attention: its rows are idle."""
+    def _time_step(self, size: int) -> float:
+        """Milliseconds of a step of this size without attention: its rows are idle."""
         graph = self._graph(next(b for b in self.buckets if b >= size))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         graph.replay()
         begin.record()
-        for _ in range(repeats):
+        for _ in range(REPLAYS_TIMED):
             graph.replay()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / repeats
+        return begin.elapsed_time(end) / REPLAYS_TIMED
 
     def _forget_graphs(self) -> None:
         self._graphs.clear()
@@ -374,7 +373,7 @@ class CudaDecoder:
         self._served = live
 
     def _find_shared(self, live: Seq[Sequence]) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Neighbours that begin with the same pages: for each entry how many, and the tiles that read them once."""
+        """Find neighbours that begin with the same pages: how many pages for each entry, and the tiles that read them once."""
         shared, items, saved = [0] * len(live), [], 0
         most = min(samples_per_item(s) for s in self._decode_shapes)
         at = 0
@@ -427,7 +426,7 @@ class CudaDecoder:
         return gap <= TOLERANCE_NATS[self.policy.dtype]
 
     def _modules_run_without_the_host(self, rows: Rows, sampling: Sampling) -> bool:
-        """Try a step that may not wait for the device; what waits cannot be in a graph."""
+        """Try a step in which the host may not wait for the device: one that does cannot be in a graph."""
         self._rows, self._sampling = rows, sampling
         self._index.fill_(rows.idle_row)
         self._step(1, False)
@@ -438,7 +437,9 @@ class CudaDecoder:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.path = f"the model's own modules, step by step: they wait for the host ({str(error).splitlines()[0]})"
+            self.description = (
+                f"the model's own modules, step by step: they wait for the host ({str(error).splitlines()[0]})"
+            )
             return False
         finally:
             torch.cuda.set_sync_debug_mode(before)

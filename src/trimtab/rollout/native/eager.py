@@ -22,7 +22,7 @@ from trimtab.rollout.sampler import sample
 class EagerDecoder:
     """Owns the cache."""
 
-    path = "the model's own modules, step by step"
+    description = "the model's own modules, step by step"
     most_steps = 1
     rounds_ahead = 0
     replays = 0
@@ -32,23 +32,26 @@ class EagerDecoder:
         self.policy = policy
         self.pool = pool
         self._shapes = shapes
-        self.reclaim()
+        self.cache = self._make_cache()
 
     def lend(self) -> None:
         """Nothing here is at a fixed address: the cache is dropped and made again."""
         self.close()
 
     def reclaim(self) -> None:
+        self.cache = self._make_cache()
+
+    def _make_cache(self) -> KVCache:
         def zeros(shape: Seq[int], dtype: torch.dtype) -> torch.Tensor:  # masked scores are computed, so must be finite
             return torch.zeros(tuple(shape), dtype=dtype, device=self.policy.device)
 
-        self.cache = KVCache(self._shapes, self.pool.total, self.pool.page_tokens, self.policy.dtype, zeros)
+        return KVCache(self._shapes, self.pool.total, self.pool.page_tokens, self.policy.dtype, zeros)
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         self._rows, self._sampling = rows, sampling
 
     def refresh(self) -> None:
-        """The weights are the trainer's own."""
+        """Nothing to do: the weights are the trainer's own."""
 
     def prefill(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
         return self.policy.hidden(tokens_T, positions_T, plan)
@@ -67,7 +70,7 @@ class EagerDecoder:
                 self._step(running, step)
 
     def _step(self, live: list[Sequence], step: int) -> None:
-        """One token each; `step` tokens of this round are stored already."""
+        """One token for each sequence; `step` tokens of this round are stored already."""
         rows = self._rows
         width = max(len(s.pages) for s in live)
         first_page = self._in_a_row(live, step) if width == 1 else None
@@ -83,7 +86,7 @@ class EagerDecoder:
         self.cache.values.clear()
 
     def _in_a_row(self, live: list[Sequence], step: int) -> int | None:
-        """Put sequences of one page each in page order, and their pages side by side: attention then reads them where they are.
+        """Put sequences of one page each in page order, and their pages side by side: attention then reads them in place.
 
         A page moves at most once for each sequence that ended below it. Returns the first page, or None where others lie between.
         """

@@ -1,4 +1,4 @@
-"""The native engine: generates with the trainer's own weights, on a CPU through its own modules too.
+"""The native engine: generates with the trainer's own weights, on a CPU too, through the model's own modules.
 
 A round: prefill what the scheduler admits, fork samples off finished prompts, launch a few decode steps for everything that
 runs, and, while the device works on them, look who ended in the round before and hand over the groups that are complete. The
@@ -16,7 +16,8 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,29 +28,29 @@ from trimtab.errors import EngineError, MemoryExhausted
 from trimtab.model.memory import Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape, layer_shapes
-from trimtab.rollout.engine import Request, RolloutStats, check_requests, whole_group
-from trimtab.rollout.native import scheduler as plan
+from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while, whole_group
 from trimtab.rollout.native.cache import PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Outputs, Rows
+from trimtab.rollout.native.scheduler import Filling, PromptGroup, Scheduler, Sequence
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 from trimtab.rollout.trajectory import Finish, Group, Trajectory
 
 PREFILL_FLOOR = 16
-"""Tokens of a prefill below which a smaller one would save nothing worth having."""
+"""Tokens of a prefill: a smaller one would save nothing worth having."""
 
 
 @dataclass
 class _Round:
-    """Launched work, and what was asked for when it is done."""
+    """Launched work, and the answers that will be there when it is done."""
 
-    sequences: list[plan.Sequence]
+    sequences: list[Sequence]
     facts: torch.Tensor
     tokens: torch.Tensor | None
-    """Of those sequences, where stop strings have to be looked for."""
+    """What those sequences drew, where stop strings have to be looked for."""
     done: torch.cuda.Event | None
 
     @property
@@ -66,7 +67,7 @@ class _Round:
 class _Ended:
     """Sequences that are off their rows, and what they drew."""
 
-    sequences: list[plan.Sequence]
+    sequences: list[Sequence]
     finish: list[Finish]
     outputs: Outputs
 
@@ -78,7 +79,7 @@ class NativeEngine:
         self,
         policy: Policy,
         tokenizer: Any,
-        stop_token_ids: Sequence[int],
+        stop_token_ids: Seq[int],
         *,
         kv_bytes: int,
         page_tokens: int,
@@ -113,9 +114,9 @@ class NativeEngine:
             raise EngineError(f"run.rollout.lend_memory: memory cannot be lent here, {reason}; write auto or false")
 
     @property
-    def path(self) -> str:
+    def description(self) -> str:
         """How decode steps run, in words for the user."""
-        return self._decoder.path
+        return self._decoder.description
 
     @property
     def outside_bytes(self) -> int:
@@ -129,7 +130,7 @@ class NativeEngine:
         if policy.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
             decoder = EagerDecoder(policy, shapes, self.pool)
             lacking = "float64 has no kernels" if policy.dtype == torch.float64 else "Triton is not installed"
-            decoder.path += f": {lacking}"
+            decoder.description += f": {lacking}"
             return decoder
         from trimtab.rollout.native.cuda import CudaDecoder
 
@@ -137,7 +138,7 @@ class NativeEngine:
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""
-        self._refuse_while_generating("publish")
+        refuse_while(self._generating, "publish")
         self.version = version
         self._decoder.refresh()
         self.pool.forget_all()
@@ -145,7 +146,7 @@ class NativeEngine:
     def lend(self) -> None:
         """Give the memory of keys, values and intermediates to the update, if asked to at the start; `generate` takes it back."""
         if self._lends and not self._lent:
-            self._refuse_while_generating("lend")
+            refuse_while(self._generating, "lend")
             self.pool.forget_all()
             self._decoder.lend()
             self._lent = True
@@ -155,7 +156,7 @@ class NativeEngine:
         pages = max(before // 2, self._least_pages(least_tokens))
         if self._lends or pages >= before:
             return None
-        self._refuse_while_generating("shrink")
+        refuse_while(self._generating, "shrink")
         self._set_pages(pages)
         return before * self.page_bytes, pages * self.page_bytes
 
@@ -183,15 +184,15 @@ class NativeEngine:
             self._set_pages(pages)
 
     def _least_pages(self, tokens: int) -> int:
-        """Of a pool that can serve one sequence of so many tokens: a fork copies one page more."""
+        """Pages of the smallest pool that can serve one sequence of so many tokens: a fork copies one page more."""
         return -(-tokens // self.pool.page_tokens) + 1
 
     def close(self) -> None:
         self._decoder.close()
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
-        self._refuse_while_generating("generate")
+    def generate(self, requests: Seq[Request]) -> Iterator[Group]:
+        refuse_while(self._generating, "generate")
         sampling = self._check(requests)
         self.stats = RolloutStats(slots=self.max_sequences, total_pages=self.pool.total)
         self.pool.peak_held = 0
@@ -208,9 +209,9 @@ class NativeEngine:
         self._decoder.begin(rows, sampling, longest)
         replays = self._decoder.replays
         stops = StopStrings(sampling.stop, self.tokenizer)
-        work = plan.Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save)
+        work = Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save)
         for index, request in enumerate(requests):
-            work.add(plan.PromptGroup(index, request.prompt.tokens, request.limits))
+            work.add(PromptGroup(index, request.prompt.tokens, request.limits))
         done: dict[int, list[Trajectory]] = {index: [] for index in range(len(requests))}
         rounds: deque[_Round] = deque()
         ended: _Ended | None = None
@@ -240,7 +241,7 @@ class NativeEngine:
         self.stats.peak_pages = self.pool.peak_held
         self.stats.graph_steps = self._decoder.replays - replays
 
-    def _rows_for(self, requests: Sequence[Request], stops: int) -> Rows:
+    def _rows_for(self, requests: Seq[Request], stops: int) -> Rows:
         """The rows of the last call where they suffice: graphs know their addresses."""
         count = min(self.max_sequences, sum(r.samples for r in requests))
         limit = max(max(r.limits) for r in requests)
@@ -255,9 +256,9 @@ class NativeEngine:
         return self._rows
 
     def _launch(
-        self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request], stops: StopStrings, more: bool
+        self, work: Scheduler, rows: Rows, requests: Seq[Request], stops: StopStrings, more: bool
     ) -> _Round | None:
-        """Give the device a round of work; None where there is none before earlier rounds (`more`) have been looked at."""
+        """Give the device a round of work. None where there is none yet: earlier rounds (`more`) have to be looked at first."""
         if self._too_many:
             if more:
                 return None
@@ -273,7 +274,7 @@ class NativeEngine:
         live = work.live()
         if live:
             steps = work.steps_ahead(live, self._decoder.most_steps)
-            # Pages are short: who ended gives some back, and nobody is parked whose tokens the host has not seen.
+            # Pages are short. Look at earlier rounds first: what ended gives pages back, and what is parked must have been seen.
             if (not steps and (more or begun)) or not self._decode(work, rows, live, max(1, steps)):
                 live = []
         asked = list({id(s): s for s in (*(begun or []), *live) if s.row >= 0}.values())
@@ -285,14 +286,14 @@ class NativeEngine:
         return _Round(asked, facts, tokens, self._mark())
 
     def _mark(self) -> torch.cuda.Event | None:
-        """When the device has done all that was launched so far."""
+        """An event that comes when the device has done all that was launched so far; None where there is no CUDA."""
         if self.policy.device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _prefill(self, work: plan.Scheduler, rows: Rows, requests: Sequence[Request]) -> list[plan.Sequence] | None:
+    def _prefill(self, work: Scheduler, rows: Rows, requests: Seq[Request]) -> list[Sequence] | None:
         """Fill what the scheduler chose, then start the samples of every prompt that is complete; None: nothing was done."""
         filled = self._fill(work, rows)
         forks = work.fork()
@@ -310,19 +311,23 @@ class NativeEngine:
         groups = list({fork.sequence.group.index: fork.sequence.group for fork in forks}.values())
         place = {group.index: at for at, group in enumerate(groups)}
         prompt_B = rows.to_device([place[fork.sequence.group.index] for fork in forks])
-        hidden_BE = torch.stack([group.hidden for group in groups])[prompt_B]
-        self._in_parts(lambda part: self._decoder.draw(index_B[part], hidden_BE[part]), len(forks), "drawing a token")
+
+        def draw(part: slice) -> None:
+            hidden_BE = torch.stack([group.hidden for group in groups])[prompt_B[part]]
+            self._decoder.draw(index_B[part], hidden_BE)
+
+        self._in_parts(draw, len(forks), "drawing a token")
         self.stats.sequences += len(forks)
         return [fork.sequence for fork in forks]
 
-    def _fill(self, work: plan.Scheduler, rows: Rows) -> bool:
+    def _fill(self, work: Scheduler, rows: Rows) -> bool:
         """Prefill what the scheduler chose, in smaller chunks where memory runs out; False where there was nothing to fill."""
         while chosen := work.next_fill():
-            outcome = attempt(lambda chosen=chosen: self._fill_chunk(chosen, rows))  # type: ignore[misc]
+            outcome = attempt(self._fill_chunk, chosen, rows)
             if not isinstance(outcome, Shortage):
                 for (filling, count), last in zip(chosen, outcome):
                     if work.filled(filling, count):
-                        if isinstance(filling.owner, plan.PromptGroup):
+                        if isinstance(filling.owner, PromptGroup):
                             filling.owner.hidden = last
                         else:
                             rows.restore(filling.owner)
@@ -338,8 +343,8 @@ class NativeEngine:
             )
         return False
 
-    def _fill_chunk(self, chosen: list[tuple[plan.Filling, int]], rows: Rows) -> torch.Tensor:
-        """Put tokens into their pages; the last hidden state of each filling."""
+    def _fill_chunk(self, chosen: list[tuple[Filling, int]], rows: Rows) -> torch.Tensor:
+        """Put tokens into their pages; returns the last hidden state of each filling."""
         segments = [PrefillSegment(f.tokens[f.done : f.done + n], f.done, f.pages) for f, n in chosen]
         attention = PrefillPlan(self._decoder.cache, segments, self.policy.device)
         tokens = rows.to_device([t for s in segments for t in s.tokens])
@@ -352,7 +357,7 @@ class NativeEngine:
         if short is not None:
             raise _exhausted(what, short)
 
-    def _retreat(self, work: plan.Scheduler) -> None:
+    def _retreat(self, work: Scheduler) -> None:
         """Park all that runs and let fewer run at a time: whatever the failed steps did to their rows is forgotten."""
         failed, self._too_many = self._too_many, 0
         self.max_sequences = failed // 2
@@ -361,13 +366,13 @@ class NativeEngine:
             f"out of memory in decoding ({failed:,} sequences); parked; rollout.max_sequences -> {self.max_sequences:,}"
         )
 
-    def _decode(self, work: plan.Scheduler, rows: Rows, live: list[plan.Sequence], steps: int) -> bool:
+    def _decode(self, work: Scheduler, rows: Rows, live: list[Sequence], steps: int) -> bool:
         """Launch decode steps for everything that runs, as far as there is memory for it; False where there is not."""
         parked = work.make_room(live, steps)
         self.stats.parked += len(parked)
         live[:] = [s for s in live if s.row >= 0]
         rows.set_pages(live)
-        outcome = attempt(lambda: self._decoder.run(live, steps))
+        outcome = attempt(self._decoder.run, live, steps)
         if isinstance(outcome, Shortage):
             if len(live) == 1:
                 raise _exhausted("decoding a single sequence", outcome)
@@ -379,12 +384,12 @@ class NativeEngine:
         self.stats.decode_steps += steps
         return True
 
-    def _harvest(self, work: plan.Scheduler, rows: Rows, stops: StopStrings, round: _Round) -> _Ended | None:
+    def _harvest(self, work: Scheduler, rows: Rows, stops: StopStrings, round: _Round) -> _Ended | None:
         """Take sequences that ended in a round off their rows."""
         round.wait()
         kept = [i for i, s in enumerate(round.sequences) if s.row >= 0]  # the others ended in a round before
         running = [round.sequences[i] for i in kept]
-        rows.learn(running, round.facts[:, kept])
+        rows.note_facts(running, round.facts[:, kept])
         if round.tokens is not None:
             for sequence, tokens in zip(running, rows.drawn(running, round.tokens[kept])):
                 due = rows.finished(sequence) or len(tokens) - sequence.looked >= LOOK_EVERY
@@ -400,7 +405,7 @@ class NativeEngine:
         self.stats.generated_tokens += sum(outputs.counts)
         return _Ended(ended, finish, outputs)
 
-    def _trajectories(self, ended: _Ended | None, requests: Sequence[Request]) -> Iterator[tuple[int, Trajectory]]:
+    def _trajectories(self, ended: _Ended | None, requests: Seq[Request]) -> Iterator[tuple[int, Trajectory]]:
         if ended is None:
             return
         for sequence, finish, (tokens, logprobs) in zip(ended.sequences, ended.finish, ended.outputs.each()):
@@ -416,7 +421,7 @@ class NativeEngine:
                 ),
             )
 
-    def _release(self, work: plan.Scheduler) -> None:
+    def _release(self, work: Scheduler) -> None:
         """Give every page back, also when the caller stops listening half way."""
         for sequence in work.running:
             self.pool.release(sequence.pages)
@@ -425,11 +430,7 @@ class NativeEngine:
         for group in work.ready:
             self.pool.release(group.pages)
 
-    def _refuse_while_generating(self, what: str) -> None:
-        if self._generating:
-            raise EngineError(f"{what} was called while an earlier generate is not finished; exhaust or close it first")
-
-    def _check(self, requests: Sequence[Request]) -> Sampling:
+    def _check(self, requests: Seq[Request]) -> Sampling:
         """Refuse what cannot be served before any work is done."""
         sampling = check_requests(requests, self.policy.context_tokens)
         for request in requests:

@@ -1,5 +1,5 @@
-"""The decoder layers of a model in a few launches each: products through cuBLAS (or, of few rows, an own kernel), and everything
-between them in own kernels.
+"""The decoder layers of a model in a few launches each: products through cuBLAS (of few rows, through a kernel of Trimtab's), and
+everything between them through Trimtab's kernels.
 
 The weights are the trainer's (model/parts.py), so an optimizer step is seen at once. The engine compares the log-probs with those
 of the model's own forward before a body is used.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from trimtab.model.kernels.shared import gated
 from trimtab.model.kernels.train import turn
-from trimtab.model.parts import LayerParts, Linears, Norm, Rotary, read_parts, rotary_table
+from trimtab.model.parts import LayerParts, Linears, Norm, Rotary, read_parts, rotary_tables
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.arena import piece_bytes
@@ -24,7 +24,7 @@ from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, most_rows, serves, skinny
 
 MERGED_AT_ONCE = 2**23
-"""Elements of a weight that are in float32 while adapters are added to them: a layer of a large model would be half a GiB."""
+"""Elements of a weight that are in float32 at a time while adapters are added: a whole layer of a large model is half a GiB."""
 
 
 class Product:
@@ -68,7 +68,7 @@ class Product:
     def few(
         self, x_BI: torch.Tensor, out: torch.Tensor, activation: int | None = None, whole: bool = True
     ) -> torch.Tensor:
-        """The product of a few rows without adapters beside it: [S, B, O] parts of a sum, one where it must be `whole`."""
+        """The product of a few rows, with no adapters beside it: [S, B, O] parts of a sum, or one where it must be `whole`."""
         assert self._downs is None
         weight = self.weight if self._merged is None else self._merged
         cut = self.cut(x_BI.shape[0], activation is not None, whole)
@@ -79,7 +79,7 @@ class Product:
         return cut_for(rows, outputs, self.inputs, self.weight.element_size(), gated, whole)
 
     def make_room(self, empty: Empty | None) -> None:
-        """For a copy that adapters are merged into, or with None for none. `refresh` fills it."""
+        """Make room for a copy that adapters are merged into, or give it up (None). `refresh` fills it."""
         self._merged = empty(tuple(self.weight.shape), self.weight.dtype) if empty and self.adapters else None
 
     @torch.no_grad()
@@ -117,12 +117,11 @@ class FusedLayer:
         self.parts = parts
         self.qkv, self.output = Product(parts.qkv), Product(parts.output)
         self.gate_up, self.down = Product(parts.gate_up), Product(parts.down)
-        shape = parts.shape
-        self.decode_shape = DecodeShape(shape.heads, shape.key[0], shape.key[1], shape.value[1])
+        self.decode_shape = DecodeShape.of(parts.shape)
 
     @property
     def few_rows(self) -> int:
-        """Up to how many rows its products have a kernel of their own: 0 with adapters beside them, or rows at odd addresses."""
+        """Most rows that its products have their own kernel for: 0 with adapters beside them, or weights at odd addresses."""
         products = (self.qkv, self.output, self.gate_up, self.down)
         return most_rows(self.down.inputs) if all(not p.beside and serves(p.weight) for p in products) else 0
 
@@ -159,7 +158,7 @@ class FusedBody:
 
     @property
     def adapted_bytes(self) -> int:
-        """Of the weights that adapters add to: what a merged copy takes."""
+        """Bytes of the weights that adapters add to: what a merged copy takes."""
         return sum(piece_bytes(p.weight.shape, p.weight.dtype) for p in self.products if p.adapters)
 
     def make_room(self, empty: Empty | None) -> None:
@@ -173,13 +172,9 @@ class FusedBody:
 
     def set_positions(self, positions: int) -> bool:
         """Know the rotation of at least so many positions; True if the tables are new."""
-        if self.rotaries and next(iter(self.rotaries.values())).cos.shape[0] >= positions:
-            return False
-        positions = max(1024, 1 << (positions - 1).bit_length())
-        self.rotaries = {
-            kind: rotary_table(self.policy, kind, positions) for kind in {l.parts.kind for l in self.layers}
-        }
-        return True
+        before = self.rotaries
+        self.rotaries = rotary_tables(self.policy, (l.parts.kind for l in self.layers), positions, before)
+        return self.rotaries is not before
 
     def workspace(self, batch: int, empty: Empty) -> Workspace:
         return Workspace(batch, self.layers, self.table.shape[1], self.policy.dtype, empty)

@@ -124,6 +124,6 @@ class PagePool:
         return tuple(tokens[index * self.page_tokens : (index + 1) * self.page_tokens])
 
     def _forget(self, page: int) -> None:
-        """What continued from this page can no longer be found; it leaves as it ages."""
+        """Drop a page from the cache. Pages that continue it can no longer be found, and leave as they age."""
         del self._page_of[self._key_of.pop(page)], self._node_of[page]
         heappush(self._free, page)

@@ -26,7 +26,7 @@ class RowState:
 
     last_tokens: torch.Tensor
     positions: torch.Tensor
-    """Of the newest token: it has been drawn but its keys and values are not stored yet."""
+    """Position of the newest token, which has been drawn but whose keys and values are not stored yet."""
     generated: torch.Tensor
     keys: torch.Tensor
     limits: torch.Tensor
@@ -124,7 +124,7 @@ class Rows:
         facts = torch.stack((self.state.generated[index_B], self.state.done[index_B].long()))
         return facts.to("cpu", non_blocking=True)
 
-    def learn(self, sequences: Seq[Sequence], facts: torch.Tensor) -> None:
+    def note_facts(self, sequences: Seq[Sequence], facts: torch.Tensor) -> None:
         """Bring the mirror up to date with facts that have arrived."""
         rows = [s.row for s in sequences]
         self._generated[rows], self._done[rows] = facts.numpy()
@@ -152,11 +152,11 @@ class Rows:
         return int(self._done[sequence.row]) == STOPPED
 
     def ask_tokens(self, index_B: torch.Tensor) -> torch.Tensor:
-        """What the rows will have drawn, as `ask`."""
+        """What the rows will have drawn when everything launched so far is done; not to be read before that."""
         return self.state.tokens[index_B].to("cpu", non_blocking=True)
 
     def drawn(self, sequences: Seq[Sequence], tokens: torch.Tensor) -> list[list[int]]:
-        """Rows of tokens as far as they are drawn."""
+        """The tokens that each sequence has drawn, from what `ask_tokens` gave."""
         return [row[: self._generated[s.row]].tolist() for s, row in zip(sequences, tokens)]
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:

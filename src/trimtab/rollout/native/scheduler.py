@@ -4,9 +4,9 @@ Life of a group: waiting -> filling (its prompt is prefilled once, in chunks) ->
 allow, sharing the prompt's full pages) -> its samples run and finish. A sample that loses its pages is parked, and later filled
 again from its own tokens and run on.
 
-Guarantees, checked by property tests: every sample finishes exactly once; pages are taken by admission rules that leave one
-page of growth a running sequence that may need it, so parking is rare; when pages run out, prompts that only wait are given up
-first, then the youngest sequence; the oldest sequence always makes progress, so any pool that holds one whole sequence suffices.
+Guarantees, checked by property tests: every sample finishes exactly once; admission leaves one page of growth for each running
+sequence that may need it, so parking is rare; when pages run out, prompts that only wait are given up first, then the youngest
+sequence; the oldest sequence always makes progress, so any pool that holds one whole sequence suffices.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     """Completion so far; kept here only while the sequence is parked."""
     key: int = 0
-    """Of its random numbers."""
+    """Key of its random numbers."""
     stored: int = 0
     """Context tokens whose keys and values are in the pages once all launched steps are done, if it does not end before."""
     looked: int = 0
@@ -143,22 +143,25 @@ class Scheduler:
         return True
 
     def fork(self) -> list[Fork]:
-        """Start as many samples of prefilled prompts as rows and pages allow."""
+        """Start as many samples of prefilled prompts as rows and pages allow.
+
+        Prompts' pages are given back at the end: one that is copied from is not copied to, so copying can be repeated.
+        """
         forks: list[Fork] = []
         reserved = self._growing()
-        while self.ready:
+        while self.ready and self.free_rows:
             group = self.ready[0]
-            while group.forked < group.samples and self.free_rows:
-                made = self._fork_one(group, reserved)
-                if made is None:
-                    return forks
-                forks.append(made)
-                reserved += self._may_grow(made.sequence)
-            if group.forked < group.samples:
-                return forks
-            self.ready.popleft()
-            self.pool.release(group.pages)
-            group.pages = []
+            made = self._fork_one(group, reserved)
+            if made is None:
+                break
+            forks.append(made)
+            reserved += self._may_grow(made.sequence)
+            if group.forked == group.samples:
+                self.ready.popleft()
+        for group in {fork.sequence.group.index: fork.sequence.group for fork in forks}.values():
+            if group.forked == group.samples:
+                self.pool.release(group.pages)
+                group.pages = []
         return forks
 
     def live(self) -> list[Sequence]:
@@ -187,7 +190,7 @@ class Scheduler:
         return parked
 
     def retreat(self, rows: int) -> list[Sequence]:
-        """Park everything that runs, and go on with no more than so many rows. Their tokens so far have been seen."""
+        """Park everything that runs, and go on with no more than so many rows. The host must have seen all tokens so far."""
         while self._give_up_prompt():
             pass
         parked = []
@@ -303,19 +306,19 @@ class Scheduler:
         return len(self.free_rows) - promised
 
     def _growing(self) -> int:
-        """Running sequences whose pages may not last to their end."""
+        """How many running sequences have pages that may not last to their end."""
         return sum(map(self._may_grow, self.running))
 
     def _may_grow(self, sequence: Sequence) -> bool:
         return len(sequence.pages) * self.pool.page_tokens < sequence.most_stored
 
     def _short(self, live: list[Sequence], steps: int) -> list[Sequence]:
-        """Those whose pages may not hold their next `steps` tokens."""
+        """Sequences whose pages may not hold their next `steps` tokens."""
         page = self.pool.page_tokens
         return [s for s in live if s.stored + steps > len(s.pages) * page]
 
     def _pages_wanted(self, sequence: Sequence, steps: int) -> int:
-        """Pages it lacks for its next `steps` tokens."""
+        """Pages that a sequence lacks for its next `steps` tokens."""
         reach = min(sequence.stored + steps, sequence.most_stored)
         return max(0, self._pages_for(reach) - len(sequence.pages))
 

@@ -16,11 +16,11 @@ from trimtab.rollout.stops import StopStrings
 
 @dataclass
 class Account:
-    """Of one engine."""
+    """What one engine is and has done."""
 
     version: str
     blocks: int
-    """Of its KV cache."""
+    """Blocks of its KV cache."""
     call: int = 0
     steps: int = 0
     prefill_tokens: int = 0
@@ -48,7 +48,7 @@ class Account:
         self.fullest = max(self.fullest, used)
 
     def prompt(self, tokens: int, cached: int) -> None:
-        """Of a sequence that has ended."""
+        """Count the prompt of a sequence that has ended."""
         self.cached_tokens += cached
         self.prefill_tokens += tokens - cached
 

@@ -54,4 +54,6 @@ SGLANG = Kind(
     compiles=True,
 )
 """With torch 2.11. It pins transformers 5.12.1."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters that vLLM has kernels for."""
 KINDS = {kind.name: kind for kind in (VLLM, SGLANG)}

@@ -14,9 +14,9 @@ class Weight:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """In bytes."""
+    """In bytes, from the beginning of the file or of the allocation."""
     handle: int = 0
-    """On a device: which of the allocations."""
+    """Which allocation it lies in, where it is on a device."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Setup:
     cuda: bool
     max_sequences: int
     kv_bytes: int
-    """On each device."""
+    """KV cache on each device."""
     prefill_tokens: int
     page_tokens: int
     longest: int
@@ -48,18 +48,18 @@ class Setup:
     sleeps: bool
     """Memory is given up between rollouts."""
     rank: int = 0
-    """Of adapters that are published by themselves; 0: there are none."""
+    """Rank of the adapters, which are published by themselves; 0: there are none."""
     tensor_parallel: int = 1
     """Devices that a copy of the model is cut over."""
 
     @property
     def plain(self) -> bool:
-        """A library's kernels of half precision are of no use."""
+        """Half-precision kernels cannot be used: float32 weights, or no GPU."""
         return self.dtype == "float32" or not self.cuda
 
     @property
     def exact(self) -> dict[str, str]:
-        """Variables without which Triton's products of float32 are of TF32: 3e-3 in a log-prob."""
+        """Variables that keep Triton's float32 products in float32; in TF32 a log-prob is off by 3e-3."""
         return {"TRITON_F32_DEFAULT": "ieee"} if self.dtype == "float32" else {}
 
 
@@ -71,7 +71,7 @@ class Ask:
     tokens: list[int]
     limit: int
     key: int
-    """Of its random numbers (`sampler.stream_key`)."""
+    """Which random numbers it is drawn from (`sampler.stream_key`)."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Ready:
 
     version: str
     blocks: int
-    """Of the KV cache."""
+    """Blocks of the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Beat:
     prefill_tokens: int
     cached_tokens: int
     blocks: int
-    """Of the KV cache, in use at most."""
+    """Blocks of the KV cache in use, at most."""
 
 
 @dataclass(frozen=True)
@@ -156,5 +156,4 @@ class Failed:
     """The last message of a process that cannot go on."""
 
     text: str
-    short: bool
-    """Of memory."""
+    out_of_memory: bool

@@ -28,16 +28,15 @@ STOP_S = 5.0
 SILENT_S = 300.0
 """A process that steps says so every second, and reads between steps; one step may compile something."""
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The trainer's own: memory of expandable segments cannot be given up by engines."""
+"""Variables of the trainer's allocator that engines must not have: memory of expandable segments cannot be given up."""
 
 
 class EngineLost(Exception):
     """The process died, hangs or gave up."""
 
-    def __init__(self, why: str, short: bool = False, lines: str = "") -> None:
+    def __init__(self, why: str, out_of_memory: bool = False, lines: str = "") -> None:
         super().__init__(why)
-        self.short = short
-        """Of memory."""
+        self.out_of_memory = out_of_memory
         self.lines = lines
         """What it wrote last."""
 
@@ -67,7 +66,7 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: Any, seconds: float = SILENT_S) -> None:
-        """A message; EngineLost where nobody takes it for so long: a large one has to be read before it is all written."""
+        """Send a message; EngineLost where nobody reads for so long. A large one has to be read before it is all written."""
         with socket.fromfd(self.link.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
         try:
@@ -97,14 +96,14 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise self._lost(self._ending()) from error
         if isinstance(message, Failed):
-            raise self._lost(message.text, message.short)
+            raise self._lost(message.text, message.out_of_memory)
         return message
 
     def silent(self, seconds: float) -> EngineLost:
         return self._lost(f"its process has said nothing for {seconds:.0f} s")
 
-    def _lost(self, why: str, short: bool = False) -> EngineLost:
-        return EngineLost(why, short, self.last_lines())
+    def _lost(self, why: str, out_of_memory: bool = False) -> EngineLost:
+        return EngineLost(why, out_of_memory, self.last_lines())
 
     def last_lines(self) -> str:
         """What it wrote last."""
@@ -120,8 +119,8 @@ class EngineProcess:
         self._folder.cleanup()
 
     def _environment(self, variables: dict[str, str]) -> dict[str, str]:
-        """The trainer's, in which the process finds this package and nothing else that lies beside it: its own torch is to be
-        another."""
+        """The trainer's variables, with this package on PYTHONPATH but none of its neighbours: the process must import its own
+        torch."""
         beside = Path(self._folder.name) / "path"
         beside.mkdir()
         (beside / "trimtab").symlink_to(Path(trimtab.__file__).parent)

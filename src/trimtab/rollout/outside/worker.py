@@ -92,7 +92,8 @@ def serve(kind: str, link: Connection) -> None:
 
 
 def end_with_trainer(trainer: int) -> None:
-    """One that was killed cannot tell: its child then has another parent. Between them may be a script that starts Python."""
+    """Exit when the trainer is gone. A killed trainer sends nothing, but its children get a new parent; where a wrapper script
+    stands between, the trainer's own process id disappears."""
     parent = os.getppid()
     while os.getppid() == parent and (parent == trainer or _is_there(trainer)):
         time.sleep(PARENT_S)
@@ -118,9 +119,9 @@ def main() -> None:
     except (EOFError, ConnectionError):
         return  # the trainer has closed its end
     except BaseException as error:
-        short = is_out_of_memory(error) or "out of memory" in str(error).lower()  # libraries have errors of their own
+        out_of_memory = is_out_of_memory(error) or "out of memory" in str(error).lower()  # some errors only say so
         traceback.print_exc()
-        link.send(Failed("".join(traceback.format_exception_only(error)).strip(), short))
+        link.send(Failed("".join(traceback.format_exception_only(error)).strip(), out_of_memory))
         raise SystemExit(1) from error
 
 

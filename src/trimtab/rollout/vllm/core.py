@@ -14,6 +14,7 @@ from typing import Any
 
 from trimtab.config.learn import Sampling
 from trimtab.rollout.outside.account import Account, stop_strings
+from trimtab.rollout.outside.kinds import VLLM_RANKS
 from trimtab.rollout.outside.messages import Done, Generate, Publish, Setup
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 
@@ -23,7 +24,6 @@ logits processors."""
 CUT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 """Where workers have processes of their own: a fork would hold this one's connection open."""
 USUAL = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-ROOMS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @contextmanager
@@ -225,5 +225,5 @@ class Core:
 
 
 def lora_room(rank: int) -> int:
-    """The smallest rank that vLLM has kernels for and that holds this one."""
-    return next(room for room in ROOMS if room >= rank)
+    """The smallest rank that vLLM has kernels for and that holds this one; larger ones were refused before the start."""
+    return next(room for room in VLLM_RANKS if room >= rank)

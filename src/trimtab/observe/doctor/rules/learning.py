@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from trimtab.observe.doctor.record import Record
+from collections.abc import Mapping
+
+from trimtab.observe.doctor.record import RECENT, Record
 from trimtab.observe.doctor.rule import Rule, Sick
 from trimtab.observe.doctor.rules.common import REWARD, learned, reward_falls, reward_rises, spread
 from trimtab.observe.format import duration, number, percent
 
 SCORE = "eval/pass@1"
+LOSSES = ("policy/loss", "sft/loss", "rm/loss", "policy/grad_norm")
 
 
 def reward_falls_check(record: Record) -> Sick | None:
@@ -18,6 +21,30 @@ def reward_flat(record: Record) -> Sick | None:
     if reward_rises(record) or reward_falls(record) or learned(record):
         return None
     return Sick("warn", f"{_reward_seen(record)}; no rise that noise would not give")
+
+
+def not_finite(record: Record) -> Sick | None:
+    """Steps whose update was skipped have a rule of their own."""
+    told = [(step, names) for step in record.steps if (names := _no_number(record.rows[step]))]
+    recent = record.steps[-RECENT:]
+    now = [step for step, _ in told if step >= recent[0]]
+    if not now:
+        return None
+    which = ", ".join(dict.fromkeys(name for step, found in told if step >= recent[0] for name in found))
+    seen = f"{which} in {len(now)} of steps {recent[0]} to {recent[-1]}; first at step {told[0][0]}"
+    return Sick("bad" if len(now) > 1 else "warn", seen)
+
+
+def _no_number(row: Mapping[str, float | None]) -> list[str]:
+    """Those of what is learned from that were written, but as no number."""
+    skipped = (row.get("run/skipped_updates") or 0.0) > 0
+    names = REWARD if skipped else (*REWARD, *LOSSES)
+    return [name for name in names if name in row and row[name] is None]
+
+
+def _without_numbers(record: Record) -> str | None:
+    known = any(name in row for row in record.rows.values() for name in (*REWARD, *LOSSES))
+    return None if known else "needs a reward or a loss"
 
 
 def _reward_seen(record: Record) -> str:
@@ -85,6 +112,20 @@ RULES = (
         check=stalled,
         needs=("time/total",),
         steps=1,
+    ),
+    Rule(
+        "not_finite",
+        "reward, loss or gradient is no number",
+        unit="steps",
+        healthy="a finite number in every step",
+        found_when="null or NaN in one of the last 20 steps, other than by a skipped update; bad in more than one",
+        cause="no sample of the step has a reward, or weights and updates that went astray",
+        remedy="read RUN/samples of those steps; lower learn.lr; resume from a checkpoint before the first of them",
+        kind="advice",
+        check=not_finite,
+        needs=("time/total",),
+        steps=1,
+        unless=_without_numbers,
     ),
     Rule(
         "reward_falls",

@@ -27,6 +27,7 @@ from trimtab.model.attention import Rules
 from trimtab.model.kernels.chain import follow, launch_options
 from trimtab.model.kernels.shared import weighted
 from trimtab.model.parts import HeadNorm, Rotary
+from trimtab.model.shapes import LayerShape
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
@@ -253,6 +254,10 @@ class DecodeShape:
     size: int
     value_size: int
 
+    @classmethod
+    def of(cls, layer: LayerShape) -> DecodeShape:
+        return cls(layer.heads, layer.key[0], layer.key[1], layer.value[1])
+
 
 SHARED_TILE = 64
 """Query rows of a shared-prefix program."""
@@ -312,8 +317,8 @@ class Launch:
 
 
 def decode_launch(row_bytes: int, programs: int, split: bool) -> Launch:
-    """The best on an H200 in bfloat16 at head sizes 64, 128 and 256 (docs/log.md). Smaller tiles where they let all programs run
-    at once and larger ones would leave a few of them for a second round."""
+    """What was fastest on an H200 in bfloat16 at head sizes 64, 128 and 256 (docs/log.md). Tiles are
+    smaller where that lets all programs run at once, and larger ones would leave a few of them for a second round."""
     if row_bytes <= 128:
         return Launch(64, 2, 2) if split else Launch(32, 1, 4)
     all_at_once = 800 < programs <= 1400

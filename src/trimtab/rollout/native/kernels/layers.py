@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from trimtab.model.kernels.chain import follow, launch_options
-from trimtab.model.kernels.shared import weighted
+from trimtab.model.kernels.shared import warps_for, weighted
 from trimtab.model.parts import Norm
 
 
@@ -65,10 +65,6 @@ def _embed(
     tl.store(RES + b * E + e, x.to(tl.float32), mask=e < E)
 
 
-def _warps(size: int) -> int:
-    return 4 if size <= 2048 else 8
-
-
 def residual_norm(
     residual_BE: torch.Tensor, x_SBE: torch.Tensor | None, out_BE: torch.Tensor, pre: Norm | None,
     post: Norm | None = None, factor: float = 1.0,
@@ -82,7 +78,7 @@ def residual_norm(
         residual_BE if x_SBE is None else x_SBE, residual_BE, out_BE, post.weight if post else residual_BE,
         pre.weight if pre else residual_BE, residual_BE.shape[0], post.eps if post else 0.0, pre.eps if pre else 0.0,
         factor, E=size, EP=block, PARTS=parts, SCALE=factor != 1.0, POST_KIND=post.kind if post else 0,
-        PRE_KIND=pre.kind if pre else 0, num_warps=_warps(block), **launch_options(),
+        PRE_KIND=pre.kind if pre else 0, num_warps=warps_for(block), **launch_options(),
     )  # fmt: skip
 
 
@@ -92,6 +88,6 @@ def embed(
     size = out_BE.shape[1]
     block = triton.next_power_of_2(size)
     _embed[(out_BE.shape[0],)](
-        table_VE, index_B, tokens_R, out_BE, factor, E=size, EP=block, SCALE=factor != 1.0, num_warps=_warps(block),
+        table_VE, index_B, tokens_R, out_BE, factor, E=size, EP=block, SCALE=factor != 1.0, num_warps=warps_for(block),
         **launch_options(),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from trimtab.model.kernels.chain import follow, launch_options, read_ahead
 from trimtab.model.kernels.shared import activate
 
 MOST_ROWS = 128
-"""Above, a product is bound by arithmetic as much as by reading, and cuBLAS is faster (docs/log.md)."""
+"""With more rows a product is bound by arithmetic as much as by reading, and cuBLAS is faster (docs/log.md)."""
 READ_AHEAD = 4096
 """Elements of the matrix that a program asks for before its input is there."""
 
@@ -91,16 +91,16 @@ def _device() -> tuple[int, int]:
 
 
 def most_rows(outputs: int) -> int:
-    """Up to how many rows gate and up projections of so many outputs are faster here than in cuBLAS (docs/log.md): none before
-    Hopper, where descriptors are not the hardware's."""
+    """Most rows for which gate and up projections of so many outputs are faster here than in cuBLAS (docs/log.md): 0 before
+    Hopper, where the hardware has no descriptors."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
         return 0
     return MOST_ROWS if triton.cdiv(outputs, 64) <= _device()[0] else 64
 
 
 def cut_for(rows: int, outputs: int, inputs: int, itemsize: int, gated: bool, whole: bool) -> Cut:
-    """All programs on the device at once, and as much of the matrix in flight as there is shared memory for. `whole` where the
-    consumer does not add parts up. Measured (docs/log.md)."""
+    """A cut that has all programs on the device at once, and as much of the matrix in flight as there is shared memory for.
+    `whole`: the consumer does not add parts up. Measured (docs/log.md)."""
     processors, shared = _device()
     block, parts = _block(rows), 1
     tile, inner = 64, (128 if inputs >= 1024 or gated or whole else 64) * 2 // itemsize

@@ -1,0 +1,243 @@
+"""The processes of one engine: started with the trainer's weights, told what all of them have to do, replaced where one is lost.
+
+One that dies, hangs or runs out of memory is started again with the current weights. One that fails again and again without a
+single sequence ends the run with its own last lines.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.errors import EngineError
+from trimtab.model.adapters import has_adapters
+from trimtab.model.memory import free
+from trimtab.model.policy import Policy
+from trimtab.rollout.outside.kinds import Kind
+from trimtab.rollout.outside.messages import Ask, Beat, Publish, Ready, Settled, Setup, Unread
+from trimtab.rollout.outside.process import SILENT_S, EngineLost, EngineProcess
+from trimtab.rollout.outside.weights import SharedWeights
+
+START_S = 600.0
+"""Imports, kernels, graphs."""
+MOST_FAILURES = 3
+"""In a row, without a sequence in between."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One of the processes, and what it is asked for."""
+
+    process: EngineProcess | None = None
+    asks: dict[int, Ask] = field(default_factory=dict)
+    """What has not come yet."""
+    failures: int = 0
+    heard: float = 0.0
+    """When it last said something."""
+    beat: Beat | None = None
+    sequences: int = 0
+    """How many it runs at a time, at most."""
+
+    @property
+    def running(self) -> EngineProcess:
+        assert self.process is not None
+        return self.process
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+
+
+class Members:
+    """All processes of an engine. `settings` is what `Setup` says of them, but for where the model lies and how many sequences
+    each runs."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        policy: Policy,
+        tokenizer: Any,
+        python: str,
+        settings: Mapping[str, Any],
+        *,
+        processes: int,
+        max_sequences: int,
+        on_recovery: Callable[[str], None],
+        on_restart: Callable[[str], None],
+    ) -> None:
+        self.kind, self.python = kind, python
+        self.max_sequences = max_sequences
+        """Of all together."""
+        self.version = 0
+        self.restarts = 0
+        """Since somebody last asked."""
+        self.ready: Ready
+        """What the process that was started last says of itself."""
+        self.weights = SharedWeights(policy, one_device=settings["tensor_parallel"] == 1)
+        self._device = policy.device
+        self._on_recovery, self._on_restart = on_recovery, on_restart
+        self._members = [Member() for _ in range(processes)]
+        self._folder = tempfile.TemporaryDirectory(prefix="trimtab-model-")
+        self._settings = {**settings, "folder": self._folder.name}
+        try:
+            _write_config(policy, tokenizer, Path(self._folder.name))
+            self._adapters = self.weights.write_adapters(Path(self._folder.name))
+            self._start(self._members)
+        except EngineLost as lost:
+            raise self._given_up(lost) from lost
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def each(self) -> int:
+        """Sequences that a process is to run at a time, at most."""
+        return -(-self.max_sequences // len(self._members))
+
+    def publish(self, version: int) -> None:
+        """Have all read the trainer's current weights; where there are adapters, these alone have changed."""
+        self.version = version
+        self._adapters = self.weights.write_adapters(Path(self._folder.name))
+        if self._adapters is None:
+            self._recover_all(self._publish(self._members))
+        else:
+            self.tell_all(Publish(version, None, self._adapters))
+
+    def tell_all(self, order: Any, members: Sequence[Member] | None = None) -> list[Member]:
+        """An order for all, or for some. Who was lost over it has been started again, without the order, and is returned."""
+        lost = self._tell(self._members if members is None else members, order)[1]
+        self._recover_all(lost)
+        return list(lost)
+
+    def lower(self, max_sequences: int) -> None:
+        """Start all again, with fewer sequences at a time."""
+        self.max_sequences = max_sequences
+        for member in self._members:
+            member.stop()
+        try:
+            self._start(self._members)
+        except EngineLost as lost:
+            raise self._given_up(lost) from lost
+
+    def recover(self, member: Member, lost: EngineLost) -> None:
+        """A new process in place of one that is lost; what ran out of memory gets fewer sequences at a time."""
+        self._count(member, lost)
+        title = self.kind.title
+        if lost.out_of_memory and member.sequences > self.each:  # another has run out at the same time
+            self._on_restart(f"{title} ran out of memory; starting it again with fewer sequences, as another was")
+        elif lost.out_of_memory and self.max_sequences > len(self._members):
+            self.max_sequences //= 2
+            fewer = f"rollout.max_sequences -> {self.max_sequences:,}"
+            self._on_recovery(f"{title} ran out of memory; starting it again; {fewer}")
+        else:
+            anew = f"{len(member.asks):,} sequences are generated anew"
+            self._on_restart(f"{title} was lost ({lost}); starting it again, {anew}")
+        self.restarts += 1
+        self._restart(member)
+
+    def close(self) -> None:
+        for member in self._members:
+            member.stop()
+        self.weights.close()
+        self._folder.cleanup()
+
+    def _start(self, members: Sequence[Member]) -> None:
+        """Start processes with the trainer's weights; where kernels are compiled, the first one alone, so that the others find
+        them compiled."""
+        free(self._device)  # they need room of their own
+        threads = {} if self._settings["cuda"] else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        ahead = 1 if self._settings["cuda"] and not self._settings["eager"] else 0
+        for together in (members[:ahead], members[ahead:]):
+            for member in together:
+                member.process = EngineProcess(self.kind.name, self.python, threads)
+                member.process.send(Setup(**self._settings, max_sequences=self.each))
+                member.sequences = self.each
+            for member in together:
+                ready = member.running.receive(START_S)
+                assert isinstance(ready, Ready)
+                self.ready = ready
+        for lost in self._publish(members).values():
+            raise lost
+
+    def _publish(self, members: Sequence[Member]) -> dict[Member, EngineLost]:
+        """Weights and adapters, by a way that all can read them; who was lost over it."""
+        answers, lost = self._tell(members, Publish(self.version, self.weights.publish(), self._adapters))
+        if not any(isinstance(answer, Unread) for answer in answers):
+            return lost
+        self.weights.direct = False
+        return lost | self._publish([member for member in members if member not in lost])
+
+    def _tell(self, members: Sequence[Member], order: Any) -> tuple[list[Settled | Unread], dict[Member, EngineLost]]:
+        """An order that all carry out at once: their answers, and who was lost over it."""
+        answers: list[Settled | Unread] = []
+        lost: dict[Member, EngineLost] = {}
+        for member in members:
+            try:
+                member.running.send(order)
+            except EngineLost as error:
+                lost[member] = error
+        for member in members:
+            if member not in lost:
+                try:
+                    answers.append(_answer(member))
+                except EngineLost as error:
+                    lost[member] = error
+        return answers, lost
+
+    def _restart(self, member: Member) -> None:
+        """Until it starts, or has failed too often."""
+        while True:
+            try:
+                member.stop()
+                self._start([member])
+                return
+            except EngineLost as lost:
+                self._count(member, lost)
+                self._on_restart(f"{self.kind.title} did not start ({lost}); starting it again")
+
+    def _recover_all(self, lost: Mapping[Member, EngineLost]) -> None:
+        for member, error in lost.items():
+            self.recover(member, error)
+
+    def _count(self, member: Member, lost: EngineLost) -> None:
+        member.failures += 1
+        if member.failures > MOST_FAILURES:
+            raise self._given_up(lost, f", {member.failures} times in a row without a sequence in between") from lost
+
+    def _given_up(self, lost: EngineLost, often: str = "") -> EngineError:
+        self.close()
+        lines = f" Its last lines:\n{lost.lines}" if lost.lines else ""
+        return EngineError(f"{self.kind.title} cannot go on: {str(lost).rstrip('.')}{often}.{lines}")
+
+
+def _answer(member: Member) -> Settled | Unread:
+    while True:
+        message = member.running.receive(SILENT_S)
+        if isinstance(message, Settled | Unread):
+            return message
+
+
+def _write_config(policy: Policy, tokenizer: Any, folder: Path) -> None:
+    """What a library needs to build the model; weights come by another way."""
+    model = policy.model.get_base_model() if has_adapters(policy.model) else policy.model
+    config = model.config
+    named = config.architectures
+    config.architectures = [type(model).__name__]
+    try:
+        config.save_pretrained(folder)
+    finally:
+        config.architectures = named
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
