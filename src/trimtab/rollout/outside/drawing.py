@@ -29,7 +29,7 @@ class Row(NamedTuple):
     """Tokens that the request has."""
 
 
-class Drawn:
+class KeyedSampler:
     """Draws for as many requests as are held, and remembers their log-probs until they are taken."""
 
     def __init__(self, slots: int, longest: int, device: torch.device) -> None:
