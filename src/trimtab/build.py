@@ -147,7 +147,7 @@ def own_modes() -> Iterator[None]:
 
 
 def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:
-    """Of a start card: the model, the machine, and what was decided."""
+    """Facts for a start card: the model, the machine, and what was decided."""
     cuda = policy.device.type == "cuda"
     properties = torch.cuda.get_device_properties(policy.device) if cuda else None
     return {

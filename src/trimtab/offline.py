@@ -103,7 +103,7 @@ class Stage(Protocol):
     def encoder(self, config: Any, tokenizer: Any, source_name: str) -> Checking[Any]: ...
 
     def samples(self, config: Any, items: Sequence[Any]) -> list[Sample]:
-        """With each one's share of a step that consumes exactly these."""
+        """Samples of these items, each with its share of a step that consumes exactly these."""
         ...
 
     def updater(self, config: Any, policy: Policy, learn: Learn, run: RunKeys) -> Updater: ...
@@ -153,7 +153,7 @@ class Run:
     callbacks: Sequence[Callback]
 
     def first(self) -> list[Sample]:
-        """Of the training set, to measure on where there are no held-out rows; none that is too long to be used."""
+        """First samples of the training set, to measure on where there are no held-out rows; none that is too long to be used."""
         rows = self.ready.rows[:FIRST]
         items = self.stage.encoder(self.config, self.tokenizer, "data.train").encode(range(len(rows)), rows)
         return self.stage.samples(self.config, [item for item in items if len(item.tokens) <= self.ready.limit])

@@ -269,7 +269,7 @@ class Parts:
     """What computes: models, engine and updater, as the plan has them."""
 
     config: Config
-    """With `run` resolved."""
+    """The config with `run` resolved."""
     plan: Plan
     policy: Policy
     reference: AnyPolicy | None

@@ -111,7 +111,7 @@ class Work:
 
     @property
     def columns(self) -> list[set[str]]:
-        """Of each data set, those that rewards can count on."""
+        """The columns of each data set that rewards can count on."""
         return [self.train.columns, self.eval.columns] if self.eval.prompts else [self.train.columns]
 
 

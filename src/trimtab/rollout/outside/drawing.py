@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     at: int
     name: Hashable
-    """Of the request, which is held."""
+    """Name of the request, which is held."""
     key: int
     position: int
     """Tokens that the request has."""

@@ -23,9 +23,9 @@ class DrawingSampler(Sampler):
         super().__init__()
         self.keyed = keyed
         self.keys: Mapping[str, int] = {}
-        """Of the random numbers, by the name of a request."""
+        """Keys of the random numbers, by the name of a request."""
         self.requests: Sequence[Any] = ()
-        """Of the step that is computed, a row each."""
+        """Requests of the step that is computed, one for each row."""
 
     def forward(self, logits_output: Any, *_: Any) -> torch.Tensor:
         return draw_batch(self.keyed, logits_output.next_token_logits, self.requests, self.keys)

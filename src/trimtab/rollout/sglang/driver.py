@@ -68,7 +68,7 @@ class Driven(Scheduler):
 
 
 def start(setup: Setup) -> Driven:
-    """With weights that mean nothing yet."""
+    """A scheduler whose weights mean nothing yet."""
     keyed = KeyedSampler(setup.max_sequences, setup.longest, torch.device("cuda" if setup.cuda else "cpu"))
     register_sampler_backend(BACKEND, lambda: DrawingSampler(keyed))
     if setup.sleeps:
