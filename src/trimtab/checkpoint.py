@@ -124,10 +124,11 @@ def save_checkpoint(
 
 @torch.no_grad()
 def _refuse_numbers_that_are_none(model: Any, run_dir: Path, step: int) -> None:
-    """Weights that are not finite replace none that are."""
-    finite = {name: weight.isfinite().all() for name, weight in model.named_parameters()}
-    if not torch.stack(list(finite.values())).all():
-        name = next(name for name, all_are in finite.items() if not all_are)
+    """Weights that are not finite replace none that are. Their largest is asked for, which takes no memory beside them."""
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad and weight.numel()}
+    largest = {name: torch.linalg.vector_norm(weight, math.inf).double() for name, weight in trained.items()}
+    if largest and not torch.stack(list(largest.values())).isfinite().all():
+        name = next(name for name, value in largest.items() if not value.isfinite())
         newest = newest_checkpoint(run_dir)
         kept = "There is no earlier checkpoint" if newest is None else f"{newest.name} is as it was"
         raise TrainingError(
