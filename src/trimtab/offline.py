@@ -52,7 +52,7 @@ from trimtab.endings import end_step, note_outcome, where_it_stands
 from trimtab.errors import ConfigError, Problem, TrimtabError
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
-from trimtab.model.load import load_config, load_tokenizer
+from trimtab.model.load import load_config, load_tokenizer, refuse_without_weights
 from trimtab.model.policy import Policy
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
@@ -184,6 +184,8 @@ def check(stage: Stage, config: Offline, inputs: Inputs, *, resume: bool) -> Che
     refuse_kernels(config.run, config.model, device)
     stage.refuse(config)
     limit = _limit(config)
+    if not resume:  # or a checkpoint may have them
+        refuse_without_weights(config.model)
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model)

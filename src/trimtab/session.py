@@ -39,7 +39,14 @@ from trimtab.environment.replies import ReplyEncoder
 from trimtab.errors import ConfigError, EngineError, ModelError, Problem
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
-from trimtab.model.load import load_config, load_model, load_tokenizer, stop_token_ids, written_words
+from trimtab.model.load import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    refuse_without_weights,
+    stop_token_ids,
+    written_words,
+)
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
 from trimtab.observe.card import StartCard, rollout_batch
@@ -166,6 +173,8 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     refuse_kernels(config.run, config.model, device)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
     tokenizer, limit = read_tokenizer(config)
+    if not resume:  # or a checkpoint may have them
+        refuse_without_weights(config.model)
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
         stack.callback(hosts.close)
