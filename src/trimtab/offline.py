@@ -20,21 +20,18 @@ import torch
 from trimtab.build import (
     calibrated,
     card_facts,
-    compare,
     is_automatic,
     known,
     load_policy,
-    note_data,
     own_modes,
     refuse_kernels,
     refuse_missing_wandb,
     spare_the_collector,
+    take_up,
 )
 from trimtab.checkpoint import (
     RunState,
     load_optimizer,
-    load_state,
-    newest_checkpoint,
     prune,
     reading,
     save_checkpoint,
@@ -261,14 +258,7 @@ def open_run(
     assert config.learn.steps is not None
     console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
-    checkpoint = newest_checkpoint(folder) if resume else None
-    state = RunState()
-    if resume and checkpoint is None:
-        console.note(f"there is no checkpoint to resume in {folder}: the run starts at its first step")
-    if checkpoint is not None:
-        state = load_state(checkpoint)
-        compare(config, ready.device, folder, checkpoint, console)
-    note_data(state, ready.rows, console)
+    checkpoint, state, _ = take_up(config, ready.device, folder, ready.rows, resume, console)
     policy = load_policy(config.model, config.learn.seed, ready.device, config.run.kernels, checkpoint)
     learn, asked = as_learn(config.learn, stage.per_step(config)), config.run
     plan = planned(asked, _job(stage, config, policy, ready), machine_here(ready.device))

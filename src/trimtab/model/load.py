@@ -109,7 +109,8 @@ def load_tokenizer(model: Model) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=model.trust_remote_code, **source.options
         )
-    _refuse_more_words(tokenizer, model, what)
+    if not source.gguf_file:  # or both are of one file, which takes seconds to read
+        _refuse_more_words(tokenizer, model, what)
     return tokenizer
 
 
