@@ -157,8 +157,7 @@ def _note_data(state: RunState, rows: Sequence[Mapping[str, Any]], console: Cons
 def own_modes() -> Iterator[None]:
     """Gradients are computed, and in the model's own type, whatever the caller has set for torch."""
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.inference_mode(False))  # which turns gradients on, too
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
