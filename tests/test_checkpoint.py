@@ -217,7 +217,7 @@ def test_a_damaged_checkpoint_is_told_with_the_one_to_go_on_from(
     folder = tmp_path / "run"
     shutil.copytree(two_checkpoints, folder)
     DAMAGES[damage](folder / "checkpoints/step-2")
-    words = r"step-2 is damaged \(.+\)\. Move it away and resume again: the run then goes on from step-1\."
+    words = r"step-2 cannot be read \(.+\)\. If it is damaged, move it away.*: the run then goes on from step-1\."
     with pytest.raises(TrainingError, match=words):
         train(model_folder, folder, {"steps": 3}, resume=True)
     shutil.rmtree(folder / "checkpoints/step-2")

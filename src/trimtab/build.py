@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from trimtab.checkpoint import CONFIG, RunState, reading
+from trimtab.checkpoint import CONFIG, RunState, load_state, newest_checkpoint, reading
 from trimtab.config.learn import Learn
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
@@ -97,7 +97,7 @@ def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan
     return plan
 
 
-def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> list[str]:
+def _compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> list[str]:
     """Say what is no longer as the checkpoint was made, and return it; refuse what its optimizer cannot go on with."""
     # Not the folder's: a resume with other settings may have ended before its first checkpoint.
     held = load_any((checkpoint if (checkpoint / CONFIG).exists() else folder) / CONFIG)
@@ -124,7 +124,26 @@ def compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: P
     return changed
 
 
-def note_data(state: RunState, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+def take_up(
+    config: AnyConfig,
+    device: torch.device,
+    folder: Path,
+    rows: Sequence[Mapping[str, Any]],
+    resume: bool,
+    console: Console,
+) -> tuple[Path | None, RunState, list[str]]:
+    """The checkpoint that a run goes on from, where it does, the state of the run, and which settings have changed since."""
+    checkpoint, state, changed = newest_checkpoint(folder) if resume else None, RunState(), list[str]()
+    if checkpoint is not None:
+        state = load_state(checkpoint)
+        changed = _compare(config, device, folder, checkpoint, console)
+    elif resume:
+        console.note(f"there is no checkpoint to resume in {folder}: the run starts at its first step")
+    _note_data(state, rows, console)
+    return checkpoint, state, changed
+
+
+def _note_data(state: RunState, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Remember which rows are trained on, and say so where they are not those that the run has counted so far."""
     before, state.data_mark = state.data_mark, mark_of(rows)
     if before and before != state.data_mark:
@@ -138,8 +157,7 @@ def note_data(state: RunState, rows: Sequence[Mapping[str, Any]], console: Conso
 def own_modes() -> Iterator[None]:
     """Gradients are computed, and in the model's own type, whatever the caller has set for torch."""
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.inference_mode(False))  # which turns gradients on, too
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -147,7 +165,7 @@ def own_modes() -> Iterator[None]:
 
 
 def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:
-    """Of a start card: the model, the machine, and what was decided."""
+    """Facts for a start card: the model, the machine, and what was decided."""
     cuda = policy.device.type == "cuda"
     properties = torch.cuda.get_device_properties(policy.device) if cuda else None
     return {

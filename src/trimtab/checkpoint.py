@@ -124,10 +124,11 @@ def save_checkpoint(
 
 @torch.no_grad()
 def _refuse_numbers_that_are_none(model: Any, run_dir: Path, step: int) -> None:
-    """Weights that are not finite replace none that are."""
-    finite = {name: weight.isfinite().all() for name, weight in model.named_parameters()}
-    if not torch.stack(list(finite.values())).all():
-        name = next(name for name, all_are in finite.items() if not all_are)
+    """Weights that are not finite replace none that are. Their largest is asked for, which takes no memory beside them."""
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad and weight.numel()}
+    largest = {name: torch.linalg.vector_norm(weight, math.inf).double() for name, weight in trained.items()}
+    if largest and not torch.stack(list(largest.values())).isfinite().all():
+        name = next(name for name, value in largest.items() if not value.isfinite())
         newest = newest_checkpoint(run_dir)
         kept = "There is no earlier checkpoint" if newest is None else f"{newest.name} is as it was"
         raise TrainingError(
@@ -166,7 +167,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 def load_state(checkpoint: Path) -> RunState:
     with reading(checkpoint):
         saved = json.loads((checkpoint / STATE).read_text())
-        if saved.pop("format", FORMAT) != FORMAT:
+        if saved.pop("format", None) != FORMAT:
             raise TrainingError(
                 f"{checkpoint} was written by another version of Trimtab and cannot be resumed by this one."
             )
@@ -187,7 +188,7 @@ def load_optimizer(checkpoint: Path, optimizer: MasterAdamW) -> None:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Tell a checkpoint that cannot be read, or does not hold what it should, as that."""
+    """Tell a checkpoint that cannot be read, or does not hold what it should, as that, with the one to go on from."""
     try:
         yield
     except Exception as error:
@@ -197,7 +198,8 @@ def reading(checkpoint: Path) -> Iterator[None]:
         rest = f"the run then goes on from {others[-1]}" if others else "there is no other, so the run then starts over"
         why = (str(error).strip().splitlines() or ["no message"])[0]
         raise TrainingError(
-            f"{checkpoint} is damaged ({type(error).__name__}: {why}). Move it away and resume again: {rest}."
+            f"{checkpoint} cannot be read ({type(error).__name__}: {why}). If it is damaged, move it away and resume again: "
+            f"{rest}."
         ) from error
 
 

@@ -99,7 +99,7 @@ def export(folder: Path, policy: Policy, tokenizer: Any, guard: Guard) -> None:
 
 
 def where_it_stands(folder: Path, state: RunState, steps: int) -> str:
-    """For somebody whose run has just stopped."""
+    """What to tell somebody whose run has just stopped."""
     checkpoint = newest_checkpoint(folder)
     kept = (
         f"its last checkpoint is {checkpoint.name}"

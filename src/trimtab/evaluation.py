@@ -91,6 +91,6 @@ def scores(groups: Sequence[Group], settings: Eval, part: str) -> dict[str, floa
 
 
 def _standard_error(values: list[float]) -> float:
-    """Of the mean over prompts."""
+    """Standard error of the mean over prompts."""
     mean = sum(values) / len(values)
     return math.sqrt(sum((v - mean) ** 2 for v in values)) / max(1, len(values))

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import torch
 
 from trimtab.checkpoint import save_checkpoint
 from trimtab.data.prompt import Prompt
@@ -236,7 +237,7 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
     with run.timeline.phase("reward"), run.meter.phase("rollout"):  # a reward model works beside the engine
         # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
         groups = sorted(run.scorer.collect(), key=lambda group: group.index)
-    if not all(t.logprobs.isfinite().all() for group in groups for t in group.trajectories):
+    if not torch.cat([t.logprobs for group in groups for t in group.trajectories]).isfinite().all():
         raise TrainingError(
             f"step {run.state.step + 1}: the policy gives log-probs that are no numbers. Its weights have grown too large, or "
             "learn.sampling.temperature is too small. Lower learn.lr, and resume from the last checkpoint or start again."

@@ -20,21 +20,18 @@ import torch
 from trimtab.build import (
     calibrated,
     card_facts,
-    compare,
     is_automatic,
     known,
     load_policy,
-    note_data,
     own_modes,
     refuse_kernels,
     refuse_missing_wandb,
     spare_the_collector,
+    take_up,
 )
 from trimtab.checkpoint import (
     RunState,
     load_optimizer,
-    load_state,
-    newest_checkpoint,
     prune,
     reading,
     save_checkpoint,
@@ -52,7 +49,7 @@ from trimtab.endings import end_step, note_outcome, where_it_stands
 from trimtab.errors import ConfigError, Problem, TrimtabError
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
-from trimtab.model.load import load_config, load_tokenizer
+from trimtab.model.load import load_config, load_tokenizer, refuse_without_weights
 from trimtab.model.policy import Policy
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
@@ -103,7 +100,7 @@ class Stage(Protocol):
     def encoder(self, config: Any, tokenizer: Any, source_name: str) -> Checking[Any]: ...
 
     def samples(self, config: Any, items: Sequence[Any]) -> list[Sample]:
-        """With each one's share of a step that consumes exactly these."""
+        """Samples of these items, each with its share of a step that consumes exactly these."""
         ...
 
     def updater(self, config: Any, policy: Policy, learn: Learn, run: RunKeys) -> Updater: ...
@@ -153,7 +150,7 @@ class Run:
     callbacks: Sequence[Callback]
 
     def first(self) -> list[Sample]:
-        """Of the training set, to measure on where there are no held-out rows; none that is too long to be used."""
+        """First samples of the training set, to measure on where there are no held-out rows; none that is too long to be used."""
         rows = self.ready.rows[:FIRST]
         items = self.stage.encoder(self.config, self.tokenizer, "data.train").encode(range(len(rows)), rows)
         return self.stage.samples(self.config, [item for item in items if len(item.tokens) <= self.ready.limit])
@@ -184,6 +181,8 @@ def check(stage: Stage, config: Offline, inputs: Inputs, *, resume: bool) -> Che
     refuse_kernels(config.run, config.model, device)
     stage.refuse(config)
     limit = _limit(config)
+    if not resume:  # or a checkpoint may have them
+        refuse_without_weights(config.model)
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model)
@@ -259,14 +258,7 @@ def open_run(
     assert config.learn.steps is not None
     console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
-    checkpoint = newest_checkpoint(folder) if resume else None
-    state = RunState()
-    if resume and checkpoint is None:
-        console.note(f"there is no checkpoint to resume in {folder}: the run starts at its first step")
-    if checkpoint is not None:
-        state = load_state(checkpoint)
-        compare(config, ready.device, folder, checkpoint, console)
-    note_data(state, ready.rows, console)
+    checkpoint, state, _ = take_up(config, ready.device, folder, ready.rows, resume, console)
     policy = load_policy(config.model, config.learn.seed, ready.device, config.run.kernels, checkpoint)
     learn, asked = as_learn(config.learn, stage.per_step(config)), config.run
     plan = planned(asked, _job(stage, config, policy, ready), machine_here(ready.device))

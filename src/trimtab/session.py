@@ -17,17 +17,16 @@ import torch
 from trimtab.build import (
     calibrated,
     card_facts,
-    compare,
     is_automatic,
     known,
     load_policy,
     make_updater,
-    note_data,
     refuse_kernels,
     refuse_missing_wandb,
     spare_the_collector,
+    take_up,
 )
-from trimtab.checkpoint import RunState, load_optimizer, load_state, newest_checkpoint, prune, reading
+from trimtab.checkpoint import RunState, load_optimizer, prune, reading
 from trimtab.config.algorithms import resolve
 from trimtab.config.run import Run
 from trimtab.config.schema import Config
@@ -36,10 +35,16 @@ from trimtab.data.stream import PromptStream
 from trimtab.environment.episodes import Episodes
 from trimtab.environment.hosts import Hosts
 from trimtab.environment.replies import ReplyEncoder
-from trimtab.errors import ConfigError, EngineError, ModelError, Problem
+from trimtab.errors import ConfigError, EngineError, Problem
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
-from trimtab.model.load import load_config, load_model, load_tokenizer, stop_token_ids, written_words
+from trimtab.model.load import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    refuse_without_weights,
+    stop_token_ids,
+)
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
 from trimtab.observe.card import StartCard, rollout_batch
@@ -80,6 +85,7 @@ from trimtab.work import (
     read_eval,
     read_tokenizer,
     read_work,
+    refuse_other_critic,
     reward_models,
     with_found_rewards,
 )
@@ -166,6 +172,8 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     refuse_kernels(config.run, config.model, device)
     config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
     tokenizer, limit = read_tokenizer(config)
+    if not resume:  # or a checkpoint may have them
+        refuse_without_weights(config.model)
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
         stack.callback(hosts.close)
@@ -173,7 +181,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     replies = open_replies(config, hosts, tokenizer, work.columns, work.first_prompt(config))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
-    _refuse_other_critic(config, work)
+    refuse_other_critic(config, work)
     tasks = work.tasks(config)
     scorer = open_scorer(config, inputs, work.columns, run_dir=folder)
     stack.callback(scorer.close)
@@ -189,16 +197,9 @@ def open_session(
     ready = check(config, inputs, stack, resume=resume)
     config, folder, work = ready.config, ready.folder, ready.work
     stack.enter_context(claim(folder, resume))
-    checkpoint = newest_checkpoint(folder) if resume else None
-    state = RunState(kl_coef=config.learn.kl.coef)
-    if resume and checkpoint is None:
-        console.note(f"there is no checkpoint to resume in {folder}: the run starts at its first step")
-    if checkpoint is not None:
-        state = load_state(checkpoint)
-        changed = compare(config, ready.device, folder, checkpoint, console)
-        if any(change.startswith("learn.kl.coef ") for change in changed):
-            state.kl_coef = config.learn.kl.coef
-    note_data(state, work.train.rows, console)
+    checkpoint, state, changed = take_up(config, ready.device, folder, work.train.rows, resume, console)
+    if checkpoint is None or any(change.startswith("learn.kl.coef ") for change in changed):
+        state.kl_coef = config.learn.kl.coef
     _tell_of_start(config, console)
     parts = assemble(config, ready, stack, checkpoint)
     config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
@@ -269,7 +270,7 @@ class Parts:
     """What computes: models, engine and updater, as the plan has them."""
 
     config: Config
-    """With `run` resolved."""
+    """The config with `run` resolved."""
     plan: Plan
     policy: Policy
     reference: AnyPolicy | None
@@ -401,31 +402,6 @@ def _load_policies(config: Config, device: torch.device, checkpoint: Path | None
     reference = Policy(load_model(config.model, device).requires_grad_(False), check=False)
     reference.use(config.run.kernels)
     return policy, reference
-
-
-def _refuse_other_critic(config: Config, work: Work) -> None:
-    """A critic that is named has to be there, and to read what the policy reads."""
-    path = config.learn.critic.path
-    if config.learn.advantage != "gae" or path is None:
-        return
-    critic = config.model.model_copy(update={"path": path, "tokenizer": None})
-    try:
-        read = load_config(critic).get_text_config()
-    except ModelError as error:
-        raise ModelError(str(error).replace("model.path: ", "learn.critic.path: ", 1)) from error
-    words = load_config(config.model).get_text_config().vocab_size
-    if read.vocab_size < words:
-        what = f"{path} knows {read.vocab_size} tokens and the policy {words}"
-        raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
-    mine, theirs = written_words(config.model), written_words(critic)
-    if mine and theirs and mine != theirs:
-        what = f"{path} has another tokenizer than the policy: the same number would be another word to it"
-        raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
-    context = int(getattr(read, "max_position_embeddings", None) or 2**31)
-    longest = work.train.longest + config.learn.max_new_tokens
-    if context < longest:
-        what = f"{path} reads {context} tokens, and sequences have up to {longest}"
-        raise ConfigError([Problem("learn.critic.path", what, "Name a model with a longer context.")])
 
 
 def _load_critic(config: Config, policy: Policy) -> Critic:

@@ -32,7 +32,7 @@ def let_go(stream: IO[str] | None) -> None:
 
 def outlet(file: IO[str] | None) -> IO[str]:
     """A stream to write to for as long as somebody reads it; None: nobody does."""
-    return cast("IO[str]", _Outlet(file))
+    return file if isinstance(file, _Outlet) else cast("IO[str]", _Outlet(file))
 
 
 class _Outlet(io.TextIOBase):

@@ -15,8 +15,8 @@ from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.suggest import did_you_mean
 from trimtab.environment.hosts import Hosts, locate_environment
 from trimtab.environment.replies import ReplyEncoder, refuse_hidden_tools
-from trimtab.errors import ConfigError, DataError, Problem
-from trimtab.model.load import load_config, load_tokenizer
+from trimtab.errors import ConfigError, DataError, ModelError, Problem
+from trimtab.model.load import load_config, load_tokenizer, written_words
 from trimtab.observe.task_names import MOST_TASKS
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.here import pick_reward_workers
@@ -111,7 +111,7 @@ class Work:
 
     @property
     def columns(self) -> list[set[str]]:
-        """Of each data set, those that rewards can count on."""
+        """The columns of each data set that rewards can count on."""
         return [self.train.columns, self.eval.columns] if self.eval.prompts else [self.train.columns]
 
 
@@ -281,6 +281,31 @@ def given_rows(
             f"{key}: this config was made from Python with rows that it cannot hold. Name a file, or pass the rows."
         )
     return rows
+
+
+def refuse_other_critic(config: Config, work: Work) -> None:
+    """A critic that is named has to be there, and to read what the policy reads."""
+    path = config.learn.critic.path
+    if config.learn.advantage != "gae" or path is None:
+        return
+    critic = config.model.model_copy(update={"path": path, "tokenizer": None})
+    try:
+        read = load_config(critic).get_text_config()
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path: ", "learn.critic.path: ", 1)) from error
+    words = load_config(config.model).get_text_config().vocab_size
+    if read.vocab_size < words:
+        what = f"{path} knows {read.vocab_size} tokens and the policy {words}"
+        raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
+    mine, theirs = written_words(config.model), written_words(critic)
+    if mine and theirs and mine != theirs:
+        what = f"{path} has another tokenizer than the policy: the same number would be another word to it"
+        raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
+    context = int(getattr(read, "max_position_embeddings", None) or 2**31)
+    longest = work.train.longest + config.learn.max_new_tokens
+    if context < longest:
+        what = f"{path} reads {context} tokens, and sequences have up to {longest}"
+        raise ConfigError([Problem("learn.critic.path", what, "Name a model with a longer context.")])
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], config: Config) -> set[str]:

@@ -238,6 +238,19 @@ def test_damaged_weights(refused, broken_model: Path) -> None:
     assert "model.path: cannot load 'model': SafetensorError" in refused()
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_a_folder_without_weights(
+    refused, broken_model: Path, config: dict[str, Any], command: str, arguments: list[str]
+) -> None:
+    (broken_model / "model.safetensors").unlink()
+    if command == "sft":
+        config.pop("reward")
+        config |= {"learn": {}, "run": {}, "data": {"train": "rows.jsonl", "completion": "answer"}}
+    message = refused(*arguments, command=command)
+    assert message.startswith(f"model.path: {broken_model} has no weights: no file *.safetensors or *.bin.")
+
+
 def test_missing_weights_are_not_made_up(refused, broken_model: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -38,7 +38,7 @@ from trimtab.errors import ConfigError, Problem
 
 Tree = dict[str, Any]
 Offline = SftConfig | RewardModelConfig
-"""Of stages that learn from a given data set."""
+"""Configs of stages that learn from a given data set."""
 AnyConfig = Config | Offline
 Schema = TypeVar("Schema", Config, SftConfig, RewardModelConfig)
 REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
@@ -93,7 +93,7 @@ def config_from_dict(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
 
 
 def resolved(config: AnyConfig) -> AnyConfig:
-    """With every algorithm choice written out."""
+    """The config with every algorithm choice written out."""
     return config.model_copy(update={"learn": resolve(config.learn)}) if isinstance(config, Config) else config
 
 

@@ -51,8 +51,8 @@ class Rollout(Section):
     eager: bool | None = None
     """vLLM or SGLang without compiling and graphs: it starts sooner and decodes slower. None: on a CPU."""
     processes: PositiveInt | Auto = "auto"
-    """Of vLLM or SGLang, which share out the sequences of a rollout; each has a copy of the weights. auto: several where one
-    would be bound by its host, as it is with small models on a GPU."""
+    """Processes of vLLM or SGLang, which share out the sequences of a rollout; each has a copy of the weights. auto: several
+    where one would be bound by its host, as it is with small models on a GPU."""
     tensor_parallel: PositiveInt = 1
     """Devices that vLLM cuts its copy of the model over, the trainer's first: decoding a large model waits for its weights to be
     read, and each then reads a part."""

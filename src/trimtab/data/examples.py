@@ -38,7 +38,7 @@ class Example:
     """Row number in its data set."""
     tokens: list[int]
     learned: list[bool]
-    """Of each token."""
+    """Whether each token is learned."""
 
     @property
     def start(self) -> int:

@@ -34,7 +34,7 @@ class Pieces:
         """Tokens that may end a turn."""
 
     def tokens(self, texts: Sequence[str], behind: Sequence[bool]) -> list[list[int]]:
-        """Of each text; `behind`: whether another one stands before it."""
+        """Tokens of each text; `behind`: whether another one stands before it."""
         if not self._anchored:
             return self._ids(list(texts))
         found = self._ids([ANCHOR + text if anchored else text for text, anchored in zip(texts, behind, strict=True)])

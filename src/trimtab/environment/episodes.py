@@ -56,7 +56,7 @@ class Episode:
     versions: list[torch.Tensor] = field(default_factory=list)
     played: Played = field(default_factory=Played)
     turns: int = 0
-    """Of the model."""
+    """Turns that the model has had."""
     finish: Finish | None = None
     failure: str | None = None
 
@@ -66,7 +66,7 @@ class Episode:
 
     @property
     def seed(self) -> int:
-        """For the environment's next call."""
+        """What the environment is asked next."""
         request = self.request
         return stream_key(request.seed, request.step, request.prompt.id, self.sample, -1 - self.turns) & SEEDS
 
@@ -101,7 +101,7 @@ class Episodes:
     def __init__(self, engine: Sampler, hosts: Hosts, replies: ReplyEncoder) -> None:
         self._engine, self._hosts, self._replies = engine, hosts, replies
         self.stats = RolloutStats()
-        """Of all rounds of the latest `generate`."""
+        """What all rounds of the latest `generate` did."""
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         """Yield every request's group once, as soon as its last conversation is over."""

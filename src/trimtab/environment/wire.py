@@ -34,13 +34,13 @@ class Loaded:
     needs: frozenset[str] = frozenset()
     """Columns that `reset` cannot do without."""
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    """Of tools, as chat templates take them."""
+    """Schemas of the tools, as chat templates take them."""
 
 
 @dataclass(frozen=True)
 class Reset:
     key: int
-    """Of the conversation."""
+    """Which conversation."""
     seed: int
     columns: dict[str, Any]
 

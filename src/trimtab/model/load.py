@@ -24,6 +24,7 @@ logging.disable_progress_bar()  # Trimtab has its own view of a run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
+WEIGHTS = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,17 @@ def load_tokenizer(model: Model) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=model.trust_remote_code, **source.options
         )
-    _refuse_more_words(tokenizer, model, what)
+    if not source.gguf_file:  # or both are of one file, which takes seconds to read
+        _refuse_more_words(tokenizer, model, what)
     return tokenizer
+
+
+def refuse_without_weights(model: Model) -> None:
+    """A folder may hold a config alone: enough for a plan, not for a run."""
+    source = find_source(model.path)
+    folder = Path(source.location)
+    if folder.is_dir() and not source.gguf_file and not any(found for end in WEIGHTS for found in folder.glob(end)):
+        raise ModelError(f"model.path: {folder.absolute()} has no weights: no file {' or '.join(WEIGHTS)}.")
 
 
 def written_words(model: Model) -> dict[str, int] | None:

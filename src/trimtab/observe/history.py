@@ -23,7 +23,7 @@ class History:
     total_steps: int
     step: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Of the last step."""
+    """Metrics of the last step."""
     rewards: list[float | None] = field(default_factory=list)
     """Mean reward of each step, or its loss where it is supervised."""
     step_seconds: list[float] = field(default_factory=list)

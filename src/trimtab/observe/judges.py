@@ -13,7 +13,7 @@ COUNTS = ("requests", "retries", "cache_hits", "scored", "failed")
 
 
 def gather(steps: Iterable[Mapping[str, Tally]]) -> dict[str, Tally]:
-    """Of several collections of rewards."""
+    """Adds up what judges did in several collections of rewards."""
     total: dict[str, Tally] = {}
     for judges in steps:
         for name, tally in judges.items():

@@ -78,7 +78,7 @@ class MemoryMeter:
 
     @property
     def peak_gib(self) -> float:
-        """Of the whole run: the device's, or the host's where there is no device meter, with other processes at a step's end."""
+        """Peak of the whole run: the device's, or where it has no meter the host's, with other processes at the end of a step."""
         return self._highest or max(host_peak_gib(), self._processes)
 
     @contextmanager

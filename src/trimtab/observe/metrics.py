@@ -16,7 +16,7 @@ from trimtab.update.updater import UpdateStats
 
 
 def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Of all generation of a step."""
+    """What all generation of a step came to."""
     return {
         "rollout/tokens": float(stats.generated_tokens),
         "rollout/tokens_per_s": stats.generated_tokens / max(stats.prefill_s + stats.decode_s, 1e-9),

@@ -40,7 +40,7 @@ class Reply:
     result: Any
     """What the worker said, or a Failure."""
     seconds: float
-    """In the worker."""
+    """Time that it took in the worker."""
     tally: Tally | None = None
     """What a judge counted; None for others."""
     worker: int = 0

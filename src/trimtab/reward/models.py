@@ -33,7 +33,7 @@ from trimtab.reward.wire import Cell, Failure
 MODEL = "model:"
 TOKENS = 8192
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Between a score packed and alone, relative to 1 + its size."""
+"""Largest distance between a score packed and alone, relative to 1 + its size."""
 
 
 def refuse_other_models(path: str) -> None:

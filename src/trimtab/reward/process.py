@@ -61,7 +61,7 @@ class Worker:
             return Failure("crashed", f"ended its process: {self._end()}", stack)
 
     def fileno(self) -> int:
-        """Of the channel, to wait for what it says."""
+        """Descriptor of the channel, to wait for what it says."""
         return self._channel.fileno()
 
     def tell(self, message: bytes, timeout_s: float) -> None:

@@ -101,12 +101,12 @@ class Scorer:
         assert workers >= 1
         sources = [locate(part.fn, base_dir, functions or {}) for part in parts]
         self.names = [part.name or source.name for part, source in zip(parts, sources)]
-        """Of the parts, in their order."""
+        """Names of the parts, in their order."""
         twice = [name for name, count in Counter(self.names).items() if count > 1]
         if twice:
             raise RewardError(f"reward: {twice[0]!r} names more than one part. Give each its own `name`")
         self.stats = Stats()
-        """Of the last `collect`."""
+        """What the last `collect` came to."""
         self.failures: Counter[str] = Counter()
         """Samples dropped since the start: timeout, raised, crashed, invalid."""
         self._parts = list(parts)

@@ -44,7 +44,7 @@ class Naming:
     """How errors speak of what is named."""
 
     key: str
-    """Of the configuration."""
+    """Key of the configuration."""
     what: str
     form: str
     """What the name stands for."""

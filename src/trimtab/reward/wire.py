@@ -42,7 +42,7 @@ class Tally:
 
     counts: Counter[str] = field(default_factory=Counter)
     latencies_s: list[float] = field(default_factory=list)
-    """Of every request that was answered, and of those that were given up."""
+    """One for every request that was answered, or given up."""
     wait_s: float = 0.0
     """Time for which a step had nothing left to do but wait for it."""
 

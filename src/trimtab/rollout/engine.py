@@ -94,7 +94,7 @@ class Sampler(Protocol):
     """Whoever turns requests into groups: an engine, or an engine that talks with an environment."""
 
     stats: RolloutStats
-    """Of the latest `generate`."""
+    """What the latest `generate` did."""
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         """Yield every request's group once, in the order they finish."""

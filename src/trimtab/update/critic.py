@@ -41,7 +41,7 @@ class Critic(Updater):
     """Values of samples, and their improvement."""
 
     def __init__(self, policy: Policy, learn: Learn, **settings: Any) -> None:
-        """As an Updater, but that there are no log-probs to chunk."""
+        """Like an Updater, except that there are no log-probs to chunk."""
         self.head = add_value_head(policy)
         super().__init__(policy, learn, **settings | {"logprob_chunk": 1})
 
@@ -77,7 +77,7 @@ def critic_files(critic: Critic) -> dict[str, dict[str, torch.Tensor]]:
 
 @torch.no_grad()
 def restore_critic(checkpoint: Path, critic: Critic) -> None:
-    """As it was when the checkpoint was written."""
+    """Make the critic what it was when the checkpoint was written."""
     if not (checkpoint / CRITIC).is_file():
         raise ConfigError(
             [Problem("learn.algorithm", f"{checkpoint.name} has no critic to go on with", "Write it as it was.")]

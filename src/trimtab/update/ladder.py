@@ -26,7 +26,7 @@ GIB = 2**30
 CHUNK_FLOOR = 128
 """Tokens whose logits make one tile of a product: below, time is lost and hardly any memory won."""
 SHRINK = 0.7
-"""Of a micro-batch that did not fit: halving would often give up more than was missing."""
+"""What is left of a budget that did not fit: halving would often give up more than was missing."""
 LEAST_PIECE = 2**20
 
 
@@ -35,9 +35,9 @@ class Tried:
     """The pass that ran out of memory, in tokens."""
 
     longest: int = 0
-    """Of its longest sequence."""
+    """Tokens of its longest sequence."""
     largest: int = 0
-    """Of its largest micro-batch."""
+    """Tokens of its largest micro-batch."""
 
 
 Rung = Callable[[Tried], str | None]

@@ -82,7 +82,7 @@ class MasterAdamW:
 
     @property
     def state_bytes(self) -> int:
-        """Of masters and moments, wherever they are."""
+        """Bytes of masters and moments, wherever they are."""
         return sum(group.nbytes for group in self._groups)
 
     def offload(self) -> None:
@@ -97,7 +97,7 @@ class MasterAdamW:
         self._conveyor, self._memories = Conveyor(self._device), [memory for own in memories for memory in own]
 
     def _room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """For state, where it is kept."""
+        """Memory for state, where it is kept."""
         if self._conveyor is None:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         self._memories.append(HostMemory(shape[0] * shape[1] * dtype.itemsize, self._device))

@@ -28,7 +28,7 @@ class Answer(Sample):
     """One of a pair."""
 
     mate: Answer | None = None
-    """Of the better one: the worse."""
+    """Set for the better answer of a pair: the worse one."""
     margin: float = 0.0
     score: torch.Tensor | None = None
 

@@ -40,7 +40,7 @@ class UpdateStats:
     largest: int = 0
     microbatches: int = 0
     sizes: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-    """Of each micro-batch."""
+    """Sizes of each micro-batch, as `plan.activations.Row` takes them."""
     token_budget: int = 0
     """The cap they were packed under."""
     grad_norm: float = 0.0
@@ -48,7 +48,7 @@ class UpdateStats:
     behind: float | None = None
     """Micro-batches that the device had left to do when the last was launched; near 0, it waits for the host."""
     kl_ref_of: list[tuple[list[Sample], torch.Tensor]] = field(default_factory=list)
-    """Of each micro-batch: its samples, and each one's KL to the reference, summed over its tokens. Stays on the device."""
+    """For each micro-batch its samples, and each one's KL to the reference, summed over its tokens. Stays on the device."""
 
     def add(self, **values_R: torch.Tensor) -> None:
         for name, values in values_R.items():
@@ -71,9 +71,9 @@ class Progress:
     """Counted from one."""
     microbatches: int = 0
     tokens: int = 0
-    """Of this micro-batch."""
+    """Tokens of this micro-batch."""
     largest: int = 0
-    """Of the largest micro-batch."""
+    """Tokens of the largest micro-batch."""
 
 
 KEEP = {False: Keep.ALL, "some": Keep.SOME, True: Keep.INPUT}
@@ -105,7 +105,7 @@ class Updater:
         self.checkpoint_activations: Recompute = False
         self.recompute(checkpoint_activations)
         self.metered: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Around each optimizer step: who measures its memory."""
+        """Entered around each optimizer step, by whoever measures its memory."""
         self.progress = Progress()
 
     def recompute(self, activations: Recompute) -> None:
@@ -176,7 +176,7 @@ class Updater:
         return list(same_prompt(samples, budget))
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """In this thread: autograd's own would contend with it for the interpreter, and have a cuBLAS workspace besides."""
+        """Runs in this thread: autograd's own would contend with it for the interpreter, and have a cuBLAS workspace besides."""
         self.progress.part = "backward"
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()

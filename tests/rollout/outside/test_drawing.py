@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.drawing import Drawn, Row
+from trimtab.rollout.outside.drawing import KeyedSampler, Row
 from trimtab.rollout.sampler import sample
 from trimtab.rollout.sglang.rows import draw_batch
 
@@ -25,7 +25,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 )
 @pytest.mark.parametrize("rows", [(2, 0), (2, 0, 1)], ids=["some", "all, in another order"])
 def test_a_row_draws_what_the_sampler_draws(sampling: dict, rows: tuple[int, ...]) -> None:
-    drawn, settings, scores = Drawn(4, 8, DEVICE), Sampling(**sampling), logits(3)
+    drawn, settings, scores = KeyedSampler(4, 8, DEVICE), Sampling(**sampling), logits(3)
     drawn.sampling = settings
     keys, positions = [11, -5, 2**62], [0, 3, 7]
     for name in "abc":
@@ -44,7 +44,7 @@ def test_a_row_draws_what_the_sampler_draws(sampling: dict, rows: tuple[int, ...
 
 
 def test_slots_are_kept_given_back_and_made() -> None:
-    drawn = Drawn(2, 4, DEVICE)
+    drawn = KeyedSampler(2, 4, DEVICE)
     for name in ("a", "b", "a", "c", "d", "e"):
         drawn.hold(name)  # three more than there were slots
     scores = logits(5)
@@ -61,7 +61,7 @@ def test_slots_are_kept_given_back_and_made() -> None:
 
 def test_a_request_that_is_held_again_keeps_what_was_noted() -> None:
     """As one that lost its row in a batch and came back."""
-    drawn, scores, tokens = Drawn(4, 4, DEVICE), logits(2), []
+    drawn, scores, tokens = KeyedSampler(4, 4, DEVICE), logits(2), []
     for position in range(2):
         drawn.hold("a")
         tokens.append(drawn.draw(scores[position : position + 1], [Row(0, "a", 3, position)])[1].item())
@@ -71,7 +71,7 @@ def test_a_request_that_is_held_again_keeps_what_was_noted() -> None:
 
 
 def test_slots_that_were_given_back_are_used_again() -> None:
-    drawn = Drawn(2, 4, DEVICE)
+    drawn = KeyedSampler(2, 4, DEVICE)
     for round in range(3):
         names = [f"{round}{name}" for name in "ab"]
         for name in names:
@@ -84,7 +84,7 @@ def test_slots_that_were_given_back_are_used_again() -> None:
 
 def test_half_precision_is_drawn_from_in_full() -> None:
     """Temperature and logarithms in bfloat16 would be off by a hundredth."""
-    drawn, scores = Drawn(4, 8, DEVICE), 5 * logits(1).bfloat16()
+    drawn, scores = KeyedSampler(4, 8, DEVICE), 5 * logits(1).bfloat16()
     drawn.sampling = Sampling(temperature=0.7)
     drawn.hold("a")
     drawn.draw(scores, [Row(0, "a", 9, 0)])
@@ -103,7 +103,7 @@ class Request:
 
 def test_rows_that_nobody_reads_change_nothing() -> None:
     """The middle of a prompt, and a request that was aborted a step ago."""
-    drawn, scores = Drawn(4, 8, DEVICE), logits(3)
+    drawn, scores = KeyedSampler(4, 8, DEVICE), logits(3)
     drawn.hold("chunk")
     drawn.hold("mine")
     requests = [Request("chunk", [], 1), Request("gone", [1, 2]), Request("mine", [4])]
@@ -117,7 +117,7 @@ def test_rows_that_nobody_reads_change_nothing() -> None:
 
 def test_a_request_that_is_computed_again_is_noted_as_before() -> None:
     """SGLang retracts requests: prompt and what was made come back as one prompt, in chunks, in other rows."""
-    drawn = Drawn(4, 8, DEVICE)
+    drawn = KeyedSampler(4, 8, DEVICE)
     drawn.hold("a")
     request, keys, rows = Request("a"), {"a": 77}, [logits(1, seed) for seed in range(4)]
     for scores in rows[:3]:
@@ -135,4 +135,4 @@ def test_a_request_that_is_computed_again_is_noted_as_before() -> None:
 
 def test_a_batch_that_is_not_the_one_computed_is_noticed() -> None:
     with pytest.raises(AssertionError, match="3 rows of 1 requests"):
-        draw_batch(Drawn(4, 8, DEVICE), logits(3), [Request("a")], {})
+        draw_batch(KeyedSampler(4, 8, DEVICE), logits(3), [Request("a")], {})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trimtab.rollout.outside.drawing import Drawn
+from trimtab.rollout.outside.drawing import KeyedSampler
 from trimtab.rollout.outside.messages import Setup
 from trimtab.rollout.sglang.rows import draw_batch
 
@@ -94,7 +94,9 @@ class Scheduler:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.model = Model()
-        self.drawing = SimpleNamespace(drawn=Drawn(setup.max_sequences, setup.longest, torch.device("cpu")), keys={})
+        self.drawing = SimpleNamespace(
+            keyed=KeyedSampler(setup.max_sequences, setup.longest, torch.device("cpu")), keys={}
+        )
         self.tp_worker = SimpleNamespace(model_runner=self)
         self.weight_updater = self
         self.pool_stats_observer = self
@@ -132,7 +134,7 @@ class Scheduler:
         if not self.running:
             return None
         rows = [self.model.logits([*request.origin_input_ids, *request.output_ids]) for request in self.running]
-        tokens = draw_batch(self.drawing.drawn, torch.stack(rows), self.running, self.drawing.keys)
+        tokens = draw_batch(self.drawing.keyed, torch.stack(rows), self.running, self.drawing.keys)
         for request, token in zip(self.running, tokens.tolist()):
             request.output_ids.append(token)
             request.update()

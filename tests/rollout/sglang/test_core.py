@@ -178,10 +178,10 @@ def test_nothing_is_left_of_what_was_aborted(core: Core) -> None:
     core.begin(order(asks()))
     for _ in range(3):
         list(core.step())
-    held = [name for name in core._running if name in core._drawing.drawn]
+    held = [name for name in core._running if name in core._drawing.keyed]
     core.abort()
     assert not core.busy and scheduler(core).is_fully_idle() and not core._admission
-    assert held and not any(name in core._drawing.drawn for name in held), "slots are free again"
+    assert held and not any(name in core._drawing.keyed for name in held), "slots are free again"
     core.begin(order(asks(2), call=2))
     assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(0, ask)[0] for ask in asks(2)}
 

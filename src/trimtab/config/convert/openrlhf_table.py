@@ -87,7 +87,7 @@ STAGE_FLAGS: tuple[Rule, ...] = (
     unsupported("model.margin_loss_enable margin_loss", PAIRS),
     unsupported("model.loss_type", PAIRS),
 )
-"""Of `openrlhf.cli.train_sft` and `train_rm`."""
+"""Flags of `openrlhf.cli.train_sft` and `train_rm`."""
 
 RULES: tuple[Rule, ...] = (
     # what to learn

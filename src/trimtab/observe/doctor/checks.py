@@ -157,7 +157,7 @@ def _host(machine: Machine) -> Iterator[Finding]:
 
 
 def _engines(machine: Machine) -> Iterator[Finding]:
-    """Of those that are installed beside Trimtab. One in an environment of its own is looked at when a run starts."""
+    """Checks engines that are installed beside Trimtab. One in an environment of its own is looked at when a run starts."""
     for kind in KINDS.values():
         version = next((machine.packages[name] for name in kind.packages if name in machine.packages), None)
         if version is None:

@@ -51,7 +51,7 @@ class Machine:
     host_total_gib: float
     host_available_gib: float
     host_limit_gib: float | None
-    """Of the container, where it is less than the machine has."""
+    """The container's limit, where it is less than the machine has."""
     disks: list[Disk]
     driver: Driver
     torch: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Machine:
 
     @property
     def gpus(self) -> list[Mapping[str, Any]]:
-        """As torch sees them; none where it cannot use what the driver lists."""
+        """GPUs as torch sees them; none where it cannot use what the driver lists."""
         return list(self.torch.get("gpus", []))
 
     def as_json(self) -> dict[str, Any]:

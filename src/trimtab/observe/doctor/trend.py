@@ -48,7 +48,7 @@ LEVEL = Trend(0.0, 0.0, sure=False)
 
 
 def trend(values: Sequence[float]) -> Trend:
-    """Of values in order; `LEVEL` where there are too few."""
+    """Trend of values in order; `LEVEL` where there are too few."""
     if len(values) < MIN_POINTS:
         return LEVEL
     points = stretches(values, STRETCHES)

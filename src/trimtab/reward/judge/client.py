@@ -41,7 +41,7 @@ PASSING = {408, 425, 429, *range(500, 600)}
 """Statuses that may be gone at the next try."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 SHOWN_CHARACTERS = 200
-"""Of an answer, in a message."""
+"""Characters of an answer that a message shows."""
 FAILURE_KINDS: dict[str, Kind] = {"timeout": "timeout", "unparsable": "invalid"}
 """How the scorer counts them; everything else is `raised`."""
 

@@ -28,9 +28,9 @@ FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 NUMBER = r"[-+]?[0-9]+(?:\.[0-9]+)?"
 LAST_LINE = re.compile(rf"[\s*_#>-]*score[\s*_:=-]*?({NUMBER})[\s*_.]*", re.IGNORECASE)
 READ_CHARACTERS = 20_000
-"""Of the end of an answer: a score comes last."""
+"""Characters of an answer that are read, from its end: a score comes last."""
 PATTERN_TIMEOUT_S = 1.0
-"""Of a user's pattern on one answer; some patterns take longer than the universe will."""
+"""Limit of a user's pattern on one answer; some patterns take longer than the universe will."""
 
 
 class Template:

@@ -23,13 +23,13 @@ class Row(NamedTuple):
 
     at: int
     name: Hashable
-    """Of the request, which is held."""
+    """Name of the request, which is held."""
     key: int
     position: int
     """Tokens that the request has."""
 
 
-class Drawn:
+class KeyedSampler:
     """Draws for as many requests as are held, and remembers their log-probs until they are taken."""
 
     def __init__(self, slots: int, longest: int, device: torch.device) -> None:

@@ -118,7 +118,7 @@ class OutsideEngine:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes there are."""
+        """Ids of the processes there are."""
         return [member.process.pid for member in self.members if member.process is not None]
 
     def publish(self, version: int) -> None:

@@ -12,7 +12,7 @@ class Kind:
     """One of them."""
 
     name: str
-    """In `run.engine`, of its module and of the package here that drives it (`core.Core`)."""
+    """Its name in `run.engine`, that of its module, and of the package here that drives it (`core.Core`)."""
     title: str
     packages: tuple[str, ...]
     """It is installed as one of these."""
@@ -23,7 +23,7 @@ class Kind:
     """What to do where it is not there."""
     needs_gpu: bool = False
     compiles: bool = False
-    """With NVIDIA's compiler, when a kernel is first used."""
+    """Some kernels are compiled when they are first used, with NVIDIA's compiler."""
 
     def serves(self, version: str) -> bool:
         """It is one of those that were tested; of a private build with a name of its own nothing is known."""
@@ -55,5 +55,5 @@ SGLANG = Kind(
 )
 """With torch 2.11. It pins transformers 5.12.1."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters that vLLM has kernels for."""
+"""Ranks of adapters that vLLM has kernels for."""
 KINDS = {kind.name: kind for kind in (VLLM, SGLANG)}

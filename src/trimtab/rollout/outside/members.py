@@ -26,7 +26,7 @@ from trimtab.rollout.outside.weights import SharedWeights
 START_S = 600.0
 """Imports, kernels, graphs."""
 MOST_FAILURES = 3
-"""In a row, without a sequence in between."""
+"""Failures in a row, without a sequence in between, that a process may have."""
 
 
 @dataclass(eq=False)
@@ -73,10 +73,10 @@ class Members:
     ) -> None:
         self.kind, self.python = kind, python
         self.max_sequences = max_sequences
-        """Of all together."""
+        """Sequences that all processes together run at a time, at most."""
         self.version = 0
         self.restarts = 0
-        """Since somebody last asked."""
+        """Times a process was replaced, since somebody last took the count."""
         self.ready: Ready
         """What the process that was started last says of itself."""
         self.weights = SharedWeights(policy, one_device=settings["tensor_parallel"] == 1)

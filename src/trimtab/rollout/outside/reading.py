@@ -20,7 +20,7 @@ class Reader:
         self._weights = Weights(())
 
     def take(self, weights: Weights) -> None:
-        """From now on these; `NotShared` where this process cannot see them, and then those before."""
+        """Read these from now on; `NotShared` where this process cannot see them, and then the ones before stay."""
         self._opened.only(weights.handles)
         self._weights = weights
 

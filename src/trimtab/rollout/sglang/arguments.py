@@ -33,7 +33,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_arguments(setup: Setup) -> dict[str, Any]:
-    """Of `ServerArgs`. The bytes of the KV cache are not among them: see driver.py."""
+    """Arguments of `ServerArgs`. The bytes of the KV cache are not among them: see driver.py."""
     chunk = whole_pages(setup.prefill_tokens, setup.page_tokens)
     arguments: dict[str, Any] = {
         "model_path": setup.folder,

@@ -134,7 +134,7 @@ class Core:
             self.publish(self._published)
         self.account.begin(order.call)
         sampling = Sampling.model_validate(order.sampling)
-        self._drawing.drawn.sampling = sampling
+        self._drawing.keyed.sampling = sampling
         self._stops = stop_strings(sampling, self._setup.folder)
         self._stop_ids = frozenset(order.stop_ids)
         self._running |= {self._name(ask): _Running(ask) for ask in order.asks}
@@ -202,7 +202,7 @@ class Core:
         if params.max_new_tokens != ask.limit:
             raise RuntimeError(f"SGLang would end a sequence after {params.max_new_tokens} of {ask.limit} new tokens")
         self._running[name].request = request
-        self._drawing.drawn.hold(name)
+        self._drawing.keyed.hold(name)
 
     def _refuse_ending(self, request: Any) -> None:
         ending = request.finished_reason.to_json()
@@ -236,7 +236,7 @@ class Core:
             tokens = tokens if end is None else tokens[:end]
             stopped = cut or end is not None or tokens[-1] in self._stop_ids
             found.append((name, running.ask.id, tokens, stopped))
-        logprobs = self._drawing.drawn.take([name for name, *_ in found], [len(tokens) for _, _, tokens, _ in found])
+        logprobs = self._drawing.keyed.take([name for name, *_ in found], [len(tokens) for _, _, tokens, _ in found])
         for (_, id, tokens, stopped), values in zip(found, logprobs):
             yield self.account.done(id, tokens, values, stopped)
 
@@ -244,7 +244,7 @@ class Core:
         """Leave nothing behind of what is unfinished."""
         from sglang.srt.managers.io_struct import AbortReq
 
-        self._drawing.drawn.forget(self._running)
+        self._drawing.keyed.forget(self._running)
         self._running.clear()
         self._admission.clear()
         self._scheduler.abort_request(AbortReq(abort_all=True))

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from sglang.srt.layers.sampler import Sampler
 
-from trimtab.rollout.outside.drawing import Drawn
+from trimtab.rollout.outside.drawing import KeyedSampler
 from trimtab.rollout.sglang.rows import draw_batch
 
 
-class Drawing(Sampler):
+class DrawingSampler(Sampler):
     """See outside/drawing.py."""
 
-    def __init__(self, drawn: Drawn) -> None:
+    def __init__(self, keyed: KeyedSampler) -> None:
         super().__init__()
-        self.drawn = drawn
+        self.keyed = keyed
         self.keys: Mapping[str, int] = {}
-        """Of the random numbers, by the name of a request."""
+        """Keys of the random numbers, by the name of a request."""
         self.requests: Sequence[Any] = ()
-        """Of the step that is computed, a row each."""
+        """Requests of the step that is computed, one for each row."""
 
     def forward(self, logits_output: Any, *_: Any) -> torch.Tensor:
-        return draw_batch(self.drawn, logits_output.next_token_logits, self.requests, self.keys)
+        return draw_batch(self.keyed, logits_output.next_token_logits, self.requests, self.keys)

@@ -21,11 +21,11 @@ from sglang.srt.runtime_context import publish as publish_settings
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils import DynamicGradMode
 
-from trimtab.rollout.outside.drawing import Drawn
+from trimtab.rollout.outside.drawing import KeyedSampler
 from trimtab.rollout.outside.messages import Setup
 from trimtab.rollout.sglang import on_cpu
 from trimtab.rollout.sglang.arguments import BACKEND, least_kv_tokens, server_arguments
-from trimtab.rollout.sglang.drawing import Drawing
+from trimtab.rollout.sglang.drawing import DrawingSampler
 
 quiet = DynamicGradMode
 """What SGLang's own loop runs under."""
@@ -50,9 +50,9 @@ class Driven(Scheduler):
         self.recv_from_tokenizer = None
 
     @property
-    def drawing(self) -> Drawing:
+    def drawing(self) -> DrawingSampler:
         found = self.tp_worker.model_runner.sampler
-        assert isinstance(found, Drawing)
+        assert isinstance(found, DrawingSampler)
         return found
 
     def turn(self) -> Any:
@@ -68,9 +68,9 @@ class Driven(Scheduler):
 
 
 def start(setup: Setup) -> Driven:
-    """With weights that mean nothing yet."""
-    drawn = Drawn(setup.max_sequences, setup.longest, torch.device("cuda" if setup.cuda else "cpu"))
-    register_sampler_backend(BACKEND, lambda: Drawing(drawn))
+    """A scheduler whose weights mean nothing yet."""
+    keyed = KeyedSampler(setup.max_sequences, setup.longest, torch.device("cuda" if setup.cuda else "cpu"))
+    register_sampler_backend(BACKEND, lambda: DrawingSampler(keyed))
     if setup.sleeps:
         _give_memory_up_through_torch()
     if setup.plain:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from trimtab.rollout.outside.drawing import Drawn, Row
+from trimtab.rollout.outside.drawing import KeyedSampler, Row
 
 
 def draw_batch(
-    drawn: Drawn, logits_BV: torch.Tensor, requests: Sequence[Any], keys: Mapping[str, int]
+    keyed: KeyedSampler, logits_BV: torch.Tensor, requests: Sequence[Any], keys: Mapping[str, int]
 ) -> torch.Tensor:  # fmt: skip
     """A token for each row. Rows that nobody reads get token 0: a prompt that is not at its end, a request that was aborted and
     is still in the batch."""
@@ -19,10 +19,10 @@ def draw_batch(
     mine = [
         Row(at, request.rid, keys[request.rid], len(request.output_ids))
         for at, request in enumerate(requests)
-        if request.rid in drawn and request.inflight_middle_chunks <= 0
+        if request.rid in keyed and request.inflight_middle_chunks <= 0
     ]
     tokens_B = torch.zeros(len(requests), dtype=torch.int64, device=logits_BV.device)
     if mine:
-        at_B, drawn_B = drawn.draw(logits_BV, mine)
+        at_B, drawn_B = keyed.draw(logits_BV, mine)
         tokens_B[at_B] = drawn_B
     return tokens_B

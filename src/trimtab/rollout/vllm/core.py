@@ -52,7 +52,7 @@ class Core:
         import vllm
 
         from trimtab.rollout.vllm import inside
-        from trimtab.rollout.vllm.drawing import Drawing
+        from trimtab.rollout.vllm.drawing import DrawingProcessor
 
         self._setup, self._inside = setup, inside
         arguments: dict[str, Any] = {
@@ -69,7 +69,7 @@ class Core:
             "enable_prefix_caching": setup.prefix_cache,
             "enforce_eager": setup.eager,
             "enable_sleep_mode": setup.sleeps,
-            "logits_processors": [Drawing],
+            "logits_processors": [DrawingProcessor],
             "async_scheduling": False,
             "disable_log_stats": True,
             "seed": 0,

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from trimtab.rollout.outside.drawing import Drawn, Row
+from trimtab.rollout.outside.drawing import KeyedSampler, Row
 
 
-class Drawing(LogitsProcessor):
+class DrawingProcessor(LogitsProcessor):
     """One for each model runner; `current` is the latest, in a process with one engine the only one."""
 
-    current: Drawing
+    current: DrawingProcessor
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         rows, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
-        self.drawn = Drawn(rows, longest, device)
+        self.keyed = KeyedSampler(rows, longest, device)
         self.made: dict[int, list[int]] = {}
         """Tokens of the requests that run, by id: lists that vLLM makes longer."""
         self._rows: dict[int, tuple[dict[str, int], list[int]]] = {}
-        Drawing.current = self
+        DrawingProcessor.current = self
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -42,7 +42,7 @@ class Drawing(LogitsProcessor):
             self._rows[row] = (asked, made)
             if "id" in asked:
                 self.made[asked["id"]] = made
-                self.drawn.hold(asked["id"])
+                self.keyed.hold(asked["id"])
         for one, other, direction in batch_update.moved:
             first, second = self._rows.pop(one, None), self._rows.pop(other, None)
             if first is not None:
@@ -54,16 +54,16 @@ class Drawing(LogitsProcessor):
         held = [(row, *self._rows[row]) for row in range(logits.shape[0]) if row in self._rows]
         mine = [Row(row, asked["id"], asked["key"], len(made)) for row, asked, made in held if "id" in asked]
         if mine:  # or it is a rehearsal of vLLM's own
-            logits[self.drawn.draw(logits, mine)] = float("inf")
+            logits[self.keyed.draw(logits, mine)] = float("inf")
         return logits
 
     def take(self, ids: list[int], counts: list[int]) -> list[torch.Tensor]:
         """Log-probs of requests that ended, on the CPU."""
-        found = self.drawn.take(ids, counts)
+        found = self.keyed.take(ids, counts)
         self.forget(ids)
         return found
 
     def forget(self, ids: Iterable[int]) -> None:
         for id in ids:
             self.made.pop(id, None)
-            self.drawn.forget([id])
+            self.keyed.forget([id])

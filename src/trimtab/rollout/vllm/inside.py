@@ -11,7 +11,7 @@ from trimtab.config.learn import Sampling
 from trimtab.rollout.outside.bare import without_adapters
 from trimtab.rollout.outside.messages import Weights
 from trimtab.rollout.outside.reading import Reader
-from trimtab.rollout.vllm.drawing import Drawing
+from trimtab.rollout.vllm.drawing import DrawingProcessor
 
 READER = Reader()
 """A worker's process has one engine."""
@@ -35,20 +35,20 @@ def reload(worker: Any) -> None:
 
 
 def sample_as(_: Any, sampling: dict[str, Any]) -> None:
-    Drawing.current.drawn.sampling = Sampling.model_validate(sampling)
+    DrawingProcessor.current.keyed.sampling = Sampling.model_validate(sampling)
 
 
 def made(worker: Any, ids: list[int]) -> list[list[int]]:
     """Tokens that requests have so far; of the first worker alone, which all are like."""
-    return [list(Drawing.current.made.get(id, [])) for id in ids] if worker.rank == 0 else []
+    return [list(DrawingProcessor.current.made.get(id, [])) for id in ids] if worker.rank == 0 else []
 
 
 def take(worker: Any, ids: list[int], counts: list[int]) -> list[torch.Tensor]:
     """Log-probs of requests that ended, on the CPU; of the first worker alone, and each in memory of its own: pickled, a view
     brings all of the others along."""
-    found = Drawing.current.take(ids, counts)
+    found = DrawingProcessor.current.take(ids, counts)
     return [values.clone() for values in found] if worker.rank == 0 else []
 
 
 def forget(_: Any, ids: list[int]) -> None:
-    Drawing.current.forget(ids)
+    DrawingProcessor.current.forget(ids)
