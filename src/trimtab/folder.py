@@ -1,7 +1,7 @@
 """The run folder: where it is, who may write to it, what it was started with.
 
 A folder holds one run. A second process cannot write to it (a lock that a kill releases), a new run does not overwrite an old
-one, and a run that fails before its first write leaves no folder behind.
+one, and a run that fails before its first write leaves no folder behind, but for what an engine wrote that did not start.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from trimtab.config.load import AnyConfig, resolved, resolved_yaml
 from trimtab.errors import ConfigError, Problem
 
 PLAN, FINAL, LOCK = "plan.json", "final", ".lock"
+ENGINE_LOGS = "engines"
+"""What lost processes of an engine wrote."""
 FREE = ("run.", "observe.")
 """Sections that a resumed run may change: they do not change what is learned."""
 

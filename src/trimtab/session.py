@@ -36,7 +36,7 @@ from trimtab.environment.episodes import Episodes
 from trimtab.environment.hosts import Hosts
 from trimtab.environment.replies import ReplyEncoder
 from trimtab.errors import ConfigError, EngineError, Problem
-from trimtab.folder import begin, claim, find_folder, refuse_existing
+from trimtab.folder import ENGINE_LOGS, begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.load import (
     load_config,
@@ -201,7 +201,7 @@ def open_session(
     if checkpoint is None or any(change.startswith("learn.kl.coef ") for change in changed):
         state.kl_coef = config.learn.kl.coef
     _tell_of_start(config, console)
-    parts = assemble(config, ready, stack, checkpoint)
+    parts = assemble(config, ready, stack, checkpoint, folder / ENGINE_LOGS)
     config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
     engine.publish(state.version)
     if checkpoint is not None:
@@ -280,13 +280,15 @@ class Parts:
     critic: Critic | None = None
 
 
-def assemble(config: Config, ready: Checked, stack: ExitStack, checkpoint: Path | None = None) -> Parts:
-    """Load the models, plan with them, and build what the plan says."""
+def assemble(
+    config: Config, ready: Checked, stack: ExitStack, checkpoint: Path | None = None, logs: Path | None = None
+) -> Parts:
+    """Load the models, plan with them, and build what the plan says. What lost processes of an engine wrote is kept in `logs`."""
     policy, reference = _load_policies(config, ready.device, checkpoint)
     plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
     torch.set_num_threads(known(plan.run.threads))
     reference = _put_away(reference, plan.run)  # an engine takes its memory when it is made
-    plan, engine = open_engine(config, plan, policy, ready.work.tokenizer)
+    plan, engine = open_engine(config, plan, policy, ready.work.tokenizer, logs)
     stack.callback(engine.close)
     asked, run = config.run, plan.run
     reference = _put_away(reference, run)
@@ -355,12 +357,14 @@ def _tell_of_start(config: Config, console: Console) -> None:
         console.note(f"{KINDS[config.run.engine].title} is started; that takes a minute or so")
 
 
-def open_engine(config: Config, plan: Plan, policy: Policy, tokenizer: Any) -> tuple[Plan, Engine]:
+def open_engine(
+    config: Config, plan: Plan, policy: Policy, tokenizer: Any, logs: Path | None = None
+) -> tuple[Plan, Engine]:
     """The engine that a plan names. Where that is not what was asked for and cannot be had, the native one, with a plan of its
     own."""
     longest = plan.job.longest_sequence
     try:
-        return plan, make_engine(config.model_copy(update={"run": plan.run}), policy, tokenizer, longest)
+        return plan, make_engine(config.model_copy(update={"run": plan.run}), policy, tokenizer, longest, logs)
     except EngineError as error:
         if config.run.engine != "auto" or not plan.run.outside:
             raise
@@ -370,7 +374,7 @@ def open_engine(config: Config, plan: Plan, policy: Policy, tokenizer: Any) -> t
     return plan, make_engine(config.model_copy(update={"run": plan.run}), policy, tokenizer, longest)
 
 
-def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) -> Engine:
+def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int, logs: Path | None = None) -> Engine:
     """The rollout engine of a config whose `run` is resolved, for sequences of so many tokens."""
     rollout = config.run.rollout
     settings: dict[str, Any] = {
@@ -389,7 +393,7 @@ def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int) ->
     eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
     python = interpreter(rollout.python)
     settings |= {"longest": longest, "eager": eager, "python": python, "processes": known(rollout.processes)}
-    settings["tensor_parallel"] = rollout.tensor_parallel
+    settings |= {"tensor_parallel": rollout.tensor_parallel, "logs": logs}
     return OutsideEngine(KINDS[config.run.engine], **settings)
 
 

@@ -32,11 +32,11 @@ exit 3
 
 @pytest.mark.parametrize("kind", OUTSIDE)
 def test_a_killed_process_is_started_again_with_current_weights_and_its_work_repeated(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the middle of a rollout and once more between two, under weights that are not those it began with."""
     policy = small_policy()
-    engine = make_engine(kind, policy)
+    engine = make_engine(kind, policy, logs=tmp_path / "logs")
     assert isinstance(engine, OutsideEngine)
     said: list[str] = []
     engine.on_restart = said.append
@@ -66,6 +66,8 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     assert tokens(collect(engine, requests)) == wanted
     assert not hanging.is_running() and "said nothing" in said[1]
     engine.close()
+    logs = [tmp_path / "logs" / f"{kind}-{number}.log" for number in (1, 2)]
+    assert all(log.is_file() and str(log) in line for log, line in zip(logs, said, strict=True))
 
 
 def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
@@ -73,11 +75,14 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: 
     python.write_text(BROKEN)
     python.chmod(0o755)
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(EngineError, match=r"exit status 3(.|\n)*a library is missing"):
+    with pytest.raises(
+        EngineError, match=r"exit status 3; what it wrote is in .*vllm-1.log(.|\n)*a library is missing"
+    ):
         OutsideEngine(
             VLLM, small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, page_tokens=32,
-            longest=64, python=str(python),
+            longest=64, python=str(python), logs=tmp_path / "logs",
         )  # fmt: skip
+    assert "a library is missing" in (tmp_path / "logs" / "vllm-1.log").read_text()
     assert not set(psutil.Process().children(recursive=True)) - before
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class OutsideEngine:
         processes: int = 1,
         tensor_parallel: int = 1,
         python: str = sys.executable,
+        logs: Path | None = None,
     ) -> None:
         self.policy, self.tokenizer = policy, tokenizer
         self.stats = RolloutStats()
@@ -84,6 +86,7 @@ class OutsideEngine:
             settings,
             processes=processes,
             max_sequences=max_sequences,
+            logs=logs,
             on_recovery=lambda line: self.on_recovery(line),
             on_restart=lambda line: self.on_restart(line),
         )

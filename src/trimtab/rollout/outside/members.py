@@ -1,11 +1,12 @@
 """The processes of one engine: started with the trainer's weights, told what all of them have to do, replaced where one is lost.
 
 One that dies, hangs or runs out of memory is started again with the current weights. One that fails again and again without a
-single sequence ends the run with its own last lines.
+single sequence ends the run with its own last lines. What a lost one wrote is kept in the run's folder.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ START_S = 600.0
 """Imports, kernels, graphs."""
 MOST_FAILURES = 3
 """Failures in a row, without a sequence in between, that a process may have."""
+MOST_LOGS = 20
+"""Of lost processes that are kept, the newest."""
 
 
 @dataclass(eq=False)
@@ -68,6 +71,7 @@ class Members:
         *,
         processes: int,
         max_sequences: int,
+        logs: Path | None,
         on_recovery: Callable[[str], None],
         on_restart: Callable[[str], None],
     ) -> None:
@@ -80,7 +84,7 @@ class Members:
         self.ready: Ready
         """What the process that was started last says of itself."""
         self.weights = SharedWeights(policy, one_device=settings["tensor_parallel"] == 1)
-        self._device = policy.device
+        self._device, self._logs = policy.device, logs
         self._on_recovery, self._on_restart = on_recovery, on_restart
         self._members = [Member() for _ in range(processes)]
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-model-")
@@ -134,16 +138,16 @@ class Members:
     def recover(self, member: Member, lost: EngineLost) -> None:
         """A new process in place of one that is lost; what ran out of memory gets fewer sequences at a time."""
         self._count(member, lost)
-        title = self.kind.title
+        title, kept = self.kind.title, self._keep(lost)
         if lost.out_of_memory and member.sequences > self.each:  # another has run out at the same time
-            self._on_restart(f"{title} ran out of memory; starting it again with fewer sequences, as another was")
+            self._on_restart(f"{title} ran out of memory; starting it again with fewer sequences, as another was{kept}")
         elif lost.out_of_memory and self.max_sequences > len(self._members):
             self.max_sequences //= 2
             fewer = f"rollout.max_sequences -> {self.max_sequences:,}"
-            self._on_recovery(f"{title} ran out of memory; starting it again; {fewer}")
+            self._on_recovery(f"{title} ran out of memory; starting it again; {fewer}{kept}")
         else:
             anew = f"{len(member.asks):,} sequences are generated anew"
-            self._on_restart(f"{title} was lost ({lost}); starting it again, {anew}")
+            self._on_restart(f"{title} was lost ({lost}); starting it again, {anew}{kept}")
         self.restarts += 1
         self._restart(member)
 
@@ -205,7 +209,7 @@ class Members:
                 return
             except EngineLost as lost:
                 self._count(member, lost)
-                self._on_restart(f"{self.kind.title} did not start ({lost}); starting it again")
+                self._on_restart(f"{self.kind.title} did not start ({lost}); starting it again{self._keep(lost)}")
 
     def _recover_all(self, lost: Mapping[Member, EngineLost]) -> None:
         for member, error in lost.items():
@@ -217,9 +221,31 @@ class Members:
             raise self._given_up(lost, f", {member.failures} times in a row without a sequence in between") from lost
 
     def _given_up(self, lost: EngineLost, often: str = "") -> EngineError:
+        kept = self._keep(lost)
         self.close()
         lines = f" Its last lines:\n{lost.lines}" if lost.lines else ""
-        return EngineError(f"{self.kind.title} cannot go on: {str(lost).rstrip('.')}{often}.{lines}")
+        return EngineError(f"{self.kind.title} cannot go on: {str(lost).rstrip('.')}{often}{kept}.{lines}")
+
+    def _keep(self, lost: EngineLost) -> str:
+        """Put what a lost process wrote where it stays, and say where."""
+        if self._logs is None or lost.log is None:
+            return ""
+        try:
+            return f"; what it wrote is in {keep_log(lost.log, self._logs, self.kind.name)}"
+        except OSError as error:  # a run does not end for want of room for it
+            return f"; what it wrote could not be kept ({error.strerror})"
+
+
+def keep_log(log: Path, folder: Path, name: str) -> Path:
+    """A copy of a log, `name`-1.log or the next number; of many the oldest goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [path.stem.removeprefix(f"{name}-") for path in folder.glob(f"{name}-*.log")]
+    numbers = sorted(int(number) for number in found if number.isdecimal())
+    for number in numbers[: max(0, len(numbers) + 1 - MOST_LOGS)]:
+        (folder / f"{name}-{number}.log").unlink()
+    target = folder / f"{name}-{max(numbers, default=0) + 1}.log"
+    shutil.copyfile(log, target)
+    return target
 
 
 def _answer(member: Member) -> Settled | Unread:

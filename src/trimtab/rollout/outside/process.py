@@ -34,11 +34,13 @@ ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 class EngineLost(Exception):
     """The process died, hangs or gave up."""
 
-    def __init__(self, why: str, out_of_memory: bool = False, lines: str = "") -> None:
+    def __init__(self, why: str, out_of_memory: bool = False, lines: str = "", log: Path | None = None) -> None:
         super().__init__(why)
         self.out_of_memory = out_of_memory
         self.lines = lines
         """What it wrote last."""
+        self.log = log
+        """All it wrote, until the process is closed."""
 
 
 def wait_for(processes: Sequence[EngineProcess]) -> None:
@@ -103,7 +105,7 @@ class EngineProcess:
         return self._lost(f"its process has said nothing for {seconds:.0f} s")
 
     def _lost(self, why: str, out_of_memory: bool = False) -> EngineLost:
-        return EngineLost(why, out_of_memory, self.last_lines())
+        return EngineLost(why, out_of_memory, self.last_lines(), self.log)
 
     def last_lines(self) -> str:
         """What it wrote last."""
