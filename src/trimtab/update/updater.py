@@ -231,7 +231,7 @@ class Updater:
             entropy=entropy,
             ratio=policy.ratio,
             clipped=policy.clipped,
-            kl_old=ESTIMATORS["k3"](logp.detach(), old),
+            kl_old=ESTIMATORS["k3"](old, logp.detach()),  # KL(old || policy): the old policy drew the tokens
             logprob_gap=(logp.detach() - engine).abs(),
         )
         return weighted.sum()
