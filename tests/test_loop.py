@@ -16,6 +16,8 @@ import trimtab
 from trimtab.config.load import load_any
 from trimtab.errors import ConfigError, TrainingError
 from trimtab.export import export_run
+from trimtab.observe.doctor.examine import examine
+from trimtab.observe.doctor.record import read_record
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import read_metrics
 from trimtab.plan.governor import Governor, Move
@@ -255,6 +257,20 @@ def test_a_run_killed_in_its_very_last_moments_is_tidied_by_the_resume_that_has_
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-3"]
     assert not [*folder.glob(".writing*"), *folder.glob(".deleting*"), *(folder / "final").glob("stale*")]
     assert (folder / "final" / "model.safetensors").read_bytes() == final
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce", "reinforce_pp"])
+def test_groups_without_signal_are_counted_only_where_samples_are_compared_within_them(
+    model_folder, tmp_path, algorithm: str
+) -> None:
+    """One sample a prompt is compared with the step's others, or with a critic: there is signal in every one."""
+    learn = {"steps": 5, "algorithm": algorithm, "samples_per_prompt": 1, "prompts_per_step": 8}
+    folder, metrics = train(model_folder, tmp_path, learn=learn)
+    assert all(row["reward/std"] > 0 and row["policy/grad_norm"] > 0 for row in metrics[1:])
+    assert not any("reward/zero_std_groups" in row for row in metrics)
+    examined = examine(read_record(folder))
+    assert "zero_signal" not in {finding.rule for finding in examined.findings}
+    assert dict(examined.not_judged)["zero_signal"] == "samples are not compared within their groups"
 
 
 def one_flat_group_and_one_failure(completions: list[str], answer: list[str], **_: Any) -> list[float]:

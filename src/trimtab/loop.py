@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trimtab.checkpoint import save_checkpoint
+from trimtab.config.algorithms import GROUP_ADVANTAGES
 from trimtab.data.prompt import Prompt
 from trimtab.endings import end_step, export, note_outcome
 from trimtab.errors import TrainingError
@@ -142,15 +143,17 @@ def _sort_out(run: Session, groups: list[Group]) -> tuple[list[Group], list[list
     learn = run.config.learn
     ledger = Ledger(sum(len(group.trajectories) for group in groups), 0, Counter())
     kept, ledger.dropped = usable(groups)
-    zero_signal = [] if learn.advantage == "gae" else split_signal(kept, learn, _parts(run))[1]
+    # Elsewhere a group of equal rewards teaches as much as any other: it is not compared with itself.
+    zero_signal = split_signal(kept, learn, _parts(run))[1] if learn.advantage in GROUP_ADVANTAGES else None
     if learn.dynamic_sampling.enabled:
+        assert zero_signal is not None, "refused with any other advantage"
         gone = {id(group) for group in zero_signal}
         kept = [group for group in kept if id(group) not in gone]
         ledger.dropped["no_signal"] = sum(len(group.trajectories) for group in zero_signal)
     samples = to_samples(kept)
     ledger.trained = sum(map(len, samples))
     ledger.check()
-    metrics = reward_metrics(groups, run.scorer.names, len(zero_signal), ledger)
+    metrics = reward_metrics(groups, run.scorer.names, zero_signal, ledger)
     if run.tasks is not None:
         metrics |= task_metrics(run.tasks, groups, zero_signal)
     run.state.note_reward(metrics["reward/mean"])

@@ -78,6 +78,9 @@ def test_rewards_and_lengths_by_hand() -> None:
     assert found["reward/task/7/mean"] == 0.5
     assert found["reward/task/7/zero_std_groups"] == 1.0
     assert found["response/task/7/truncated"] == 0.0
+    assert found.keys() - task_metrics(TASKS, GROUPS, None).keys() == {
+        f"reward/task/{name}/zero_std_groups" for name in ("sums", "7")
+    }
 
 
 def test_kl_is_the_mean_over_a_tasks_tokens() -> None:
