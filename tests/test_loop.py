@@ -172,10 +172,9 @@ def test_kl_is_zero_at_first_and_the_adaptive_controller_moves(model_folder, tmp
     _, metrics = train(model_folder, tmp_path, learn=learn)
     assert metrics[1]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[3]["policy/kl_ref"] > 1e-4
-    assert metrics[1]["policy/kl_coef"] == pytest.approx(
-        0.08
-    )  # far below the target: lowered by the most allowed, a fifth
-    assert metrics[3]["policy/kl_coef"] > metrics[1]["policy/kl_coef"]
+    assert metrics[1]["policy/kl_coef"] == 0.1  # what the step was done with
+    assert metrics[2]["policy/kl_coef"] == pytest.approx(0.08)  # far below the target: lowered by the most allowed
+    assert metrics[3]["policy/kl_coef"] > metrics[2]["policy/kl_coef"]
 
 
 def test_memory_is_measured_phase_by_phase(model_folder, tmp_path, monkeypatch) -> None:
@@ -198,7 +197,7 @@ def test_a_kl_that_is_no_number_moves_nothing(model_folder, tmp_path, monkeypatc
 
     monkeypatch.setattr(Updater, "step", poisoned)
     _, metrics = train(model_folder, tmp_path, learn={"kl": {"coef": 0.1, "target": 1e-4, "horizon": 16}})
-    assert metrics[1]["policy/kl_coef"] == metrics[2]["policy/kl_coef"] != metrics[3]["policy/kl_coef"]
+    assert metrics[1]["policy/kl_coef"] != metrics[2]["policy/kl_coef"] == metrics[3]["policy/kl_coef"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.01, 0.5), (0.0, 0.5), (0.01, 0.01)])
@@ -217,6 +216,12 @@ def test_a_resumed_run_goes_on_with_the_kl_that_is_asked_for(
         assert first[2]["policy/kl_coef"] < before
     else:
         assert metrics[3]["policy/kl_coef"] == after
+
+
+def test_a_coefficient_that_is_no_longer_steered_is_the_one_that_is_written(model_folder, tmp_path) -> None:
+    train(model_folder, tmp_path, learn={"steps": 2, "kl": {"coef": 0.1, "target": 1e-4, "horizon": 16}})
+    _, metrics = train(model_folder, tmp_path, learn={"steps": 3, "kl": {"coef": 0.1}}, resume=True)
+    assert metrics[2]["policy/kl_coef"] < metrics[3]["policy/kl_coef"] == 0.1
 
 
 def test_a_resume_that_died_before_its_first_checkpoint_is_not_what_the_run_learned_with(

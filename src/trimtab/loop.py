@@ -129,7 +129,8 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     if valued:
         metrics |= value_metrics(all_samples, valued)
     if done and run.reference is not None:
-        metrics["policy/kl_coef"] = _control_kl(run, done[0], len(all_samples))
+        metrics["policy/kl_coef"] = run.state.kl_coef
+        _control_kl(run, done[0], len(all_samples))
         if run.tasks is not None:
             first_epoch = done[: len(done) // run.config.learn.epochs_per_step]
             metrics |= task_kl(run.tasks, kept, samples, first_epoch)
@@ -189,13 +190,12 @@ def _optimize(
     return done, valued
 
 
-def _control_kl(run: Session, first: UpdateStats, trained: int) -> float:
-    """The coefficient for the next step, from the distance to the reference that the step began with."""
+def _control_kl(run: Session, first: UpdateStats, trained: int) -> None:
+    """Set the coefficient for the next step, from the distance to the reference that this one began with."""
     kl = run.config.learn.kl
     found = first.mean("kl_ref")
     if math.isfinite(found):  # or the update was not applied, and is told of as that
         run.state.kl_coef = kl_controller(run.state.kl_coef, kl.target, kl.horizon).update(found, trained).coef
-    return run.state.kl_coef
 
 
 def evaluate(run: Session) -> dict[str, float]:
