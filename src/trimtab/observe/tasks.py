@@ -16,6 +16,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.observe.task_names import OTHER, metric_names
 from trimtab.rollout.trajectory import Group
 from trimtab.update.batch import Sample
+from trimtab.update.objective import usable
 from trimtab.update.updater import UpdateStats
 
 
@@ -54,7 +55,7 @@ def task_metrics(tasks: Tasks, groups: Sequence[Group], zero_signal: Sequence[Gr
         metrics |= {
             f"reward/task/{name}/mean": float(np.mean(rewards)) if rewards else float("nan"),
             f"reward/task/{name}/samples": float(len(trajectories)),
-            f"reward/task/{name}/failed": float(sum(t.failure is not None for t in trajectories)),
+            f"reward/task/{name}/failed": float(usable(mine)[1]["reward_failed"]),
             f"response/task/{name}/length_mean": float(np.mean([len(t) for t in trajectories])),
             f"response/task/{name}/truncated": sum(t.finish == "length" for t in trajectories) / len(trajectories),
         }
