@@ -278,6 +278,19 @@ def test_groups_without_signal_are_counted_only_where_samples_are_compared_withi
     assert dict(examined.not_judged)["zero_signal"] == "samples are not compared within their groups"
 
 
+def test_nothing_is_learned_where_all_that_could_be_is_masked(model_folder, tmp_path, capsys) -> None:
+    """No weight decays, either."""
+    learn = {"steps": 2, "max_new_tokens": 1, "mask_truncated": True, "optimizer": {"weight_decay": 0.1}}
+    folder, metrics = train(model_folder, tmp_path, learn=learn)
+    assert [row["run/samples_trained"] for row in metrics[1:]] == [0, 0]
+    assert [row["run/dropped_truncated"] for row in metrics[1:]] == [16, 16]
+    before, after = (load_file(f / "model.safetensors") for f in (model_folder, folder / "final"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "step 1: all completions were cut off (learn.mask_truncated); nothing is learned from it" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def one_flat_group_and_one_failure(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     if answer[0] == "3":
         return [0.0] * len(completions)

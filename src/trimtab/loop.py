@@ -34,7 +34,15 @@ from trimtab.rollout.trajectory import Group
 from trimtab.session import Session
 from trimtab.update.batch import Sample
 from trimtab.update.critic import critic_files
-from trimtab.update.objective import Ledger, set_advantages, set_weights, split_signal, to_samples, usable
+from trimtab.update.objective import (
+    Ledger,
+    in_loss,
+    set_advantages,
+    set_weights,
+    split_signal,
+    to_samples,
+    usable,
+)
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import UpdateStats
 
@@ -117,8 +125,9 @@ def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Grou
 def update(run: Session, groups: list[Group]) -> dict[str, float]:
     """Learn from scored groups: one optimizer step for each part of the batch in each epoch."""
     kept, samples, metrics = _sort_out(run, groups)
-    if not kept:
-        run.console.warn(f"step {run.state.step + 1}: no group has a usable reward; nothing is learned from it")
+    if not metrics["run/samples_trained"]:
+        why = "all completions were cut off (learn.mask_truncated)" if kept else "no group has a usable reward"
+        run.console.warn(f"step {run.state.step + 1}: {why}; nothing is learned from it")
         return metrics
     all_samples = [sample for group in samples for sample in group]
     with run.timeline.phase("score"), run.meter.phase("score"):
@@ -152,7 +161,10 @@ def _sort_out(run: Session, groups: list[Group]) -> tuple[list[Group], list[list
         kept = [group for group in kept if id(group) not in gone]
         ledger.dropped["no_signal"] = sum(len(group.trajectories) for group in zero_signal)
     samples = to_samples(kept)
-    ledger.trained = sum(map(len, samples))
+    masked = sum(not in_loss(trajectory, learn) for group in kept for trajectory in group.trajectories)
+    if masked:
+        ledger.dropped["truncated"] = masked
+    ledger.trained = sum(map(len, samples)) - masked
     ledger.check()
     metrics = reward_metrics(groups, run.scorer.names, zero_signal, ledger)
     if run.tasks is not None:
@@ -173,6 +185,9 @@ def _optimize(
         for part in np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept))):
             flat = [sample for group in part for sample in samples[group]]
             set_weights([trajectory for group in part for trajectory in kept[group].trajectories], flat, learn)
+            flat = [sample for sample in flat if sample.weights.any()]  # without a share nothing needs to be computed
+            if not flat:
+                continue
             if run.critic_guard is not None:
                 valued.append(run.critic_guard.step(flat, learning_rate(learn, state.step, learn.critic.lr), 0.0))
                 if not valued[-1].applied:
