@@ -16,6 +16,8 @@ import trimtab
 from trimtab.config.load import load_any
 from trimtab.errors import ConfigError, TrainingError
 from trimtab.export import export_run
+from trimtab.observe.doctor.examine import examine
+from trimtab.observe.doctor.record import read_record
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import read_metrics
 from trimtab.plan.governor import Governor, Move
@@ -170,10 +172,9 @@ def test_kl_is_zero_at_first_and_the_adaptive_controller_moves(model_folder, tmp
     _, metrics = train(model_folder, tmp_path, learn=learn)
     assert metrics[1]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[3]["policy/kl_ref"] > 1e-4
-    assert metrics[1]["policy/kl_coef"] == pytest.approx(
-        0.08
-    )  # far below the target: lowered by the most allowed, a fifth
-    assert metrics[3]["policy/kl_coef"] > metrics[1]["policy/kl_coef"]
+    assert metrics[1]["policy/kl_coef"] == 0.1  # what the step was done with
+    assert metrics[2]["policy/kl_coef"] == pytest.approx(0.08)  # far below the target: lowered by the most allowed
+    assert metrics[3]["policy/kl_coef"] > metrics[2]["policy/kl_coef"]
 
 
 def test_memory_is_measured_phase_by_phase(model_folder, tmp_path, monkeypatch) -> None:
@@ -196,7 +197,7 @@ def test_a_kl_that_is_no_number_moves_nothing(model_folder, tmp_path, monkeypatc
 
     monkeypatch.setattr(Updater, "step", poisoned)
     _, metrics = train(model_folder, tmp_path, learn={"kl": {"coef": 0.1, "target": 1e-4, "horizon": 16}})
-    assert metrics[1]["policy/kl_coef"] == metrics[2]["policy/kl_coef"] != metrics[3]["policy/kl_coef"]
+    assert metrics[1]["policy/kl_coef"] != metrics[2]["policy/kl_coef"] == metrics[3]["policy/kl_coef"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.01, 0.5), (0.0, 0.5), (0.01, 0.01)])
@@ -215,6 +216,12 @@ def test_a_resumed_run_goes_on_with_the_kl_that_is_asked_for(
         assert first[2]["policy/kl_coef"] < before
     else:
         assert metrics[3]["policy/kl_coef"] == after
+
+
+def test_a_coefficient_that_is_no_longer_steered_is_the_one_that_is_written(model_folder, tmp_path) -> None:
+    train(model_folder, tmp_path, learn={"steps": 2, "kl": {"coef": 0.1, "target": 1e-4, "horizon": 16}})
+    _, metrics = train(model_folder, tmp_path, learn={"steps": 3, "kl": {"coef": 0.1}}, resume=True)
+    assert metrics[2]["policy/kl_coef"] < metrics[3]["policy/kl_coef"] == 0.1
 
 
 def test_a_resume_that_died_before_its_first_checkpoint_is_not_what_the_run_learned_with(
@@ -255,6 +262,33 @@ def test_a_run_killed_in_its_very_last_moments_is_tidied_by_the_resume_that_has_
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-3"]
     assert not [*folder.glob(".writing*"), *folder.glob(".deleting*"), *(folder / "final").glob("stale*")]
     assert (folder / "final" / "model.safetensors").read_bytes() == final
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce", "reinforce_pp"])
+def test_groups_without_signal_are_counted_only_where_samples_are_compared_within_them(
+    model_folder, tmp_path, algorithm: str
+) -> None:
+    """One sample a prompt is compared with the step's others, or with a critic: there is signal in every one."""
+    learn = {"steps": 5, "algorithm": algorithm, "samples_per_prompt": 1, "prompts_per_step": 8}
+    folder, metrics = train(model_folder, tmp_path, learn=learn)
+    assert all(row["reward/std"] > 0 and row["policy/grad_norm"] > 0 for row in metrics[1:])
+    assert not any("reward/zero_std_groups" in row for row in metrics)
+    examined = examine(read_record(folder))
+    assert "zero_signal" not in {finding.rule for finding in examined.findings}
+    assert dict(examined.not_judged)["zero_signal"] == "samples are not compared within their groups"
+
+
+def test_nothing_is_learned_where_all_that_could_be_is_masked(model_folder, tmp_path, capsys) -> None:
+    """No weight decays, either."""
+    learn = {"steps": 2, "max_new_tokens": 1, "mask_truncated": True, "optimizer": {"weight_decay": 0.1}}
+    folder, metrics = train(model_folder, tmp_path, learn=learn)
+    assert [row["run/samples_trained"] for row in metrics[1:]] == [0, 0]
+    assert [row["run/dropped_truncated"] for row in metrics[1:]] == [16, 16]
+    before, after = (load_file(f / "model.safetensors") for f in (model_folder, folder / "final"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "step 1: all completions were cut off (learn.mask_truncated); nothing is learned from it" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def one_flat_group_and_one_failure(completions: list[str], answer: list[str], **_: Any) -> list[float]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trimtab.checkpoint import save_checkpoint
+from trimtab.config.algorithms import GROUP_ADVANTAGES
 from trimtab.data.prompt import Prompt
 from trimtab.endings import end_step, export, note_outcome
 from trimtab.errors import TrainingError
@@ -33,7 +34,15 @@ from trimtab.rollout.trajectory import Group
 from trimtab.session import Session
 from trimtab.update.batch import Sample
 from trimtab.update.critic import critic_files
-from trimtab.update.objective import Ledger, set_advantages, set_weights, split_signal, to_samples, usable
+from trimtab.update.objective import (
+    Ledger,
+    in_loss,
+    set_advantages,
+    set_weights,
+    split_signal,
+    to_samples,
+    usable,
+)
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import UpdateStats
 
@@ -116,8 +125,9 @@ def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Grou
 def update(run: Session, groups: list[Group]) -> dict[str, float]:
     """Learn from scored groups: one optimizer step for each part of the batch in each epoch."""
     kept, samples, metrics = _sort_out(run, groups)
-    if not kept:
-        run.console.warn(f"step {run.state.step + 1}: no group has a usable reward; nothing is learned from it")
+    if not metrics["run/samples_trained"]:
+        why = "all completions were cut off (learn.mask_truncated)" if kept else "no group has a usable reward"
+        run.console.warn(f"step {run.state.step + 1}: {why}; nothing is learned from it")
         return metrics
     all_samples = [sample for group in samples for sample in group]
     with run.timeline.phase("score"), run.meter.phase("score"):
@@ -128,7 +138,8 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     if valued:
         metrics |= value_metrics(all_samples, valued)
     if done and run.reference is not None:
-        metrics["policy/kl_coef"] = _control_kl(run, done[0], len(all_samples))
+        metrics["policy/kl_coef"] = run.state.kl_coef
+        _control_kl(run, done[0], len(all_samples))
         if run.tasks is not None:
             first_epoch = done[: len(done) // run.config.learn.epochs_per_step]
             metrics |= task_kl(run.tasks, kept, samples, first_epoch)
@@ -142,15 +153,20 @@ def _sort_out(run: Session, groups: list[Group]) -> tuple[list[Group], list[list
     learn = run.config.learn
     ledger = Ledger(sum(len(group.trajectories) for group in groups), 0, Counter())
     kept, ledger.dropped = usable(groups)
-    zero_signal = [] if learn.advantage == "gae" else split_signal(kept, learn, _parts(run))[1]
+    # Elsewhere a group of equal rewards teaches as much as any other: it is not compared with itself.
+    zero_signal = split_signal(kept, learn, _parts(run))[1] if learn.advantage in GROUP_ADVANTAGES else None
     if learn.dynamic_sampling.enabled:
+        assert zero_signal is not None, "refused with any other advantage"
         gone = {id(group) for group in zero_signal}
         kept = [group for group in kept if id(group) not in gone]
         ledger.dropped["no_signal"] = sum(len(group.trajectories) for group in zero_signal)
     samples = to_samples(kept)
-    ledger.trained = sum(map(len, samples))
+    masked = sum(not in_loss(trajectory, learn) for group in kept for trajectory in group.trajectories)
+    if masked:
+        ledger.dropped["truncated"] = masked
+    ledger.trained = sum(map(len, samples)) - masked
     ledger.check()
-    metrics = reward_metrics(groups, run.scorer.names, len(zero_signal), ledger)
+    metrics = reward_metrics(groups, run.scorer.names, zero_signal, ledger)
     if run.tasks is not None:
         metrics |= task_metrics(run.tasks, groups, zero_signal)
     run.state.note_reward(metrics["reward/mean"])
@@ -169,6 +185,9 @@ def _optimize(
         for part in np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept))):
             flat = [sample for group in part for sample in samples[group]]
             set_weights([trajectory for group in part for trajectory in kept[group].trajectories], flat, learn)
+            flat = [sample for sample in flat if sample.weights.any()]  # without a share nothing needs to be computed
+            if not flat:
+                continue
             if run.critic_guard is not None:
                 valued.append(run.critic_guard.step(flat, learning_rate(learn, state.step, learn.critic.lr), 0.0))
                 if not valued[-1].applied:
@@ -186,13 +205,12 @@ def _optimize(
     return done, valued
 
 
-def _control_kl(run: Session, first: UpdateStats, trained: int) -> float:
-    """The coefficient for the next step, from the distance to the reference that the step began with."""
+def _control_kl(run: Session, first: UpdateStats, trained: int) -> None:
+    """Set the coefficient for the next step, from the distance to the reference that this one began with."""
     kl = run.config.learn.kl
     found = first.mean("kl_ref")
     if math.isfinite(found):  # or the update was not applied, and is told of as that
         run.state.kl_coef = kl_controller(run.state.kl_coef, kl.target, kl.horizon).update(found, trained).coef
-    return run.state.kl_coef
 
 
 def evaluate(run: Session) -> dict[str, float]:

@@ -198,7 +198,8 @@ def open_session(
     config, folder, work = ready.config, ready.folder, ready.work
     stack.enter_context(claim(folder, resume))
     checkpoint, state, changed = take_up(config, ready.device, folder, work.train.rows, resume, console)
-    if checkpoint is None or any(change.startswith("learn.kl.coef ") for change in changed):
+    steered = config.learn.kl.target is not None and checkpoint is not None
+    if not steered or any(change.startswith("learn.kl.coef ") for change in changed):
         state.kl_coef = config.learn.kl.coef
     _tell_of_start(config, console)
     parts = assemble(config, ready, stack, checkpoint, folder / ENGINE_LOGS)

@@ -66,7 +66,11 @@ def run(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **l
     return [m for m in read_metrics(Path(summary["run_dir"])) if m["step"] > 0], sampled, trained
 
 
-@pytest.mark.parametrize("learn", [{}, {"updates_per_step": 2, "epochs_per_step": 2}], ids=str)
+@pytest.mark.parametrize(
+    "learn",
+    [{}, {"updates_per_step": 2, "epochs_per_step": 2}, {"mask_truncated": True, "updates_per_step": 4}],
+    ids=str,
+)
 def test_sampled_equals_trained_plus_dropped(model_folder, tmp_path, monkeypatch, learn: dict) -> None:
     metrics, sampled, trained = run(model_folder, tmp_path, monkeypatch, **learn)
     passes = learn.get("epochs_per_step", 1)
@@ -83,6 +87,7 @@ def test_sampled_equals_trained_plus_dropped(model_folder, tmp_path, monkeypatch
             remaining.remove(sample)
         assert len(remaining) == dropped
         assert row["reward/failed"] == row.get("run/dropped_reward_failed", 0)
+        assert (row.get("run/dropped_truncated", 0) > 0) == ("mask_truncated" in learn)
         dropped_in_all += dropped
     assert dropped_in_all > 0, "the reward was meant to fail now and then"
 

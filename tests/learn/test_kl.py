@@ -58,24 +58,25 @@ def test_gradients_on_average_are_nothing_for_k1_and_the_kl_for_k2():
     assert exact.abs().max() > 0.1
 
 
-@pytest.mark.parametrize("estimator", [k1, k3])
-def test_corrected_the_gradient_is_that_of_the_kl_whoever_drew_the_tokens(estimator):
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_corrected_the_gradient_is_that_of_the_kl_whoever_drew_the_tokens(name: str):
     """Averaged exactly over what another policy draws."""
     logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
     old = torch.tensor([0.5, 0.4, 0.1], dtype=torch.float64)
     logp = logits.log_softmax(0)
     kl = (logp.exp() * (logp - ref)).sum()
-    found = (old * corrected(estimator(logp, ref), logp, old.log())).sum()
-    assert_close(found, kl)
+    found = (old * corrected(name, logp, ref, old.log())).sum()
+    if name != "k2":  # whose value is biased
+        assert_close(found, kl)
     assert_close(*(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (found, kl)))
-    (plain,) = torch.autograd.grad((old * estimator(logp, ref)).sum(), logits, retain_graph=True)
+    (plain,) = torch.autograd.grad((old * ESTIMATORS[name](logp, ref)).sum(), logits, retain_graph=True)
     assert (plain - torch.autograd.grad(kl, logits)[0]).abs().max() > 0.05
 
 
 def test_corrected_stays_finite_however_far_the_policy_has_gone():
     logp = torch.tensor([-1.0, -400.0], requires_grad=True)
-    value = corrected(k3(logp, torch.tensor([-300.0, -1.0])), logp, torch.tensor([-500.0, -1.0]))
+    value = corrected("k3", logp, torch.tensor([-300.0, -1.0]), torch.tensor([-500.0, -1.0]))
     value.sum().backward()
     assert value.isfinite().all() and logp.grad.isfinite().all()
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data.prompt import Prompt
+from trimtab.observe.metrics import reward_metrics
 from trimtab.observe.task_names import MOST_TASKS, OTHER, metric_names
 from trimtab.observe.tasks import Tasks, task_kl, task_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
-from trimtab.update.objective import to_samples
+from trimtab.update.objective import Ledger, to_samples, usable
 from trimtab.update.updater import UpdateStats
 
 
@@ -78,6 +79,20 @@ def test_rewards_and_lengths_by_hand() -> None:
     assert found["reward/task/7/mean"] == 0.5
     assert found["reward/task/7/zero_std_groups"] == 1.0
     assert found["response/task/7/truncated"] == 0.0
+    assert found.keys() - task_metrics(TASKS, GROUPS, None).keys() == {
+        f"reward/task/{name}/zero_std_groups" for name in ("sums", "7")
+    }
+
+
+def test_rewards_that_failed_add_up_to_those_of_the_step() -> None:
+    """What an environment failed at has no reward, but no reward failed."""
+    lost = group("sums", [None, None, 1.0], [2, 3, 4])
+    lost.trajectories[0].failed_in = "environment"
+    groups = [*GROUPS, lost]
+    kept, dropped = usable(groups)
+    step = reward_metrics(groups, [], None, Ledger(9, sum(len(g.trajectories) for g in kept), dropped))
+    found = task_metrics(TASKS, groups, None)
+    assert step["reward/failed"] == found["reward/task/sums/failed"] + found["reward/task/7/failed"] == 2
 
 
 def test_kl_is_the_mean_over_a_tasks_tokens() -> None:

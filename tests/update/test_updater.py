@@ -172,6 +172,24 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped() -> None:
     assert stats.microbatches == 3
 
 
+def test_kl_old_is_the_kl_that_tokens_of_the_old_policy_estimate() -> None:
+    """Averaged over all that the old policy draws: KL(old || policy), though the policy has all but given some tokens up."""
+    model = tiny_model("llama", torch.float64)
+    old = torch.linspace(-2, 2, VOCABULARY, dtype=torch.float64).softmax(0)
+    with torch.no_grad():
+        model.lm_head.weight *= 4
+        policy = model(input_ids=torch.tensor([[5, 9]]), use_cache=False).logits[0, -1].log_softmax(0)
+    expected = float((old * (old.log() - policy)).sum())
+    updater = Updater(
+        Policy(model), resolve(Learn()), token_budget=300, score_token_budget=300, logprob_chunk=8, checkpoint_activations=False
+    )  # fmt: skip
+    none, found = torch.zeros(1), 0.0
+    for token, probability in enumerate(old):
+        sample = Sample([5, 9], torch.tensor([token]), none, none, none, old_logprobs=probability.log()[None])
+        found += float(probability) * updater.step([sample], 0.0, 0.0).mean("kl_old")
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_that_failed_half_way_is_repeated_as_if_it_had_not(dtype: torch.dtype) -> None:
     batch = samples()

@@ -56,8 +56,8 @@ class KL(Section):
     where: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from the reward before advantages."""
     corrected: bool = False
-    """In the loss: multiply each token's KL by the policy ratio, gradient included. On average the gradient is then that of the
-    KL itself, off policy too (DeepSeek-V3.2); without it k3's is so near the reference only."""
+    """In the loss: multiply each token's KL by the policy ratio, for k1 and k3 with its gradient. On average the gradient is then
+    that of the KL itself, off policy too (DeepSeek-V3.2); without it k2's is so on policy and k3's near the reference only."""
     target: Annotated[float, Field(gt=0)] | None = None
     """Adaptive controller: steer the measured KL (nats per token) to this value by changing `coef` from step to step."""
     horizon: PositiveInt = 10_000

@@ -11,9 +11,9 @@ As a term of the loss they differ by their gradients. k1's is grad log pi, zero 
 k2's is d * grad log pi, on average the gradient of the KL itself. k3's is (1 - exp(-d)) * grad log pi, the same to
 first order in d. In the reward only the values count.
 
-`corrected` multiplies by r = pi / pi_old, with its gradient (DeepSeek-V3.2 2025, arXiv 2512.02556): a mean over tokens that the
-old policy drew is then one over the policy's own, and the gradient is that of the KL itself, for k1 and k3 exactly. k3's: r d
-grad log pi.
+`corrected` multiplies by r = pi / pi_old (DeepSeek-V3.2 2025, arXiv 2512.02556): a mean over tokens that the old policy drew is
+then one over the policy's own, and its gradient that of the KL itself, exactly. For k1 and k3 this takes r's own gradient as
+well; k2's is right without it, and would be off by d^2 / 2 grad log pi with it. k2's and k3's: r d grad log pi.
 
 The coefficient is fixed, or steered to a target as in Ziegler et al. 2019, arXiv 1909.08593:
 
@@ -54,9 +54,10 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 ESTIMATORS: dict[EstimatorName, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def corrected(kl: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
+def corrected(estimator: EstimatorName, logp: Tensor, ref_logp: Tensor, old_logp: Tensor) -> Tensor:
     """A token's KL as a term of the loss where the old policy drew the token."""
-    return kl * (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return ESTIMATORS[estimator](logp, ref_logp) * (ratio.detach() if estimator == "k2" else ratio)
 
 
 def kl_in_reward(rewards: Tensor, kl: Tensor, sequence: Tensor, coef: float) -> Tensor:

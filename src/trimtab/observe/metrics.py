@@ -31,15 +31,18 @@ def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
     }
 
 
-def reward_metrics(groups: list[Group], parts: Sequence[str], zero_signal: int, ledger: Ledger) -> dict[str, float]:
-    """Rewards of everything that has one, lengths of everything sampled, and what became of it."""
+def reward_metrics(
+    groups: list[Group], parts: Sequence[str], zero_signal: Sequence[Group] | None, ledger: Ledger
+) -> dict[str, float]:
+    """Rewards of everything that has one, lengths of everything sampled, and what became of it. `zero_signal`: the groups that
+    can teach nothing; None where samples are not compared within their groups."""
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories if t.reward is not None])
     values = {name: [t.rewards[name] for t in trajectories if name in t.rewards] for name in parts}
     return {
         "reward/mean": float(rewards.mean()) if rewards.size else float("nan"),
         "reward/std": float(rewards.std()) if rewards.size else float("nan"),
-        "reward/zero_std_groups": zero_signal / len(groups),
+        **({} if zero_signal is None else {"reward/zero_std_groups": len(zero_signal) / len(groups)}),
         "reward/failed": float(ledger.dropped["reward_failed"]),
         **{f"reward/{name}": float(np.mean(found)) for name, found in values.items() if found},
         "response/length_mean": float(np.mean([len(t) for t in trajectories])),

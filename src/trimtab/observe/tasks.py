@@ -16,6 +16,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.observe.task_names import OTHER, metric_names
 from trimtab.rollout.trajectory import Group
 from trimtab.update.batch import Sample
+from trimtab.update.objective import usable
 from trimtab.update.updater import UpdateStats
 
 
@@ -44,21 +45,22 @@ class Tasks:
         return found
 
 
-def task_metrics(tasks: Tasks, groups: Sequence[Group], zero_signal: Sequence[Group]) -> dict[str, float]:
-    """Rewards and lengths of everything sampled; `zero_signal` are the groups that can teach nothing."""
+def task_metrics(tasks: Tasks, groups: Sequence[Group], zero_signal: Sequence[Group] | None) -> dict[str, float]:
+    """Rewards and lengths of everything sampled; `zero_signal` as for `reward_metrics`."""
     metrics: dict[str, float] = {}
-    silent = Counter(tasks.of(group.prompt) for group in zero_signal)
+    silent = Counter(tasks.of(group.prompt) for group in zero_signal or ())
     for name, mine in tasks.split(groups).items():
         trajectories = [t for group in mine for t in group.trajectories]
         rewards = [t.reward for t in trajectories if t.reward is not None]
         metrics |= {
             f"reward/task/{name}/mean": float(np.mean(rewards)) if rewards else float("nan"),
             f"reward/task/{name}/samples": float(len(trajectories)),
-            f"reward/task/{name}/failed": float(sum(t.failure is not None for t in trajectories)),
-            f"reward/task/{name}/zero_std_groups": silent[name] / len(mine),
+            f"reward/task/{name}/failed": float(usable(mine)[1]["reward_failed"]),
             f"response/task/{name}/length_mean": float(np.mean([len(t) for t in trajectories])),
             f"response/task/{name}/truncated": sum(t.finish == "length" for t in trajectories) / len(trajectories),
         }
+        if zero_signal is not None:
+            metrics[f"reward/task/{name}/zero_std_groups"] = silent[name] / len(mine)
     return metrics
 
 

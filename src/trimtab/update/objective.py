@@ -136,13 +136,16 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
     return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
 
 
+def in_loss(trajectory: Trajectory, learn: Learn) -> bool:
+    """False for a completion that others are compared with, and that is not learned from itself."""
+    return not (learn.mask_truncated and trajectory.finish == "length")
+
+
 def set_weights(trajectories: list[Trajectory], samples: list[Sample], learn: Learn) -> None:
     """Fill in each token's share of the loss of one optimizer step that consumes exactly these samples."""
     assert learn.aggregate != "auto"
     lengths = torch.tensor([len(t) for t in trajectories])
-    include = None
-    if learn.mask_truncated:
-        include = torch.tensor([t.finish != "length" for t in trajectories])
+    include = torch.tensor([in_loss(t, learn) for t in trajectories])
     weights = token_weights(lengths, learn.aggregate, learn.max_new_tokens, include)
     for sample, weight, length in zip(samples, weights, lengths.tolist()):
         sample.weights = weight.expand(length)

@@ -217,11 +217,13 @@ class Updater:
                 old, engine, settings.level, settings.cap, settings.mode, sequence=sequence, sequences=sequences
             )
         if batch.samples[0].ref_logprobs is not None:
-            kl_ref = ESTIMATORS[learn.kl.estimator](logp, batch.gather("ref_logprobs"))
+            reference = batch.gather("ref_logprobs")
+            kl_ref = ESTIMATORS[learn.kl.estimator](logp, reference)
             stats.add(kl_ref=kl_ref)
             stats.kl_ref_of.append((batch.samples, sum_by(kl_ref.detach().double(), sequence, sequences)))
             if learn.kl.where == "loss":
-                loss = loss + kl_coef * (corrected(kl_ref, logp, old) if learn.kl.corrected else kl_ref)
+                penalty = corrected(learn.kl.estimator, logp, reference, old) if learn.kl.corrected else kl_ref
+                loss = loss + kl_coef * penalty
         if learn.entropy_coef:
             loss = loss - learn.entropy_coef * entropy
         weighted = batch.gather("weights") * loss
@@ -231,7 +233,7 @@ class Updater:
             entropy=entropy,
             ratio=policy.ratio,
             clipped=policy.clipped,
-            kl_old=ESTIMATORS["k3"](logp.detach(), old),
+            kl_old=ESTIMATORS["k3"](old, logp.detach()),  # KL(old || policy): the old policy drew the tokens
             logprob_gap=(logp.detach() - engine).abs(),
         )
         return weighted.sum()

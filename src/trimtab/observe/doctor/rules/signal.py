@@ -39,6 +39,10 @@ def zero_signal(record: Record) -> Sick | None:
     return Sick(level, seen, "prompts differ: some are always solved, some never")
 
 
+def _not_compared(record: Record) -> str | None:
+    return None if record.values(ZERO) else "samples are not compared within their groups"
+
+
 def refills(record: Record) -> Sick | None:
     most, now = record.setting("learn.dynamic_sampling.max_refills", 0), record.mean("rollout/refills") or 0.0
     if not most or now < 0.8 * most:
@@ -110,6 +114,7 @@ RULES = (
         kind="advice",
         check=zero_signal,
         needs=(ZERO,),
+        unless=_not_compared,
     ),
     Rule(
         "refills",
