@@ -22,7 +22,7 @@ from trimtab.learn.advantages import (
     group_std,
     has_signal,
     leave_one_out,
-    reward_to_go_advantages,
+    normalised,
 )
 
 # Two interleaved groups: {1, 2, 6} with mean 3 and {0, 4} with mean 2; the step's mean is 13 / 5 = 2.6.
@@ -43,7 +43,7 @@ def samples(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_registry_has_every_name_the_config_offers():
-    assert set(ADVANTAGES) == set(get_args(AdvantageName)) - {"gae"}
+    assert set(ADVANTAGES) == set(get_args(AdvantageName)) - {"gae", "global_norm"}, "which are of tokens"
 
 
 def test_group_mean_by_hand():
@@ -63,12 +63,6 @@ def test_leave_one_out_by_hand():
 
 def test_batch_mean_by_hand():
     close(batch_mean(REWARDS, GROUPS), [-1.6, -2.6, -0.6, 1.4, 3.4])
-
-
-def test_global_norm_by_hand():
-    # 1.6^2 + 2.6^2 + 0.6^2 + 1.4^2 + 3.4^2 = 2.56 + 6.76 + 0.36 + 1.96 + 11.56 = 23.2;   / (5 - 1) = 5.8
-    s = math.sqrt(5.8) + 1e-4
-    close(global_norm(REWARDS, GROUPS), [-1.6 / s, -2.6 / s, -0.6 / s, 1.4 / s, 3.4 / s])
 
 
 def test_group_mean_global_std_by_hand():
@@ -133,7 +127,7 @@ def test_global_functions_do_not_depend_on_how_groups_are_numbered(case: tuple[t
         assert_close(function(rewards, groups), function(rewards, 9 - groups), msg=name)
     std = rewards.std() if len(rewards) > 1 else 0.0
     assert_close(batch_mean(rewards, groups), rewards - rewards.mean())
-    assert_close(global_norm(rewards, groups), (rewards - rewards.mean()) / (std + EPS), rtol=1e-6, atol=1e-8)
+    assert_close(normalised(rewards), (rewards - rewards.mean()) / (std + EPS), rtol=1e-6, atol=1e-8)
 
 
 def test_has_signal_where_rewards_differ():
@@ -201,21 +195,21 @@ def test_gae_refuses_lengths_that_do_not_cover_the_tokens():
         gae(torch.ones(3), torch.ones(3), torch.tensor([0, 2]), 1.0, 1.0)
 
 
-def test_reward_to_go_by_hand():
-    # coef 0.1. Sequence 1: KL 1, 2, reward 5.  Earned: -0.1, 5 - 0.2 = 4.8;  returns 4.7, 4.8.
-    #           Sequence 2: KL 3, reward 1.     Earned and returned: 1 - 0.3 = 0.7.
+def test_global_norm_by_hand():
+    # Penalties 0.1 and 0.2, reward 5: earned -0.1, 5 - 0.2 = 4.8; returns 4.7, 4.8. Penalty 0.3, reward 1: 0.7.
     # mean (4.7 + 4.8 + 0.7) / 3 = 3.4; deviations 1.3, 1.4, -2.7; (1.69 + 1.96 + 7.29) / (3 - 1) = 5.47
     s = math.sqrt(5.47) + 1e-4
-    advantages = reward_to_go_advantages(
-        torch.tensor([5.0, 1.0], dtype=torch.float64),
-        torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64),
-        torch.tensor([0, 2, 3]),
-        coef=0.1,
-    )
+    penalty = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    advantages = global_norm(torch.tensor([5.0, 1.0], dtype=torch.float64), penalty, torch.tensor([0, 2, 3]))
     close(advantages, [1.3 / s, 1.4 / s, -2.7 / s])
 
 
-def test_reward_to_go_without_kl_repeats_the_reward_over_the_tokens():
+def test_global_norm_without_a_penalty_repeats_the_reward_over_the_tokens():
     # Rewards over tokens 2, 2, 2, 6: mean 3, deviations -1, -1, -1, 3; 12 / 3 = 4, std 2.
-    advantages = reward_to_go_advantages(torch.tensor([2.0, 6.0]), torch.ones(4), torch.tensor([0, 3, 4]), coef=0.0)
+    advantages = global_norm(torch.tensor([2.0, 6.0]), torch.zeros(4), torch.tensor([0, 3, 4]))
     close(advantages, [-1 / (2 + EPS)] * 3 + [3 / (2 + EPS)])
+
+
+def test_global_norm_of_equal_rewards_is_exactly_zero():
+    advantages = global_norm(torch.full((3,), 0.1), torch.zeros(9), torch.tensor([0, 1, 4, 9]))
+    assert torch.equal(advantages, torch.zeros(9))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from trimtab.config.learn import KL
-from trimtab.learn.kl import ESTIMATORS, AdaptiveKL, FixedKL, corrected, k1, k2, k3, kl_controller, kl_in_reward
+from trimtab.learn.kl import ESTIMATORS, AdaptiveKL, FixedKL, corrected, k1, k2, k3, kl_controller
 
 
 def test_the_registry_has_every_name_the_config_offers():
@@ -97,15 +97,6 @@ def test_k3_stays_finite_and_keeps_precision():
     assert torch.isfinite(logp.grad).all()
     # d = 1e-3: k3 is d^2 / 2 to leading order; exp(-d) + d - 1 in float32 would lose it to cancellation.
     assert_close(k3(torch.tensor([1e-3]), torch.tensor([0.0])), torch.tensor([4.998334e-07]), rtol=2e-3, atol=0)
-
-
-def test_kl_in_reward_by_hand():
-    rewards = torch.tensor([1.0, 2.0, 3.0])
-    kl = torch.tensor([0.5, 1.0, 4.0, 0.5], requires_grad=True)
-    # Sequence 0 has KL 0.5 + 0.5 = 1, sequence 1 has 1 + 4 = 5, sequence 2 none: 1 - 0.1, 2 - 0.5, 3.
-    shaped = kl_in_reward(rewards, kl, torch.tensor([0, 1, 1, 0]), coef=0.1)
-    assert_close(shaped, torch.tensor([0.9, 1.5, 3.0]))
-    assert not shaped.requires_grad
 
 
 def test_a_fixed_controller_does_not_move():

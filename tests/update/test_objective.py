@@ -81,6 +81,14 @@ def test_kl_in_the_reward_lowers_it_by_the_sum_over_tokens() -> None:
     assert found == [[0.05, -0.05]]
 
 
+@pytest.mark.parametrize("penalty", [0.0, 1e-9])
+def test_reinforce_pp_compares_tokens_with_a_kl_in_the_reward_or_without(penalty: float) -> None:
+    """As its authors' code and verl do: tokens of rewards 1 and nine of 0 have mean 0.1, deviation sqrt(0.9 / 9)."""
+    learn = Learn(algorithm="reinforce_pp", kl={"coef": penalty, "estimator": "k1", "where": "reward"})
+    found = advantages([group(0, [1.0, 0.0], lengths=[1, 9])], learn, kl_coef=penalty, ref=-1.5 if penalty else None)
+    assert found == [[2.845, -0.316]]
+
+
 def test_rewards_are_clipped_then_penalised_for_running_long() -> None:
     learn = Learn(max_new_tokens=10, reward_clip=(-1.0, 1.0), overlong={"buffer": 4, "penalty": 0.5})
     groups = [group(0, [5.0, 0.5, 0.5], lengths=[3, 8, 10])]

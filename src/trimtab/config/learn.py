@@ -170,7 +170,7 @@ class Learn(Section):
     """Weight of the entropy bonus, per nat and token."""
     advantage: AdvantageName | Auto = "auto"
     """group_std: (r - group mean) / group std. group_mean: without the division. leave_one_out: against the mean of the
-    other samples. batch_mean: against the mean of the step. global_norm: REINFORCE++ (mean and std of the step).
+    other samples. batch_mean: against the mean of the step. global_norm: REINFORCE++ (mean and std of all tokens).
     group_mean_global_std: group mean, then the std of the step. gae: PPO's, token by token against a critic, then mean and std of
     the step. auto: what `algorithm` says."""
     loss: LossName | Auto = "auto"

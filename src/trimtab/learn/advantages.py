@@ -2,7 +2,8 @@
 
 Rewards and groups have one entry for each sample of the whole step. Groups may have any size, because samples whose
 reward failed are gone, and group numbers may have holes. With m_g and s_g the mean and standard deviation of a sample's
-group, and m and s those of the step:
+group, and m and s those of the step (of global_norm: of all its tokens, each with its sample's reward, as the paper's code and
+verl have it):
 
     group_std               (r - m_g) / (s_g + eps)         GRPO, Shao et al. 2024, arXiv 2402.03300
     group_mean              r - m_g                         Dr. GRPO, Liu et al. 2025, arXiv 2503.20783
@@ -53,20 +54,17 @@ def batch_mean(rewards: Tensor, groups: Tensor) -> Tensor:
     return group_mean(rewards, torch.zeros_like(groups))
 
 
-def global_norm(rewards: Tensor, groups: Tensor) -> Tensor:
-    return group_std(rewards, torch.zeros_like(groups))
-
-
 def group_mean_global_std(rewards: Tensor, groups: Tensor) -> Tensor:
     return _over_std(group_mean(rewards, groups), torch.zeros_like(groups))
 
 
-ADVANTAGES: dict[AdvantageName, Callable[[Tensor, Tensor], Tensor]] = {  # gae needs a critic's values, see below
+ADVANTAGES: dict[
+    AdvantageName, Callable[[Tensor, Tensor], Tensor]
+] = {  # of samples; global_norm and gae are of tokens, see below
     "group_std": group_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
     "batch_mean": batch_mean,
-    "global_norm": global_norm,
     "group_mean_global_std": group_mean_global_std,
 }
 
@@ -104,17 +102,18 @@ def gae(rewards: Tensor, values: Tensor, cu_lengths: Tensor, gamma: float, lam: 
     return advantages, advantages + values
 
 
-def reward_to_go_advantages(rewards: Tensor, kl: Tensor, cu_lengths: Tensor, coef: float) -> Tensor:
-    """[T]: REINFORCE++ with the KL penalty inside the reward.
-
-    Each token earns -coef * kl_t and the last one the sequence's reward as well; a token's return is everything earned
-    from it to the end (gamma = 1), and returns are normalised by the mean and std over all tokens of the step.
-    `rewards` is [N], `kl` [T]; every sequence has at least one token.
-    """
-    earned = -coef * kl.detach()
-    earned = earned.index_add(0, cu_lengths[1:] - 1, rewards.to(earned.dtype))
+def global_norm(rewards: Tensor, penalty: Tensor, cu_lengths: Tensor) -> Tensor:
+    """[T]: every token pays its penalty (a KL inside the reward, or zeros), the last of a sequence earns its reward; a token's
+    return is everything earned from it to the end, and returns are normalised over all tokens. `rewards` is [N], `penalty` [T];
+    every sequence has at least one token."""
+    earned = (-penalty).index_add(0, cu_lengths[1:] - 1, rewards.to(penalty.dtype))
     returns, _ = gae(earned, torch.zeros_like(earned), cu_lengths, gamma=1.0, lam=1.0)
-    return global_norm(returns, torch.zeros_like(returns, dtype=torch.int64))
+    return normalised(returns)
+
+
+def normalised(values: Tensor) -> Tensor:
+    """With mean 0 and standard deviation 1."""
+    return group_std(values, torch.zeros_like(values, dtype=torch.int64))
 
 
 def _over_std(centred: Tensor, groups: Tensor) -> Tensor:

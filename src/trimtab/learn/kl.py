@@ -29,8 +29,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from trimtab.learn.segments import sum_by
-
 EstimatorName = Literal["k1", "k2", "k3"]
 
 MAX_ERROR = 0.2
@@ -58,11 +56,6 @@ def corrected(estimator: EstimatorName, logp: Tensor, ref_logp: Tensor, old_logp
     """A token's KL as a term of the loss where the old policy drew the token."""
     ratio = (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ESTIMATORS[estimator](logp, ref_logp) * (ratio.detach() if estimator == "k2" else ratio)
-
-
-def kl_in_reward(rewards: Tensor, kl: Tensor, sequence: Tensor, coef: float) -> Tensor:
-    """[N]: each reward less coef times the sum of its tokens' KL; `sequence` [T] int64 indexes `rewards`."""
-    return rewards - coef * sum_by(kl.detach().to(rewards.dtype), sequence, rewards.numel())
 
 
 @dataclass(frozen=True)

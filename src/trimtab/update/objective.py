@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.config.learn import Learn
-from trimtab.learn.advantages import ADVANTAGES, gae, global_norm, has_signal, reward_to_go_advantages
+from trimtab.learn.advantages import ADVANTAGES, gae, global_norm, has_signal, normalised
 from trimtab.learn.aggregate import token_weights
-from trimtab.learn.kl import ESTIMATORS, kl_in_reward
+from trimtab.learn.kl import ESTIMATORS
 from trimtab.learn.parts import Part, combine
+from trimtab.learn.segments import sum_by
 from trimtab.learn.shaping import overlong_penalty, reward_clip
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.batch import Sample
@@ -98,24 +99,19 @@ def set_advantages(
     rewards = shaped_rewards(groups, learn, parts)
     lengths = torch.tensor([len(t) for t in trajectories])
     sequence = torch.repeat_interleave(torch.arange(len(flat)), lengths)
+    penalty = torch.zeros(len(sequence), dtype=torch.float64)
     if kl_coef and learn.kl.where == "reward":
         policy = torch.cat([s.engine_logprobs if s.old_logprobs is None else s.old_logprobs for s in flat]).double()
         reference = torch.cat([s.ref_logprobs for s in flat if s.ref_logprobs is not None]).double()
-        kl = ESTIMATORS[learn.kl.estimator](policy, reference)
-        if learn.advantage == "gae":
-            _against_critic(flat, rewards, kl_coef * kl, lengths, learn)
-            return
-        if learn.advantage == "global_norm":  # REINFORCE++ spends the penalty token by token
-            per_token = reward_to_go_advantages(rewards, kl, _offsets(lengths), kl_coef)
-            _assign(flat, per_token.float(), lengths)
-            return
-        rewards = kl_in_reward(rewards, kl, sequence, kl_coef)
+        penalty = kl_coef * ESTIMATORS[learn.kl.estimator](policy, reference)
     assert learn.advantage != "auto"
     if learn.advantage == "gae":
-        _against_critic(flat, rewards, torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths, learn)
-        return
-    advantages = ADVANTAGES[learn.advantage](rewards, group_index(groups))
-    _assign(flat, advantages.float()[sequence], lengths)
+        _against_critic(flat, rewards, penalty, lengths, learn)
+    elif learn.advantage == "global_norm":
+        _assign(flat, global_norm(rewards, penalty, _offsets(lengths)).float(), lengths)
+    else:
+        rewards = rewards - sum_by(penalty, sequence, len(flat))
+        _assign(flat, ADVANTAGES[learn.advantage](rewards, group_index(groups)).float()[sequence], lengths)
 
 
 def _against_critic(
@@ -127,7 +123,7 @@ def _against_critic(
     offsets = _offsets(lengths)
     earned = (-penalty).index_add(0, offsets[1:] - 1, rewards)
     advantages, returns = gae(earned, values, offsets, learn.critic.gamma, learn.critic.lam)
-    _assign(samples, global_norm(advantages, torch.zeros_like(advantages, dtype=torch.int64)).float(), lengths)
+    _assign(samples, normalised(advantages).float(), lengths)
     for sample, part in zip(samples, returns.float().split(lengths.tolist())):
         sample.returns = part
 
