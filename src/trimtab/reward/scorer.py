@@ -35,6 +35,7 @@ from trimtab.reward.pool import Pool, Request
 from trimtab.reward.process import SLICE_S
 from trimtab.reward.source import nearest
 from trimtab.reward.wire import Cell, Failure, Tally
+from trimtab.reward.worker import checked_entry
 
 if TYPE_CHECKING:
     from trimtab.config.schema import RewardPart
@@ -214,7 +215,8 @@ class Earned:
         self.needs: list[frozenset[str]] = [frozenset()] * parts
 
     def call(self, request: Request) -> None:
-        request.reply(Reply(list(request.arguments()["environment_reward"]), 0.0))
+        given = request.arguments()["environment_reward"]
+        request.reply(Reply([checked_entry(value) for value in given], 0.0))  # the sum may be more than float32 holds
 
     def raise_if_broken(self) -> None:
         pass
