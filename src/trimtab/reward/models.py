@@ -105,7 +105,7 @@ class Classifier:
         try:
             tokens = self._encoder.encode([0], [{"prompt": prompt, "completion": text}])[0].tokens
         except DataError as error:
-            return Failure("invalid", str(error))
+            return Failure("invalid", str(error).replace(", row 1 (from 1)", ""))  # it is of no data set
         if len(tokens) > self._context:
             return Failure("invalid", f"{len(tokens)} tokens exceed the reward model's context of {self._context}")
         return tokens
