@@ -205,6 +205,20 @@ def test_an_ended_conversation_is_closed_and_async_methods_are_awaited(hosts, tm
     assert result.observation.reply == "<3>"
 
 
+def test_the_end_of_a_run_waits_for_conversations_to_be_closed(hosts, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    host = hosts("ClosesSlowly", workers=2)
+    seats = [host.seat() for _ in range(8)]
+    for number, seat in enumerate(seats):
+        host.reset(number, seat, 0, {"log": str(log)})
+    all_answers(host)
+    for seat in seats:
+        host.end(seat)
+    host.close()
+    assert log.read_text().splitlines() == ["closed"] * 8
+    host.close()
+
+
 @pytest.mark.parametrize(
     ("fn", "settings", "error"),
     [

@@ -88,6 +88,12 @@ class Closes(Echo):
             file.write("closed\n")
 
 
+class ClosesSlowly(Closes):
+    def close(self) -> None:
+        time.sleep(0.05)
+        super().close()
+
+
 class Opens(Closes):
     """Fails when it has opened something already."""
 

@@ -4,12 +4,15 @@ Guarantees:
 - Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the crew breaks.
 - A conversation stays in the process that began it. Should that process end, because another conversation hung or crashed there,
   it goes on in another from the copy that was kept after its last turn; where there is no copy it fails, and says so.
+- A conversation that has ended is closed in its process, also at the end of the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,6 +107,9 @@ class Hosts:
         self._keys = 0
         self._open = 0
         """Calls that are not answered yet."""
+        self._closing = 0
+        """Conversations that are over and not closed yet."""
+        self._changed = threading.Condition()
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise where `reset` needs a column that the rows do not have."""
@@ -127,8 +133,15 @@ class Hosts:
     def end(self, seat: Seat) -> None:
         """The conversation is over: its instance is closed and forgotten. How that ends is nobody's business any more."""
         if seat.home is not None:
-            self._crew.call(Call(Close(seat.key), self.settings.timeout_s, lambda reply: None, seat.home))
+            with self._changed:
+                self._closing += 1
+            self._crew.call(Call(Close(seat.key), self.settings.timeout_s, self._closed, seat.home))
             seat.home = seat.copy = None
+
+    def _closed(self, reply: Reply) -> None:
+        with self._changed:
+            self._closing -= 1
+            self._changed.notify_all()
 
     def ready(self) -> list[Answer]:
         """Answers that are there."""
@@ -156,7 +169,14 @@ class Hosts:
             pass
 
     def close(self) -> None:
-        self._crew.close()
+        """End the workers, when they have closed the conversations that are over: what an instance holds outside its process, a
+        container say, would be left behind. Each has its deadline."""
+        try:
+            with self._changed, contextlib.suppress(EnvError, RuntimeError):
+                while not self._changed.wait_for(lambda: not self._closing, SLICE_S):
+                    self._crew.raise_if_broken()
+        finally:
+            self._crew.close()
 
     def _call(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
         self._open += 1
