@@ -177,6 +177,15 @@ def test_failures_have_a_kind_and_a_reason(hosts, fn: str, text: str, kind: str,
         assert "trimtab/environment/worker.py" not in failure.detail
 
 
+def test_numpy_is_seeded_where_an_environment_imports_it_in_a_call(hosts) -> None:
+    openings = set()
+    for _ in range(2):
+        host = hosts("Lazy", workers=1)
+        host.reset("a", host.seat(), 5, {})
+        openings.add(all_answers(host)["a"].opening)
+    assert len(openings) == 1
+
+
 def test_an_ended_conversation_is_closed_and_async_methods_are_awaited(hosts, tmp_path: Path) -> None:
     log = tmp_path / "log"
     host = hosts("Closes", workers=1)
