@@ -155,6 +155,11 @@ def test_close_is_final_and_an_abandoned_scorer_closes_itself(scorer, group):
     assert len(psutil.Process().children(recursive=True)) == before
 
 
+def test_no_part_can_take_the_place_of_a_metric(scorer):
+    with pytest.raises(RewardError, match="Give the part 'mean' another `name`"):
+        scorer(RewardPart(fn="misbehave.py:score", name="mean"))
+
+
 def test_what_a_function_changes_is_one_samples_own(scorer, group):
     def first_test(tests, prompts, **columns):  # type: ignore[no-untyped-def]
         for messages in prompts:

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from trimtab.rollout.trajectory import Group, Trajectory
 
 
+MEASURED = frozenset(("mean", "std", "zero_std_groups", "failed", "latency_max_s"))
+"""Names under reward/ that Trimtab's own metrics have: a part of that name would take their place."""
+
+
 class Doer(Protocol):
     """Who answers calls: worker processes, a judge's process, or reward models."""
 
@@ -106,6 +110,10 @@ class Scorer:
         twice = [name for name, count in Counter(self.names).items() if count > 1]
         if twice:
             raise RewardError(f"reward: {twice[0]!r} names more than one part. Give each its own `name`")
+        for name in MEASURED.intersection(self.names):
+            raise RewardError(
+                f"reward: reward/{name} is a metric of all parts together. Give the part {name!r} another `name`"
+            )
         self.stats = Stats()
         """What the last `collect` came to."""
         self.failures: Counter[str] = Counter()
