@@ -228,6 +228,17 @@ def test_the_end_of_a_run_waits_for_conversations_to_be_closed(hosts, tmp_path: 
     host.close()
 
 
+def test_the_end_of_a_run_does_not_wait_for_a_conversation_that_hangs(hosts, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("trimtab.environment.hosts.PATIENCE_S", 0.2)
+    host = hosts("Slow", workers=1, timeout_s=1000.0)
+    seat = host.seat()
+    host.reset("a", seat, 0, {"hang": 1})
+    all_answers(host)
+    host.step("a", seat, 0, "hang")
+    host.end(seat)
+    host.close()
+
+
 @pytest.mark.parametrize(
     ("fn", "settings", "error"),
     [

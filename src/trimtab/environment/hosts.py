@@ -4,7 +4,7 @@ Guarantees:
 - Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the crew breaks.
 - A conversation stays in the process that began it. Should that process end, because another conversation hung or crashed there,
   it goes on in another from the copy that was kept after its last turn; where there is no copy it fails, and says so.
-- A conversation that has ended is closed in its process, also at the end of the run.
+- A conversation that has ended is closed in its process, also at the end of the run, unless that hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import pickle
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +30,8 @@ from trimtab.reward.process import SLICE_S
 from trimtab.reward.source import Source, locate_object, nearest
 from trimtab.reward.wire import Failure
 
+PATIENCE_S = 20.0
+"""How long the end of a run waits for a conversation to be closed."""
 LOST = (
     "lost its state: the process that held it has ended, because another completion hung or crashed there. An environment whose "
     "attributes can be pickled would have gone on"
@@ -170,11 +173,14 @@ class Hosts:
 
     def close(self) -> None:
         """End the workers, when they have closed the conversations that are over: what an instance holds outside its process, a
-        container say, would be left behind. Each has its deadline."""
+        container say, would be left behind. One that hangs is not waited for longer than `PATIENCE_S`."""
+        deadline = time.monotonic() + PATIENCE_S
         try:
             with self._changed, contextlib.suppress(EnvError, RuntimeError):
-                while not self._changed.wait_for(lambda: not self._closing, SLICE_S):
+                while self._closing and time.monotonic() < deadline:
                     self._crew.raise_if_broken()
+                    if self._changed.wait(SLICE_S):
+                        deadline = time.monotonic() + PATIENCE_S
         finally:
             self._crew.close()
 
