@@ -148,3 +148,9 @@ def test_a_judge_reads_a_conversation_whole() -> None:
         asked, [*turns, {"role": "assistant", "content": "It is 42"}], {}
     )
     assert filled == "q|assistant: 6*7?\n\ntool: 42\n\nassistant: It is 42"
+
+
+def test_a_message_that_only_calls_tools_has_no_text() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    asked = [{"role": "user", "content": "q"}, call]
+    assert Template("{prompt}|{completion}", set()).fill(asked, "x", {}) == "user: q\n\nassistant: |x"
