@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trimtab.rollout.trajectory import Group, Trajectory
 
 
-MEASURED = frozenset(("mean", "std", "zero_std_groups", "failed", "latency_max_s"))
+MEASURED = frozenset(("mean", "std", "zero_std_groups", "failed", "latency_max_s", "repeated"))
 """Names under reward/ that Trimtab's own metrics have: a part of that name would take their place."""
 
 
