@@ -257,3 +257,9 @@ def test_callbacks_see_every_step_and_may_end_the_run(stage: str, model_folder: 
 def test_a_callback_that_cannot_be_called_is_refused(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="callbacks: got a int"):
         trimtab.sft(model=str(model_folder), data=[{"text": "abc"}], callbacks=[3])
+
+
+def test_two_parts_that_were_given_one_name_are_told(here: Path, model_folder: Path) -> None:
+    one: dict[str, Any] = {"fn": lambda completions: [0.0] * len(completions), "name": "same"}
+    with pytest.raises(ConfigError, match=r"same is already the name of reward\.0"):
+        trimtab.train(model=model_folder, data=ROWS, reward=[one, one], learn=LEARN, run=RUN)

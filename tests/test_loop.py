@@ -313,6 +313,20 @@ def test_failures_are_a_share_of_the_step_and_not_of_a_refill(model_folder, tmp_
     assert row["rollout/tokens"] == pytest.approx(20 * row["response/length_mean"]), "of both calls"
 
 
+def test_calls_that_were_repeated_sample_by_sample_are_counted(model_folder, tmp_path) -> None:
+    def one_at_a_time(completions: list[str]) -> list[float]:
+        (only,) = completions
+        return [float(len(only))]
+
+    summary = trimtab.train(
+        model=str(model_folder), data=ROWS, reward=one_at_a_time,
+        learn={"steps": 1, "prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 4},
+        observe={"dir": str(tmp_path / "run"), "tensorboard": False},
+    )  # fmt: skip
+    row = read_metrics(Path(summary["run_dir"]))[-1]
+    assert (row["reward/repeated"], row["reward/failed"]) == (3, 0)
+
+
 def test_a_non_finite_step_changes_nothing_and_is_counted(model_folder, tmp_path, monkeypatch) -> None:
     original = Updater.step
     calls = {"count": 0}

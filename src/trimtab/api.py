@@ -258,7 +258,7 @@ def _rewards(reward: Reward | Sequence[Reward]) -> tuple[list[dict[str, Any]], d
             name = str(part.get("name") or getattr(function, "__name__", "reward")).strip("<>")
             key = name if name not in functions else f"{name}_{index}"
             functions[key] = function
-            part |= {"fn": f"{OBJECT}{key}", "name": key}
+            part |= {"fn": f"{OBJECT}{key}", "name": part.get("name") or key}  # a name that was given is not changed
         parts.append(part)
     return parts, functions
 

@@ -80,7 +80,7 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
     groups: list[Group] = []
     kept: list[Group] = []
     seen: Counter[int] = Counter()
-    refills = 0
+    refills = repeated = 0
     all_calls, latency_s = RolloutStats(), 0.0
     judged: list[dict[str, Tally]] = []
     while True:
@@ -88,6 +88,7 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
         new = sample(run, prompts, seen)
         all_calls.add(run.sampler.stats)
         latency_s = max(latency_s, run.scorer.stats.latency_max_s)
+        repeated += run.scorer.stats.repeated
         judged.append(run.scorer.stats.judges)
         groups += new
         check_failures(groups, run.config.observe.max_failed_rewards)
@@ -97,7 +98,11 @@ def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
         refills += 1
     run.state.completion_tokens += all_calls.generated_tokens
     metrics = rollout_metrics(all_calls)
-    metrics |= {"rollout/refills": float(refills), "reward/latency_max_s": latency_s}
+    metrics |= {
+        "rollout/refills": float(refills),
+        "reward/latency_max_s": latency_s,
+        "reward/repeated": float(repeated),
+    }
     return groups, metrics | judge_metrics(gather(judged)) | conversation_metrics(groups, all_calls.wait_s)
 
 

@@ -155,6 +155,13 @@ def test_messages_after_the_last_answer_are_left_out() -> None:
         ({"messages": [{"text": "a"}]}, CHAT, "message 1 must be {role"),
         ({"messages": TALK[:1]}, CHAT, "no message of the assistant"),
         ({"text": ""}, None, "must be text"),
+        ({"text": "a\ud83d"}, None, "column 'text' holds half of a character"),
+        ({"prompt": "a", "completion": "a\ud83d"}, None, "column 'completion' holds half of a character"),
+        (
+            {"messages": [{"role": "assistant", "content": "\ud83d"}]},
+            CHAT,
+            "column 'messages' holds half of a character",
+        ),
         ({"text": "a"}, None, None),
     ],
 )
@@ -167,6 +174,29 @@ def test_rows_that_cannot_be_learned_from_are_refused(row: dict, template: str |
     with pytest.raises(DataError, match=r"row 2 \(from 1\)") as error:
         validate_examples([good, row], made)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_system_and_suffix_that_do_not_fit_the_messages(column: str) -> None:
+    told = [{"role": "system", "content": "be kind"}]
+    rows = {
+        "messages": [{"messages": [*told, *TALK]}, {"messages": [*told, TALK[1], TALK[0]]}],
+        "prompt": [{"prompt": [*told, TALK[0]], "completion": "a"}, {"prompt": told, "completion": "a"}],
+    }[column]
+    with pytest.raises(DataError, match="has a system message already"):
+        validate_examples(rows[:1], encoder(CHAT, system="be brief"))
+    with pytest.raises(DataError, match=r"data.suffix goes to the last user message, but there is none"):
+        validate_examples(rows[1:], encoder(CHAT, suffix="!"))
+
+
+def test_every_order_of_roles_is_tried_before_the_run() -> None:
+    rows = [{"messages": TALK}, {"messages": [{"role": "tool", "content": "x"}, TALK[1]]}]
+    with pytest.raises(
+        DataError, match=r"row 2 \(from 1\): the tokenizer's chat template refuses a conversation of tool"
+    ):
+        validate_examples(
+            rows, encoder("{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}" + CHAT)
+        )
 
 
 def test_an_empty_set_is_refused() -> None:
@@ -214,7 +244,7 @@ def test_a_suffix_goes_to_the_question_that_is_answered() -> None:
     made = encoder(CHAT, suffix="!")
     more = [*TALK[:2], {"role": "user", "content": "bye"}]
     assert "(user:hi!<eos>" in text(one(made, {"messages": more}), made, False)
-    with pytest.raises(DataError, match=r"data.suffix could be added"):
+    with pytest.raises(DataError, match=r"data.suffix goes to the last user message"):
         one(made, {"messages": [{"role": "assistant", "content": "a"}]})
 
 

@@ -111,7 +111,24 @@ def test_csv_quote_that_never_ends(tmp_path: Path) -> None:
 
 def test_csv_header_must_name_each_column_once(tmp_path: Path) -> None:
     assert "'a' more than once" in refused(write(tmp_path / "a.csv", "a,b,a\n1,2,3\n"))
-    assert "column 2 of the header has no name" in refused(write(tmp_path / "b.csv", "a,,c\n1,2,3\n"))
+    assert "line 1: the header has no name for column 2" in refused(write(tmp_path / "b.csv", "a,,c\n1,2,3\n"))
+
+
+def test_a_csv_value_may_be_long_and_blank_lines_come_before_the_header(tmp_path: Path) -> None:
+    long = "a" * 200_000
+    path = write(tmp_path / "a.csv", f'\n\nprompt,answer\n"{long}",2\n')
+    assert read_rows(path) == [{"prompt": long, "answer": "2"}]
+
+
+def test_parquet_tables_that_make_no_rows_are_told(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), path)
+    assert "the table names 'prompt' more than once" in refused(path)
+    pq.write_table(pa.table({"prompt": pa.array([b"caf\xe9"]).view(pa.string())}), path)
+    assert "a value that Python has no form for: 'utf-8' codec" in refused(path)
+    pq.write_table(pa.table({"prompt": ["a"], "when": pa.array([2**60], type=pa.timestamp("ms"))}), path)
+    assert "a value that Python has no form for" in refused(path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])

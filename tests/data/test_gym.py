@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
+from trimtab.data import gym
 from trimtab.data.gym import _settings, load_reasoning_gym, score_reasoning_gym
 from trimtab.data.scoring import score_row
 from trimtab.errors import DataError
@@ -73,6 +74,25 @@ def test_composite_of_tasks() -> None:
     rows = load("composite", options={"datasets": specs})
     assert {row["rg_metadata"]["source_dataset"] for row in rows} == {"gcd", "lcm"}
     assert all(score_reasoning_gym(row["answer"], row) == 1.0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("boxnet", "[[1]]"), ("coin_flip", "1e999"), ("game_of_life", '{"a": 1}')]
+)
+def test_answer_that_a_verifier_trips_over_is_wrong(name: str, answer: str) -> None:
+    (row,) = load(name, limit=1)
+    assert score_row(answer, row) == 0.0
+
+
+def test_a_verifier_that_trips_over_the_right_answer_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+            raise KeyError("size")
+
+    (row,) = load("coin_flip", limit=1)
+    monkeypatch.setattr(gym, "_dataset", lambda *_: Broken())
+    with pytest.raises(KeyError):
+        score_row("0.5", row)
 
 
 def test_answer_that_a_verifier_cannot_parse_is_wrong() -> None:

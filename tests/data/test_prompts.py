@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +99,27 @@ def test_messages_need_a_template(data: Make, plain: Tokenizer, chat: Tokenizer)
 
 def test_what_the_template_refuses_is_a_data_error(data: Make, chat: Tokenizer) -> None:
     message = refused([{"prompt": [USER, {"role": "tool", "content": "x"}]}], data(), chat)
-    assert "train.jsonl: the tokenizer's chat template refuses a conversation of user, tool: no tools here" in message
+    assert (
+        "train.jsonl, row 1 (from 1): the tokenizer's chat template refuses a conversation of user, tool: no tools"
+        in message
+    )
+
+
+def test_every_order_of_roles_is_tried_before_the_run(data: Make, chat: Tokenizer) -> None:
+    rows = [{"prompt": [USER]}, {"prompt": [USER]}, {"prompt": [USER, {"role": "tool", "content": "x"}]}]
+    with pytest.raises(DataError, match=r"row 3 \(from 1\): the tokenizer's chat template refuses"):
+        validate_rows(rows, data(), chat, source_name="train.jsonl")
+
+
+def test_keys_that_a_table_gives_every_message_are_left_out(data: Make, chat: Tokenizer) -> None:
+    asks = copy.deepcopy(chat)
+    asks.chat_template = (
+        "{% for m in messages %}{{ m.tool_calls | length if 'tool_calls' in m else m.content }}{% endfor %}"
+    )
+    rows = [{"prompt": [{**USER, "tool_calls": None, "name": None}]}]
+    (prompt,) = build_prompts(rows, data(), asks, max_prompt_tokens=100, source_name="train.jsonl").prompts
+    assert asks.decode(prompt.tokens) == USER["content"]
+    assert prompt.prompt == [USER]
 
 
 def test_missing_column(data: Make, plain: Tokenizer) -> None:

@@ -177,6 +177,15 @@ def test_failures_have_a_kind_and_a_reason(hosts, fn: str, text: str, kind: str,
         assert "trimtab/environment/worker.py" not in failure.detail
 
 
+def test_numpy_is_seeded_where_an_environment_imports_it_in_a_call(hosts) -> None:
+    openings = set()
+    for _ in range(2):
+        host = hosts("Lazy", workers=1)
+        host.reset("a", host.seat(), 5, {})
+        openings.add(all_answers(host)["a"].opening)
+    assert len(openings) == 1
+
+
 def test_an_ended_conversation_is_closed_and_async_methods_are_awaited(hosts, tmp_path: Path) -> None:
     log = tmp_path / "log"
     host = hosts("Closes", workers=1)
@@ -203,6 +212,31 @@ def test_an_ended_conversation_is_closed_and_async_methods_are_awaited(hosts, tm
     result = all_answers(other)["a"]
     assert isinstance(result, Said)
     assert result.observation.reply == "<3>"
+
+
+def test_the_end_of_a_run_waits_for_conversations_to_be_closed(hosts, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    host = hosts("ClosesSlowly", workers=2)
+    seats = [host.seat() for _ in range(8)]
+    for number, seat in enumerate(seats):
+        host.reset(number, seat, 0, {"log": str(log)})
+    all_answers(host)
+    for seat in seats:
+        host.end(seat)
+    host.close()
+    assert log.read_text().splitlines() == ["closed"] * 8
+    host.close()
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_conversation_that_hangs(hosts, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("trimtab.environment.hosts.PATIENCE_S", 0.2)
+    host = hosts("Slow", workers=1, timeout_s=1000.0)
+    seat = host.seat()
+    host.reset("a", seat, 0, {"hang": 1})
+    all_answers(host)
+    host.step("a", seat, 0, "hang")
+    host.end(seat)
+    host.close()
 
 
 @pytest.mark.parametrize(

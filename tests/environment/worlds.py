@@ -39,6 +39,13 @@ class Chance(Echo):
         return trimtab.Observation(f"<{drawn}>", len(self.heard) > 3 or random.random() < 0.2, reward=random.random())
 
 
+class Lazy(Echo):
+    def reset(self, **columns: Any) -> str:
+        import numpy
+
+        return str(numpy.random.rand())  # noqa: NPY002 - as users write it
+
+
 class Moody(Echo):
     """Fails in every way there is, decided by what it is told."""
 
@@ -86,6 +93,12 @@ class Closes(Echo):
     def close(self) -> None:
         with open(self.log, "a") as file:
             file.write("closed\n")
+
+
+class ClosesSlowly(Closes):
+    def close(self) -> None:
+        time.sleep(0.05)
+        super().close()
 
 
 class Opens(Closes):

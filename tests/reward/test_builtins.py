@@ -151,3 +151,10 @@ def test_every_built_in_is_documented_and_runs_in_a_worker(scorer, group, local_
     one.submit(given_group)
     one.collect()
     assert given_group.trajectories[0].reward == (-0.25 if name == "length" else 1.0)
+
+
+@pytest.mark.parametrize("name", ["exact_match", "number_match", "math"])
+@pytest.mark.parametrize("gold", [None, float("nan"), ["42"], {"answer": "42"}])
+def test_a_row_without_one_answer_is_an_error_and_no_zero(name, gold):
+    with pytest.raises(RewardError, match="the row's answer"):
+        BUILTINS[name](["42"], answer=[gold])

@@ -139,3 +139,18 @@ def test_a_folder_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
     cache.put("a", 1.0)
     assert cache.get("a") == 1.0
     assert not (tmp_path / "run").exists()
+
+
+def test_a_judge_reads_a_conversation_whole() -> None:
+    turns = [{"role": "assistant", "content": "6*7?"}, {"role": "tool", "content": "42"}]
+    asked = [{"role": "user", "content": "q"}]
+    filled = Template("{prompt}|{completion}", set()).fill(
+        asked, [*turns, {"role": "assistant", "content": "It is 42"}], {}
+    )
+    assert filled == "q|assistant: 6*7?\n\ntool: 42\n\nassistant: It is 42"
+
+
+def test_a_message_that_only_calls_tools_has_no_text() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    asked = [{"role": "user", "content": "q"}, call]
+    assert Template("{prompt}|{completion}", set()).fill(asked, "x", {}) == "user: q\n\nassistant: |x"

@@ -65,6 +65,19 @@ def test_conversations_are_written_by_its_own_template(tmp_path: Path) -> None:
     assert plain == messages and made.score(["hi"], ["no"]) != plain
 
 
+def test_a_prompt_that_was_continued_is_one_answer(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+    made = Classifier(str(reward_model(tmp_path / "rm", template=template)), CPU, torch.float32)
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "y"}]
+    assert made.score([begun], ["o"]) == made.score([begun[:1]], ["yo"])
+
+
+def test_messages_that_it_has_no_template_for_are_told(tmp_path: Path) -> None:
+    made = Classifier(str(reward_model(tmp_path / "rm")), CPU, torch.float32)
+    (found,) = made.score([[{"role": "user", "content": "hi"}]], ["yo"])
+    assert isinstance(found, Failure) and "no chat template to write them" in str(found)
+
+
 def test_what_cannot_be_scored_is_a_failure_and_no_zero(tmp_path: Path) -> None:
     made = Classifier(str(reward_model(tmp_path / "rm")), CPU, torch.float32)
     empty, good, long = made.score(["a", "a", "a"], ["", "b", "b" * 300])

@@ -153,3 +153,20 @@ def test_close_is_final_and_an_abandoned_scorer_closes_itself(scorer, group):
     del abandoned
     gc.collect()
     assert len(psutil.Process().children(recursive=True)) == before
+
+
+def test_no_part_can_take_the_place_of_a_metric(scorer):
+    with pytest.raises(RewardError, match="Give the part 'mean' another `name`"):
+        scorer(RewardPart(fn="misbehave.py:score", name="mean"))
+
+
+def test_what_a_function_changes_is_one_samples_own(scorer, group):
+    def first_test(tests, prompts, **columns):  # type: ignore[no-untyped-def]
+        for messages in prompts:
+            messages.append({"role": "user", "content": "more"})
+        return [10 * test.pop(0) + len(messages) for test, messages in zip(tests, prompts)]
+
+    one = scorer(RewardPart(fn="object:first_test"), functions={"first_test": first_test})
+    asked = [{"role": "user", "content": "q"}]
+    assert scored(one, group("a", "b", "c", prompt=asked, tests=[1, 2, 3])) == [[12.0, 12.0, 12.0]]
+    assert len(asked) == 1

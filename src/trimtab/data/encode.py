@@ -58,13 +58,13 @@ class PromptEncoder:
         if isinstance(content, str):
             system = f"{self.data.system}\n\n" if self.data.system else ""
             return f"{system}{content}{self.data.suffix}"
-        messages = [dict(message) for message in content]
+        messages = [_said(message) for message in content]
         if self.data.suffix:
             last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
             messages[last_user]["content"] += self.data.suffix
         return [*self._system_message(), *messages]
 
-    def text(self, row: Row) -> str:
+    def text(self, id_: int, row: Row) -> str:
         """What the tokenizer reads."""
         content = row[self.data.prompt]
         if not self.templated:
@@ -72,13 +72,14 @@ class PromptEncoder:
             assert isinstance(shown, str), "messages need a chat template; validate_rows checks it"
             return shown
         if isinstance(content, str):
-            return self._render([*self._system_message(), {"role": "user", "content": content + self.data.suffix}])
-        return self._render(self.shown(row))  # type: ignore[arg-type]
+            asked = {"role": "user", "content": content + self.data.suffix}
+            return self._render(id_, [*self._system_message(), asked])
+        return self._render(id_, self.shown(row))  # type: ignore[arg-type]
 
     def encode(self, ids: Sequence[int], rows: Sequence[Row]) -> list[Prompt]:
         """One prompt a row, tokenised in one batch; `ids` are the rows' numbers."""
         encoded = self.tokenizer(
-            [self.text(row) for row in rows],
+            [self.text(*each) for each in zip(ids, rows, strict=True)],
             add_special_tokens=not self.templated,
             return_attention_mask=False,
             return_token_type_ids=False,
@@ -90,14 +91,16 @@ class PromptEncoder:
         if self._eos_appended and not self.templated:
             tokens = tokens[:-1]
         if not tokens:
-            raise DataError(f"{self.source_name}, row {id_ + 1} (from 1): the prompt {self.text(row)!r} has no tokens.")
+            raise DataError(
+                f"{self.source_name}, row {id_ + 1} (from 1): the prompt {self.text(id_, row)!r} has no tokens."
+            )
         columns = {name: value for name, value in row.items() if name != self.data.prompt}
         return Prompt(id_, self.shown(row), tokens, columns)
 
     def _system_message(self) -> list[Message]:
         return [{"role": "system", "content": self.data.system}] if self.data.system else []
 
-    def _render(self, messages: list[Message]) -> str:
+    def _render(self, id_: int, messages: list[Message]) -> str:
         """A conversation that ends with the assistant's turn is continued; any other is answered."""
         unfinished = messages[-1]["role"] == "assistant"
         try:
@@ -111,9 +114,16 @@ class PromptEncoder:
         except Exception as error:  # templates are foreign code: Gemma's, for one, refuses system messages
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"{self.source_name}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
+                f"{self.source_name}, row {id_ + 1} (from 1): the tokenizer's chat template refuses a conversation of {roles}: "
+                f"{error}"
             ) from error
         return rendered
+
+
+def _said(message: Message) -> Message:
+    """A message without empty keys: in a table every message has the keys of all, and templates that ask whether there are
+    `tool_calls` take an empty entry for some."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def _appends_eos(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trimtab.config.schema import Data
 from trimtab.config.sft import SftData
 from trimtab.data.encode import PromptEncoder
 from trimtab.data.files import Row
 from trimtab.data.pieces import AFTER_THE_END, Pieces
 from trimtab.data.prompt import Message
+from trimtab.data.prompts import one_of_each, roles_problem, text_problem
 from trimtab.data.stream import Encoder, Item
 from trimtab.data.suggest import did_you_mean
 from trimtab.errors import DataError
@@ -154,8 +156,8 @@ class ExampleEncoder:
         pieces: list[_Piece] = []
         written = ""
         for at in answers:
-            before, after = self._render(messages[:at], True), self._render(messages[: at + 1], False)
-            bare = self._render(messages[:at], False) if at else ""
+            before, after = self._render(number, messages[:at], True), self._render(number, messages[: at + 1], False)
+            bare = self._render(number, messages[:at], False) if at else ""
             # A generation prompt may hold more than an answer begins with (an opened thought): what both have is the prompt.
             shared = _common(before, after)
             if not shared.startswith(written) or len(shared) < len(_common(bare, before)):
@@ -185,15 +187,16 @@ class ExampleEncoder:
         first += len(messages) - last - 1  # a system message of data.system
         return messages, [at for at, m in enumerate(messages) if at >= first and m["role"] == "assistant"]
 
-    def _render(self, messages: list[Message], answer: bool) -> str:
+    def _render(self, number: int, messages: list[Message], answer: bool) -> str:
         if not messages:
             return ""
         try:
             text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
         except Exception as error:  # templates are foreign code
             roles = ", ".join(message["role"] for message in messages)
+            where = f"{self.source_name}, row {number + 1} (from 1)"
             raise DataError(
-                f"{self.source_name}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
+                f"{where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
             ) from error
         return text
 
@@ -205,14 +208,21 @@ def _common(one: str, two: str) -> str:
 
 
 def validate_examples(rows: Sequence[Row], encoder: Checking[Any]) -> None:
-    """Raises DataError at the first row that cannot be learned from; tokenises the first to try the template."""
+    """Raises DataError at the first row that cannot be learned from; one of every order of roles tries the template."""
     if not rows:
         raise DataError(f"{encoder.source_name} holds no rows. A data set needs at least one row.")
     for number, row in enumerate(rows, 1):
         problem = encoder.problem(row)
         if problem:
             raise DataError(f"{encoder.source_name}, row {number} (from 1): {problem}")
-    encoder.encode([0], [rows[0]])
+    for index in one_of_each(conversations(row) for row in rows):
+        encoder.encode([index], [rows[index]])
+
+
+def conversations(row: Row) -> list[Any]:
+    """Those of its columns that are messages."""
+    lists = [value for value in row.values() if isinstance(value, list)]
+    return [value for value in lists if all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)]
 
 
 def _problem(row: Row, encoder: ExampleEncoder) -> str:
@@ -220,9 +230,7 @@ def _problem(row: Row, encoder: ExampleEncoder) -> str:
     if data.messages in row:
         if isinstance(row[data.messages], list) and not encoder.templated:
             return NO_TEMPLATE
-        found = messages_problem(row[data.messages], data.messages)
-        asks = found or any(message["role"] == "user" for message in row[data.messages])
-        return found or ("" if asks or not data.suffix else "has no user message that data.suffix could be added to.")
+        return messages_problem(row[data.messages], data.messages, data)
     if data.prompt in row or data.completion in row:
         return completion_problem(row, encoder)
     if data.text not in row:
@@ -233,7 +241,9 @@ def _problem(row: Row, encoder: ExampleEncoder) -> str:
             f"columns are {columns}.{near} Name yours with data.messages, data.prompt and data.completion, or data.text."
         )
     text = row[data.text]
-    return "" if isinstance(text, str) and text else f"column {data.text!r} must be text, but is {text!r}."
+    if not isinstance(text, str) or not text:
+        return f"column {data.text!r} must be text, but is {text!r}."
+    return _broken(data.text, text)
 
 
 def completion_problem(row: Row, encoder: ExampleEncoder) -> str:
@@ -252,21 +262,33 @@ def completion_problem(row: Row, encoder: ExampleEncoder) -> str:
             return NO_TEMPLATE
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         answered = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        return messages_problem([*asked, *answered], data.completion)
-    return "" if answer else f"column {data.completion!r} is empty: there is nothing to learn."
+        return messages_problem([*asked, *answered], data.completion, data)
+    if not answer:
+        return f"column {data.completion!r} is empty: there is nothing to learn."
+    return _broken(data.prompt, prompt) or _broken(data.completion, answer)
 
 
-def messages_problem(messages: Any, column: str) -> str:
+def _broken(column: str, text: str) -> str:
+    found = text_problem(text)
+    return f"column {column!r} {found}" if found else ""
+
+
+def messages_problem(messages: Any, column: str, data: Data) -> str:
     if not isinstance(messages, list) or not messages:
         return f"column {column!r} must be a list of {{role, content}} messages, but is {messages!r}."
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"column {column!r}: message {number} must be {{role: ..., content: ...}}, but is {message!r}."
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            return f"column {column!r}: message {number} must have a string as its content, but has {message.get('content')!r}."
-    if all(message["role"] != "assistant" for message in messages):
+        content = message.get("content")
+        if not isinstance(content, str) and not message.get("tool_calls"):
+            return f"column {column!r}: message {number} must have a string as its content, but has {content!r}."
+        if isinstance(content, str) and (found := _broken(column, content)):
+            return found
+    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
         return f"column {column!r} has no message of the assistant: there is nothing to learn."
-    return ""
+    wrong = roles_problem([message["role"] for message in messages[: answers[-1] + 1]], data)
+    return f"column {column!r}: {wrong}" if wrong else ""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ _BOM = b"\xef\xbb\xbf"
 
 
 MARKED = 1000
+LONGEST_FIELD = 2**31 - 1
+"""Characters of one value in a CSV file."""
 
 
 def mark_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -87,12 +89,13 @@ def read_json(path: Path) -> Iterator[Row]:
 
 def read_csv(path: Path) -> Iterator[Row]:
     """Comma-separated values under a header line; every value is a string."""
+    csv.field_size_limit(LONGEST_FIELD)  # Python's own is 131,072 characters, less than a long prompt has
     reader = csv.reader((line for _, line in _lines(path)), strict=True)
     try:
-        header = next(reader, None)
+        header = next((fields for fields in reader if fields), None)
         if header is None:
             return
-        _check_header(path, header)
+        _check_header(f"{path}, line {reader.line_num}: the header", header)
         for fields in reader:
             if not fields:
                 continue
@@ -115,10 +118,13 @@ def read_parquet(path: Path) -> Iterator[Row]:
         raise DataError(f"Reading {path} needs pyarrow: pip install 'trimtab[data]'.") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
+            _check_header(f"{path}: the table", table.schema_arrow.names)
             for batch in table.iter_batches():
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a time beyond the year 9999
+        raise DataError(f"{path} holds a value that Python has no form for: {error}") from error
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -151,12 +157,12 @@ def _row(row: Any, where: str) -> Row:
     return row
 
 
-def _check_header(path: Path, header: list[str]) -> None:
-    if "" in header:
-        raise DataError(f"{path}, line 1: column {header.index('') + 1} of the header has no name.")
-    twice = sorted({name for name in header if header.count(name) > 1})
+def _check_header(what: str, names: list[str]) -> None:
+    if "" in names:
+        raise DataError(f"{what} has no name for column {names.index('') + 1}.")
+    twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise DataError(f"{path}, line 1: the header names {', '.join(map(repr, twice))} more than once.")
+        raise DataError(f"{what} names {', '.join(map(repr, twice))} more than once.")
 
 
 def _beginning(line: str, width: int = 80) -> str:

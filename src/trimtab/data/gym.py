@@ -72,7 +72,8 @@ def load_reasoning_gym(
 def score_reasoning_gym(completion: str, row: Mapping[str, Any]) -> float:
     """The task's own score (0..1) of what stands in the last <answer> tag, or of the whole completion if there is none.
 
-    Some verifiers raise ValueError on text that they cannot parse; such an answer is wrong, so it scores 0.
+    Some verifiers raise an error on text that they cannot parse; such an answer is wrong, so it scores 0. One that raises on the
+    right answer, too, is out of order: that is an error.
     """
     tagged = _ANSWER_TAG.findall(completion)
     answer = (tagged[-1] if tagged else completion).strip()
@@ -80,7 +81,8 @@ def score_reasoning_gym(completion: str, row: Mapping[str, Any]) -> float:
     dataset = _dataset(row["rg_task"], json.dumps(row["rg_options"], sort_keys=True))
     try:
         return float(dataset.score_answer(answer=answer, entry=entry))
-    except ValueError:
+    except Exception:
+        dataset.score_answer(answer=row["answer"], entry=entry)
         return 0.0
 
 

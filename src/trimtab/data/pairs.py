@@ -94,7 +94,7 @@ class PairEncoder:
             if "messages" in example:
                 given = example["messages"]
                 bare = isinstance(given, list) and not self._answers.templated
-                found = NO_TEMPLATE if bare else messages_problem(given, side)
+                found = NO_TEMPLATE if bare else messages_problem(given, side, data)
             else:
                 found = completion_problem(example, self._answers).replace("'completion'", repr(side))
             if found:

@@ -1,7 +1,8 @@
 """Valid rows, and the prompts made of them.
 
 `validate_rows` checks columns, types and messages of every row before anything expensive starts, and tries the chat
-template on the first; only a later conversation that the template refuses can still fail, when it is tokenised.
+template on one conversation of every order of roles; one that the template refuses for another reason can still fail,
+when it is tokenised.
 `build_prompts` tokenises a whole set at once, for evaluation; training reads a PromptStream. Prompts that are too long
 are left out and counted, never cut.
 """
@@ -9,7 +10,7 @@ are left out and counted, never cut.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ def all_too_long(source_name: str, count: int, longest: int, limit: int) -> Data
 def validate_rows(
     rows: Sequence[Row], data: Data, tokenizer: PreTrainedTokenizerBase, *, source_name: str, tools: Tools = ()
 ) -> None:
-    """Raises DataError at the first row that cannot become a prompt; tokenises only one, to try the chat template."""
+    """Raises DataError at the first row that cannot become a prompt; tokenises only what tries the chat template."""
     if not rows:
         raise DataError(f"{source_name} holds no rows. A data set needs at least one row.")
     encoder = PromptEncoder(data, tokenizer, source_name, tools)
@@ -103,21 +104,29 @@ def validate_rows(
     if not isinstance(rows[0][data.prompt], str) and not encoder.templated:
         raise _no_template(data, source_name)
     empty = next((i for i, row in enumerate(rows) if row[data.prompt] == ""), 0)
-    for index in {0, empty}:
+    for index in sorted({0, empty, *one_of_each([row[data.prompt]] for row in rows)}):
         encoder.encode([index], [rows[index]])
+
+
+def one_of_each(conversations: Iterable[Iterable[Any]]) -> list[int]:
+    """The first row of every order of roles: it is by their order that templates refuse conversations."""
+    found: dict[tuple[tuple[str, ...], ...], int] = {}
+    for index, row in enumerate(conversations):
+        found.setdefault(tuple(tuple(m["role"] for m in value) for value in row if isinstance(value, list)), index)
+    return list(found.values())
 
 
 def _problem(content: Any, data: Data) -> str:
     """What is wrong with a prompt, or nothing."""
     if isinstance(content, str):
-        return _text_problem(content)
+        return text_problem(content)
     if not isinstance(content, list):
         what = "nothing (null)" if content is None else f"{content!r}, of type {type(content).__name__}"
         return f"must be a string or a list of {{role, content}} messages, but is {what}."
     if not content:
         return "holds an empty list of messages."
     problems = (_message_problem(message, number) for number, message in enumerate(content, 1))
-    return next(filter(None, problems), "") or _roles_problem([message["role"] for message in content], data)
+    return next(filter(None, problems), "") or roles_problem([message["role"] for message in content], data)
 
 
 def _message_problem(message: Any, number: int) -> str:
@@ -125,13 +134,13 @@ def _message_problem(message: Any, number: int) -> str:
         return f"message {number} must be {{role: ..., content: ...}}, but is {message!r}."
     content = message.get("content")
     if isinstance(content, str):
-        return _text_problem(content)
+        return text_problem(content)
     if content is None and message.get("tool_calls") and message["role"] != "user":
         return ""
     return f"message {number} (role {message['role']}) must have a string as its content, but has {content!r}."
 
 
-def _roles_problem(roles: list[str], data: Data) -> str:
+def roles_problem(roles: list[str], data: Data) -> str:
     if data.suffix and "user" not in roles:
         return "data.suffix goes to the last user message, but there is none."
     if data.system and "system" in roles:
@@ -139,7 +148,7 @@ def _roles_problem(roles: list[str], data: Data) -> str:
     return ""
 
 
-def _text_problem(text: str) -> str:
+def text_problem(text: str) -> str:
     """JSON can hold half of a character (a lone surrogate), which no tokenizer accepts."""
     if text.isascii():
         return ""

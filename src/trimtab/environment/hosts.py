@@ -4,12 +4,16 @@ Guarantees:
 - Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the crew breaks.
 - A conversation stays in the process that began it. Should that process end, because another conversation hung or crashed there,
   it goes on in another from the copy that was kept after its last turn; where there is no copy it fails, and says so.
+- A conversation that has ended is closed in its process, also at the end of the run, unless that hangs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +30,8 @@ from trimtab.reward.process import SLICE_S
 from trimtab.reward.source import Source, locate_object, nearest
 from trimtab.reward.wire import Failure
 
+PATIENCE_S = 20.0
+"""How long the end of a run waits for a conversation to be closed."""
 LOST = (
     "lost its state: the process that held it has ended, because another completion hung or crashed there. An environment whose "
     "attributes can be pickled would have gone on"
@@ -104,6 +110,9 @@ class Hosts:
         self._keys = 0
         self._open = 0
         """Calls that are not answered yet."""
+        self._closing = 0
+        """Conversations that are over and not closed yet."""
+        self._changed = threading.Condition()
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise where `reset` needs a column that the rows do not have."""
@@ -127,8 +136,15 @@ class Hosts:
     def end(self, seat: Seat) -> None:
         """The conversation is over: its instance is closed and forgotten. How that ends is nobody's business any more."""
         if seat.home is not None:
-            self._crew.call(Call(Close(seat.key), self.settings.timeout_s, lambda reply: None, seat.home))
+            with self._changed:
+                self._closing += 1
+            self._crew.call(Call(Close(seat.key), self.settings.timeout_s, self._closed, seat.home))
             seat.home = seat.copy = None
+
+    def _closed(self, reply: Reply) -> None:
+        with self._changed:
+            self._closing -= 1
+            self._changed.notify_all()
 
     def ready(self) -> list[Answer]:
         """Answers that are there."""
@@ -156,7 +172,17 @@ class Hosts:
             pass
 
     def close(self) -> None:
-        self._crew.close()
+        """End the workers, when they have closed the conversations that are over: what an instance holds outside its process, a
+        container say, would be left behind. One that hangs is not waited for longer than `PATIENCE_S`."""
+        deadline = time.monotonic() + PATIENCE_S
+        try:
+            with self._changed, contextlib.suppress(EnvError, RuntimeError):
+                while self._closing and time.monotonic() < deadline:
+                    self._crew.raise_if_broken()
+                    if self._changed.wait(SLICE_S):
+                        deadline = time.monotonic() + PATIENCE_S
+        finally:
+            self._crew.close()
 
     def _call(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
         self._open += 1

@@ -3,7 +3,7 @@
 Guarantees, besides those of a reward worker (reward/worker.py):
 - Each conversation has an instance of its own, which stays here from its reset to its close.
 - What is sent back holds only text, numbers and the pickled copy of an instance: whatever user code returns is checked here.
-- The `random` module, and numpy's where it is loaded, are seeded before every call from the conversation and its turn, so that
+- The `random` module and numpy's are seeded before every call from the conversation and its turn, so that
   what they give depends neither on which worker calls nor on what it called before.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import numpy  # here, for an environment may import it in the middle of a call, when it is too late to seed it
 
 from trimtab.environment.observation import Refused, checked_observation, checked_opening
 from trimtab.environment.tools import ToolBox
@@ -168,8 +169,7 @@ def finished(result: Any) -> Any:
 
 def seed_all(seed: int) -> None:
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+    numpy.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - the generator that users' code shares
 
 
 def signature(

@@ -51,7 +51,7 @@ def _gold_number(value: Any) -> Decimal:
         gold = answer_number(value) if isinstance(value, str) else Decimal(str(value))
     except InvalidOperation:
         gold = None
-    if gold is None:
+    if gold is None or not gold.is_finite():
         raise RewardError(f"the row's answer holds no number: {str(value)[:80]!r}")
     return gold
 
@@ -64,6 +64,13 @@ def _golds(columns: dict[str, Any], column: str, count: int) -> Sequence[Any]:
     return []
 
 
+def _gold_text(value: Any) -> str:
+    """Nothing, or several answers, would be text that no completion has: every one would score 0, and no failure show it."""
+    if value is None or value != value or isinstance(value, list | tuple | dict | set):
+        raise RewardError(f"the row's answer is {str(value)[:80]}; it must be one text or number")
+    return str(value)
+
+
 def exact_match(
     completions: list[Any], *, column: str = "answer", strip: bool = True, ignore_case: bool = False, **columns: Any
 ) -> Rewards:
@@ -73,8 +80,8 @@ def exact_match(
         text = text.strip() if strip else text
         return text.casefold() if ignore_case else text
 
-    golds = _golds(columns, column, len(completions))
-    return [float(normal(text_of(c)) == normal(str(gold))) for c, gold in zip(completions, golds)]
+    golds = [normal(_gold_text(gold)) for gold in _golds(columns, column, len(completions))]
+    return [float(normal(text_of(c)) == gold) for c, gold in zip(completions, golds)]
 
 
 def number_match(completions: list[Any], *, column: str = "answer", strict: bool = False, **columns: Any) -> Rewards:
@@ -128,7 +135,7 @@ def math(completions: list[Any], *, column: str = "answer", **columns: Any) -> R
         return math_verify.parse(text, parsing_timeout=None)
 
     def parse_gold(value: Any) -> list[Any]:
-        text = str(value).rpartition("####")[2].strip()
+        text = _gold_text(value).rpartition("####")[2].strip()
         # Bare LaTeX, as most data sets have it, parses only inside dollars.
         gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$") or parse(text)
         if not gold:

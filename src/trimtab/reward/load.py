@@ -8,6 +8,7 @@ instead: an unknown built-in, a missing file, module or function, a syntax error
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments that every call offers, besides the row's columns."""
 PLAYED = ("turns", "environment_reward")
 """Those that calls offer besides where there is an environment."""
+FIXED = (str, int, float, bytes, type(None))
+"""Types whose values cannot be changed."""
 ENVIRONMENT = "environment"
 """Names what the environment itself gave."""
 
@@ -39,7 +42,16 @@ class Function:
         arguments = {**offered, **self.args}
         if self.accepts is not None:
             arguments = {key: value for key, value in arguments.items() if key in self.accepts}
-        return self.call(**arguments)
+        return self.call(**{key: value if key in self.args else apart(value) for key, value in arguments.items()})
+
+
+def apart(values: list[Any]) -> list[Any]:
+    """Each sample's own copy of what the samples of a prompt have in common: a function that pops a test, or adds to messages,
+    would otherwise do so for the samples after it."""
+    if len(values) < 2 or isinstance(values[0], FIXED) or any(value is not values[0] for value in values):
+        return values
+    copy = pickle.dumps(values[0])
+    return [values[0], *(pickle.loads(copy) for _ in values[1:])]
 
 
 def locate(fn: str, base_dir: Path, functions: Mapping[str, Callable[..., Any]]) -> Source:

@@ -32,6 +32,10 @@ from trimtab.reward.wire import Cell, Failure
 
 MODEL = "model:"
 TOKENS = 8192
+NO_TEMPLATE_HERE = (
+    "the prompt is messages, but the reward model's tokenizer has no chat template to write them. Make the prompts strings, or "
+    "give the reward model's folder a tokenizer with a template"
+)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest distance between a score packed and alone, relative to 1 + its size."""
 
@@ -93,10 +97,15 @@ class Classifier:
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         if not text:
             return Failure("invalid", "the completion is empty, so a reward model has nothing to score")
+        if not isinstance(prompt, str):
+            if not self._encoder.templated:
+                return Failure("invalid", NO_TEMPLATE_HERE)
+            if prompt[-1]["role"] == "assistant":  # it was continued: what both say is one answer
+                prompt, text = prompt[:-1], (prompt[-1].get("content") or "") + text
         try:
             tokens = self._encoder.encode([0], [{"prompt": prompt, "completion": text}])[0].tokens
         except DataError as error:
-            return Failure("invalid", str(error))
+            return Failure("invalid", str(error).replace(", row 1 (from 1)", ""))  # it is of no data set
         if len(tokens) > self._context:
             return Failure("invalid", f"{len(tokens)} tokens exceed the reward model's context of {self._context}")
         return tokens

@@ -35,11 +35,16 @@ from trimtab.reward.pool import Pool, Request
 from trimtab.reward.process import SLICE_S
 from trimtab.reward.source import nearest
 from trimtab.reward.wire import Cell, Failure, Tally
+from trimtab.reward.worker import checked_entry
 
 if TYPE_CHECKING:
     from trimtab.config.schema import RewardPart
     from trimtab.reward.models import ModelDesk
     from trimtab.rollout.trajectory import Group, Trajectory
+
+
+MEASURED = frozenset(("mean", "std", "zero_std_groups", "failed", "latency_max_s", "repeated"))
+"""Names under reward/ that Trimtab's own metrics have: a part of that name would take their place."""
 
 
 class Doer(Protocol):
@@ -105,6 +110,10 @@ class Scorer:
         twice = [name for name, count in Counter(self.names).items() if count > 1]
         if twice:
             raise RewardError(f"reward: {twice[0]!r} names more than one part. Give each its own `name`")
+        for name in MEASURED.intersection(self.names):
+            raise RewardError(
+                f"reward: reward/{name} is a metric of all parts together. Give the part {name!r} another `name`"
+            )
         self.stats = Stats()
         """What the last `collect` came to."""
         self.failures: Counter[str] = Counter()
@@ -214,7 +223,8 @@ class Earned:
         self.needs: list[frozenset[str]] = [frozenset()] * parts
 
     def call(self, request: Request) -> None:
-        request.reply(Reply(list(request.arguments()["environment_reward"]), 0.0))
+        given = request.arguments()["environment_reward"]
+        request.reply(Reply([checked_entry(value) for value in given], 0.0))  # the sum may be more than float32 holds
 
     def raise_if_broken(self) -> None:
         pass

@@ -9,5 +9,5 @@ def text_of(completion: Any) -> str:
     """The text of a completion, plain or as messages."""
     if isinstance(completion, str):
         return completion
-    content = completion[-1]["content"]
+    content = completion[-1].get("content")  # a message that only calls tools may have none
     return content if isinstance(content, str) else "".join(piece.get("text", "") for piece in content or ())

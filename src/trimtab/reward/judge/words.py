@@ -56,7 +56,7 @@ class Template:
 
     def fill(self, prompt: Any, completion: Any, row: Mapping[str, Any]) -> str:
         """In one pass: braces in what is put in are not looked at again. A RewardError where the row lacks a value."""
-        values = {"prompt": prompt_text(prompt), "completion": text_of(completion)}
+        values = {"prompt": whole_text(prompt), "completion": whole_text(completion)}
         for name in self.columns:
             if row.get(name) is None:
                 raise RewardError(f"the row has nothing in its column {name!r}, which the judge's prompt names")
@@ -64,13 +64,13 @@ class Template:
         return FIELD.sub(lambda match: values[match[1]], self.text)
 
 
-def prompt_text(prompt: Any) -> str:
-    """A prompt of one message is its text; a longer conversation has each speaker's name in front."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return text_of(prompt)
-    return "\n\n".join(f"{message['role']}: {text_of([message])}" for message in prompt)
+def whole_text(said: Any) -> str:
+    """One message is its text; a longer conversation has each speaker's name in front."""
+    if isinstance(said, str):
+        return said
+    if len(said) == 1:
+        return text_of(said)
+    return "\n\n".join(f"{message['role']}: {text_of([message])}" for message in said)
 
 
 def read_score(answer: str, scale: tuple[float, float], pattern: regex.Pattern[str] | None) -> float | None:
