@@ -6,7 +6,7 @@ Every mistake that can be told from the name alone is told before any weight is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,11 @@ def _make_savable(model: Any) -> None:
             generation.validate(strict=True)
         except ValueError:
             generation.do_sample = True
+
+
+def building(model: Model, config: Any) -> AbstractContextManager[None]:
+    """One ModelError for whatever an architecture's own code raises where it is built from a config."""
+    return _failing(f"model.path: a {config.model_type} model cannot be built from the config of {model.path!r}")
 
 
 @contextmanager

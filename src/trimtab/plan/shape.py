@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.errors import ModelError
+from trimtab.model.context import context_of
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", kind in ("gemma2", "gemma3_text"))),
         blocks=tuple(_block(config, kind, index) for index in range(count)),
         other=hidden,
-        context=int(config.get("max_position_embeddings") or 2**31),
+        context=context_of(config),
     )
 
 
@@ -280,9 +281,9 @@ def shape_of_model(model: Any) -> ModelShape:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     blocks = []
-    for layer in layers:
+    for index, layer in enumerate(layers):
         count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
-        blocks.append(Block(heads, kv_heads, size, size, width, count, count))
-    context = int(getattr(text, "max_position_embeddings", None) or 2**31)
-    shape = ModelShape(text.model_type, text.hidden_size, text.vocab_size, tied, tuple(blocks), 0, context)
+        own_width = width[index] if isinstance(width, Sequence) else width
+        blocks.append(Block(heads, kv_heads, size, size, own_width, count, count))
+    shape = ModelShape(text.model_type, text.hidden_size, text.vocab_size, tied, tuple(blocks), 0, context_of(text))
     return replace(shape, other=total - shape.parameters)

@@ -92,17 +92,14 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     elif (known := _well_known(path)) is not None:
         return read_shape(known)
     from trimtab.config.schema import Model
-    from trimtab.model.load import load_config
+    from trimtab.model.load import building, load_config
+    from trimtab.model.policy import refuse_other_layers
 
-    read = load_config(Model(path=path, trust_remote_code=trust_remote_code))
-    try:
+    model = Model(path=path, trust_remote_code=trust_remote_code)
+    refuse_other_layers(model)
+    read = load_config(model)
+    with building(model, read):
         return measured_shape(read)
-    except Exception as error:  # whatever an architecture's own code raises
-        lines = str(error).strip().splitlines() or ["no message"]
-        raise ModelError(
-            f"model.path: a {read.model_type} model cannot be built from the config of {path!r}: "
-            f"{type(error).__name__}: {lines[0].rstrip('.:')}."
-        ) from error
 
 
 def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:

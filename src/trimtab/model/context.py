@@ -1,0 +1,27 @@
+"""How long a sequence a model can read, from its config alone: a Hugging Face config or the dict of a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LONGROPE = ("longrope", "su")
+
+
+def context_of(config: Any) -> int:
+    """Tokens of the longest sequence that the text model of this config is used for.
+
+    With longrope that is the length before the rotation is stretched. From the first sequence beyond it on, transformers turns
+    the tokens of all sequences of a pass otherwise: what a sequence gives would depend on what else is in flight.
+    """
+    read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    context = int(read("max_position_embeddings") or 2**31)
+    rotation = read("rope_parameters") or read("rope_scaling") or {}
+    kinds = [
+        part for part in (rotation, *rotation.values()) if isinstance(part, Mapping)
+    ]  # one, or one a kind of layer
+    stretched = [part for part in kinds if part.get("rope_type", part.get("type")) in LONGROPE]
+    before = [
+        part.get("original_max_position_embeddings") or read("original_max_position_embeddings") for part in stretched
+    ]
+    return min([context, *(int(tokens) for tokens in before if tokens)])
