@@ -82,6 +82,15 @@ def test_layers_of_different_widths_are_measured() -> None:
     assert sum(shape.kinds.values()) == 3
 
 
+def test_layers_of_different_heads_are_measured() -> None:
+    """Gemma 4: the config as a whole does not tell its head size."""
+    config = AutoConfig.for_model(
+        "gemma4_text", **BASE, head_dim=8, global_head_dim=16, hidden_size_per_layer_input=4, vocab_size_per_layer_input=50,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], sliding_window=5,
+    )  # fmt: skip
+    assert [block.head_size for block in measured_shape(config).blocks] == [8, 8, 16]
+
+
 def test_a_config_that_says_too_little_is_refused() -> None:
     with pytest.raises(ModelError, match="hidden_size, num_hidden_layers"):
         read_shape({"model_type": "llama", "num_attention_heads": 4, "vocab_size": 10})

@@ -1,4 +1,4 @@
-"""How long a sequence a model can read, from its config alone: a Hugging Face config or the dict of a config.json."""
+"""What a config says of sequences and of layers, where there is more than one place to look."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LONGROPE = ("longrope", "su")
 
 
 def context_of(config: Any) -> int:
-    """Tokens of the longest sequence that the text model of this config is used for.
+    """Tokens of the longest sequence that a text model is used for, by its config or by the dict of its config.json.
 
     With longrope that is the length before the rotation is stretched. From the first sequence beyond it on, transformers turns
     the tokens of all sequences of a pass otherwise: what a sequence gives would depend on what else is in flight.
@@ -25,3 +25,8 @@ def context_of(config: Any) -> int:
         part.get("original_max_position_embeddings") or read("original_max_position_embeddings") for part in stretched
     ]
     return min([context, *(int(tokens) for tokens in before if tokens)])
+
+
+def config_of_layer(config: Any, index: int) -> Any:
+    """The config as a layer sees it: sizes may differ from layer to layer, and the whole config does not tell them then."""
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config

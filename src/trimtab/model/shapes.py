@@ -13,6 +13,7 @@ import torch
 
 from trimtab.errors import ModelError
 from trimtab.model.attention import Rules
+from trimtab.model.context import config_of_layer
 from trimtab.model.packed import PackedPlan
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def _refuse_silent_layers(policy: Policy, shapes: dict[int, LayerShape]) -> None
     if len(shapes) < layers:
         raise ModelError(f"{layers - len(shapes)} of its {layers} layers do not use it")
     kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None) or policy.context_tokens
+    windows = [getattr(config_of_layer(config, index), "sliding_window", None) for index in range(layers)]
+    window = min((window for window in windows if window), default=policy.context_tokens)
     used = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
     if used and window < policy.context_tokens and all(shape.rules.window is None for shape in shapes.values()):
         raise ModelError(f"its layers see {window} tokens back and do not say so")
