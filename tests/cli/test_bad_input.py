@@ -277,3 +277,31 @@ def test_a_model_of_another_kind(refused, broken_model: Path) -> None:
     }
     T5Config().save_pretrained(broken_model)
     assert "'model' is a t5 model, not a causal language model" in refused("--dry-run")
+
+
+def test_verdicts_on_a_known_family_are_the_same_in_a_plan(refused, broken_model: Path) -> None:
+    """A text model inside another, layers of another kind, quantised weights: the family alone does not tell."""
+    file = broken_model / "config.json"
+    plain = json.loads(file.read_text())
+    for changed, told in [
+        ({"model_type": "llava", "text_config": plain}, "'model' is a llava model, not a causal language model"),
+        (
+            {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+            "has layers of kind linear_attention",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'model' holds quantised weights"),
+    ]:
+        file.write_text(json.dumps(plain | changed))
+        for arguments, command in ((), "plan"), (("--dry-run",), "train"), ((), "train"):
+            assert told in refused(*arguments, command=command)
+
+
+def test_a_missing_shard_is_told_before_any_is_read(refused, broken_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(broken_model)
+    (broken_model / "model.safetensors").unlink()
+    model.save_pretrained(broken_model, max_shard_size="20KB")
+    lost = sorted(broken_model.glob("*.safetensors"))[1]
+    lost.unlink()
+    assert f"files of weights, such as {lost.name}. Download it again" in refused("--dry-run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
 LONGROPE = ("longrope", "su")
 
 

@@ -17,6 +17,7 @@ from trimtab.config.load import AnyConfig, Offline
 from trimtab.config.reward_model import PairLearn, RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
+from trimtab.model.context import SERVED_LAYERS
 from trimtab.plan.job import Job
 from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
 
@@ -81,8 +82,8 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     """The shape of the model that `model.path` names."""
     config = _config_json(path)
     if config is not None:
-        kind = (config.get("text_config") or config).get("model_type")
-        if kind in FAMILIES:
+        kind = config.get("model_type")
+        if kind in FAMILIES and not _unusual(config):
             try:
                 return read_shape(config)
             except (ArithmeticError, KeyError, TypeError, ValueError) as error:
@@ -100,6 +101,12 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     read = load_config(model)
     with building(model, read):
         return measured_shape(read)
+
+
+def _unusual(config: dict[str, Any]) -> bool:
+    """A run may refuse it, though its family is known: transformers is asked then."""
+    other_layers = set(config.get("layer_types") or []) - SERVED_LAYERS
+    return bool(config.get("text_config") or config.get("quantization_config") or other_layers)
 
 
 def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
