@@ -216,6 +216,18 @@ def test_a_tokenizer_with_more_words_than_the_model(refused, broken_model: Path)
     )
 
 
+def test_a_chat_template_with_words_that_have_no_embedding(refused, broken_model: Path) -> None:
+    """Added to the tokenizer, while the model's embedding was left as it was."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(broken_model)
+    tokenizer.add_tokens(["<|turn|>", "<|unused|>"])
+    tokenizer.chat_template = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(broken_model)
+    message = refused("--dry-run")
+    assert "prompts would hold '<|turn|>', which 'model' has no embedding for" in message
+
+
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_tokenizer_that_knows_no_words(refused, here: Path, config: dict[str, Any], command: str) -> None:
     """As transformers makes one of the name of an architecture alone, where a GPT-2's folder has no tokenizer files."""

@@ -148,6 +148,13 @@ def _refuse_more_words(tokenizer: Any, model: Model, key: str) -> None:
             f"{key}: the tokenizer has {tokenizer.vocab_size} tokens, and {model.path!r} knows {words}. Name the tokenizer that "
             "it was trained with in model.tokenizer."
         )
+    written = f"{tokenizer.chat_template or ''}{tokenizer.bos_token or ''}"
+    lacking = [word for word, number in tokenizer.get_added_vocab().items() if number >= words and word in written]
+    if lacking:
+        raise ModelError(
+            f"{key}: prompts would hold {', '.join(map(repr, lacking))}, which {model.path!r} has no embedding for: it knows "
+            f"{words} tokens. Resize its embedding (resize_token_embeddings) and save it, or name its own tokenizer."
+        )
 
 
 def load_config(model: Model) -> Any:
