@@ -49,8 +49,9 @@ from trimtab.endings import end_step, note_outcome, where_it_stands
 from trimtab.errors import ConfigError, Problem, TrimtabError
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
+from trimtab.model.context import context_of
 from trimtab.model.load import load_config, load_tokenizer, refuse_without_weights
-from trimtab.model.policy import Policy
+from trimtab.model.policy import Policy, refuse_other_layers
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
 from trimtab.observe.host import HostWatch
@@ -183,6 +184,7 @@ def check(stage: Stage, config: Offline, inputs: Inputs, *, resume: bool) -> Che
     limit = _limit(config)
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
+    refuse_other_layers(config.model)
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model)
@@ -420,8 +422,7 @@ def as_learn(learn: SftLearn | PairLearn, per_step: int) -> Learn:
 
 def _limit(config: Offline) -> int:
     """Tokens of the longest example that the model can read."""
-    architecture = load_config(config.model).get_text_config()
-    context = int(getattr(architecture, "max_position_embeddings", None) or 2**31)
+    context = context_of(load_config(config.model).get_text_config())
     asked = config.learn.max_tokens
     if asked is not None and asked > context:
         what = f"{asked} tokens exceed the model's context of {context}"

@@ -46,7 +46,7 @@ from trimtab.model.load import (
     stop_token_ids,
 )
 from trimtab.model.memory import free
-from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
+from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters, refuse_other_layers
 from trimtab.observe.card import StartCard, rollout_batch
 from trimtab.observe.console import Console
 from trimtab.observe.host import HostWatch
@@ -174,6 +174,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     tokenizer, limit = read_tokenizer(config)
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
+    refuse_other_layers(config.model)
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
         stack.callback(hosts.close)

@@ -16,6 +16,7 @@ from trimtab.data.suggest import did_you_mean
 from trimtab.environment.hosts import Hosts, locate_environment
 from trimtab.environment.replies import ReplyEncoder, refuse_hidden_tools
 from trimtab.errors import ConfigError, DataError, ModelError, Problem
+from trimtab.model.context import context_of
 from trimtab.model.load import load_config, load_tokenizer, written_words
 from trimtab.observe.task_names import MOST_TASKS
 from trimtab.observe.tasks import Tasks
@@ -129,8 +130,7 @@ def read_tokenizer(config: Config) -> tuple[Any, int]:
 
 def prompt_limit(config: Config) -> int:
     """Longest prompt that leaves room for a completion in the model's context."""
-    architecture = load_config(config.model).get_text_config()
-    context = int(getattr(architecture, "max_position_embeddings", None) or 2**31)
+    context = context_of(load_config(config.model).get_text_config())
     new = {"learn.max_new_tokens": config.learn.max_new_tokens, "eval.max_new_tokens": config.eval.max_new_tokens or 0}
     most = max(new.values())
     problems = [
@@ -301,7 +301,7 @@ def refuse_other_critic(config: Config, work: Work) -> None:
     if mine and theirs and mine != theirs:
         what = f"{path} has another tokenizer than the policy: the same number would be another word to it"
         raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
-    context = int(getattr(read, "max_position_embeddings", None) or 2**31)
+    context = context_of(read)
     longest = work.train.longest + config.learn.max_new_tokens
     if context < longest:
         what = f"{path} reads {context} tokens, and sequences have up to {longest}"

@@ -216,6 +216,18 @@ def test_a_tokenizer_with_more_words_than_the_model(refused, broken_model: Path)
     )
 
 
+def test_a_chat_template_with_words_that_have_no_embedding(refused, broken_model: Path) -> None:
+    """Added to the tokenizer, while the model's embedding was left as it was."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(broken_model)
+    tokenizer.add_tokens(["<|turn|>", "<|unused|>"])
+    tokenizer.chat_template = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(broken_model)
+    message = refused("--dry-run")
+    assert "prompts would hold '<|turn|>', which 'model' has no embedding for" in message
+
+
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_tokenizer_that_knows_no_words(refused, here: Path, config: dict[str, Any], command: str) -> None:
     """As transformers makes one of the name of an architecture alone, where a GPT-2's folder has no tokenizer files."""
@@ -271,6 +283,37 @@ def test_a_model_of_another_kind(refused, broken_model: Path) -> None:
 
     small = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertForMaskedLM(BertConfig(**small, intermediate_size=32, initializer_range=0.5)).save_pretrained(broken_model)
-    assert "BertLMHeadModel" in refused()
+    told = {refused(), refused("--dry-run"), refused(command="plan")}
+    assert told == {
+        "BertLMHeadModel cannot run through Trimtab's attention: its tokens see those that come after them."
+    }
     T5Config().save_pretrained(broken_model)
     assert "'model' is a t5 model, not a causal language model" in refused("--dry-run")
+
+
+def test_verdicts_on_a_known_family_are_the_same_in_a_plan(refused, broken_model: Path) -> None:
+    """A text model inside another, layers of another kind, quantised weights: the family alone does not tell."""
+    file = broken_model / "config.json"
+    plain = json.loads(file.read_text())
+    for changed, told in [
+        ({"model_type": "llava", "text_config": plain}, "'model' is a llava model, not a causal language model"),
+        (
+            {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+            "has layers of kind linear_attention",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'model' holds quantised weights"),
+    ]:
+        file.write_text(json.dumps(plain | changed))
+        for arguments, command in ((), "plan"), (("--dry-run",), "train"), ((), "train"):
+            assert told in refused(*arguments, command=command)
+
+
+def test_a_missing_shard_is_told_before_any_is_read(refused, broken_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(broken_model)
+    (broken_model / "model.safetensors").unlink()
+    model.save_pretrained(broken_model, max_shard_size="20KB")
+    lost = sorted(broken_model.glob("*.safetensors"))[1]
+    lost.unlink()
+    assert f"files of weights, such as {lost.name}. Download it again" in refused("--dry-run")

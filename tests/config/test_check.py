@@ -18,6 +18,8 @@ LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn":
 
 CLASHES = [
     ("learn.sampling.temperature", "learn.sampling.temperature=0"),
+    ("learn.sampling.temperature", "learn.sampling.temperature=1e-45"),
+    ("eval.sampling.temperature", "eval.sampling.temperature=1e-45 data.eval=b.jsonl"),
     ("learn.samples_per_prompt", "learn.samples_per_prompt=1"),
     ("learn.samples_per_prompt", "learn.samples_per_prompt=1 learn.algorithm=rloo"),
     ("learn.samples_per_prompt", "learn.samples_per_prompt=1 learn.algorithm=reinforce learn.advantage=group_mean"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny import ARCHITECTURES, VOCABULARY, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trimtab.config.schema import Model
 from trimtab.errors import ModelError
 from trimtab.model.packed import PackedPlan
-from trimtab.model.policy import Policy
+from trimtab.model.policy import Policy, refuse_other_layers
 
 LENGTHS = [3, 11, 11, 1, 19, 7]
 
@@ -100,6 +103,43 @@ def test_layers_of_an_unknown_kind_are_refused_by_name() -> None:
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
     with pytest.raises(ModelError, match="Qwen2ForCausalLM has layers of kind linear_attention"):
         Policy(model)
+
+
+PHIMOE = {"sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "why"),
+    [
+        ("diffllama", {}, "layer 0 attends more than once"),  # a cache would keep its second values
+        ("phimoe", PHIMOE, "see 40 tokens back and do not say so"),  # which short sequences cannot show
+        ("nemotron", {}, "the attention plan did not reach"),
+        ("doge", {}, "its layers make masks of their own"),
+        ("recurrent_gemma", {"attention_window_size": 8}, "2 of its 3 layers do not use it"),
+        ("roberta", {}, "see those that come after them"),
+    ],
+)
+def test_layers_that_attend_otherwise_are_refused_with_weights_and_without(
+    architecture: str, changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    told = f"cannot run through Trimtab's attention: .*{why}"
+    model = tiny_model(architecture, **changes)
+    with pytest.raises(ModelError, match=told):
+        Policy(model)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=told):
+        refuse_other_layers(Model(path=str(tmp_path)))
+
+
+def test_layers_with_other_windows_than_the_probe_is_long_are_served() -> None:
+    Policy(tiny_model("mistral", sliding_window=40)).look_at_layers()
+
+
+def test_log_probs_in_float64_may_differ_by_what_a_float32_softmax_costs() -> None:
+    """Gemma 4 does not scale its scores, so its softmax rounds most."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    sizes = {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 4}
+    Policy(tiny_model("gemma4_text", torch.float64, layer_types=kinds, vocab_size_per_layer_input=VOCABULARY, **sizes))
 
 
 def test_dropout_is_off() -> None:

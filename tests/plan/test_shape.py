@@ -72,6 +72,25 @@ def test_another_architecture_is_measured() -> None:
     assert shape.parameters == sum(p.numel() for p in model.parameters()) and shape.layers == 2
 
 
+def test_layers_of_different_widths_are_measured() -> None:
+    config = AutoConfig.for_model(
+        "gemma3n_text", **BASE | {"intermediate_size": [48, 64, 48]}, head_dim=8, laurel_rank=4, num_kv_shared_layers=1,
+        hidden_size_per_layer_input=4, vocab_size_per_layer_input=50, activation_sparsity_pattern=[0.0] * 3,
+    )  # fmt: skip
+    shape = measured_shape(config)
+    assert [block.width for block in shape.blocks] == [48, 64, 48]
+    assert sum(shape.kinds.values()) == 3
+
+
+def test_layers_of_different_heads_are_measured() -> None:
+    """Gemma 4: the config as a whole does not tell its head size."""
+    config = AutoConfig.for_model(
+        "gemma4_text", **BASE, head_dim=8, global_head_dim=16, hidden_size_per_layer_input=4, vocab_size_per_layer_input=50,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], sliding_window=5,
+    )  # fmt: skip
+    assert [block.head_size for block in measured_shape(config).blocks] == [8, 8, 16]
+
+
 def test_a_config_that_says_too_little_is_refused() -> None:
     with pytest.raises(ModelError, match="hidden_size, num_hidden_layers"):
         read_shape({"model_type": "llama", "num_attention_heads": 4, "vocab_size": 10})
@@ -106,7 +125,7 @@ def test_an_architecture_that_cannot_be_built_is_told_as_a_users_error(
     """As one whose code needs a library that is not installed."""
     GPTNeoXConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=11).save_pretrained(tmp_path)
 
-    def missing(config: object) -> None:
+    def missing(config: object, **_: object) -> None:
         raise ImportError("\nThis model requires the timm library\nwhich is not here")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", missing)

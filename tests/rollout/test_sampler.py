@@ -61,6 +61,7 @@ def test_temperature_zero_is_greedy() -> None:
     ("settings_", "kept"),
     [
         ({"top_k": 2}, {0, 1}),
+        ({"top_p": 1e-300}, {0}),  # 0 in float32
         ({"top_p": 0.5}, {0}),  # the most probable token alone has 0.636
         ({"top_p": 0.7}, {0, 1}),  # 0.636, then 0.870 with the second
         ({"min_p": 0.3}, {0, 1}),  # e^-1 = 0.37 of the first is kept, e^-2 = 0.14 is not

@@ -38,6 +38,16 @@ def test_finds_the_same_token_however_often_it_looks(tokenizer, every: str) -> N
     assert end == 129
 
 
+@pytest.mark.parametrize("every", [1, 8, 200])
+def test_tokens_without_text_do_not_hide_a_stop(tokenizer, every: int) -> None:
+    """Special tokens are not in the text, so a stop string may lie around any number of them."""
+    a, b = tokenizer("ab").input_ids
+    tokens = [b] * 40 + [a] + [tokenizer.pad_token_id] * 60 + [b] * 20
+    stops, growing = StopStrings(["ab"], tokenizer), sequence()
+    looks = (stops.find(growing, tokens[:count]) for count in range(every, len(tokens) + every, every))
+    assert next((end for end in looks if end is not None), None) == 102
+
+
 def test_there_may_be_nothing_to_look_for(tokenizer) -> None:
     assert not StopStrings([], tokenizer)
     assert StopStrings([";"], tokenizer)

@@ -25,6 +25,8 @@ from trimtab.errors import Problem
 Offline = SftConfig | RewardModelConfig
 TASK_SOURCES = ("task:", "reasoning_gym:")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+LEAST_TEMPERATURE = 1e-4
+"""Logits are float32: over a smaller number their rounding is all that is left of them, and in the end they overflow."""
 
 
 def contradictions(config: Config | Offline, ignore: Collection[str] = ()) -> list[Problem]:
@@ -209,10 +211,11 @@ def _schedule(config: Config, learn: Learn) -> Iterator[Contradiction]:
 
 
 def _sampling(config: Config, learn: Learn) -> Iterator[Contradiction]:
-    if learn.sampling.temperature == 0:
+    if learn.sampling.temperature < LEAST_TEMPERATURE:
         yield clash(
             "learn.sampling.temperature",
-            "is 0, which is greedy: all samples of a prompt would be the same and nothing could be learned",
+            f"is {learn.sampling.temperature:g}, which is greedy: all samples of a prompt would be the same and nothing could be "
+            "learned",
             "Write a temperature above 0, such as 1.0; for evaluation there is eval.sampling.temperature",
         )
     if learn.overlong and learn.overlong.buffer >= learn.max_new_tokens:
@@ -260,6 +263,12 @@ def _eval(config: Config, learn: Learn) -> Iterator[Contradiction]:
             yield clash(f"{key} data.eval", "has no effect: there is no evaluation set", fix)
         return
     if config.eval.sampling.temperature > 0:
+        if config.eval.sampling.temperature < LEAST_TEMPERATURE:
+            yield clash(
+                "eval.sampling.temperature",
+                f"is {config.eval.sampling.temperature:g}: of logits over so small a number rounding is all that is left",
+                "Write 0, which is greedy",
+            )
         return
     if config.eval.samples_per_prompt > 1:
         yield clash(

@@ -60,7 +60,8 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: [1, H, T, D] in, [1, T, H, D] out."""
     assert attention_plan is not None, "the attention plan did not reach the attention layer"
-    assert attention_mask is None and query.shape[0] == 1
+    assert attention_mask is None, "its layers make masks of their own"
+    assert query.shape[0] == 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # squeeze, not [0]: the backward pass of an index fills a tensor with zeros first.
     q_THD, k_TKD, v_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))

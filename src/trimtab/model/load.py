@@ -5,8 +5,9 @@ Every mistake that can be told from the name alone is told before any weight is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from transformers.utils import cached_file, logging
 from trimtab.config.schema import Model
 from trimtab.errors import ModelError
 from trimtab.model.adapters import has_adapters, merged_state
+from trimtab.model.context import SERVED_LAYERS
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-SERVED_LAYERS = {"full_attention", "sliding_attention"}
 WEIGHTS = ("*.safetensors", "*.bin")
+UNDONE = ("fp8", "mxfp4")
+"""Quantisation that transformers undoes on loading, where it has no kernels for it."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,8 @@ def load_model(model: Model, device: torch.device) -> Any:
     _make_savable(loaded)
     if source.gguf_file:
         _forget_quantisation(loaded)
-    elif getattr(loaded.config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"model.path: {model.path!r} holds quantised weights, which cannot be trained. Use the model's unquantised "
-            "checkpoint, or its GGUF file, which is dequantised on loading."
-        )
+    else:
+        _refuse_quantised(model, getattr(loaded.config, "quantization_config", None))
     return loaded.to(device=device, dtype=dtype)
 
 
@@ -120,6 +120,14 @@ def refuse_without_weights(model: Model) -> None:
     folder = Path(source.location)
     if folder.is_dir() and not source.gguf_file and not any(found for end in WEIGHTS for found in folder.glob(end)):
         raise ModelError(f"model.path: {folder.absolute()} has no weights: no file {' or '.join(WEIGHTS)}.")
+    for index in folder.glob("*.index.json"):
+        named = sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
+        missing = [name for name in named if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"model.path: {folder.absolute()} lacks {len(missing)} of its {len(named)} files of weights, such as "
+                f"{missing[0]}. Download it again."
+            )
 
 
 def written_words(model: Model) -> dict[str, int] | None:
@@ -140,6 +148,13 @@ def _refuse_more_words(tokenizer: Any, model: Model, key: str) -> None:
             f"{key}: the tokenizer has {tokenizer.vocab_size} tokens, and {model.path!r} knows {words}. Name the tokenizer that "
             "it was trained with in model.tokenizer."
         )
+    written = f"{tokenizer.chat_template or ''}{tokenizer.bos_token or ''}"
+    lacking = [word for word, number in tokenizer.get_added_vocab().items() if number >= words and word in written]
+    if lacking:
+        raise ModelError(
+            f"{key}: prompts would hold {', '.join(map(repr, lacking))}, which {model.path!r} has no embedding for: it knows "
+            f"{words} tokens. Resize its embedding (resize_token_embeddings) and save it, or name its own tokenizer."
+        )
 
 
 def load_config(model: Model) -> Any:
@@ -149,6 +164,8 @@ def load_config(model: Model) -> Any:
         config = AutoConfig.from_pretrained(
             source.location, trust_remote_code=model.trust_remote_code, **source.options
         )
+    if not source.gguf_file:
+        _refuse_quantised(model, getattr(config, "quantization_config", None), UNDONE)
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
         raise ModelError(f"model.path: {model.path!r} is a {config.model_type} model, not a causal language model.")
@@ -156,6 +173,16 @@ def load_config(model: Model) -> Any:
         made = AutoModelForCausalLM._model_mapping[type(config)]
         refuse_unserved(made, made.__name__, config.get_text_config())
     return config
+
+
+def _refuse_quantised(model: Model, found: Any, undone: Sequence[str] = ()) -> None:
+    """Refuse a checkpoint that says of itself how it is quantised, but for ways that may be undone on loading."""
+    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    if found is not None and method not in undone:
+        raise ModelError(
+            f"model.path: {model.path!r} holds quantised weights, which cannot be trained. Use the model's unquantised "
+            "checkpoint, or its GGUF file, which is dequantised on loading."
+        )
 
 
 def refuse_unserved(made: Any, name: str, config: Any) -> None:
@@ -217,6 +244,11 @@ def _make_savable(model: Any) -> None:
             generation.validate(strict=True)
         except ValueError:
             generation.do_sample = True
+
+
+def building(model: Model, config: Any) -> AbstractContextManager[None]:
+    """One ModelError for whatever an architecture's own code raises where it is built from a config."""
+    return _failing(f"model.path: a {config.model_type} model cannot be built from the config of {model.path!r}")
 
 
 @contextmanager

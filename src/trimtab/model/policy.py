@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
+from transformers import AutoModelForCausalLM
 
 from trimtab.config.run import Kernels
+from trimtab.config.schema import Model
 from trimtab.errors import ConfigError, ModelError, Problem
 from trimtab.model import liger
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
+from trimtab.model.context import context_of
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
-from trimtab.model.load import refuse_unserved
+from trimtab.model.load import building, load_config, refuse_unserved
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
+from trimtab.model.shapes import layer_shapes
 from trimtab.model.shelf import Shelf
 from trimtab.model.transfer import HostMemory
 
@@ -33,8 +37,9 @@ if TYPE_CHECKING:
     from trimtab.model.fused import FusedForward
 
 PROBE_LENGTHS = [7, 12]
-TOLERANCE_NATS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
-"""How far two forward passes that should give the same log-probs may be apart (`_distance`), by the type they compute in."""
+TOLERANCE_NATS = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
+"""How far two forward passes that should give the same log-probs may be apart (`_distance`), by the type they compute in.
+transformers' own attention takes its softmax in float32, whatever the type."""
 
 
 class Keep(Enum):
@@ -95,7 +100,7 @@ class Policy:
     @property
     def context_tokens(self) -> int:
         """Longest sequence the model has positions for."""
-        return int(getattr(self.config, "max_position_embeddings", None) or 2**31)
+        return context_of(self.config)
 
     def present(self) -> AbstractContextManager[None]:
         """While it is used, the policy is on its device; this one always is."""
@@ -196,15 +201,30 @@ class Policy:
         return Head(linear.weight, linear.bias, scale, getattr(self.config, "final_logit_softcapping", None))
 
     @torch.no_grad()
+    def look_at_layers(self) -> None:
+        """Refuse an architecture by what its layers ask of attention: on the meta device before any weight is read."""
+        with self._told_apart():
+            layer_shapes(self)
+
+    @contextmanager
+    def _told_apart(self) -> Iterator[None]:
+        """What an architecture's own code raises says that it cannot be served; memory that runs out does not, nor does a model
+        without weights where values are asked for."""
+        try:
+            yield
+        except (ModelError, AssertionError, TypeError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            if self.device.type != "meta" or not isinstance(error, RuntimeError):
+                raise ModelError(f"{self.name} cannot run through Trimtab's attention: {error}.") from error
+
+    @torch.no_grad()
     def _check_packing(self) -> None:
         """Two short sequences packed must give the log-probs that each gives alone in transformers' eager attention."""
         self.model.eval()
-        try:
+        self.look_at_layers()
+        with self._told_apart():
             packed = self._probe()
-        except (AssertionError, TypeError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise ModelError(f"{self.name} cannot run through Trimtab's attention: {error}") from error
         self.model.set_attn_implementation("eager")
         alone = [self.model(input_ids=row[None], use_cache=False).logits[0] for row in self._probe_rows()]
         self.model.set_attn_implementation(ATTENTION_NAME)
@@ -314,6 +334,15 @@ class FromHost:
 
 
 AnyPolicy = Policy | WithoutAdapters | FromHost
+
+
+def refuse_other_layers(model: Model) -> None:
+    """Refuse an architecture that `Policy(...)` would refuse, as far as that can be told without its weights."""
+    config = load_config(model)
+    # In bfloat16, for which the products of experts are defined without values, too.
+    with building(model, config), torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=model.trust_remote_code)
+    Policy(made, check=False).look_at_layers()
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,14 +1,23 @@
-"""What a model's layers store and how they attend, seen in a forward pass."""
+"""What a model's layers store and how they attend, seen in a forward pass, which needs no weights.
+
+What no comparison of short sequences would show is refused here: a window that attention is not told of, and a layer that attends
+several times, of which a cache would keep the last.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from trimtab.errors import ModelError
 from trimtab.model.attention import Rules
+from trimtab.model.context import config_of_layer
 from trimtab.model.packed import PackedPlan
-from trimtab.model.policy import Policy
+
+if TYPE_CHECKING:
+    from trimtab.model.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,8 @@ class _ShapeProbe(PackedPlan):
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
     ) -> torch.Tensor:
+        if layer in self.shapes:
+            raise ModelError(f"its layer {layer} attends more than once in a forward pass")
         key, value = (k_TKD.shape[1], k_TKD.shape[2]), (v_TKD.shape[1], v_TKD.shape[2])
         self.shapes[layer] = LayerShape(key, value, q_THD.shape[1], rules)
         return super().attend(layer, q_THD, k_TKD, v_TKD, rules)
@@ -44,6 +55,23 @@ class _ShapeProbe(PackedPlan):
 @torch.no_grad()
 def layer_shapes(policy: Policy) -> dict[int, LayerShape]:
     """What the model really stores, seen in a one-token forward: right for any head layout, with no table of architectures."""
+    if not all(getattr(module, "is_causal", True) for module in policy.body.modules()):
+        raise ModelError("its tokens see those that come after them")
     probe = _ShapeProbe(policy.device)
     policy.hidden(torch.zeros(1, dtype=torch.int64, device=policy.device), probe.positions, probe)
+    _refuse_silent_layers(policy, probe.shapes)
     return probe.shapes
+
+
+def _refuse_silent_layers(policy: Policy, shapes: dict[int, LayerShape]) -> None:
+    """Layers that mix tokens by other means than attention, or in a window that they do not speak of."""
+    config = policy.config
+    layers = getattr(config, "num_hidden_layers", None) or 0
+    if len(shapes) < layers:
+        raise ModelError(f"{layers - len(shapes)} of its {layers} layers do not use it")
+    kinds = getattr(config, "layer_types", None)
+    windows = [getattr(config_of_layer(config, index), "sliding_window", None) for index in range(layers)]
+    window = min((window for window in windows if window), default=policy.context_tokens)
+    used = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    if used and window < policy.context_tokens and all(shape.rules.window is None for shape in shapes.values()):
+        raise ModelError(f"its layers see {window} tokens back and do not say so")

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.errors import ModelError
+from trimtab.model.context import config_of_layer, context_of
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", kind in ("gemma2", "gemma3_text"))),
         blocks=tuple(_block(config, kind, index) for index in range(count)),
         other=hidden,
-        context=int(config.get("max_position_embeddings") or 2**31),
+        context=context_of(config),
     )
 
 
@@ -275,14 +276,15 @@ def shape_of_model(model: Any) -> ModelShape:
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is None or head.weight is table
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers)
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    blocks = []
-    for layer in layers:
-        count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
-        blocks.append(Block(heads, kv_heads, size, size, width, count, count))
-    context = int(getattr(text, "max_position_embeddings", None) or 2**31)
-    shape = ModelShape(text.model_type, text.hidden_size, text.vocab_size, tied, tuple(blocks), 0, context)
+    blocks = tuple(_measured_block(config_of_layer(text, index), index, layer) for index, layer in enumerate(layers))
+    shape = ModelShape(text.model_type, text.hidden_size, text.vocab_size, tied, blocks, 0, context_of(text))
     return replace(shape, other=total - shape.parameters)
+
+
+def _measured_block(config: Any, index: int, layer: Any) -> Block:
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
+    return Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)

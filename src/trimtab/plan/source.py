@@ -17,6 +17,7 @@ from trimtab.config.load import AnyConfig, Offline
 from trimtab.config.reward_model import PairLearn, RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
+from trimtab.model.context import SERVED_LAYERS
 from trimtab.plan.job import Job
 from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
 
@@ -81,8 +82,8 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     """The shape of the model that `model.path` names."""
     config = _config_json(path)
     if config is not None:
-        kind = (config.get("text_config") or config).get("model_type")
-        if kind in FAMILIES:
+        kind = config.get("model_type")
+        if kind in FAMILIES and not _unusual(config):
             try:
                 return read_shape(config)
             except (ArithmeticError, KeyError, TypeError, ValueError) as error:
@@ -92,17 +93,20 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     elif (known := _well_known(path)) is not None:
         return read_shape(known)
     from trimtab.config.schema import Model
-    from trimtab.model.load import load_config
+    from trimtab.model.load import building, load_config
+    from trimtab.model.policy import refuse_other_layers
 
-    read = load_config(Model(path=path, trust_remote_code=trust_remote_code))
-    try:
+    model = Model(path=path, trust_remote_code=trust_remote_code)
+    refuse_other_layers(model)
+    read = load_config(model)
+    with building(model, read):
         return measured_shape(read)
-    except Exception as error:  # whatever an architecture's own code raises
-        lines = str(error).strip().splitlines() or ["no message"]
-        raise ModelError(
-            f"model.path: a {read.model_type} model cannot be built from the config of {path!r}: "
-            f"{type(error).__name__}: {lines[0].rstrip('.:')}."
-        ) from error
+
+
+def _unusual(config: dict[str, Any]) -> bool:
+    """A run may refuse it, though its family is known: transformers is asked then."""
+    other_layers = set(config.get("layer_types") or []) - SERVED_LAYERS
+    return bool(config.get("text_config") or config.get("quantization_config") or other_layers)
 
 
 def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:

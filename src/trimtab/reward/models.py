@@ -23,6 +23,7 @@ from trimtab.config.sft import SftData
 from trimtab.data.examples import ExampleEncoder
 from trimtab.errors import DataError, ModelError, RewardError
 from trimtab.model.attention import ATTENTION_NAME
+from trimtab.model.context import context_of
 from trimtab.model.load import find_source
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.packed import PackedPlan
@@ -71,7 +72,7 @@ class Classifier:
         tokenizer = AutoTokenizer.from_pretrained(location)
         self._encoder = ExampleEncoder(SftData(train="-"), "last", tokenizer, f"reward {MODEL}{path}")
         self._device, self._tokens = device, TOKENS
-        self._context = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+        self._context = context_of(self.model.config.get_text_config())
         self._check(dtype)
 
     @property

@@ -147,7 +147,7 @@ class Engine(Sampler, Protocol):
         ...
 
 
-def check_requests(requests: Sequence[Request], context_tokens: int) -> Sampling:
+def check_requests(requests: Sequence[Request], context_tokens: int, vocabulary: int) -> Sampling:
     """Refuse what no engine can serve, before any work is done; the sampling that all requests share."""
     if not requests:
         raise EngineError("generate was called without requests")
@@ -157,6 +157,11 @@ def check_requests(requests: Sequence[Request], context_tokens: int) -> Sampling
         if not request.prompt.tokens or request.samples < 1 or min(request.limits) < 1:
             raise EngineError(
                 f"prompt {request.prompt.id}: a request needs at least one prompt token, one sample and one new token"
+            )
+        if max(request.prompt.tokens) >= vocabulary:
+            raise EngineError(
+                f"prompt {request.prompt.id} holds token {max(request.prompt.tokens)}, and the model knows {vocabulary}: the "
+                "tokenizer has words without an embedding. Take them out of the data, or resize the model's embedding"
             )
         if len(request.prompt.tokens) + max(request.limits) > context_tokens:
             raise EngineError(

@@ -68,6 +68,7 @@ def keep(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         out_BV |= before_BV >= sampling.top_p
     if sampling.min_p:
         out_BV |= sorted_BV < sorted_BV[:, :1] + torch.log(torch.tensor(sampling.min_p))
+    out_BV[:, 0] = False  # a top_p too small for float32 is nothing, and nothing is reached before the first
     return logits_BV.masked_fill(torch.zeros_like(out_BV).scatter(1, order_BV, out_BV), float("-inf"))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 LOOK_EVERY = 8
 """New tokens that make a look worth its while; a sequence that ended is always looked at."""
 TOKENS_A_CHARACTER = 4
-"""A character has at most four bytes, and a token at least one."""
+"""A character has at most four bytes, and a token that has text at least one."""
 
 
 class Growing(Protocol):
@@ -34,7 +34,8 @@ class StopStrings:
     def __init__(self, strings: list[str], tokenizer: Any) -> None:
         self._strings = strings
         self._tokenizer = tokenizer
-        self._reach = TOKENS_A_CHARACTER * (1 + max(map(len, strings), default=0))
+        self._longest = max(map(len, strings), default=0)
+        self._reach = TOKENS_A_CHARACTER * (1 + self._longest)
 
     def __bool__(self) -> bool:
         return bool(self._strings)
@@ -42,6 +43,8 @@ class StopStrings:
     def find(self, sequence: Growing, tokens: list[int]) -> int | None:
         """Number of tokens up to and including the one that completes the first stop string; None if there is none."""
         start = max(0, sequence.looked - self._reach)
+        while start and len(self._text(tokens[start : sequence.looked])) < self._longest:
+            start = max(0, start - self._reach)  # special tokens have no text, and a stop string may lie around them
         sequence.looked = len(tokens)
         if not self._contains(tokens[start:]) or not self._contains(tokens):
             return None
@@ -55,5 +58,9 @@ class StopStrings:
         return low
 
     def _contains(self, tokens: list[int]) -> bool:
-        (text,) = decode_all(self._tokenizer, [tokens])
+        text = self._text(tokens)
         return any(string in text for string in self._strings)
+
+    def _text(self, tokens: list[int]) -> str:
+        (text,) = decode_all(self._tokenizer, [tokens])
+        return text

@@ -432,7 +432,7 @@ class NativeEngine:
 
     def _check(self, requests: Seq[Request]) -> Sampling:
         """Refuse what cannot be served before any work is done."""
-        sampling = check_requests(requests, self.policy.context_tokens)
+        sampling = check_requests(requests, self.policy.context_tokens, self.policy.config.vocab_size)
         for request in requests:
             total = len(request.prompt.tokens) + max(request.limits)
             need = self._pages_for(request) + 1

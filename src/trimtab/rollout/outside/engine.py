@@ -60,7 +60,7 @@ class OutsideEngine:
         self.on_restart: Callable[[str], None] = lambda line: None
         self._made_with, self._parts = max_sequences, tensor_parallel
         self._stop_ids = list(stop_token_ids)
-        self._context = min(policy.context_tokens, longest)
+        self._context, self._words = min(policy.context_tokens, longest), int(policy.config.vocab_size)
         self._generating, self._call = False, 0
         self._sampling: dict[str, Any] = {}
         cuda = policy.device.type == "cuda"
@@ -138,7 +138,7 @@ class OutsideEngine:
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         refuse_while(self._generating, "generate")
-        sampling = check_requests(requests, self._context)
+        sampling = check_requests(requests, self._context, self._words)
         self._take_back()
         self.stats = RolloutStats(slots=self.max_sequences)
         self._call, self._sampling = self._call + 1, sampling.model_dump()

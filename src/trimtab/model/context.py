@@ -1,0 +1,33 @@
+"""What a config says of sequences and of layers, where there is more than one place to look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+LONGROPE = ("longrope", "su")
+
+
+def context_of(config: Any) -> int:
+    """Tokens of the longest sequence that a text model is used for, by its config or by the dict of its config.json.
+
+    With longrope that is the length before the rotation is stretched. From the first sequence beyond it on, transformers turns
+    the tokens of all sequences of a pass otherwise: what a sequence gives would depend on what else is in flight.
+    """
+    read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    context = int(read("max_position_embeddings") or 2**31)
+    rotation = read("rope_parameters") or read("rope_scaling") or {}
+    kinds = [
+        part for part in (rotation, *rotation.values()) if isinstance(part, Mapping)
+    ]  # one, or one a kind of layer
+    stretched = [part for part in kinds if part.get("rope_type", part.get("type")) in LONGROPE]
+    before = [
+        part.get("original_max_position_embeddings") or read("original_max_position_embeddings") for part in stretched
+    ]
+    return min([context, *(int(tokens) for tokens in before if tokens)])
+
+
+def config_of_layer(config: Any, index: int) -> Any:
+    """The config as a layer sees it: sizes may differ from layer to layer, and the whole config does not tell them then."""
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
