@@ -142,8 +142,9 @@ def test_a_full_disk_is_told_and_nothing_half_written_stays(
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     kept = "the newest that is whole is step-1" if earlier else "there is no earlier one"
-    with pytest.raises(TrainingError, match=f"no space left for the checkpoint of step 2.*{kept}.*--resume"):
+    with pytest.raises(TrainingError, match=f"no space left for the checkpoint of step 2.*{kept}.*--resume") as told:
         save(tmp_path, 2, tokenizer)
+    assert ("keep_checkpoints" in str(told.value)) == earlier  # keeping fewer helps where there are some
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == (["step-1"] if earlier else [])
 
 

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
+from trimtab import loop
+from trimtab.checkpoint import checkpoints
 from trimtab.config.load import load_any
-from trimtab.errors import ConfigError, TrainingError
+from trimtab.errors import ConfigError, RewardError, TrainingError
 from trimtab.export import export_run
 from trimtab.observe.doctor.examine import examine
 from trimtab.observe.doctor.record import read_record
@@ -393,3 +395,25 @@ def test_the_order_in_which_groups_finish_does_not_matter(model_folder, tmp_path
         folder, _ = train(model_folder, tmp_path / name, learn={"updates_per_step": 2})
         weights[name] = load_file(folder / "final" / "model.safetensors")
     assert all(torch.equal(weights["as finished"][k], weights["reversed"][k]) for k in weights["reversed"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RewardError])
+def test_a_rollout_that_is_stopped_loses_no_step(model_folder, tmp_path, monkeypatch, error) -> None:
+    """No checkpoint is due before the last step; the run that was stopped in its third ends as the one that was not."""
+    whole, _ = train(model_folder, tmp_path / "whole")
+    sample = loop.sample
+
+    def stopped(run: Any, *rest: Any) -> Any:
+        if run.state.step == 2:
+            raise error("stop")
+        return sample(run, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "sample", stopped)
+        with pytest.raises(error):
+            train(model_folder, tmp_path / "stopped")
+    assert list(checkpoints(tmp_path / "stopped" / "run")) == [2]
+    resumed, rows = train(model_folder, tmp_path / "stopped", resume=True)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    ours, theirs = (load_file(folder / "final" / "model.safetensors") for folder in (resumed, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -148,9 +148,10 @@ def _explaining_a_full_disk(run_dir: Path, step: int) -> Iterator[None]:
         clear(run_dir / "checkpoints")
         newest = newest_checkpoint(run_dir)
         kept = "there is no earlier one" if newest is None else f"the newest that is whole is {newest.name}"
+        fewer = "" if newest is None else ", or write observe.keep_checkpoints: 1"
         raise TrainingError(
-            f"there is no space left for the checkpoint of step {step} in {run_dir}, and {kept}. Free some space, or write "
-            "observe.keep_checkpoints: 1; then go on with --resume."
+            f"there is no space left for the checkpoint of step {step} in {run_dir}, and {kept}. Free some "
+            f"space{fewer}; then go on with --resume."
         ) from error
 
 

@@ -1,7 +1,8 @@
 """The run: rollout -> reward -> advantages -> update -> publish -> observe, once a step.
 
 Every completion that was sampled is trained on or dropped with a reason, and the counts add up each step (`Ledger.check`).
-A step that is killed anywhere leaves the last checkpoint as it was, and repeats the same way from there.
+A step that is killed anywhere leaves the last checkpoint as it was, and repeats the same way from there; one that is stopped
+while it samples leaves a checkpoint of the step before it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.checkpoint import save_checkpoint
+from trimtab.checkpoint import checkpoints, save_checkpoint
 from trimtab.config.algorithms import GROUP_ADVANTAGES
 from trimtab.data.prompt import Prompt
 from trimtab.endings import end_step, export, note_outcome
-from trimtab.errors import TrainingError
+from trimtab.errors import EngineError, RewardError, TrainingError
 from trimtab.evaluation import measure
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
@@ -56,7 +57,7 @@ def train(run: Session) -> dict[str, Any]:
         run.timeline.end_step(0)
     while state.step < learn.steps:
         recovered = state.oom_recoveries
-        groups, metrics = rollout(run)
+        groups, metrics = _rollout_or_keep(run)
         with run.timeline.phase("publish"):
             run.engine.lend()
         metrics |= update(run, groups)
@@ -72,6 +73,17 @@ def train(run: Session) -> dict[str, Any]:
             write_samples(run.folder, state.step, groups)
         end_step(run, metrics, metrics["rollout/tokens"], learn.steps, recovered, lambda: _save(run))
     return finish(run)
+
+
+def _rollout_or_keep(run: Session) -> tuple[list[Group], dict[str, float]]:
+    """A rollout. One that is stopped, or has no rewards or no engine any more, loses no step: weights and state are still those
+    of the last one, and are saved as such."""
+    try:
+        return rollout(run)
+    except (KeyboardInterrupt, RewardError, EngineError):
+        if run.state.step and run.state.step not in checkpoints(run.folder):
+            _save(run)
+        raise
 
 
 def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:

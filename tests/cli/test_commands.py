@@ -14,6 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from trimtab import __version__
 from trimtab.cli import app
 from trimtab.demo import asked_steps, demo_config
 from trimtab.observe.console import Console
@@ -176,6 +177,12 @@ def test_export(trimtab: Trimtab, here: Path) -> None:
     again = trimtab("export", "out", "--json", on="runs/it")
     assert again.code == 2
     assert "FOLDER: out already exists" in again.json["error"]
+
+
+def test_version_and_help_have_the_usual_names() -> None:
+    told = CliRunner().invoke(app, ["--version"])
+    assert told.exit_code == 0 and told.stdout == f"trimtab {__version__}\n"
+    assert CliRunner().invoke(app, ["train", "-h"]).exit_code == 0
 
 
 def test_python_dash_m(here: Path) -> None:

@@ -244,10 +244,29 @@ def test_keys_written_twice_are_reported_with_their_lines(tmp_path: Path) -> Non
         ("reward.0.wieght", "reward.0.weight"),
         ("data.option.size", "data.options.size"),
         ("timeout_s", "reward.0.timeout_s"),
+        ("reward[0].weight", "reward.0.weight"),
     ],
 )
 def test_an_unknown_key_is_pointed_to_the_nearest(given: str, meant: str) -> None:
     assert problems(f"{given}=1") == [f"{given}: unknown key. Did you mean {meant}?"]
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("learn.learning_rate", "Here it is learn.lr"),
+        ("num_generations", "Here it is learn.samples_per_prompt"),
+        ("learn.beta", "Here it is learn.kl.coef"),  # and not learn.optimizer.beta1
+        ("run.gradient_checkpointing", "Trimtab decides it; to pin it, write run.checkpoint_activations"),
+    ],
+)
+def test_a_name_that_other_frameworks_have_is_told_what_it_is_here(given: str, fix: str) -> None:
+    assert problems(f"{given}=1") == [f"{given}: unknown key. {fix}"]
+
+
+def test_a_single_letter_is_like_no_other() -> None:
+    (problem,) = problems(x={"path": "model"})
+    assert problem.startswith("x: unknown key. The keys here are model, ")
 
 
 def test_unknown_keys_of_a_file_read_the_same() -> None:
@@ -276,10 +295,20 @@ def test_a_key_like_nothing_lists_the_keys_of_its_section() -> None:
     [
         ("learn.lr", "learn.lr: has no value. Write key=value, such as learn.lr=1e-6"),
         ("learn.lrr", "learn.lrr: unknown key. Did you mean learn.lr?"),
+        ("learn.lr 1e-6", "learn.lr 1e-6: has no =. Write learn.lr=1e-6"),
+        ("learn.lr: 1e-6", "learn.lr: 1e-6: has no =. Write learn.lr=1e-6"),
+        ("1e-6", "1e-6: has no =. Write key=value, such as learn.lr=1e-6"),
+        ("reward.-1.fn=x", "reward.-1.fn: reward is a list, and -1 is no place in it. Write reward.0.fn"),
+        ("data.suffix= hi", 'data.suffix: " hi" is something else in YAML. Quote it twice: data.suffix=\'" hi"\''),
+        (
+            "data.suffix=a # b",
+            'data.suffix: "a # b" is something else in YAML. Quote it twice: data.suffix=\'"a # b"\'',
+        ),
+        ("data.suffix=a: b", 'data.suffix: "a: b" is something else in YAML. Quote it twice: data.suffix=\'"a: b"\''),
         ("=3", "=3: has no key. Write key=value, such as learn.lr=1e-6"),
         ("learn.lr.x=1", "learn.lr.x: learn.lr has no parts: it takes a number above 0. Write learn.lr=1e-6"),
         ("reward.fn=x", "reward.fn: reward is a list, and fn is no place in it. Write reward.0.fn"),
-        ("reward.5.fn=x", "reward.5.fn: the list has 1 items. For the next one write reward.1.fn"),
+        ("reward.5.fn=x", "reward.5.fn: the list has 1 item. For the next one write reward.1.fn"),
         (
             "learn.kl={coef: 1, coef: 2}",
             "learn.kl.coef: is written more than once in the override: on line 1. Keep one",
@@ -307,6 +336,15 @@ def test_overrides_that_cannot_be_applied(override: str, message: str) -> None:
         ("learn.steps=2.5", "got 2.5, but it takes a whole number of at least 1. Leave it out for the default, 100"),
         ("learn.steps=true", "got true, but it takes a whole number of at least 1. Leave it out for the default, 100"),
         ("learn.algorithm=gppo", "Did you mean grpo?"),
+        ("learn.algorithm=DPO", "Pairs train a reward model (trimtab reward-model)"),
+        ("learn.algorithm=reinforce++", "Did you mean reinforce_pp?"),
+        ("model.dtype=fp16", "Did you mean bfloat16?"),
+        ("learn.max_grad_norm=0", "Write null for none"),
+        ("learn.max_grad_norm=none", "Write null for none"),
+        ("model=a/b", "trust_remote_code. Write {path: a/b}"),
+        ("reward.0=math", "args. Write {fn: math}"),
+        ("learn.schedule=cosine", "final. Write {kind: cosine}"),
+        ("learn.optimizer=adamw", "states. Leave it out for the defaults"),
         ("learn.advantage=group", "Did you mean group_std?"),
         ("learn.kl.estimator=k4", 'got "k4", but it takes one of k1, k2, k3. Did you mean k1?'),
         ("run.device=gpu", 'got "gpu", but it takes one of auto, cpu, cuda. Did you mean cuda?'),

@@ -186,7 +186,21 @@ def test_the_summary_leaves_nothing_out():
         ("x", "1"),
     ]
     assert summary_facts({"eval": 0.5}) == [("eval", "pass@1 50.0%")]
+    assert summary_facts({"eval": {"before": 0.1, "after": None}}) == [("eval", "pass@1 10.0% → -")]
     assert summary_facts({}) == []
+
+
+def test_the_summaries_of_other_stages_have_no_endless_numbers():
+    facts = summary_facts(
+        {
+            "run_dir": "runs/a",
+            "loss_first": 0.6931471824,
+            "loss_last": 0.5,
+            "accuracy": 0.725,
+            "score_std": 0.0060895881,
+        }
+    )
+    assert facts == [("loss", "0.693 → 0.500"), ("accuracy", "0.725"), ("score std", "0.006"), ("run folder", "runs/a")]
 
 
 def test_finish_without_a_single_step(out):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from trimtab.cli import convert, demo, doctor, evaluate, export, plan, reward_model, sft, train, tune
@@ -10,8 +12,28 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Reinforcement learning for language models that tunes itself: say what to learn, Trimtab decides how to run it.",
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from trimtab import __version__
+
+        typer.echo(f"trimtab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
 app.command("train")(train.train)
 app.command("sft")(sft.sft)
 app.command("reward-model")(reward_model.reward_model)

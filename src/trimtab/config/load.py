@@ -6,6 +6,7 @@ found, in words for the person who wrote the file. What `resolved_yaml` writes l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -42,7 +43,16 @@ Offline = SftConfig | RewardModelConfig
 AnyConfig = Config | Offline
 Schema = TypeVar("Schema", Config, SftConfig, RewardModelConfig)
 REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
-OTHER_NAMES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+OTHER_NAMES = {
+    "gpu": "cuda",
+    **dict.fromkeys(("bf16", "fp16", "float16", "half"), "bfloat16"),
+    "fp32": "float32",
+    "fp64": "float64",
+    "reinforce++": "reinforce_pp",
+    "reinforce++_baseline": "reinforce_pp_baseline",
+}
+FROM_PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
+NONE = ("none", "off", "no", "false", "")
 SMALLEST: dict[type[Section], str] = {
     Config: 'Write at least model: {path: …}, data: {train: …} and reward: [{fn: "rewards.py:function"}]',
     SftConfig: "Write at least model: {path: …} and data: {train: …}",
@@ -218,17 +228,25 @@ def _fix(where: str, value: object) -> str:
     if here.kind == "list":
         return REWARD
     field, takes = here.field, _takes(where)
+    if where == "learn.algorithm" and isinstance(value, str) and value.lower() in FROM_PAIRS:
+        return 'Pairs train a reward model (trimtab reward-model), which is then a reward: {fn: "model:RUN/final"}'
     options = choices(field.annotation) if field else []
     if isinstance(value, str) and (near := nearest(OTHER_NAMES.get(value.lower(), value), options, 0.5)):
         return f"Did you mean {near}?"
     if takes.startswith("text"):
+        if isinstance(value, list | dict):
+            return "Write one" if isinstance(value, list) else "Write it in quotes"
         return 'For empty text write ""' if value is None else f"Write it in quotes: {where}: {_quoted(value)}"
     if takes.startswith("a list, each item text") and isinstance(value, str | int | float):
         return f"Write it as a list: [{_quoted(value)}]"
+    if here.section and field and not field.is_required() and field.default is None:
+        return _fix_optional(here.section, value)
+    if here.section and (first := _first_takes(here.section, value)):
+        return f"Write {one_line({first: value})}"
     if field is None or field.is_required():
         return ""
-    if here.section and field.default is None:
-        return _fix_optional(here.section, value)
+    if takes.endswith("or null") and (not value or (isinstance(value, str) and value.lower() in NONE)):
+        return "Write null for none"
     return "Leave it out for the default" + ("s" if here.section else f", {written(default(where))}")
 
 
@@ -241,6 +259,18 @@ def _fix_optional(section: type[Section], value: object) -> str:
         return f"Write {one_line({first: value})}"
     by_itself = not field.is_required() and field.default is not None
     return "Write {} for its defaults; left out, there is none" if by_itself else f"Write {{{first}: …}}"
+
+
+def _first_takes(section: type[Section], value: object) -> str:
+    """The section's first key, where the value would do for it: {path: …} for a name, {kind: cosine} for a schedule."""
+    name = next(iter(section.model_fields))
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return ""
+    try:
+        section.model_validate({name: value})
+    except ValidationError as error:
+        return "" if any(item["loc"][0] == name for item in error.errors()) else name
+    return name
 
 
 def _quoted(value: object) -> str:
@@ -293,15 +323,35 @@ def _override(tree: Tree, override: str) -> list[Problem]:
     key, equals, text = _parted(override)
     if key == "stage" and slot([key]) is None:
         return [_no_stage(text)]
-    if not key or slot(key.split(".")) is None:
-        return [_unknown(key) if key else Problem(override, "has no key", "Write key=value, such as learn.lr=1e-6")]
+    if not key:
+        return [Problem(override, "has no key", "Write key=value, such as learn.lr=1e-6")]
+    if slot(key.split(".")) is None:
+        return [_unknown(key) if equals or _meant(key) else _no_equals(override)]
     if not equals:
         return [Problem(key, "has no value", f"Write key=value, such as {key}={_example(key)}")]
     try:
         value, problems = parse(text, "the override", f"{key}.")
     except ConfigError as error:
         return [Problem(key, f"{_shown(text)}: {error.problems[0].what}", "Write a YAML value; quote text")]
-    return problems or _set(tree, key.split("."), value)
+    return problems or _lost(key, text, value) or _set(tree, key.split("."), value)
+
+
+def _no_equals(override: str) -> Problem:
+    """`learn.lr 1e-6` and `learn.lr: 1e-6` name a key and a value, too."""
+    key, _, value = re.sub(r"[:\s]\s*", "=", override.strip(), count=1).partition("=")
+    meant = f"{key}={value}" if value and slot(key.split(".")) else "key=value, such as learn.lr=1e-6"
+    return Problem(override, "has no =", f"Write {meant}")
+
+
+def _lost(key: str, text: str, value: object) -> list[Problem]:
+    """YAML would drop spaces around a text and what follows a #, and take `a: b` for a mapping: none of it is meant here."""
+    here = slot(key.split("."))
+    takes_text = here and here.kind == "leaf" and _takes(key).startswith("text")
+    if not takes_text or not text.strip() or text.strip()[0] in "\"'|>" or value == text:
+        return []
+    if isinstance(value, str) or "#" in text or isinstance(value, dict | list):
+        return [Problem(key, f"{_shown(text)} is something else in YAML", f"Quote it twice: {key}='{_quoted(text)}'")]
+    return []
 
 
 def _lines(overrides: object) -> list[str]:
@@ -334,7 +384,13 @@ def _set(tree: Tree, parts: list[str], value: object) -> list[Problem]:
         if isinstance(node, list):
             if not part.isdecimal() or int(part) > len(node):
                 place = ".".join([*parts[:depth], str(len(node)), *parts[depth + 1 :]])
-                return [Problem(".".join(parts), f"the list has {len(node)} items", f"For the next one write {place}")]
+                return [
+                    Problem(
+                        ".".join(parts),
+                        f"the list has {len(node)} item{'s' * (len(node) != 1)}",
+                        f"For the next one write {place}",
+                    )
+                ]
             key = int(part)
             node.extend([{}] * (key == len(node)))
         elif not isinstance(node, dict):
@@ -370,8 +426,10 @@ def _unknown(where: str) -> Problem:
     if above and above.kind == "leaf":
         return Problem(where, f"{whole} has no parts: it takes {_takes(whole)}", f"Write {whole}={_example(whole)}")
     if above and above.kind == "list":
-        rest = ".".join(parts[depth:])
+        rest = ".".join(parts[depth + bool(re.fullmatch(r"-?\d+", parts[depth])) :])
         return Problem(where, f"{whole} is a list, and {parts[depth]} is no place in it", f"Write {whole}.0.{rest}")
+    if elsewhere := _elsewhere(parts[-1]):
+        return Problem(where, "unknown key", elsewhere[1])
     if meant := _meant(where):
         return Problem(where, "unknown key", f"Did you mean {meant}?")
     return Problem(
@@ -383,13 +441,27 @@ def _unknown(where: str) -> Problem:
 
 def _meant(where: str) -> str:
     """The valid key that was probably meant, part by part (`leran.lrr` is learn.lr); empty where nothing is alike."""
+    if elsewhere := _elsewhere(where.split(".")[-1]):
+        return elsewhere[0]
     meant = ""
-    for part in where.split("."):
+    for part in re.sub(r"\[(\d+)\]", r".\1", where).split("."):
         longer = f"{meant}.{part}".lstrip(".")
         meant = longer if slot(longer.split(".")) else suggest(f"{meant}." if meant else "", part)
         if not meant:
             return ""
     return meant
+
+
+def _elsewhere(name: str) -> tuple[str, str] | None:
+    """The key for what other frameworks and scripts call by this name, and how to say so."""
+    from trimtab.config.convert import script, trl_table  # they read configs themselves
+
+    for rule in (*script.RULES, *trl_table.RULES):
+        parts = rule.key.split(".")
+        if name in rule.names and name != parts[-1] and slot(parts):
+            automatic = rule.outcome == "automatic"
+            return rule.key, f"{'Trimtab decides it; to pin it, write' if automatic else 'Here it is'} {rule.key}"
+    return None
 
 
 # --- files

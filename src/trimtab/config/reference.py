@@ -223,7 +223,7 @@ def _alike(a: str, b: str) -> float:
                 row[-1] = min(row[-1], rows[-2][j - 2] + 1)
         rows.append(row)
     edits = rows[-1][-1]
-    return max(1 - edits / max(len(a), len(b), 1), 0.8 if edits == 1 else 0.0)
+    return max(1 - edits / max(len(a), len(b), 1), 0.8 if edits == 1 and (len(b) > 1 or a == b.lower()) else 0.0)
 
 
 HEAD = """\

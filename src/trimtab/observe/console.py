@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.observe.card import StartCard
-from trimtab.observe.format import MISSING, count, duration, finite, gib, number, scores
+from trimtab.observe.format import MISSING, count, duration, finite, gib, number, percent, scores
 from trimtab.observe.history import History
 from trimtab.observe.panel import LivePanel, phase_table, step_line
 from trimtab.streams import outlet
@@ -114,6 +114,11 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rest = dict(summary)
     first, last = rest.pop("reward_first", None), rest.pop("reward_last", None)
     lines = [("reward", f"{number(first)} → {number(last)}")] if {"reward_first", "reward_last"} & set(summary) else []
+    if {"loss_first", "loss_last"} & set(summary):
+        lines.append(("loss", f"{number(rest.pop('loss_first', None))} → {number(rest.pop('loss_last', None))}"))
+    for key in ("accuracy", "score_mean", "score_std"):  # of a reward model, told before the run's costs
+        if key in rest:
+            lines.append((key.replace("_", " "), number(rest.pop(key))))
     shown: dict[str, tuple[str, Callable[[Any], str]]] = {
         "eval": ("eval", _eval),
         "steps": ("steps", str),
@@ -129,7 +134,9 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _eval(value: Any) -> str:
-    """Scores by name, or a single accuracy."""
+    """Scores by name, or a single accuracy. Before and after are shares of prompts solved."""
+    if isinstance(value, Mapping) and set(value) == {"before", "after"}:
+        return f"pass@1 {percent(value['before'], 1)} → {percent(value['after'], 1)}"
     return (
         scores(value)
         if isinstance(value, Mapping)
