@@ -118,7 +118,8 @@ def test_a_folder_in_use_is_refused_and_left_alone(trimtab: Trimtab, here: Path)
 
 
 @pytest.mark.parametrize(
-    ("signum", "name", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)]
+    ("signum", "name", "status"),
+    [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143), (signal.SIGHUP, "SIGHUP", 129)],
 )
 def test_a_signal_ends_cleanly_with_the_last_checkpoint(
     trimtab: Trimtab, here: Path, monkeypatch, signum: int, name: str, status: int
@@ -132,10 +133,12 @@ def test_a_signal_ends_cleanly_with_the_last_checkpoint(
 
     handler = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and what nohup started the other
     with monkeypatch.context() as patched:
         patched.setattr(Console, "step", then_signal)
         outcome = trimtab("train", "learn.steps=3", "observe.checkpoint_every=1", "--json")
     signal.signal(signal.SIGINT, interrupt)
+    assert signal.signal(signal.SIGHUP, hangup) == signal.SIG_DFL
     assert outcome.code == status
     assert outcome.exception is None
     assert outcome.json["error"] == f"stopped by {name}"
@@ -145,6 +148,20 @@ def test_a_signal_ends_cleanly_with_the_last_checkpoint(
     assert signal.getsignal(signal.SIGTERM) == handler
     assert trimtab("train", "learn.steps=3", "--resume").code == 0
     assert [row["step"] for row in read_metrics(here / "runs/it")] == [1, 2, 3]
+
+
+def test_a_run_that_nohup_started_outlives_its_terminal(trimtab: Trimtab, here: Path, monkeypatch) -> None:
+    original = Console.step
+
+    def then_hang_up(self: Console, step: int, metrics: Any) -> None:
+        original(self, step, metrics)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(Console, "step", then_hang_up)
+    outcome = trimtab("train", "learn.steps=1")
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+    assert outcome.code == 0
 
 
 def test_the_best_checkpoint_is_kept_whenever_it_comes(trimtab: Trimtab, here: Path, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""What every command shares: errors without tracebacks, a clean end on Ctrl-C and SIGTERM, and `--json`.
+"""What every command shares: errors without tracebacks, a clean end on Ctrl-C, SIGTERM and SIGHUP, and `--json`.
 
 With --json everything meant for people goes to standard error, and the last line of standard output is one JSON object.
 """
@@ -18,9 +18,15 @@ import typer
 from trimtab.errors import TrimtabError, is_no_space
 from trimtab.streams import hold_standard_streams, let_go, outlet
 
+STOPS = (signal.SIGTERM, signal.SIGHUP)
+"""A scheduler sends the first, a terminal that goes away the second; `nohup` has that ignored, and so it stays."""
+
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as a scheduler sends it: everything is closed as after Ctrl-C."""
+    """Everything is closed as after Ctrl-C."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signal.Signals(signum)
 
 
 def console_file(as_json: bool) -> IO[str]:
@@ -35,7 +41,10 @@ def print_json(result: dict[str, Any]) -> None:
 def user_errors(as_json: bool) -> Iterator[None]:
     """Print an error that is meant for the user, and exit with status 2; anything else is a bug and keeps its traceback."""
     hold_standard_streams()
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = {stop: signal.getsignal(stop) for stop in STOPS}
+    for stop, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(stop, _terminate)
     try:
         yield
     except TrimtabError as error:
@@ -45,11 +54,14 @@ def user_errors(as_json: bool) -> Iterator[None]:
             raise
         said = f"there is no space left to write to: {error}. Free some, or set observe.dir to another disk"
         _end(f"error: {said}", {"error": said, "kind": type(error).__name__}, 2, as_json)
-    except KeyboardInterrupt as stop:
-        by, status = ("SIGTERM", 143) if isinstance(stop, Terminated) else ("Ctrl-C", 130)
-        _end(f"stopped by {by}", {"error": f"stopped by {by}", "kind": type(stop).__name__}, status, as_json)
+    except KeyboardInterrupt as stopped:
+        by, status = "Ctrl-C", 130
+        if isinstance(stopped, Terminated):
+            by, status = stopped.signum.name, 128 + stopped.signum
+        _end(f"stopped by {by}", {"error": f"stopped by {by}", "kind": type(stopped).__name__}, status, as_json)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
         let_go(sys.stdout)
         let_go(sys.stderr)
 
@@ -62,4 +74,6 @@ def _end(message: str, result: dict[str, Any], status: int, as_json: bool) -> No
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise Terminated
+    if signum == signal.SIGHUP:
+        signal.signal(signum, signal.SIG_IGN)  # shell and kernel may both send it
+    raise Terminated(signum)
