@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +163,11 @@ def load_config(model: Model) -> Any:
     """The architecture, without weights."""
     source = find_source(model.path)
     with _failing(f"model.path: cannot read the config of {model.path!r}", source.also):
-        config = AutoConfig.from_pretrained(
-            source.location, trust_remote_code=model.trust_remote_code, **source.options
-        )
+        if source.gguf_file:
+            file = Path(source.location, source.gguf_file).stat()
+            config = deepcopy(_read_gguf(source, file.st_mtime_ns, file.st_size))
+        else:
+            config = AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code)
     if not source.gguf_file:
         _refuse_quantised(model, getattr(config, "quantization_config", None), UNDONE)
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -173,6 +177,12 @@ def load_config(model: Model) -> Any:
         made = AutoModelForCausalLM._model_mapping[type(config)]
         refuse_unserved(made, made.__name__, config.get_text_config())
     return config
+
+
+@lru_cache(maxsize=4)
+def _read_gguf(source: Source, changed: int, size: int) -> Any:
+    """The config in a GGUF file: read once until the file changes, as it takes seconds (the vocabulary lies beside it)."""
+    return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
 
 
 def _refuse_quantised(model: Model, found: Any, undone: Sequence[str] = ()) -> None:
