@@ -236,7 +236,10 @@ def test_the_end_of_a_run_does_not_wait_for_a_conversation_that_hangs(hosts, tmp
     all_answers(host)
     host.step("a", seat, 0, "hang")
     host.end(seat)
+    workers = psutil.Process().children()
+    assert workers and host._closing == 1
     host.close()
+    assert not any(worker.is_running() for worker in workers) and host._closing == 1, "ended, not waited for"
 
 
 @pytest.mark.parametrize(

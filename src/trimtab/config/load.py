@@ -14,20 +14,27 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from trimtab.config.advice import (
+    REWARD,
+    example_of,
+    meant_key,
+    no_stage,
+    quoted,
+    shown,
+    unknown_key,
+    what_it_takes,
+    wrong_value,
+)
 from trimtab.config.algorithms import resolve
 from trimtab.config.base import Section
 from trimtab.config.check import contradictions
 from trimtab.config.reference import (
     STAGES,
-    choices,
-    default,
     description,
     nearest,
     nested,
     reading,
     slot,
-    suggest,
-    words,
     written,
 )
 from trimtab.config.reward_model import RewardModelConfig
@@ -42,17 +49,6 @@ Offline = SftConfig | RewardModelConfig
 """Configs of stages that learn from a given data set."""
 AnyConfig = Config | Offline
 Schema = TypeVar("Schema", Config, SftConfig, RewardModelConfig)
-REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
-OTHER_NAMES = {
-    "gpu": "cuda",
-    **dict.fromkeys(("bf16", "fp16", "float16", "half"), "bfloat16"),
-    "fp32": "float32",
-    "fp64": "float64",
-    "reinforce++": "reinforce_pp",
-    "reinforce++_baseline": "reinforce_pp_baseline",
-}
-FROM_PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
-NONE = ("none", "off", "no", "false", "")
 SMALLEST: dict[type[Section], str] = {
     Config: 'Write at least model: {path: …}, data: {train: …} and reward: [{fn: "rewards.py:function"}]',
     SftConfig: "Write at least model: {path: …} and data: {train: …}",
@@ -121,7 +117,7 @@ def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems:
     with reading(schema):
         problems = [*problems, *(problem for override in overrides for problem in _override(tree, override))]
         problems += list(_sweep(schema, tree, ""))
-        suspects = {key for problem in problems for key in (problem.where, _meant(problem.where))}
+        suspects = {key for problem in problems for key in (problem.where, meant_key(problem.where))}
         try:
             config = schema.model_validate(tree)
         except ValidationError as error:
@@ -148,7 +144,7 @@ def _sweep(section: type[Section], data: Tree, prefix: str) -> Iterator[Problem]
     """Take out of the tree what pydantic would accept or could not explain, and fill in what may be left out."""
     for name in [name for name in data if name not in section.model_fields]:
         value = data.pop(name)
-        yield _no_stage(value) if f"{prefix}{name}" == "stage" else _unknown(f"{prefix}{name}")
+        yield no_stage(value) if f"{prefix}{name}" == "stage" else unknown_key(f"{prefix}{name}")
     for name, field in section.model_fields.items():
         inner, where, value = nested(field.annotation), f"{prefix}{name}", data.get(name)
         if inner and inner.form == "section":
@@ -180,7 +176,7 @@ def _unfit(where: str, field: FieldInfo, value: object) -> Problem | None:
         return None
     holds_bool = any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
     takes_bool = bool in (field.annotation, *get_args(field.annotation))
-    return _wrong(where, value) if holds_bool and not takes_bool else None
+    return wrong_value(where, value) if holds_bool and not takes_bool else None
 
 
 def _unwritable(value: object) -> str | None:
@@ -203,84 +199,8 @@ def _explain(error: ValidationError, tree: Tree) -> list[Problem]:
             add = REWARD if where == "reward" else f"Add it: {description(here.field).rstrip('.')}"
             found.setdefault(where, Problem(where, "is required but missing", add))
         else:
-            found.setdefault(where, _wrong(where, _lookup(tree, parts)))
+            found.setdefault(where, wrong_value(where, _lookup(tree, parts)))
     return list(found.values())
-
-
-def _wrong(where: str, value: object) -> Problem:
-    return Problem(where, f"got {_shown(value)}, but it takes {_takes(where)}", _fix(where, value))
-
-
-def _takes(where: str) -> str:
-    here = slot(where.split("."))
-    assert here
-    if here.kind == "list":
-        return "a list of at least one section"
-    if here.section:
-        return "a section with the keys " + ", ".join(here.section.model_fields)
-    assert here.field
-    return words(here.field.annotation, here.field.metadata)
-
-
-def _fix(where: str, value: object) -> str:
-    here = slot(where.split("."))
-    assert here
-    if here.kind == "list":
-        return REWARD
-    field, takes = here.field, _takes(where)
-    if where == "learn.algorithm" and isinstance(value, str) and value.lower() in FROM_PAIRS:
-        return 'Pairs train a reward model (trimtab reward-model), which is then a reward: {fn: "model:RUN/final"}'
-    options = choices(field.annotation) if field else []
-    if isinstance(value, str) and (near := nearest(OTHER_NAMES.get(value.lower(), value), options, 0.5)):
-        return f"Did you mean {near}?"
-    if takes.startswith("text"):
-        if isinstance(value, list | dict):
-            return "Write one" if isinstance(value, list) else "Write it in quotes"
-        return 'For empty text write ""' if value is None else f"Write it in quotes: {where}: {_quoted(value)}"
-    if takes.startswith("a list, each item text") and isinstance(value, str | int | float):
-        return f"Write it as a list: [{_quoted(value)}]"
-    if here.section and field and not field.is_required() and field.default is None:
-        return _fix_optional(here.section, value)
-    if here.section and (first := _first_takes(here.section, value)):
-        return f"Write {one_line({first: value})}"
-    if field is None or field.is_required():
-        return ""
-    if takes.endswith("or null") and (not value or (isinstance(value, str) and value.lower() in NONE)):
-        return "Write null for none"
-    return "Leave it out for the default" + ("s" if here.section else f", {written(default(where))}")
-
-
-def _fix_optional(section: type[Section], value: object) -> str:
-    """A section that is off unless it is given: {r: 16} where 16 was written, {} where true was."""
-    if not value or value == "none":
-        return "Leave it out for none"
-    first, field = next(iter(section.model_fields.items()))
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        return f"Write {one_line({first: value})}"
-    by_itself = not field.is_required() and field.default is not None
-    return "Write {} for its defaults; left out, there is none" if by_itself else f"Write {{{first}: …}}"
-
-
-def _first_takes(section: type[Section], value: object) -> str:
-    """The section's first key, where the value would do for it: {path: …} for a name, {kind: cosine} for a schedule."""
-    name = next(iter(section.model_fields))
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return ""
-    try:
-        section.model_validate({name: value})
-    except ValidationError as error:
-        return "" if any(item["loc"][0] == name for item in error.errors()) else name
-    return name
-
-
-def _quoted(value: object) -> str:
-    text = value if isinstance(value, str) else written(value)
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _shown(value: object) -> str:
-    text = _quoted(value) if isinstance(value, str) else written(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _lookup(tree: Any, parts: Sequence[str]) -> Any:
@@ -322,17 +242,17 @@ def _override(tree: Tree, override: str) -> list[Problem]:
     """Set one `dotted.key=value` in the tree. Nothing is set where there is a problem."""
     key, equals, text = _parted(override)
     if key == "stage" and slot([key]) is None:
-        return [_no_stage(text)]
+        return [no_stage(text)]
     if not key:
         return [Problem(override, "has no key", "Write key=value, such as learn.lr=1e-6")]
     if slot(key.split(".")) is None:
-        return [_unknown(key) if equals or _meant(key) else _no_equals(override)]
+        return [unknown_key(key) if equals or meant_key(key) else _no_equals(override)]
     if not equals:
-        return [Problem(key, "has no value", f"Write key=value, such as {key}={_example(key)}")]
+        return [Problem(key, "has no value", f"Write key=value, such as {key}={example_of(key)}")]
     try:
         value, problems = parse(text, "the override", f"{key}.")
     except ConfigError as error:
-        return [Problem(key, f"{_shown(text)}: {error.problems[0].what}", "Write a YAML value; quote text")]
+        return [Problem(key, f"{shown(text)}: {error.problems[0].what}", "Write a YAML value; quote text")]
     return problems or _lost(key, text, value) or _set(tree, key.split("."), value)
 
 
@@ -346,11 +266,11 @@ def _no_equals(override: str) -> Problem:
 def _lost(key: str, text: str, value: object) -> list[Problem]:
     """YAML would drop spaces around a text and what follows a #, and take `a: b` for a mapping: none of it is meant here."""
     here = slot(key.split("."))
-    takes_text = here and here.kind == "leaf" and _takes(key).startswith("text")
+    takes_text = here and here.kind == "leaf" and what_it_takes(key).startswith("text")
     if not takes_text or not text.strip() or text.strip()[0] in "\"'|>" or value == text:
         return []
     if isinstance(value, str) or "#" in text or isinstance(value, dict | list):
-        return [Problem(key, f"{_shown(text)} is something else in YAML", f"Quote it twice: {key}='{_quoted(text)}'")]
+        return [Problem(key, f"{shown(text)} is something else in YAML", f"Quote it twice: {key}='{quoted(text)}'")]
     return []
 
 
@@ -361,20 +281,15 @@ def _lines(overrides: object) -> list[str]:
         odd = next((line for line in found if not isinstance(line, str)), None)
         if odd is None:
             return found
-        what = f"holds {_shown(odd)}, a {type(odd).__name__}"
+        what = f"holds {shown(odd)}, a {type(odd).__name__}"
     else:
-        what = f"got {_shown(overrides)}"
+        what = f"got {shown(overrides)}"
     raise ConfigError([Problem("overrides", what, 'Give a list of texts, such as ["learn.lr=1e-6"]')])
 
 
 def _parted(override: str) -> tuple[str, str, str]:
     key, equals, text = override.partition("=")
     return key.strip(), equals, text
-
-
-def _example(where: str) -> str:
-    usual = default(where)
-    return written(usual) if isinstance(usual, str | int | float | list) and usual != "" else "VALUE"
 
 
 def _set(tree: Tree, parts: list[str], value: object) -> list[Problem]:
@@ -405,65 +320,6 @@ def _set(tree: Tree, parts: list[str], value: object) -> list[Problem]:
     return []
 
 
-# --- unknown keys
-
-
-def _no_stage(value: object) -> Problem:
-    """The one key that other stages have at the top and `trimtab train` has not."""
-    return Problem("stage", f"got {_shown(value)}, but it takes sft or reward-model", "Leave it out for trimtab train")
-
-
-def _unknown(where: str) -> Problem:
-    parts = where.split(".")
-    depth = next((depth for depth in range(len(parts)) if slot(parts[: depth + 1]) is None), None)
-    if depth is None:  # a key of a file with dots in it
-        return Problem(
-            where,
-            "dotted keys are for the command line",
-            f"In a file write {': {'.join(parts)}: …" + "}" * (len(parts) - 1),
-        )
-    above, whole = slot(parts[:depth]), ".".join(parts[:depth])
-    if above and above.kind == "leaf":
-        return Problem(where, f"{whole} has no parts: it takes {_takes(whole)}", f"Write {whole}={_example(whole)}")
-    if above and above.kind == "list":
-        rest = ".".join(parts[depth + bool(re.fullmatch(r"-?\d+", parts[depth])) :])
-        return Problem(where, f"{whole} is a list, and {parts[depth]} is no place in it", f"Write {whole}.0.{rest}")
-    if elsewhere := _elsewhere(parts[-1]):
-        return Problem(where, "unknown key", elsewhere[1])
-    if meant := _meant(where):
-        return Problem(where, "unknown key", f"Did you mean {meant}?")
-    return Problem(
-        where,
-        "unknown key",
-        f"The keys here are {', '.join(above.section.model_fields)}" if above and above.section else "",
-    )
-
-
-def _meant(where: str) -> str:
-    """The valid key that was probably meant, part by part (`leran.lrr` is learn.lr); empty where nothing is alike."""
-    if elsewhere := _elsewhere(where.split(".")[-1]):
-        return elsewhere[0]
-    meant = ""
-    for part in re.sub(r"\[(\d+)\]", r".\1", where).split("."):
-        longer = f"{meant}.{part}".lstrip(".")
-        meant = longer if slot(longer.split(".")) else suggest(f"{meant}." if meant else "", part)
-        if not meant:
-            return ""
-    return meant
-
-
-def _elsewhere(name: str) -> tuple[str, str] | None:
-    """The key for what other frameworks and scripts call by this name, and how to say so."""
-    from trimtab.config.convert import script, trl_table  # they read configs themselves
-
-    for rule in (*script.RULES, *trl_table.RULES):
-        parts = rule.key.split(".")
-        if name in rule.names and name != parts[-1] and slot(parts):
-            automatic = rule.outcome == "automatic"
-            return rule.key, f"{'Trimtab decides it; to pin it, write' if automatic else 'Here it is'} {rule.key}"
-    return None
-
-
 # --- files
 
 
@@ -486,7 +342,7 @@ def _read(path: Path, schema: type[Section]) -> tuple[Tree, list[Problem]]:
     if data is None:
         raise ConfigError([Problem(str(path), "is empty", SMALLEST[schema])])
     if not isinstance(data, dict):
-        raise ConfigError([Problem(str(path), f"holds {_shown(data)}, not sections with keys", SMALLEST[schema])])
+        raise ConfigError([Problem(str(path), f"holds {shown(data)}, not sections with keys", SMALLEST[schema])])
     return data, problems
 
 

@@ -66,7 +66,7 @@ class Episode:
 
     @property
     def seed(self) -> int:
-        """What the environment is asked next."""
+        """What the environment's next call is seeded with."""
         request = self.request
         return stream_key(request.seed, request.step, request.prompt.id, self.sample, -1 - self.turns) & SEEDS
 

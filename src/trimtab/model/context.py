@@ -18,14 +18,13 @@ def context_of(config: Any) -> int:
     read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     context = int(read("max_position_embeddings") or 2**31)
     rotation = read("rope_parameters") or read("rope_scaling") or {}
-    kinds = [
-        part for part in (rotation, *rotation.values()) if isinstance(part, Mapping)
-    ]  # one, or one a kind of layer
-    stretched = [part for part in kinds if part.get("rope_type", part.get("type")) in LONGROPE]
-    before = [
-        part.get("original_max_position_embeddings") or read("original_max_position_embeddings") for part in stretched
-    ]
-    return min([context, *(int(tokens) for tokens in before if tokens)])
+    # One rotation, or one for each kind of layer.
+    kinds = [part for part in (rotation, *rotation.values()) if isinstance(part, Mapping)]
+    for part in kinds:
+        if part.get("rope_type", part.get("type")) in LONGROPE:
+            before = part.get("original_max_position_embeddings") or read("original_max_position_embeddings")
+            context = min(context, int(before or context))
+    return context
 
 
 def config_of_layer(config: Any, index: int) -> Any:

@@ -1,0 +1,163 @@
+"""What to say of a value or a key that is wrong: what it takes, what was probably meant, what to write instead."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import ValidationError
+
+from trimtab.config.base import Section
+from trimtab.config.reference import choices, default, nearest, slot, suggest, words, written
+from trimtab.config.text import one_line
+from trimtab.errors import Problem
+
+REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
+OTHER_NAMES = {
+    "gpu": "cuda",
+    **dict.fromkeys(("bf16", "fp16", "float16", "half"), "bfloat16"),
+    "fp32": "float32",
+    "fp64": "float64",
+    "reinforce++": "reinforce_pp",
+    "reinforce++_baseline": "reinforce_pp_baseline",
+}
+FROM_PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
+NONE = ("none", "off", "no", "false", "")
+
+
+def wrong_value(where: str, value: object) -> Problem:
+    return Problem(where, f"got {shown(value)}, but it takes {what_it_takes(where)}", _fix(where, value))
+
+
+def what_it_takes(where: str) -> str:
+    here = slot(where.split("."))
+    assert here
+    if here.kind == "list":
+        return "a list of at least one section"
+    if here.section:
+        return "a section with the keys " + ", ".join(here.section.model_fields)
+    assert here.field
+    return words(here.field.annotation, here.field.metadata)
+
+
+def _fix(where: str, value: object) -> str:
+    here = slot(where.split("."))
+    assert here
+    if here.kind == "list":
+        return REWARD
+    field, takes = here.field, what_it_takes(where)
+    if where == "learn.algorithm" and isinstance(value, str) and value.lower() in FROM_PAIRS:
+        return 'Pairs train a reward model (trimtab reward-model), which is then a reward: {fn: "model:RUN/final"}'
+    options = choices(field.annotation) if field else []
+    if isinstance(value, str) and (near := nearest(OTHER_NAMES.get(value.lower(), value), options, 0.5)):
+        return f"Did you mean {near}?"
+    if takes.startswith("text"):
+        if isinstance(value, list | dict):
+            return "Write one" if isinstance(value, list) else "Write it in quotes"
+        return 'For empty text write ""' if value is None else f"Write it in quotes: {where}: {quoted(value)}"
+    if takes.startswith("a list, each item text") and isinstance(value, str | int | float):
+        return f"Write it as a list: [{quoted(value)}]"
+    if here.section and field and not field.is_required() and field.default is None:
+        return _fix_optional(here.section, value)
+    if here.section and (first := _first_takes(here.section, value)):
+        return f"Write {one_line({first: value})}"
+    if field is None or field.is_required():
+        return ""
+    if takes.endswith("or null") and (not value or (isinstance(value, str) and value.lower() in NONE)):
+        return "Write null for none"
+    return "Leave it out for the default" + ("s" if here.section else f", {written(default(where))}")
+
+
+def _fix_optional(section: type[Section], value: object) -> str:
+    """A section that is off unless it is given: {r: 16} where 16 was written, {} where true was."""
+    if not value or value == "none":
+        return "Leave it out for none"
+    first, field = next(iter(section.model_fields.items()))
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"Write {one_line({first: value})}"
+    by_itself = not field.is_required() and field.default is not None
+    return "Write {} for its defaults; left out, there is none" if by_itself else f"Write {{{first}: …}}"
+
+
+def _first_takes(section: type[Section], value: object) -> str:
+    """The section's first key, where the value would do for it: {path: …} for a name, {kind: cosine} for a schedule."""
+    name = next(iter(section.model_fields))
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return ""
+    try:
+        section.model_validate({name: value})
+    except ValidationError as error:
+        return "" if any(item["loc"][0] == name for item in error.errors()) else name
+    return name
+
+
+def no_stage(value: object) -> Problem:
+    """The one key that other stages have at the top and `trimtab train` has not."""
+    return Problem("stage", f"got {shown(value)}, but it takes sft or reward-model", "Leave it out for trimtab train")
+
+
+def unknown_key(where: str) -> Problem:
+    parts = where.split(".")
+    depth = next((depth for depth in range(len(parts)) if slot(parts[: depth + 1]) is None), None)
+    if depth is None:  # a key of a file with dots in it
+        return Problem(
+            where,
+            "dotted keys are for the command line",
+            f"In a file write {': {'.join(parts)}: …" + "}" * (len(parts) - 1),
+        )
+    above, whole = slot(parts[:depth]), ".".join(parts[:depth])
+    if above and above.kind == "leaf":
+        return Problem(
+            where, f"{whole} has no parts: it takes {what_it_takes(whole)}", f"Write {whole}={example_of(whole)}"
+        )
+    if above and above.kind == "list":
+        rest = ".".join(parts[depth + bool(re.fullmatch(r"-?\d+", parts[depth])) :])
+        return Problem(where, f"{whole} is a list, and {parts[depth]} is no place in it", f"Write {whole}.0.{rest}")
+    if elsewhere := _elsewhere(parts[-1]):
+        return Problem(where, "unknown key", elsewhere[1])
+    if meant := meant_key(where):
+        return Problem(where, "unknown key", f"Did you mean {meant}?")
+    return Problem(
+        where,
+        "unknown key",
+        f"The keys here are {', '.join(above.section.model_fields)}" if above and above.section else "",
+    )
+
+
+def meant_key(where: str) -> str:
+    """The valid key that was probably meant, part by part (`leran.lrr` is learn.lr); empty where nothing is alike."""
+    if elsewhere := _elsewhere(where.split(".")[-1]):
+        return elsewhere[0]
+    meant = ""
+    for part in re.sub(r"\[(\d+)\]", r".\1", where).split("."):
+        longer = f"{meant}.{part}".lstrip(".")
+        meant = longer if slot(longer.split(".")) else suggest(f"{meant}." if meant else "", part)
+        if not meant:
+            return ""
+    return meant
+
+
+def _elsewhere(name: str) -> tuple[str, str] | None:
+    """The key for what other frameworks and scripts call by this name, and how to say so."""
+    from trimtab.config.convert import script, trl_table  # they read configs themselves
+
+    for rule in (*script.RULES, *trl_table.RULES):
+        parts = rule.key.split(".")
+        if name in rule.names and name != parts[-1] and slot(parts):
+            automatic = rule.outcome == "automatic"
+            return rule.key, f"{'Trimtab decides it; to pin it, write' if automatic else 'Here it is'} {rule.key}"
+    return None
+
+
+def example_of(where: str) -> str:
+    usual = default(where)
+    return written(usual) if isinstance(usual, str | int | float | list) and usual != "" else "VALUE"
+
+
+def quoted(value: object) -> str:
+    text = value if isinstance(value, str) else written(value)
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def shown(value: object) -> str:
+    text = quoted(value) if isinstance(value, str) else written(value)
+    return text if len(text) <= 60 else text[:57] + "..."
