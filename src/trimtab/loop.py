@@ -161,7 +161,8 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
             first_epoch = done[: len(done) // run.config.learn.epochs_per_step]
             metrics |= task_kl(run.tasks, kept, samples, first_epoch)
     if done:
-        metrics |= update_metrics(done) | {"policy/lr": learning_rate(run.config.learn, run.state.step)}
+        last = run.config.learn.updates_per_batch - 1
+        metrics |= update_metrics(done) | {"policy/lr": learning_rate(run.config.learn, run.state.step, last)}
     return metrics
 
 
@@ -198,20 +199,23 @@ def _optimize(
     done: list[UpdateStats] = []
     valued: list[UpdateStats] = []
     warm = run.critic is None or state.step >= learn.critic.warmup_steps
-    for _ in range(learn.epochs_per_step):
-        for part in np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept))):
+    for epoch in range(learn.epochs_per_step):
+        parts = np.array_split(np.arange(len(kept)), min(learn.updates_per_step, len(kept)))
+        for number, part in enumerate(parts, epoch * learn.updates_per_step):
             flat = [sample for group in part for sample in samples[group]]
             set_weights([trajectory for group in part for trajectory in kept[group].trajectories], flat, learn)
             flat = [sample for sample in flat if sample.weights.any()]  # without a share nothing needs to be computed
             if not flat:
                 continue
             if run.critic_guard is not None:
-                valued.append(run.critic_guard.step(flat, learning_rate(learn, state.step, learn.critic.lr), 0.0))
+                valued.append(
+                    run.critic_guard.step(flat, learning_rate(learn, state.step, number, learn.critic.lr), 0.0)
+                )
                 if not valued[-1].applied:
                     run.console.warn(f"step {state.step + 1}: the critic's gradient is not finite; it is unchanged")
             if not warm:
                 continue
-            done.append(run.guard.step(flat, learning_rate(learn, state.step), state.kl_coef))
+            done.append(run.guard.step(flat, learning_rate(learn, state.step, number), state.kl_coef))
             note_outcome(state, done[-1], run.console, "at RUN/samples for what the model has come to write")
             run.watch.saw(
                 done[-1].sizes,

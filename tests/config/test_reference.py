@@ -41,7 +41,7 @@ def test_every_key_is_on_the_page_with_a_description() -> None:
     [
         (Learn, "lr", "a number above 0"),
         (Learn, "max_grad_norm", "a number above 0, or null"),
-        (Learn, "loss", "one of clip, gspo, cispo, on_policy, auto"),
+        (Learn, "loss", "one of clip, sequence_clip, gspo, cispo, on_policy, auto"),
         (Learn, "reward_clip", "a list of 2, each a number, or null"),
         (Rollout, "kv_memory", "a size such as 512MiB or 2GiB, or auto"),
         (Rollout, "max_sequences", "a whole number of at least 1, or auto"),

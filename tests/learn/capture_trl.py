@@ -1,10 +1,10 @@
-"""Runs the real TRL on a CPU and writes down what its GRPOTrainer computed: the fixture of test_trl.py.
+"""Runs the real TRL on a CPU and writes down what its GRPOTrainer and RLOOTrainer computed: the fixture of test_trl.py.
 
     python -m venv build/trl-venv && build/trl-venv/bin/pip install trl==1.16.0 torch
     build/trl-venv/bin/python tests/learn/capture_trl.py          # writes tests/learn/trl.safetensors
 
 One batch is sampled by TRL itself from a tiny random model in float64, and one of its optimizer steps moves the policy far
-enough that ratios are clipped. Then, for every case, a new GRPOTrainer with that case's settings scores the same completions
+enough that ratios are clipped. Then, for every case, a new trainer with that case's settings scores the same completions
 (rewards, advantages, old and reference log-probs) and computes the loss of the moved policy and its gradient. Nothing of TRL is
 replaced but the sampling, from the second trainer on, by what the first one sampled; with gradient accumulation the batch is
 cut as TRL cuts it, but in order.
@@ -26,7 +26,7 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 FILE = Path(__file__).with_name("trl.safetensors")
 WORDS = ["<pad>", "<eos>", *"0123456789+=abcdef"]
@@ -71,9 +71,22 @@ CASES: dict[str, dict[str, Any]] = {
         "beta": 0.1,
         "delta": 1.1,
     },
+    "gspo, corrected kl": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-2,
+        "epsilon_high": 4e-2,
+        "beta": 0.1,
+        "use_bias_correction_kl": True,
+    },
+    "rloo": {"rloo": True},
+    "rloo, high clip": {"rloo": True, "epsilon": 0.1, "epsilon_high": 0.4},
+    "rloo, normalized": {"rloo": True, "normalize_advantages": True},
+    "rloo, clipped rewards": {"rloo": True, "reward_clip_range": (-0.5, 1.2)},
 }
-OURS = ("on_policy", "unscorable")
+OURS = ("on_policy", "unscorable", "rloo")
 """Of a case: what is not a setting of TRL."""
+GRPO_ONLY = ("use_bias_correction_kl",)
 
 
 def spread(completions: list[str], **_: Any) -> list[float]:
@@ -101,38 +114,39 @@ def save_start(folder: Path) -> None:
     tokenizer().save_pretrained(folder)
 
 
-def trainer(folder: Path, case: dict[str, Any]) -> GRPOTrainer:
+def trainer(folder: Path, case: dict[str, Any]) -> GRPOTrainer | RLOOTrainer:
     """As its users make one; the batch of a step is the whole set of prompts."""
+    make_config, make = (RLOOConfig, RLOOTrainer) if case.get("rloo") else (GRPOConfig, GRPOTrainer)
     settings = {name: value for name, value in case.items() if name not in OURS}
     accumulated = settings.get("gradient_accumulation_steps", 1)
-    config = GRPOConfig(
-        **{
-            "output_dir": str(folder / "out"),
-            "per_device_train_batch_size": len(PROMPTS) * SAMPLES // accumulated,
-            "num_generations": SAMPLES,
-            "max_completion_length": NEW_TOKENS,
-            "learning_rate": 3e-2,
-            "beta": 0.0,
-            "epsilon": 0.2,
-            "generation_kwargs": {"suppress_tokens": [0]},
-            "use_bias_correction_kl": False,
-            "num_iterations": 1 if case.get("on_policy") else 2,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "max_steps": 1,
-            "model_init_kwargs": {"dtype": "auto"},
-            "gradient_checkpointing": False,
-            "shuffle_dataset": False,
-            "seed": SEED,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "logging_strategy": "no",
-            "dataloader_pin_memory": False,
-            "max_grad_norm": 0.0,
-        }
-        | settings
-    )  # fmt: skip
+    usual = {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": len(PROMPTS) * SAMPLES // accumulated,
+        "num_generations": SAMPLES,
+        "max_completion_length": NEW_TOKENS,
+        "learning_rate": 3e-2,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "generation_kwargs": {"suppress_tokens": [0]},
+        "use_bias_correction_kl": False,
+        "num_iterations": 1 if case.get("on_policy") else 2,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "max_steps": 1,
+        "model_init_kwargs": {"dtype": "auto"},
+        "gradient_checkpointing": False,
+        "shuffle_dataset": False,
+        "seed": SEED,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "dataloader_pin_memory": False,
+        "max_grad_norm": 0.0,
+    }
+    if case.get("rloo"):
+        usual = {name: value for name, value in usual.items() if name not in GRPO_ONLY}
+    config = make_config(**usual | settings)
     hidden = set(case.get("unscorable", []))
 
     def reward(completions: list[str], **columns: Any) -> list[float | None]:
@@ -140,7 +154,7 @@ def trainer(folder: Path, case: dict[str, Any]) -> GRPOTrainer:
 
     rewards = [spread, brief] if "reward_weights" in case else [reward]
     rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
-    return GRPOTrainer(str(folder), reward_funcs=rewards, args=config, train_dataset=rows, processing_class=tokenizer())
+    return make(str(folder), reward_funcs=rewards, args=config, train_dataset=rows, processing_class=tokenizer())
 
 
 def sample(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -162,11 +176,12 @@ def measure(folder: Path, case: dict[str, Any], batch: Any, moved: dict[str, tor
     """TRL's advantages, loss and gradient in one case."""
     prompts, generated = batch
     judge = trainer(folder, case)
-    judge._generate = lambda asked: generated
+    prompt_ids, completion_ids, _, texts, *_ = generated
+    judge._generate = lambda asked: (prompt_ids, completion_ids, texts) if case.get("rloo") else generated
     judge.model.train()
     judge.current_gradient_accumulation_steps = accumulated = judge.args.gradient_accumulation_steps
     inputs = judge._generate_and_score_completions([{"prompt": prompt} for prompt in prompts])
-    assert ("old_per_token_logps" in inputs) != bool(case.get("on_policy"))
+    assert ("old_per_token_logps" in inputs or "old_logps" in inputs) != bool(case.get("on_policy"))
     if not case.get("on_policy"):
         with torch.no_grad():
             for name, parameter in judge.model.named_parameters():

@@ -18,11 +18,14 @@ from trimtab.learn.advantages import (
     gae,
     global_norm,
     group_mean,
+    group_mean_batch_std,
+    group_mean_global_norm,
     group_mean_global_std,
     group_std,
     has_signal,
     leave_one_out,
     normalised,
+    returns,
 )
 
 # Two interleaved groups: {1, 2, 6} with mean 3 and {0, 4} with mean 2; the step's mean is 13 / 5 = 2.6.
@@ -43,7 +46,8 @@ def samples(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_registry_has_every_name_the_config_offers():
-    assert set(ADVANTAGES) == set(get_args(AdvantageName)) - {"gae", "global_norm"}, "which are of tokens"
+    of_tokens = {"gae", "global_norm", "group_mean_global_norm"}
+    assert set(ADVANTAGES) == set(get_args(AdvantageName)) - of_tokens
 
 
 def test_group_mean_by_hand():
@@ -69,6 +73,12 @@ def test_group_mean_global_std_by_hand():
     # the centred rewards -2, -2, -1, 2, 3 have mean 0; (4 + 4 + 1 + 4 + 9) / (5 - 1) = 5.5
     s = math.sqrt(5.5) + 1e-4
     close(group_mean_global_std(REWARDS, GROUPS), [-2 / s, -2 / s, -1 / s, 2 / s, 3 / s])
+
+
+def test_group_mean_batch_std_by_hand():
+    # the rewards around 2.6: (2.56 + 6.76 + 0.36 + 1.96 + 11.56) / (5 - 1) = 5.8
+    s = math.sqrt(5.8) + 1e-4
+    close(group_mean_batch_std(REWARDS, GROUPS), [-2 / s, -2 / s, -1 / s, 2 / s, 3 / s])
 
 
 @pytest.mark.parametrize("name", ["group_std", "group_mean", "leave_one_out"])
@@ -213,3 +223,28 @@ def test_global_norm_without_a_penalty_repeats_the_reward_over_the_tokens():
 def test_global_norm_of_equal_rewards_is_exactly_zero():
     advantages = global_norm(torch.full((3,), 0.1), torch.zeros(9), torch.tensor([0, 1, 4, 9]))
     assert torch.equal(advantages, torch.zeros(9))
+
+
+def test_group_mean_global_norm_by_hand():
+    # One group of rewards 1 and 5, mean 3: -2 over three tokens and 2 over one. Their mean is -1: deviations -1, -1, -1, 3;
+    # 12 / 3 = 4, std 2.
+    rewards, groups, offsets = torch.tensor([1.0, 5.0]), torch.tensor([0, 0]), torch.tensor([0, 3, 4])
+    advantages = group_mean_global_norm(rewards, groups, torch.zeros(4), offsets)
+    close(advantages, [-1 / (2 + EPS)] * 3 + [3 / (2 + EPS)])
+    # With a penalty of 1 a token: -5, -4, -3 and 1 are left to be earned; mean -2.75.
+    left = torch.tensor([-5.0, -4.0, -3.0, 1.0])
+    close(
+        group_mean_global_norm(rewards, groups, torch.ones(4), offsets),
+        ((left - left.mean()) / (left.std() + EPS)).tolist(),
+    )
+
+
+def test_group_mean_global_norm_of_groups_without_signal_is_exactly_zero():
+    rewards, offsets = torch.tensor([0.1, 0.1, 0.7, 0.7]), torch.tensor([0, 1, 4, 9, 11])
+    advantages = group_mean_global_norm(rewards, torch.tensor([0, 0, 1, 1]), torch.zeros(11), offsets)
+    assert torch.equal(advantages, torch.zeros(11))
+
+
+def test_returns_of_a_sequence_without_tokens_reach_no_other():
+    found = returns(torch.tensor([5.0, 100.0, 1.0]), torch.tensor([0.5, 0.25, 0.125]), torch.tensor([0, 2, 2, 3]))
+    assert found.tolist() == [4.25, 4.75, 0.875]

@@ -36,6 +36,13 @@ def test_sequence_mean_by_hand():
     assert total(weights, [[9.0, 9.0], [0.0], [0.0]]) == pytest.approx(3.0)
 
 
+def test_sequence_sum_by_hand():
+    weights = token_weights(LENGTHS, "sequence_sum", 8)
+    assert_close(weights, torch.full((3,), 1 / 3))
+    # sums 4, 6, 10
+    assert total(weights, LOSSES) == pytest.approx(20 / 3)
+
+
 def test_constant_by_hand():
     weights = token_weights(LENGTHS, "constant", 8)
     assert_close(weights, torch.full((3,), 1 / 24))
@@ -88,6 +95,8 @@ def test_any_split_into_micro_batches_sums_to_the_whole(
         expected = float(torch.cat(kept).mean())
     elif kept and mode == "sequence_mean":
         expected = sum(float(loss.mean()) for loss in kept) / len(kept)
+    elif kept and mode == "sequence_sum":
+        expected = sum(float(loss.sum()) for loss in kept) / len(kept)
     elif kept:
         expected = sum(float(loss.sum()) / 20 for loss in kept) / len(kept)
 

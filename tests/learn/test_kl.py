@@ -74,6 +74,24 @@ def test_corrected_the_gradient_is_that_of_the_kl_whoever_drew_the_tokens(name: 
     assert (plain - torch.autograd.grad(kl, logits)[0]).abs().max() > 0.05
 
 
+def test_corrected_by_sequence_multiplies_by_the_geometric_mean_of_the_ratios():
+    """As TRL does where its loss has one ratio a sequence: the gradient goes through the ratio to every token of the sequence."""
+    generator = torch.Generator().manual_seed(0)
+    logp, ref, old = (-torch.rand(5, dtype=torch.float64, generator=generator) for _ in range(3))
+    logp.requires_grad_()
+    sequence = torch.tensor([0, 0, 1, 1, 1])
+    found = corrected("k3", logp, ref, old, by_sequence=True, sequence=sequence, sequences=2)
+    first, second = (logp - old)[:2].mean().exp(), (logp - old)[2:].mean().exp()
+    plain = k3(logp, ref) * torch.stack([first, first, second, second, second])
+    assert_close(found, plain)
+    weights = torch.tensor([1.0, 1.0, 0.5, 0.5, 0.5], dtype=torch.float64)
+    assert_close(
+        *(torch.autograd.grad((weights * value).sum(), logp, retain_graph=True)[0] for value in (found, plain))
+    )
+    by_token = corrected("k3", logp, ref, old)
+    assert (by_token - found).abs().max() > 0.005
+
+
 def test_corrected_stays_finite_however_far_the_policy_has_gone():
     logp = torch.tensor([-1.0, -400.0], requires_grad=True)
     value = corrected("k3", logp, torch.tensor([-300.0, -1.0]), torch.tensor([-500.0, -1.0]))

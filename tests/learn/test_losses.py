@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from trimtab.config.learn import LossName
 from trimtab.learn.aggregate import token_weights
-from trimtab.learn.losses import LOSSES, cispo_loss, clip_loss, gspo_loss, on_policy_loss
+from trimtab.learn.losses import LOSSES, cispo_loss, clip_loss, gspo_loss, on_policy_loss, sequence_clip_loss
 
 F64 = torch.float64
 
@@ -239,6 +239,50 @@ def test_gspo_asks_for_the_sequences():
         gspo_loss(torch.zeros(1), torch.zeros(1), torch.ones(1), 0.1, 0.1)
 
 
+# --- sequence_clip
+
+
+def test_sequence_clip_by_hand():
+    # Sequence 0 (tokens 0, 2): log ratios 0.2, 0.4: R = e^0.6 = 1.82, A = 2:  above 1.1, clipped, objective 2.2, half a token
+    # Sequence 1 (token 1):     log ratio 0.05:       R = e^0.05 = 1.051, A = -1: free, objective -1.051
+    logp = tensor([-1.0, -1.0, -1.0]).requires_grad_()
+    old = tensor([-1.2, -1.05, -1.4])
+    result = sequence_clip_loss(logp, old, tensor([2, -1, 2]), 0.1, 0.1, sequence=torch.tensor([0, 1, 0]), sequences=2)
+    whole, one = math.exp(0.6), math.exp(0.05)
+    assert_close(result.ratio, tensor([whole, one, whole]))
+    assert_close(result.loss, tensor([-1.1, one, -1.1]))
+    assert result.clipped.tolist() == [True, False, True]
+    assert_close(gradient(result.loss, logp), tensor([0, one, 0]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_sequence_clip_has_the_value_and_gradient_of_one_action_a_sequence(lengths: list[int], seed: int):
+    """RLOO as TRL writes it: a mean over sequences, plain autograd through the ratio of a whole completion."""
+    generator = torch.Generator().manual_seed(seed)
+    logp = -torch.rand(sum(lengths), dtype=F64, generator=generator).requires_grad_()
+    old = logp.detach() + 0.2 * torch.randn(sum(lengths), dtype=F64, generator=generator)
+    advantages = torch.randn(len(lengths), dtype=F64, generator=generator)
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+    result = sequence_clip_loss(logp, old, advantages[sequence], 0.2, 0.25, sequence=sequence, sequences=len(lengths))
+    weights = token_weights(torch.tensor(lengths), "sequence_sum", 7).double()[sequence]
+    ours = (weights * result.loss).sum()
+    ratio = torch.stack([(a - b).sum().exp() for a, b in zip(logp.split(lengths), old.split(lengths))])
+    plain = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.25) * advantages).mean()
+    assert_close(ours, plain, rtol=1e-6, atol=1e-7)
+    assert_close(torch.autograd.grad(ours, logp)[0], torch.autograd.grad(plain, logp)[0], rtol=1e-6, atol=1e-7)
+
+
+def test_sequence_clip_equals_clip_for_sequences_of_one_token():
+    logp, old = from_ratios([1.5, 0.5, 1.1, 3.0])
+    advantages = tensor([1, 1, -1, -2])
+    by_token = clip_loss(logp, old, advantages, 0.2, 0.2)
+    by_sequence = sequence_clip_loss(logp, old, advantages, 0.2, 0.2, sequence=torch.arange(4), sequences=4)
+    assert_close(by_sequence.loss, by_token.loss)
+    assert_close(gradient(by_sequence.loss, logp), gradient(by_token.loss, logp))
+
+
 # --- cispo
 
 
@@ -296,7 +340,9 @@ def test_all_losses_share_the_gradient_of_an_on_policy_step(name: str):
     assert not result.clipped.any()
 
 
-@pytest.mark.parametrize("name", ["cispo", "on_policy"])
+@pytest.mark.parametrize("name", ["sequence_clip", "cispo", "on_policy"])
 def test_dual_clip_is_refused_where_it_would_have_no_effect(name: str):
     with pytest.raises(AssertionError, match="dual"):
-        LOSSES[name](torch.zeros(1), torch.zeros(1), torch.ones(1), 0.2, 0.2, 3.0)
+        LOSSES[name](
+            torch.zeros(1), torch.zeros(1), torch.ones(1), 0.2, 0.2, 3.0, sequence=torch.tensor([0]), sequences=1
+        )

@@ -1,4 +1,4 @@
-"""The same batch, the same numbers: advantages, losses and gradients equal those of TRL's GRPOTrainer.
+"""The same batch, the same numbers: advantages, losses and gradients equal those of TRL's GRPOTrainer and RLOOTrainer.
 
 trl.safetensors was written by the real TRL (capture_trl.py): one batch that it sampled, and for every case its own advantages,
 loss and gradient. Here the same completions and rewards go through Trimtab's own path, groups to samples to packed
@@ -9,7 +9,8 @@ and by a factor that is stated here:
   divide by all sequences still, so that what is left weighs less.
 - A mean over tokens is over all of an optimizer step. TRL's bnpo takes it over each micro-batch, so its loss depends on how the
   batch is cut; with one micro-batch the two are equal, and dapo and cispo are equal however it is cut.
-- `scale_rewards: batch` divides by the deviation of the rewards; `group_mean_global_std` by that of what the groups' means leave.
+- RLOO's `normalize_advantages` adds 1e-4 to the deviation of leave-one-out advantages, `group_mean_global_std` to that of what
+  the groups' means leave, which is (n - 1) / n of it.
 
 TRL's rewards and advantages are float32, old and reference log-probs are here, and norms compute in float32 even in a float64
 model: hence the tolerance.
@@ -48,7 +49,7 @@ LEARN: dict[str, dict[str, Any]] = {
     "grpo, high clip": {"clip": {"low": 0.1, "high": 0.4}},
     "grpo, delta": {"clip": {"dual": 1.5}},
     "grpo, no scale": {"advantage": "group_mean"},
-    "grpo, batch scale": {"advantage": "group_mean_global_std"},
+    "grpo, batch scale": {"advantage": "group_mean_batch_std"},
     "grpo, accumulated": {},
     "grpo, truncated": {"mask_truncated": True},
     "grpo, unscorable": {},
@@ -68,6 +69,13 @@ LEARN: dict[str, dict[str, Any]] = {
     "gspo, kl and delta": {
         "algorithm": "gspo", "clip": {"low": 3e-2, "high": 4e-2, "dual": 1.1}, "kl": {"coef": 0.1},
     },
+    "gspo, corrected kl": {
+        "algorithm": "gspo", "clip": {"low": 3e-2, "high": 4e-2}, "kl": {"coef": 0.1, "corrected": "sequence"},
+    },
+    "rloo": {"algorithm": "rloo"},
+    "rloo, high clip": {"algorithm": "rloo", "clip": {"low": 0.1, "high": 0.4}},
+    "rloo, normalized": {"algorithm": "rloo", "advantage": "group_mean_global_std"},
+    "rloo, clipped rewards": {"algorithm": "rloo", "reward_clip": (-0.5, 1.2)},
 }  # fmt: skip
 """The settings of Trimtab that stand for each case's of TRL."""
 
@@ -152,18 +160,20 @@ def factor(name: str) -> float:
     """What Trimtab's loss is, by design, times TRL's."""
     trajectories = [t for group in groups_of(name) for t in group.trajectories]
     ended = sum(t.finish != "length" for t in trajectories)
-    rewards = torch.tensor([t.reward or 0.0 for t in trajectories])
-    centred = (rewards.view(-1, 4) - rewards.view(-1, 4).mean(1, keepdim=True)).flatten()
     return {
         "grpo, truncated": len(trajectories) / ended,
         "dr_grpo, truncated": len(trajectories) / ended,
         "grpo, unscorable": len(trajectories) / (len(trajectories) - 1),
-        "grpo, batch scale": float((rewards.std() + 1e-4) / (centred.std() + 1e-4)),
+        "rloo, normalized": advantage_factor(name),
     }.get(name, 1.0)
 
 
 def advantage_factor(name: str) -> float:
-    return factor(name) if name == "grpo, batch scale" else 1.0
+    if name != "rloo, normalized":
+        return 1.0
+    rewards = torch.tensor([t.reward or 0.0 for group in groups_of(name) for t in group.trajectories]).view(-1, 4)
+    deviation = float((rewards - rewards.mean(1, keepdim=True)).std())
+    return (4 / 3 * deviation + 1e-4) / (4 / 3 * (deviation + 1e-4))
 
 
 EQUAL = [name for name in LEARN if name != "bnpo, accumulated"]

@@ -52,6 +52,15 @@ def advantages(groups: list[Group], learn: Learn, kl_coef: float = 0.0, ref: flo
     return [[round(float(s.advantages[0]), 3) for s in g] for g in samples]
 
 
+def token_advantages(groups: list[Group], learn: Learn, kl_coef: float, ref: float) -> list[list[float]]:
+    """Of each sample of the first group, token by token."""
+    samples = to_samples(groups)
+    for sample in (s for g in samples for s in g):
+        sample.ref_logprobs = torch.full_like(sample.engine_logprobs, ref)
+    set_advantages(groups, samples, resolve(learn), kl_coef)
+    return [[round(float(a), 4) for a in s.advantages] for s in samples[0]]
+
+
 def test_a_failed_reward_is_dropped_and_the_rest_of_its_group_is_kept() -> None:
     kept, dropped = usable([group(0, [1.0, None, 0.0], failure="boom"), group(1, [None, None])])
     assert [[t.sample for t in g.trajectories] for g in kept] == [[0, 2]]
@@ -79,6 +88,38 @@ def test_kl_in_the_reward_lowers_it_by_the_sum_over_tokens() -> None:
     learn = Learn(algorithm="dr_grpo", kl={"coef": 0.1, "estimator": "k1", "where": "reward"})
     found = advantages([group(0, [1.0, 1.0], lengths=[2, 4])], learn, kl_coef=0.1, ref=-1.5)
     assert found == [[0.05, -0.05]]
+
+
+KL_OF_RLOO = {
+    # k1 is 0.5 a token, so 0.1 nats' worth a token at coef 0.2. Rewards 3 and 1; lengths 2 and 3.
+    # reward: 3 - 0.2 = 2.8 and 1 - 0.3 = 0.7, each against the other.
+    "reward": [[2.1, 2.1], [-2.1, -2.1, -2.1]],
+    # advantage: 2 and -2, and each token pays for itself and those after it.
+    "advantage": [[1.8, 1.9], [-2.3, -2.2, -2.1]],
+}
+
+
+@pytest.mark.parametrize("where", KL_OF_RLOO)
+def test_kl_is_paid_before_the_baseline_or_after_it(where: str) -> None:
+    learn = Learn(algorithm="rloo", kl={"coef": 0.2, "estimator": "k1", "where": where})
+    found = token_advantages([group(0, [3.0, 1.0], lengths=[2, 3])], learn, kl_coef=0.2, ref=-1.5)
+    assert found == KL_OF_RLOO[where]
+
+
+def test_reinforce_pp_baseline_whitens_over_tokens_mean_included() -> None:
+    """Group mean 3: -2 over three tokens, 2 over one; their mean is -1, their deviation 2. As OpenRLHF and verl have it."""
+    learn = Learn(algorithm="reinforce_pp_baseline")
+    assert advantages([group(0, [1.0, 5.0], lengths=[3, 1])], learn) == [[-0.5, 1.5]]
+
+
+@pytest.mark.parametrize("where", ["reward", "advantage"])
+def test_reinforce_pp_baseline_pays_the_kl_before_it_whitens(where: str) -> None:
+    learn = Learn(algorithm="reinforce_pp_baseline", kl={"coef": 0.2, "estimator": "k1", "where": where})
+    found = token_advantages([group(0, [1.0, 5.0], lengths=[3, 1])], learn, kl_coef=0.2, ref=-1.5)
+    # reward: 0.7 and 4.9 around 2.8. advantage: -2 and 2, less 0.3, 0.2, 0.1 and 0.1.
+    left = torch.tensor([-2.1, -2.1, -2.1, 2.1] if where == "reward" else [-2.3, -2.2, -2.1, 1.9]).double()
+    expected = ((left - left.mean()) / (left.std() + 1e-4)).tolist()
+    assert [*found[0], *found[1]] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1e-9])
@@ -136,7 +177,12 @@ def test_signal_is_judged_on_the_shaped_reward() -> None:
 
 @pytest.mark.parametrize(
     ("aggregate", "expected"),
-    [("token_mean", [1 / 6, 1 / 6]), ("sequence_mean", [1 / 4, 1 / 8]), ("constant", [1 / 20, 1 / 20])],
+    [
+        ("token_mean", [1 / 6, 1 / 6]),
+        ("sequence_mean", [1 / 4, 1 / 8]),
+        ("sequence_sum", [1 / 2, 1 / 2]),
+        ("constant", [1 / 20, 1 / 20]),
+    ],
 )
 def test_weights_by_hand(aggregate: str, expected: list[float]) -> None:
     groups = [group(0, [1.0, 0.0], lengths=[2, 4])]

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from trimtab.config.learn import Learn
 from trimtab.update import optimizer as optimizers
@@ -288,8 +289,44 @@ def test_parameters_are_freed_with_their_optimizer() -> None:
 
 
 def test_learning_rate_by_hand() -> None:
+    # Warm-up 0, 1/2, then from 1 towards 0.2 in nine steps: 1 - 0.8 (s - 2) / 9. The last step (10) is above 0.2.
     linear = Learn(steps=11, lr=1.0, schedule={"kind": "linear", "warmup_steps": 2, "final": 0.2})
-    assert [round(learning_rate(linear, s), 4) for s in (0, 1, 2, 6, 10)] == [0.3333, 0.6667, 1.0, 0.6, 0.2]
-    cosine = Learn(steps=5, lr=2.0, schedule={"kind": "cosine"})
-    assert [round(learning_rate(cosine, s), 4) for s in range(5)] == [2.0, 1.7071, 1.0, 0.2929, 0.0]
+    assert [round(learning_rate(linear, s), 4) for s in (0, 1, 2, 6, 10)] == [0.0, 0.5, 1.0, 0.6444, 0.2889]
+    # 1 + cos(pi s / 4): the last step is not 0.
+    cosine = Learn(steps=4, lr=2.0, schedule={"kind": "cosine"})
+    assert [round(learning_rate(cosine, s), 4) for s in range(4)] == [2.0, 1.7071, 1.0, 0.2929]
     assert learning_rate(Learn(lr=3e-6), 1234) == 3e-6
+    constant = Learn(lr=3.0, schedule={"warmup_steps": 3})
+    assert [learning_rate(constant, s) for s in (0, 1, 2, 3, 99)] == [0.0, 1.0, 2.0, 3.0, 3.0]
+    assert learning_rate(linear, 6, peak=10.0) == 10 * learning_rate(linear, 6)
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "final", "theirs", "settings"),
+    [
+        ("constant", 0.0, "constant_with_warmup", {}),
+        ("linear", 0.0, "linear", {}),
+        ("cosine", 0.0, "cosine", {}),
+        ("cosine", 0.1, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ],
+)
+def test_the_schedule_is_hugging_faces(
+    kind: str, final: float, theirs: str, settings: dict[str, float], warmup: int
+) -> None:
+    """Step by step; with `unit: update`, optimizer step by optimizer step, as its trainer counts."""
+    schedule = {"kind": kind, "warmup_steps": warmup, "final": final}
+    by_step = Learn(steps=12, lr=0.5, schedule=schedule)
+    by_update = Learn(steps=2, updates_per_step=3, epochs_per_step=2, lr=0.5, schedule=schedule | {"unit": "update"})
+    one_rate = Learn(steps=12, updates_per_step=3, lr=0.5, schedule=schedule)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    scheduler = get_scheduler(
+        theirs, optimizer, num_warmup_steps=warmup, num_training_steps=12, scheduler_specific_kwargs=settings
+    )
+    for at in range(12):
+        expected = pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-15)
+        assert learning_rate(by_step, at) == expected
+        assert learning_rate(by_update, at // 6, at % 6) == expected
+        assert [learning_rate(one_rate, at, update) for update in range(3)] == [expected] * 3
+        optimizer.step()
+        scheduler.step()

@@ -24,14 +24,21 @@ RECIPES: dict[str, Recipe] = {
     "dapo": Recipe("group_std", "clip", "token_mean", 0.2, 0.28, dynamic_sampling=True),
     "gspo": Recipe("group_std", "gspo", "sequence_mean", 3e-4, 4e-4),
     "cispo": Recipe("group_std", "cispo", "token_mean", UNBOUNDED, 5.0),
-    "rloo": Recipe("leave_one_out", "clip", "token_mean", 0.2, 0.2),
+    "rloo": Recipe("leave_one_out", "sequence_clip", "sequence_sum", 0.2, 0.2),
     "reinforce": Recipe("batch_mean", "on_policy", "token_mean", 0.2, 0.2),
     "reinforce_pp": Recipe("global_norm", "clip", "token_mean", 0.2, 0.2),
-    "reinforce_pp_baseline": Recipe("group_mean_global_std", "clip", "token_mean", 0.2, 0.2),
+    "reinforce_pp_baseline": Recipe("group_mean_global_norm", "clip", "token_mean", 0.2, 0.2),
     "ppo": Recipe("gae", "clip", "token_mean", 0.2, 0.2),
 }
 
-GROUP_ADVANTAGES = ("group_std", "group_mean", "leave_one_out", "group_mean_global_std")
+GROUP_ADVANTAGES = (
+    "group_std",
+    "group_mean",
+    "leave_one_out",
+    "group_mean_global_norm",
+    "group_mean_global_std",
+    "group_mean_batch_std",
+)
 
 
 def resolve(learn: Learn) -> Learn:

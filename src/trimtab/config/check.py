@@ -174,11 +174,17 @@ def _kl(config: Config, learn: Learn) -> Iterator[Contradiction]:
             "k1 in the loss has a gradient of zero in expectation: it penalises nothing",
             "Write learn.kl.estimator: k3 (or k2), learn.kl.corrected: true, or learn.kl.where: reward",
         )
-    if kl.coef > 0 and kl.where == "reward" and kl.corrected:
+    if kl.coef > 0 and kl.where != "loss" and kl.corrected:
         yield clash(
             "learn.kl.corrected learn.kl.where",
-            "has no effect: a penalty in the reward has no gradient of its own to correct",
+            f"has no effect: a penalty in the {kl.where} has no gradient of its own to correct",
             "Write learn.kl.where: loss, or leave corrected out",
+        )
+    if kl.coef > 0 and kl.where == "advantage" and learn.advantage in ("gae", "global_norm"):
+        yield clash(
+            "learn.kl.where learn.advantage learn.algorithm",
+            f"advantage is the same as reward with the advantage {learn.advantage}, which takes rewards token by token",
+            "Write learn.kl.where: reward",
         )
     off = kl.coef == 0 and kl.target is None
     for name in changed(kl, "estimator", "where", "corrected", "horizon") if off else []:
@@ -196,13 +202,24 @@ def _kl(config: Config, learn: Learn) -> Iterator[Contradiction]:
 
 
 def _schedule(config: Config, learn: Learn) -> Iterator[Contradiction]:
-    if learn.schedule.warmup_steps > learn.steps:
+    schedule = learn.schedule
+    total = learn.steps * (learn.updates_per_batch if schedule.unit == "update" else 1)
+    if schedule.warmup_steps >= total:
         yield clash(
             "learn.schedule.warmup_steps learn.steps",
-            f"is {learn.schedule.warmup_steps}, longer than the run of {learn.steps} steps: the peak is never reached",
-            f"Write {max(learn.steps // 10, 1)}, or raise learn.steps",
+            f"is {schedule.warmup_steps}, but the run has {total} {schedule.unit}s: the rate never reaches learn.lr",
+            f"Write {total // 10}, or raise learn.steps",
         )
-    if learn.schedule.kind == "constant" and changed(learn.schedule, "final"):
+    if schedule.unit == "update" and (
+        learn.updates_per_batch == 1 or (schedule.kind == "constant" and not schedule.warmup_steps)
+    ):
+        why = "the rate is constant" if learn.updates_per_batch > 1 else "a step has one update"
+        yield clash(
+            "learn.schedule.unit learn.updates_per_step learn.epochs_per_step learn.schedule.kind",
+            f"has no effect: {why}",
+            "Leave unit out",
+        )
+    if schedule.kind == "constant" and changed(schedule, "final"):
         yield clash(
             "learn.schedule.final learn.schedule.kind",
             "has no effect with a constant rate",
@@ -413,6 +430,8 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
             f"is {learn.schedule.warmup_steps} of {learn.steps} steps, so the rate would never be reached",
             "Write fewer",
         )
+    if learn.schedule.unit == "update":
+        yield clash("learn.schedule.unit", "has no effect: a step has one update", "Leave unit out")
     if data.max_prompt_tokens is not None:
         yield clash(
             "data.max_prompt_tokens",

@@ -12,10 +12,18 @@ Algorithm = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "ppo"
 ]
 AdvantageName = Literal[
-    "group_std", "group_mean", "leave_one_out", "batch_mean", "global_norm", "group_mean_global_std", "gae"
+    "group_std",
+    "group_mean",
+    "leave_one_out",
+    "batch_mean",
+    "global_norm",
+    "group_mean_global_norm",
+    "group_mean_global_std",
+    "group_mean_batch_std",
+    "gae",
 ]
-LossName = Literal["clip", "gspo", "cispo", "on_policy"]
-AggregateName = Literal["token_mean", "sequence_mean", "constant"]
+LossName = Literal["clip", "sequence_clip", "gspo", "cispo", "on_policy"]
+AggregateName = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 class Sampling(Section):
@@ -53,11 +61,13 @@ class KL(Section):
     """Weight of the penalty, per nat and token. 0: no reference model is kept at all."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 = log ratio, k2 = half its square, k3 = unbiased and never negative."""
-    where: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or subtracted from the reward before advantages."""
-    corrected: bool = False
-    """In the loss: multiply each token's KL by the policy ratio, for k1 and k3 with its gradient. On average the gradient is then
-    that of the KL itself, off policy too (DeepSeek-V3.2); without it k2's is so on policy and k3's near the reference only."""
+    where: Literal["loss", "reward", "advantage"] = "loss"
+    """loss: added to the loss. reward: subtracted from the reward before advantages, so that baselines contain it. advantage:
+    subtracted after the baseline, where each token pays for itself and the tokens after it (as OpenRLHF has it)."""
+    corrected: bool | Literal["sequence"] = False
+    """In the loss: multiply each token's KL by its policy ratio, for k1 and k3 with the ratio's gradient. On average the gradient
+    is then that of the KL itself, off policy too (DeepSeek-V3.2); without it k2's is so on policy and k3's near the reference
+    only. sequence: multiply by the geometric mean of the sequence's ratios instead (as TRL has it for GSPO)."""
     target: Annotated[float, Field(gt=0)] | None = None
     """Adaptive controller: steer the measured KL (nats per token) to this value by changing `coef` from step to step."""
     horizon: PositiveInt = 10_000
@@ -65,14 +75,17 @@ class KL(Section):
 
 
 class Schedule(Section):
-    """Learning rate over the run."""
+    """Learning rate over the run, the same as Hugging Face's schedules."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine end at `final` times `learn.lr` on the last step."""
+    """Shape after the warm-up; linear and cosine would reach `final` times `learn.lr` one step after the last."""
     warmup_steps: Count = 0
-    """Steps over which the rate rises linearly from 0."""
+    """Steps over which the rate rises linearly from 0. The first of them has rate 0: nothing is learned from it."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of `learn.lr` that linear and cosine end at."""
+    """Fraction of `learn.lr` that linear and cosine go down to."""
+    unit: Literal["step", "update"] = "step"
+    """What the schedule and `warmup_steps` count. step: rollout-and-update rounds, with one rate for all updates of a round (as
+    verl has it). update: optimizer steps (as TRL and OpenRLHF have it)."""
 
 
 class Optimizer(Section):
@@ -171,14 +184,17 @@ class Learn(Section):
     advantage: AdvantageName | Auto = "auto"
     """group_std: (r - group mean) / group std. group_mean: without the division. leave_one_out: against the mean of the
     other samples. batch_mean: against the mean of the step. global_norm: REINFORCE++ (mean and std of all tokens).
-    group_mean_global_std: group mean, then the std of the step. gae: PPO's, token by token against a critic, then mean and std of
-    the step. auto: what `algorithm` says."""
+    group_mean_global_norm: REINFORCE++-baseline (group mean, then mean and std of all tokens). group_mean_global_std: group mean,
+    then the std of what is left over all samples. group_mean_batch_std: group mean, then the std of all rewards. gae: PPO's,
+    token by token against a critic, then mean and std of the step. auto: what `algorithm` says."""
     loss: LossName | Auto = "auto"
-    """clip: PPO's clipped ratio. gspo: sequence-level ratio. cispo: clipped ratio as a constant weight. on_policy: plain
-    policy gradient. auto: what `algorithm` says."""
+    """clip: PPO's clipped ratio. sequence_clip: the same with the ratio of the whole completion (RLOO). gspo: with the geometric
+    mean of a completion's ratios. cispo: clipped ratio as a constant weight. on_policy: plain policy gradient. auto: what
+    `algorithm` says."""
     aggregate: AggregateName | Auto = "auto"
-    """token_mean: every token of the step weighs the same. sequence_mean: every sequence weighs the same. constant: Dr. GRPO's
-    division by max_new_tokens. Counted over the whole step, never over a micro-batch. auto: what `algorithm` says."""
+    """token_mean: every token of the step weighs the same. sequence_mean: every sequence weighs the same. sequence_sum: tokens
+    are summed over a sequence, sequences averaged. constant: Dr. GRPO's division by max_new_tokens. Counted over the whole step,
+    never over a micro-batch. auto: what `algorithm` says."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """Where the ratio's denominator comes from when a batch is used for more than one update: one extra forward pass, or the
     engine's own log-probs. With one update a step the ratio is 1 by construction and nothing is computed."""

@@ -15,7 +15,7 @@ def normalized(config: Config, learn: Learn) -> Iterator[Contradiction]:
     """Z-scores that weigh nothing, compare nothing, or that the advantage would undo."""
     weighted = [place for place, part in enumerate(config.reward) if part.weight != 0]
     # What else is added to the reward, cuts it or predicts it is measured against the part's own scale.
-    beside = learn.reward_clip or learn.overlong or (learn.kl.where == "reward" and learn.kl.coef > 0)
+    beside = learn.reward_clip or learn.overlong or (learn.kl.where != "loss" and learn.kl.coef > 0)
     beside = beside or learn.advantage == "gae"
     for place, part in enumerate(config.reward):
         key = f"reward.{place}.normalize"

@@ -2,15 +2,17 @@
 
 Rewards and groups have one entry for each sample of the whole step. Groups may have any size, because samples whose
 reward failed are gone, and group numbers may have holes. With m_g and s_g the mean and standard deviation of a sample's
-group, and m and s those of the step (of global_norm: of all its tokens, each with its sample's reward, as the paper's code and
-verl have it):
+group, and m and s those of the step (of global_norm and group_mean_global_norm: of all its tokens, each with its sample's
+value, as OpenRLHF, which is the paper's code, and verl have it):
 
     group_std               (r - m_g) / (s_g + eps)         GRPO, Shao et al. 2024, arXiv 2402.03300
     group_mean              r - m_g                         Dr. GRPO, Liu et al. 2025, arXiv 2503.20783
     leave_one_out           r - mean of the others          RLOO, Kool et al. 2019; Ahmadian et al. 2024, 2402.14740
     batch_mean              r - m                           REINFORCE with a baseline, Williams 1992
     global_norm             (r - m) / (s + eps)             REINFORCE++, Hu 2025, arXiv 2501.03262
-    group_mean_global_std   (r - m_g) / (std of r - m_g over the step + eps)        REINFORCE++-baseline, same paper
+    group_mean_global_norm  (x - m) / (s + eps) of x = r - m_g                      REINFORCE++-baseline, same paper
+    group_mean_global_std   (r - m_g) / (std of r - m_g over all samples + eps)     TRL's RLOO with normalize_advantages
+    group_mean_batch_std    (r - m_g) / (std of r over all samples + eps)           Lite PPO, Liu et al. 2025, arXiv 2508.08221
 
 Standard deviations have the n - 1 denominator. A sample with nothing to be compared with has advantage 0, and where all
 rewards compared are equal the advantages are exactly 0, not rounding noise divided by a tiny deviation.
@@ -58,14 +60,20 @@ def group_mean_global_std(rewards: Tensor, groups: Tensor) -> Tensor:
     return _over_std(group_mean(rewards, groups), torch.zeros_like(groups))
 
 
+def group_mean_batch_std(rewards: Tensor, groups: Tensor) -> Tensor:
+    variance = batch_mean(rewards, groups).square().sum() / max(1, rewards.numel() - 1)
+    return group_mean(rewards, groups) / (variance.sqrt() + EPS)
+
+
 ADVANTAGES: dict[
     AdvantageName, Callable[[Tensor, Tensor], Tensor]
-] = {  # of samples; global_norm and gae are of tokens, see below
+] = {  # of samples; global_norm, group_mean_global_norm and gae are of tokens, see below
     "group_std": group_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
     "batch_mean": batch_mean,
     "group_mean_global_std": group_mean_global_std,
+    "group_mean_batch_std": group_mean_batch_std,
 }
 
 
@@ -102,13 +110,21 @@ def gae(rewards: Tensor, values: Tensor, cu_lengths: Tensor, gamma: float, lam: 
     return advantages, advantages + values
 
 
+def returns(rewards: Tensor, penalty: Tensor, cu_lengths: Tensor) -> Tensor:
+    """[T]: every token pays its penalty (a KL, or zeros), the last of a sequence earns its reward; a token's return is everything
+    earned from it to the end. `rewards` is [N], `penalty` [T]."""
+    to_pay, _ = gae(penalty, torch.zeros_like(penalty), cu_lengths, gamma=1.0, lam=1.0)
+    return torch.repeat_interleave(rewards, cu_lengths.diff()) - to_pay
+
+
 def global_norm(rewards: Tensor, penalty: Tensor, cu_lengths: Tensor) -> Tensor:
-    """[T]: every token pays its penalty (a KL inside the reward, or zeros), the last of a sequence earns its reward; a token's
-    return is everything earned from it to the end, and returns are normalised over all tokens. `rewards` is [N], `penalty` [T];
-    every sequence has at least one token."""
-    earned = (-penalty).index_add(0, cu_lengths[1:] - 1, rewards.to(penalty.dtype))
-    returns, _ = gae(earned, torch.zeros_like(earned), cu_lengths, gamma=1.0, lam=1.0)
-    return normalised(returns)
+    """[T]: returns, normalised over all tokens."""
+    return normalised(returns(rewards, penalty, cu_lengths))
+
+
+def group_mean_global_norm(rewards: Tensor, groups: Tensor, penalty: Tensor, cu_lengths: Tensor) -> Tensor:
+    """[T]: the same of rewards against their group's mean; the penalty is paid after it."""
+    return global_norm(group_mean(rewards, groups), penalty, cu_lengths)
 
 
 def normalised(values: Tensor) -> Tensor:

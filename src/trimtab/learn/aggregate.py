@@ -4,6 +4,7 @@ loss = sum over all tokens t of the step of weight(sequence of t) * loss_t, with
 
     token_mean      1 / sum_j L_j               every token weighs the same: DAPO, Yu et al. 2025, arXiv 2503.14476
     sequence_mean   1 / (N L_i)                 every sequence weighs the same: GRPO, Shao et al. 2024, arXiv 2402.03300
+    sequence_sum    1 / N                       a sequence is one action, its log-prob a sum: RLOO, Ahmadian et al. 2024
     constant        1 / (N max_new_tokens)      no division by anything that was sampled: Dr. GRPO, Liu et al. 2025
 
 The loss is then a plain sum, so micro-batches, devices and replays add up to the same gradient however the step is cut.
@@ -30,6 +31,8 @@ def token_weights(lengths: Tensor, mode: AggregateName, max_new_tokens: int, inc
         denominator = (lengths * include).sum().expand_as(lengths)
     elif mode == "sequence_mean":
         denominator = sequences * lengths
+    elif mode == "sequence_sum":
+        denominator = sequences.expand_as(lengths)
     elif mode == "constant":
         denominator = (sequences * max_new_tokens).expand_as(lengths)
     else:

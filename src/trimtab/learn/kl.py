@@ -13,7 +13,8 @@ first order in d. In the reward only the values count.
 
 `corrected` multiplies by r = pi / pi_old (DeepSeek-V3.2 2025, arXiv 2512.02556): a mean over tokens that the old policy drew is
 then one over the policy's own, and its gradient that of the KL itself, exactly. For k1 and k3 this takes r's own gradient as
-well; k2's is right without it, and would be off by d^2 / 2 grad log pi with it. k2's and k3's: r d grad log pi.
+well; k2's is right without it, and would be off by d^2 / 2 grad log pi with it. k2's and k3's: r d grad log pi. TRL multiplies by
+the ratio its loss has: with GSPO's loss that is the geometric mean of a sequence's ratios, here `by_sequence`.
 
 The coefficient is fixed, or steered to a target as in Ziegler et al. 2019, arXiv 1909.08593:
 
@@ -28,6 +29,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
+
+from trimtab.learn.segments import size_by, sum_by
 
 EstimatorName = Literal["k1", "k2", "k3"]
 
@@ -52,9 +55,23 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 ESTIMATORS: dict[EstimatorName, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def corrected(estimator: EstimatorName, logp: Tensor, ref_logp: Tensor, old_logp: Tensor) -> Tensor:
-    """A token's KL as a term of the loss where the old policy drew the token."""
-    ratio = (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def corrected(
+    estimator: EstimatorName,
+    logp: Tensor,
+    ref_logp: Tensor,
+    old_logp: Tensor,
+    *,
+    by_sequence: bool = False,
+    sequence: Tensor | None = None,
+    sequences: int = 0,
+) -> Tensor:
+    """A token's KL as a term of the loss where the old policy drew the token. `by_sequence` needs `sequence` [T] int64, which
+    numbers each token's sequence, and sequences that are whole within the call."""
+    log_ratio = logp - old_logp
+    if by_sequence:
+        assert sequence is not None, "by_sequence needs the sequence number of each token"
+        log_ratio = (sum_by(log_ratio, sequence, sequences) / size_by(sequence, sequences).clamp(min=1))[sequence]
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ESTIMATORS[estimator](logp, ref_logp) * (ratio.detach() if estimator == "k2" else ratio)
 
 

@@ -4,6 +4,8 @@ With r_t = pi(token) / pi_old(token), A the advantage, and clip(r) = r kept in [
 
     clip        -min(r_t A, clip(r_t) A)        PPO, Schulman et al. 2017, arXiv 1707.06347
                 dual clip: for A < 0 the objective is kept above dual * A, Ye et al. 2020, arXiv 1912.09729
+    sequence_clip   the same with the product of r_t over the sequence, the ratio of the whole completion, in the place of r_t
+                                                RLOO, Ahmadian et al. 2024, arXiv 2402.14740, as TRL takes it off policy
     gspo        the same with s = (product of r_t over the sequence)^(1 / length) in the place of r_t
                                                 Zheng et al. 2025, arXiv 2507.18071
     cispo       -stop_gradient(clip(r_t)) A log pi
@@ -11,8 +13,9 @@ With r_t = pi(token) / pi_old(token), A the advantage, and clip(r) = r kept in [
     on_policy   -A log pi                       REINFORCE, Williams 1992
 
 All have one signature. `advantages` is per token. `sequence` [T] int64 numbers each token's sequence from 0 to
-`sequences` - 1; only gspo reads it, and a sequence must then be whole within the call. `clipped` marks the tokens where
-a bound took the place of the ratio; in clip and gspo these have no gradient. `ratio` and `clipped` are detached.
+`sequences` - 1; only gspo and sequence_clip read it, and a sequence must then be whole within the call. `clipped` marks the
+tokens where a bound took the place of the ratio; in clip, sequence_clip and gspo these have no gradient. `ratio` and `clipped`
+are detached.
 """
 
 from __future__ import annotations
@@ -62,6 +65,28 @@ def clip_loss(
     sequences: int = 0,
 ) -> PolicyLoss:
     return _clipped_objective(_exp(logp - old_logp), advantages, low, high, dual)
+
+
+def sequence_clip_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    dual: float | None = None,
+    *,
+    sequence: Tensor | None = None,
+    sequences: int = 0,
+) -> PolicyLoss:
+    """The ratio of token t is stop_gradient(R / pi_t) * pi_t, R the ratio of the sequence: its gradient is R * d log pi_t, and
+    the sum of these over a sequence is dR. A token's loss has 1 / length of the value, so summed over a sequence (the aggregate
+    sequence_sum) value and gradient are those of the sequence-level objective."""
+    assert sequence is not None, "sequence_clip needs the sequence number of each token"
+    assert dual is None, "sequence_clip has no dual clip"
+    total = sum_by((logp - old_logp).detach(), sequence, sequences)
+    found = _clipped_objective(_exp(total[sequence] + (logp - logp.detach())), advantages, low, high, None)
+    share = 1 / size_by(sequence, sequences)[sequence]
+    return found._replace(loss=found.loss - (1 - share) * found.loss.detach())
 
 
 def gspo_loss(
@@ -122,6 +147,7 @@ def on_policy_loss(
 
 LOSSES: dict[LossName, LossFunction] = {
     "clip": clip_loss,
+    "sequence_clip": sequence_clip_loss,
     "gspo": gspo_loss,
     "cispo": cispo_loss,
     "on_policy": on_policy_loss,

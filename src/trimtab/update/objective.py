@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.config.learn import Learn
-from trimtab.learn.advantages import ADVANTAGES, gae, global_norm, has_signal, normalised
+from trimtab.learn.advantages import (
+    ADVANTAGES,
+    gae,
+    global_norm,
+    group_mean_global_norm,
+    has_signal,
+    normalised,
+    returns,
+)
 from trimtab.learn.aggregate import token_weights
 from trimtab.learn.kl import ESTIMATORS
 from trimtab.learn.parts import Part, combine
@@ -94,24 +102,35 @@ def set_advantages(
     groups: list[Group], samples: list[list[Sample]], learn: Learn, kl_coef: float, parts: Sequence[Part] = ()
 ) -> None:
     """Fill in every sample's advantage, over the whole step. Reference log-probs are there where the reward needs them."""
-    trajectories = [t for group in groups for t in group.trajectories]
     flat = [sample for group in samples for sample in group]
     rewards = shaped_rewards(groups, learn, parts)
-    lengths = torch.tensor([len(t) for t in trajectories])
-    sequence = torch.repeat_interleave(torch.arange(len(flat)), lengths)
-    penalty = torch.zeros(len(sequence), dtype=torch.float64)
-    if kl_coef and learn.kl.where == "reward":
-        policy = torch.cat([s.engine_logprobs if s.old_logprobs is None else s.old_logprobs for s in flat]).double()
-        reference = torch.cat([s.ref_logprobs for s in flat if s.ref_logprobs is not None]).double()
-        penalty = kl_coef * ESTIMATORS[learn.kl.estimator](policy, reference)
+    lengths = torch.tensor([len(t) for group in groups for t in group.trajectories])
+    penalty = _kl_penalty(flat, learn, kl_coef)
+    offsets = _offsets(lengths)
     assert learn.advantage != "auto"
     if learn.advantage == "gae":
         _against_critic(flat, rewards, penalty, lengths, learn)
-    elif learn.advantage == "global_norm":
-        _assign(flat, global_norm(rewards, penalty, _offsets(lengths)).float(), lengths)
+        return
+    if learn.advantage == "global_norm":
+        _assign(flat, global_norm(rewards, penalty, offsets).float(), lengths)
+        return
+    if learn.kl.where == "reward":  # the whole sequence pays, before it is compared with others
+        sequence = torch.repeat_interleave(torch.arange(len(flat)), lengths)
+        rewards, penalty = rewards - sum_by(penalty, sequence, len(flat)), torch.zeros_like(penalty)
+    if learn.advantage == "group_mean_global_norm":
+        tokens = group_mean_global_norm(rewards, group_index(groups), penalty, offsets)
     else:
-        rewards = rewards - sum_by(penalty, sequence, len(flat))
-        _assign(flat, ADVANTAGES[learn.advantage](rewards, group_index(groups)).float()[sequence], lengths)
+        tokens = returns(ADVANTAGES[learn.advantage](rewards, group_index(groups)), penalty, offsets)
+    _assign(flat, tokens.float(), lengths)
+
+
+def _kl_penalty(samples: list[Sample], learn: Learn, kl_coef: float) -> torch.Tensor:
+    """[T]: what each token of the step pays for its distance from the reference, outside of the loss."""
+    if not kl_coef or learn.kl.where == "loss":
+        return torch.zeros(sum(sample.learned for sample in samples), dtype=torch.float64)
+    policy = torch.cat([s.engine_logprobs if s.old_logprobs is None else s.old_logprobs for s in samples]).double()
+    reference = torch.cat([s.ref_logprobs for s in samples if s.ref_logprobs is not None]).double()
+    return kl_coef * ESTIMATORS[learn.kl.estimator](policy, reference)
 
 
 def _against_critic(

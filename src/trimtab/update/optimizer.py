@@ -14,6 +14,7 @@ it a step is on.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -294,18 +295,20 @@ def _clip_factor(most: float, norm: torch.Tensor) -> torch.Tensor:
     return torch.clamp(most / (norm + 1e-6), max=1.0)
 
 
-def learning_rate(learn: Learn, step: int, peak: float | None = None) -> float:
-    """Rate of step `step` (from 0): linear warm-up to `peak` (None: learn.lr), then the schedule down to its final fraction on
-    the last step."""
+def learning_rate(learn: Learn, step: int, update: int = 0, peak: float | None = None) -> float:
+    """Rate of optimizer step `update` of step `step`, both from 0; `peak` None: learn.lr.
+
+    Hugging Face's schedules: s / W while s < W, then down from 1 at s = W to `final` at s = N, with s, W and N in the schedule's
+    unit. The last step is s = N - 1, so that something is learned from it with `final` 0 too.
+    """
     schedule, peak = learn.schedule, learn.lr if peak is None else peak
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / (schedule.warmup_steps + 1)
+    total, position = learn.steps, step
+    if schedule.unit == "update":
+        total, position = total * learn.updates_per_batch, step * learn.updates_per_batch + update
+    if position < schedule.warmup_steps:
+        return peak * position / schedule.warmup_steps
     if schedule.kind == "constant":
         return peak
-    left = max(1, learn.steps - 1 - schedule.warmup_steps)
-    progress = min(1.0, (step - schedule.warmup_steps) / left)
-    if schedule.kind == "linear":
-        shape = 1.0 - progress
-    else:
-        shape = 0.5 * (1.0 + torch.cos(torch.tensor(progress * torch.pi, dtype=torch.float64)).item())
+    progress = min(1.0, (position - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
+    shape = 1.0 - progress if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (schedule.final + (1.0 - schedule.final) * shape)

@@ -222,7 +222,17 @@ class Updater:
             stats.add(kl_ref=kl_ref)
             stats.kl_ref_of.append((batch.samples, sum_by(kl_ref.detach().double(), sequence, sequences)))
             if learn.kl.where == "loss":
-                penalty = corrected(learn.kl.estimator, logp, reference, old) if learn.kl.corrected else kl_ref
+                penalty = kl_ref
+                if learn.kl.corrected:
+                    penalty = corrected(
+                        learn.kl.estimator,
+                        logp,
+                        reference,
+                        old,
+                        by_sequence=learn.kl.corrected == "sequence",
+                        sequence=sequence,
+                        sequences=sequences,
+                    )
                 loss = loss + kl_coef * penalty
         if learn.entropy_coef:
             loss = loss - learn.entropy_coef * entropy

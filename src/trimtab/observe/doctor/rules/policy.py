@@ -21,8 +21,9 @@ from trimtab.observe.format import number, percent
 
 ENTROPY, KL_REF, KL_OLD, RATIO = "policy/entropy", "policy/kl_ref", "policy/kl_old", "policy/ratio_mean"
 CLIPPED, NORM, GAP, SKIPPED = "policy/clip_fraction", "policy/grad_norm", "rollout/logprob_gap", "run/skipped_updates"
-CLIP_LIMITS = {"clip": (0.1, 0.3), "cispo": (0.05, 0.2), "gspo": (0.5, 0.8)}
-"""Share of clipped tokens that is too much, and far too much, by loss: GSPO's bounds are so tight that a seventh is usual."""
+CLIP_LIMITS = {"clip": (0.1, 0.3), "sequence_clip": (0.5, 0.8), "cispo": (0.05, 0.2), "gspo": (0.5, 0.8)}
+"""Share of clipped tokens that is too much, and far too much, by loss: GSPO's bounds are so tight that a seventh is usual, and
+the ratio of a whole completion leaves its bounds sooner than that of a token."""
 
 
 def entropy_collapse(record: Record) -> Sick | None:
