@@ -12,11 +12,18 @@ from trimtab.cli.output import print_json, user_errors
 
 def convert(
     kind: Annotated[
-        str, typer.Argument(help="openrlhf, verl, trl, nanochat, or script: constants of a script of one's own.")
+        str,
+        typer.Argument(
+            help="openrlhf, verl, trl (also trl-rloo, trl-ppo, trl-sft, trl-reward), nanochat, or script: constants of a script "
+            "of one's own."
+        ),
     ],
     flags: Annotated[list[str] | None, typer.Argument(help="After --: the flags, or the whole command.")] = None,
     file: Annotated[
         Path | None, typer.Option("--file", help="A shell script, YAML or Python file with the settings.")
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option("--version", help="The framework's version, for its defaults; else the newest known.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the config there; it must not exist.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
@@ -29,7 +36,7 @@ def convert(
         from trimtab.config.convert.write import write_new
         from trimtab.observe.convert_view import print_conversion
 
-        found = converted(kind, words=flags, file=file)
+        found = converted(kind, words=flags, file=file, version=version)
         if out is not None:
             write_new(out, found.yaml)
         print_conversion(found, sys.stderr)

@@ -31,13 +31,17 @@ LEAST_TEMPERATURE = 1e-4
 
 def contradictions(config: Config | Offline, ignore: Collection[str] = ()) -> list[Problem]:
     """Every contradiction in a config, except those about a key in `ignore` (already reported as wrong)."""
+    found = clashes(config)
+    return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
+
+
+def clashes(config: Config | Offline) -> list[Contradiction]:
+    """Every contradiction with all the keys that it follows from."""
     if isinstance(config, Config):
         learn = resolve(config.learn)
-        found = [clash for check in CHECKS for clash in check(config, learn)]
-    else:
-        shared = (_offload, _kernels, _data, _texts, _observe)
-        found = [clash for check in shared for clash in check(config, None)] + list(_supervised(config))
-    return [Problem(c.keys[0], c.what, c.fix) for c in found if not any(c.concerns(key) for key in ignore)]
+        return [clash for check in CHECKS for clash in check(config, learn)]
+    shared = (_offload, _kernels, _data, _texts, _observe)
+    return [clash for check in shared for clash in check(config, None)] + list(_supervised(config))
 
 
 def _groups(config: Config, learn: Learn) -> Iterator[Contradiction]:

@@ -27,14 +27,21 @@ SAID = {
 
 def print_conversion(found: Conversion, file: IO[str]) -> None:
     title = found.framework.title
-    parts: list[RenderableType] = [_table(found.lines, f"Flags of {title}")]
+    parts: list[RenderableType] = [_table(found.lines, f"Flags of {found.name}")]
     if found.assumed:
         parts += [Text(), _table(found.assumed, f"What {title} does unless it is told, and Trimtab would not")]
-    parts += [Text(), _counts(found.lines)]
+    parts += [Text(), _counts(found.lines), *_versions(found)]
     for missing in found.sheet.missing:
         style = "bold red" if missing.required else "bold yellow"
         parts.append(Text.assemble(("fill in ", style), (missing.key, "bold"), f": {missing.what}"))
     print_report(file, [*parts, Text()])
+
+
+def _versions(found: Conversion) -> list[RenderableType]:
+    """Whose defaults were taken, and for which command the config is."""
+    version, command = found.sheet.version, found.framework.command
+    said = f"Defaults are those of {found.framework.title} {version}; for another version give --version."
+    return [Text(said)] * bool(version) + [Text(f"Run it with {command} CONFIG.")] * (command != "trimtab train")
 
 
 def _table(lines: Sequence[Line], title: str) -> Table:

@@ -104,6 +104,7 @@ def test_a_script_with_everything() -> None:
     """
     assert [(s.name, s.value, s.origin) for s in read_text(text, "run.sh")] == [
         ("NCCL_DEBUG", "WARN", "variable"),
+        ("verl.trainer.main_ppo", None, "program"),
         ("model.path", "Qwen/Qwen2.5-7B", "flag"),
         ("data.files", ["a b.parquet"], "flag"),
         ("data.length", 2560, "flag"),
@@ -117,7 +118,8 @@ def test_more_of_an_array_a_variable_of_words_and_a_document_in_the_text() -> No
         "A=(a.x=1)\nA+=(a.y=2)\nMORE='\n  b.x=1 \\\n  b.y=2'\ncat > f <<'EOF'\n--not a flag\nEOF\n"
         'python3 -m verl.trainer.main_ppo "${A[@]}" $MORE c.x="$MORE"\n'
     )
-    found = pairs(read_text(text, "run.sh"))
+    program, *found = pairs(read_text(text, "run.sh"))
+    assert program == ("verl.trainer.main_ppo", None)
     assert found[:4] == [("a.x", 1), ("a.y", 2), ("b.x", 1), ("b.y", 2)] and found[4][0] == "c.x" and len(found) == 5
 
 
@@ -164,10 +166,13 @@ def test_python_arguments_of_a_trainer() -> None:
         ("dataset_name", "a/b"),
         ("dataset_config", "main"),
         ("dataset_train_split", "train"),
+        ("GRPOConfig", None),
         ("num_generations", 8),
         ("beta", 0.1),
+        ("GRPOTrainer", None),
         ("model_name_or_path", "m"),
         ("reward_funcs", ["f", "x.y"]),
+        ("LoraConfig", None),
         ("lora_r", 4),
     ]
 

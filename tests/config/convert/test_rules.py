@@ -354,7 +354,8 @@ def test_trl_counts_optimizer_steps() -> None:
     assert (
         found["learn.steps"] == 100
         and found["observe.checkpoint_every"] == 10
-        and found["learn.schedule.warmup_steps"] == 5
+        and found["learn.schedule.warmup_steps"] == 20
+        and found["learn.schedule.unit"] == "update"
     )
 
 
@@ -365,7 +366,7 @@ def test_trl_counts_optimizer_steps() -> None:
         (["--loss_type", "grpo"], {"learn.algorithm": "grpo", "learn.aggregate": "sequence_mean"}),
         (["--loss_type", "dr_grpo"], {"learn.aggregate": "constant", "learn.advantage": "group_std"}),
         (["--loss_type", "dr_grpo", "--scale_rewards", "none"], {"learn.aggregate": "constant", "learn.advantage": "group_mean"}),
-        (["--scale_rewards", "batch"], {"learn.advantage": "group_mean_global_std"}),
+        (["--scale_rewards", "batch"], {"learn.advantage": "group_mean_batch_std"}),
         (["--loss_type", "cispo", "--epsilon_high", "5"], {"learn.algorithm": "cispo", "learn.clip.high": 4.0}),
         (["--importance_sampling_level", "sequence"], {"learn.loss": "gspo"}),
         (["--epsilon", "0.1"], {"learn.clip.low": 0.1, "learn.clip.high": 0.1}),
@@ -379,7 +380,7 @@ def test_trl_counts_optimizer_steps() -> None:
         (["--dataset_name", "a/b", "--dataset_config", "main"], {"data.train": "a/b:main"}),
         (["--reward_funcs", "accuracy_reward", "my.mod.fn", "--reward_weights", "1", "0.5"],
          {"reward.0.fn": "math", "reward.1.fn": "my.mod:fn", "reward.1.weight": 0.5}),
-        (["--vllm_importance_sampling_correction", "--vllm_importance_sampling_mode", "token_truncate"],
+        (["--use_vllm", "--vllm_importance_sampling_mode", "token_truncate"],
          {"learn.importance.level": "token", "learn.importance.mode": "truncate", "learn.importance.cap": 3.0}),
     ],
 )  # fmt: skip
@@ -492,12 +493,9 @@ def test_trl_ppos_arguments_do_nothing_for_grpo() -> None:
     assert "learn.epochs_per_step" not in keys(found)
 
 
-def test_trl_ppo_in_python_and_other_stages() -> None:
+def test_trl_ppo_in_python() -> None:
     found = convert("trl", text="from trl import PPOConfig\nc = PPOConfig(lam=0.9, reward_model_path='rm')\n")
     assert keys(found)["learn.critic.lam"] == 0.9 and "serve it" in row(found, "reward_model_path")["note"]
-    stages = trl("--assistant_only_loss", "--center_rewards_coefficient", "0.01")
-    assert "trimtab sft" in row(stages, "--assistant_only_loss")["note"]
-    assert "trimtab reward-model" in row(stages, "--center_rewards_coefficient")["note"]
 
 
 # --- nanochat and scripts

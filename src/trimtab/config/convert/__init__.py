@@ -12,17 +12,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.config.convert import nanochat, openrlhf, script, trl, verl
+from trimtab.config.convert import nanochat, openrlhf, script, trl, trl_offline, trl_ppo, trl_rloo, verl
 from trimtab.config.convert.common import needs, other
-from trimtab.config.convert.read import read_file, read_text, read_words
+from trimtab.config.convert.read import EXAMPLE, read_file, read_text, read_words
 from trimtab.config.convert.settings import Setting
 from trimtab.config.convert.sheet import Framework, Line, Sheet
+from trimtab.config.convert.stages import kind_of
+from trimtab.config.convert.versions import chosen
 from trimtab.config.convert.write import yaml_text
-from trimtab.config.reference import nearest
+from trimtab.config.reference import nearest, reading
 from trimtab.errors import ConfigError, Problem
 
 FRAMEWORKS: dict[str, Framework] = {
-    module.FRAMEWORK.kind: module.FRAMEWORK for module in (openrlhf, verl, trl, nanochat, script)
+    framework.kind: framework
+    for framework in (
+        openrlhf.FRAMEWORK,
+        verl.FRAMEWORK,
+        trl.FRAMEWORK,
+        trl_rloo.FRAMEWORK,
+        trl_ppo.FRAMEWORK,
+        trl_offline.SFT,
+        trl_offline.REWARD,
+        nanochat.FRAMEWORK,
+        script.FRAMEWORK,
+    )
 }
 
 
@@ -48,12 +61,21 @@ class Conversion:
         return kept or (line.outcome == "unsupported" and bool(line.notes))
 
     @property
+    def name(self) -> str:
+        """What was read, with the version whose defaults were taken."""
+        return self.framework.named(self.sheet.version)
+
+    @property
     def yaml(self) -> str:
-        return yaml_text(self.sheet)
+        with reading(self.framework.schema):
+            return yaml_text(self.sheet)
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
         return {
+            "kind": self.framework.kind,
+            "version": self.sheet.version or None,
+            "command": self.framework.command,
             "config": self.sheet.tree(),
             "flags": [line.as_dict() for line in self.lines],
             "defaults": [line.as_dict() for line in self.assumed],
@@ -62,9 +84,14 @@ class Conversion:
 
 
 def convert(
-    kind: str, words: Sequence[str] | None = None, text: str | None = None, file: Path | None = None
+    kind: str,
+    words: Sequence[str] | None = None,
+    text: str | None = None,
+    file: Path | None = None,
+    version: str | None = None,
 ) -> Conversion:
-    """Convert settings given as the words of a command line, as a text, or in a file."""
+    """Convert settings given as the words of a command line, as a text, or in a file. `version` is the framework's, for its
+    defaults; None: the newest that is known."""
     framework = FRAMEWORKS.get(kind)
     if framework is None:
         near = nearest(kind, list(FRAMEWORKS), 0.5)
@@ -74,7 +101,11 @@ def convert(
         what = "settings are given twice" if words else "no settings are given"
         fix = f"Write trimtab convert {kind} -- FLAGS, or trimtab convert {kind} --file FILE"
         raise ConfigError([Problem(f"convert {kind}", what, fix)])
-    return _converted(framework, _read(words, text, file))
+    settings = _read(words, text, file)
+    framework = FRAMEWORKS[kind_of(kind, settings)]
+    if all(item.origin == "program" for item in settings):
+        raise ConfigError([Problem(settings[0].name, "is given no settings", EXAMPLE)])
+    return _converted(framework, settings, chosen(framework.kind, version, framework.oldest, framework.newest))
 
 
 def _read(words: Sequence[str] | None, text: str | None, file: Path | None) -> list[Setting]:
@@ -83,9 +114,10 @@ def _read(words: Sequence[str] | None, text: str | None, file: Path | None) -> l
     return read_text(text, "the text given") if text is not None else read_words(words or [])
 
 
-def _converted(framework: Framework, settings: list[Setting]) -> Conversion:
-    sheet = Sheet(framework, settings, other)
-    if sheet.says_something:
-        framework.settle(sheet)
-    sheet.finish(lambda: needs(sheet))
+def _converted(framework: Framework, settings: list[Setting], version: str) -> Conversion:
+    with reading(framework.schema):
+        sheet = Sheet(framework, settings, other, version)
+        if sheet.says_something:
+            framework.settle(sheet)
+        sheet.finish(lambda: needs(sheet))
     return Conversion(framework, sheet)

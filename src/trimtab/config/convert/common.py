@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import ceil
 from typing import Any
 
-from trimtab.config.convert.rules import CRITIC, OutcomeName, Rule, Take, every, number, real, text, whole
+from trimtab.config.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, whole
 from trimtab.config.convert.settings import Setting
 from trimtab.config.convert.sheet import Line, Sheet
+from trimtab.config.reference import nearest
+from trimtab.config.schema import Config
 
 ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
     "NCCL_CUMEM_ENABLE": (
@@ -101,7 +104,7 @@ def split_updates(sheet: Sheet, prompts: int, parts: float, name: str, sum_: str
 def steps_from_epochs(sheet: Sheet, name: str, prompts: int | None) -> None:
     """Passes over the data, given or the framework's default, cannot be steps while the number of rows is not known; say how
     to get them."""
-    passes = sheet.read(name, number, sheet.framework.defaults[name])
+    passes = sheet.read(name, number, sheet.defaults[name])
     formula = f"{passes:.10g} × rows // {prompts or 'learn.prompts_per_step'}"
     limit = sheet.keys.get("data.limit")
     if limit and prompts and prompts > 0:
@@ -110,43 +113,90 @@ def steps_from_epochs(sheet: Sheet, name: str, prompts: int | None) -> None:
     sheet.need("learn.steps", f"{formula}, with the rows of the training set (now Trimtab's default, 100)", False)
 
 
-def schedule(sheet: Sheet, kind: str, kinds: dict[Any, str], ratio: str = "", steps: str = "", floor: str = "") -> None:
-    """The learning rate's shape from its flags: name, warm-up as a fraction or in steps, and where it ends."""
-    shape = sheet.read(kind, text)
+def choice(sheet: Sheet, name: str, known: Collection[str], absent: Mapping[str, str], otherwise: str) -> str:
+    """What a flag names, where another name would be another algorithm: one that is not here, or no name at all, refuses the
+    conversion. `absent` says what to do for names that the framework has and Trimtab has not."""
+    value = sheet.read(name, str, otherwise)
+    if value in known:
+        return str(value)
+    title = sheet.framework.title
+    if value in absent:
+        sheet.fail(name, f"{value} is not supported", absent[value])
+    near = nearest(value, [*known, *absent], A_SLIP)
+    fix = f"Did you mean {near}?" if near else f"Write one of {', '.join(known)}"
+    sheet.fail(name, f"{title} has no {value} that is known here", fix)
+
+
+def schedule(
+    sheet: Sheet,
+    kind: str,
+    kinds: Mapping[str, str],
+    ratio: str = "",
+    steps: str = "",
+    floor: str = "",
+    *,
+    updates: int = 1,
+    rounded: Callable[[float], int] = ceil,
+    cold: Collection[str] = (),
+) -> None:
+    """The learning rate's shape from its flags: name, warm-up as a fraction or in steps, and where it ends.
+
+    `updates`: optimizer steps in a step of Trimtab, where the framework's schedule counts those; 1 where it counts as Trimtab
+    does. `rounded`: how a fraction of the run becomes a number of steps. `cold`: shapes that have no warm-up there."""
+    named = sheet.read(kind, str)
+    shape = kinds.get(named) if named is not None else None
     if shape is not None:
-        known = kinds.get(shape)
-        sheet.put("learn.schedule.kind", known or "cosine", kind)
-        if known is None:
-            sheet.say(kind, f"{shape} is not here; cosine is the nearest")
+        sheet.put("learn.schedule.kind", shape, kind)
         ends = sheet.read(floor, real) if floor else None
-        if ends is not None and (known or "cosine") != "constant":
+        if ends is not None and shape != "constant":
             sheet.put("learn.schedule.final", ends, floor)
-        elif floor and sheet.given(floor):
-            sheet.refuse(floor, "a constant rate has no end to go to", "dead")
+    elif named is not None:
+        near = nearest(named, list(kinds), A_SLIP)
+        fix = f"did you mean {near}?" if near else f"write learn.schedule.kind: {', '.join(dict.fromkeys(kinds.values()))}"
+        sheet.refuse(kind, f"{named} is not here: {fix}")
+    if floor and sheet.given(floor) and shape in (None, "constant"):
+        sheet.refuse(floor, "a constant rate has no end to go to", "dead")
+    if named in cold:
+        for flag in filter(None, (steps, ratio)):
+            sheet.refuse(flag, f"{sheet.framework.title}'s {named} schedule has no warm-up", "dead")
+    else:
+        _warm_up(sheet, ratio, steps, updates, rounded)
+    warm = sheet.keys.get("learn.schedule.warmup_steps")
+    if updates > 1 and shape not in (None, "constant"):
+        sheet.put("learn.schedule.unit", "update", kind)
+    elif updates > 1 and warm is not None and warm.value > 0:
+        sheet.put("learn.schedule.unit", "update", *[flag for flag in (steps, ratio) if flag])
+
+
+def _warm_up(sheet: Sheet, ratio: str, steps: str, updates: int, rounded: Callable[[float], int]) -> None:
     warm = sheet.read(steps, number) if steps else None
     if warm is not None and warm >= 1:
         sheet.put("learn.schedule.warmup_steps", int(warm), steps)
     elif warm is not None and 0 < warm < 1:
-        _warm_by_ratio(sheet, steps, float(warm))
+        _warm_by_ratio(sheet, steps, float(warm), updates, rounded)
     elif warm is not None and sheet.given(steps):
         sheet.put("learn.schedule.warmup_steps", 0, steps, note="no warm-up by this one")
     if ratio and not (warm and warm > 0):
         fraction = sheet.read(ratio, real)
         if fraction is not None:
-            _warm_by_ratio(sheet, ratio, fraction)
+            _warm_by_ratio(sheet, ratio, fraction, updates, rounded)
     elif ratio:
         sheet.refuse(ratio, f"{steps} wins over it", "dead")
 
 
-def _warm_by_ratio(sheet: Sheet, name: str, fraction: float) -> None:
-    total = sheet.keys.get("learn.steps")
-    if total is not None:
-        sum_ = f"{fraction:g} × {total.value} steps"
-        sheet.put("learn.schedule.warmup_steps", round(fraction * total.value), name, note=sum_)
+def _warm_by_ratio(
+    sheet: Sheet, name: str, fraction: float, updates: int, rounded: Callable[[float], int]
+) -> None:
+    steps, unit = sheet.keys.get("learn.steps"), "optimizer steps" if updates > 1 else "steps"
+    if steps is not None and steps.value is not None:
+        total = steps.value * updates
+        warm = rounded(round(fraction * total, 6))
+        sheet.put("learn.schedule.warmup_steps", warm, name, note=f"{fraction:g} × {total} {unit}")
     elif fraction == 0:
         sheet.put("learn.schedule.warmup_steps", 0, name)
     else:
-        sheet.refuse(name, f"a fraction of the run: write learn.schedule.warmup_steps = {fraction:g} × learn.steps")
+        each = f" × {updates} updates a step" if updates > 1 else ""
+        sheet.refuse(name, f"a fraction of the run: write learn.schedule.warmup_steps = {fraction:g} × learn.steps{each}")
 
 
 def optimizer(sheet: Sheet, name: str) -> None:
@@ -179,10 +229,10 @@ def scored_by(sheet: Sheet, path: str, name: str) -> None:
         sheet.put(f"reward.{len(parts)}.name", f"reward_model_{len(parts)}", name)
 
 
-def adapters(sheet: Sheet, rank: str, alpha: str, targets: str, dropout: str = "") -> None:
-    """`model.lora` where the rank is above 0; its other flags do nothing otherwise."""
+def adapters(sheet: Sheet, rank: str, alpha: str, targets: str, dropout: str = "", usual: int = 0) -> None:
+    """`model.lora` where the rank, `usual` unless it is given, is above 0; its other flags do nothing otherwise."""
     rest = [name for name in (alpha, targets, dropout) if name]
-    r = sheet.read(rank, whole, 0)
+    r = sheet.read(rank, whole, usual)
     if r < 1:
         for name in (rank, *rest):
             if sheet.given(name):
@@ -252,7 +302,7 @@ def needs(sheet: Sheet) -> None:
     """What no config can do without, and an evaluation set where evaluation is spoken of."""
     sheet.need("model.path", "the model to train: a hub name or a folder")
     sheet.need("data.train", "the prompts: a file, or the name of a data set")
-    if not any(key.startswith("reward.") for key in sheet.keys):
+    if sheet.framework.schema is Config and not any(key.startswith("reward.") for key in sheet.keys):
         sheet.need("reward", 'what is rewarded: a list such as [{fn: "rewards.py:score"}]')
     evaluates = [key for key in sheet.keys if key.startswith("eval.") or key == "observe.eval_every"]
     if "data.eval" not in sheet.keys:

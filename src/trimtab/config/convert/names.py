@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trimtab.config.convert.rules import Rule
+from trimtab.config.convert.rules import A_SLIP, Rule
 from trimtab.config.reference import nearest
 
 FAMILY = ".*"
-A_SLIP, THE_SAME_END = 0.75, 0.85
-"""How much alike two names are where one is taken for the other (1 is equal): as a whole, or in their last part."""
+THE_SAME_END = 0.85
+"""How much alike the last parts of two names are where one is taken for the other (1 is equal)."""
 
 
 class Names:

@@ -7,6 +7,7 @@ from typing import Any
 from trimtab.config.convert.common import (
     adapters,
     as_the_policy,
+    choice,
     clip,
     critic,
     looser,
@@ -19,6 +20,7 @@ from trimtab.config.convert.common import (
 from trimtab.config.convert.openrlhf_table import CRITIC_FLAGS, REWARD_MODEL_FLAGS, RULES, STAGE_FLAGS
 from trimtab.config.convert.rules import PPO, number, one_of, pair, real, text, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
+from trimtab.config.convert.versions import ABSENT, Was
 
 DEFAULTS = {
     "rollout.batch_size": 1024,
@@ -33,11 +35,20 @@ DEFAULTS = {
     "algo.kl.init_coef": 0.01,
     "algo.kl.estimator": "k1",
     "algo.kl.use_loss": False,
+    "actor.policy_loss_type": "ppo",
+    "reward.clip_range": [-10, 10],
     "actor.adam.betas": [0.9, 0.95],
     "actor.lr_scheduler": "cosine_with_min_lr",
     "actor.lr_warmup_ratio": 0.03,
     "actor.min_lr_ratio": 0.1,
 }
+WAS = (
+    Was("0.9.8", "prompt_max_len", 1024),
+    Was("0.9.8", "rollout.max_new_tokens", 1024),
+    Was("0.9.8", "data.max_len", ABSENT),
+    Was("0.8.2", "critic.value_clip", 0.2),
+)
+"""From train_ppo_ray.py of every release since 0.7."""
 ALGORITHMS = {
     "gae": "ppo",
     "reinforce": "reinforce_pp",
@@ -46,6 +57,8 @@ ALGORITHMS = {
     "group_norm": "grpo",
     "dr_grpo": "dr_grpo",
 }
+GROUPED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+"""Estimators that compare the samples of a prompt, and take the penalty and the bounds of the reward after that."""
 WITHOUT_STD = {"reinforce_pp": "batch_mean", "reinforce_pp_baseline": "group_mean"}
 SHARED_PARTS = (
     "adam.betas",
@@ -87,20 +100,25 @@ def settle(sheet: Sheet) -> None:
 
 def _algorithm(sheet: Sheet) -> None:
     name = "algo.advantage.estimator"
-    estimator = sheet.read(name, one_of({choice: choice for choice in ALGORITHMS}), "gae")
+    estimator = choice(sheet, name, ALGORITHMS, {}, "gae")
     algorithm = ALGORITHMS[estimator]
     sheet.put("learn.algorithm", algorithm, name, note=PPO if estimator == "gae" else "")
-    if sheet.read("actor.policy_loss_type", one_of({"ppo": "clip", "gspo": "gspo"}), "clip") == "gspo":
-        sheet.put("learn.loss", "gspo", "actor.policy_loss_type", note="every sequence weighs the same with it")
-        sheet.put("learn.aggregate", "sequence_mean", "actor.policy_loss_type")
+    kind = "actor.policy_loss_type"
+    if choice(sheet, kind, ("ppo", "gspo"), {}, "ppo") == "gspo":
+        sheet.put("learn.loss", "gspo", kind, note="every sequence weighs the same with it")
+        sheet.put("learn.aggregate", "sequence_mean", kind)
     else:
-        sheet.put("learn.loss", "clip", "actor.policy_loss_type")
-        if algorithm in ("grpo", "dr_grpo"):
-            note = "OpenRLHF weighs every token of a batch the same, for group_norm and dr_grpo too"
-            sheet.put("learn.aggregate", "token_mean", name, note=note)
+        sheet.put("learn.loss", "clip", kind)
+        sheet.put("learn.aggregate", "token_mean", kind, note="OpenRLHF weighs every token of a batch the same, always")
+    if estimator in GROUPED:
+        sheet.keys.pop("learn.reward_clip", None)
+        differs = "OpenRLHF clips after it compared a group, learn.reward_clip before: write that in the reward's own unit"
+        if sheet.given("reward.clip_range"):
+            sheet.refuse("reward.clip_range", differs)
     if sheet.read("algo.advantage.no_std_norm", yes, False):
         if algorithm in WITHOUT_STD:
-            sheet.put("learn.advantage", WITHOUT_STD[algorithm], "algo.advantage.no_std_norm")
+            note = "OpenRLHF takes the mean over tokens off as well, which this does not" * (algorithm != "reinforce_pp")
+            sheet.put("learn.advantage", WITHOUT_STD[algorithm], "algo.advantage.no_std_norm", note=note)
         elif algorithm == "ppo":
             sheet.refuse("algo.advantage.no_std_norm", "PPO's advantages are divided by their deviation, always")
         else:
@@ -109,8 +127,7 @@ def _algorithm(sheet: Sheet) -> None:
 
 def _critic(sheet: Sheet) -> None:
     name = "algo.advantage.estimator"
-    known = "learn.algorithm" in sheet.keys
-    estimator = sheet.read(name, text, "gae") if known else "the algorithm that is left"
+    estimator = sheet.read(name, text, "gae")
     critic(sheet, CRITIC_FLAGS, estimator, "algo.advantage.gamma" if estimator == "reinforce" else "")
     if estimator == "gae":
         as_the_policy(sheet, {f"critic.{part}": f"actor.{part}" for part in SHARED_PARTS})
@@ -162,8 +179,11 @@ def _kl(sheet: Sheet) -> None:
         for name in others:
             sheet.refuse(name, "has no effect while the coefficient is 0", "dead")
         return
-    in_loss = sheet.read("algo.kl.use_loss", yes, False)
-    sheet.put("learn.kl.where", "loss" if in_loss else "reward", "algo.kl.use_loss")
+    where = "loss" if sheet.read("algo.kl.use_loss", yes, False) else "reward"
+    note = ""
+    if where == "reward" and sheet.read("algo.advantage.estimator", text, "gae") in GROUPED:
+        where, note = "advantage", "OpenRLHF subtracts it after a group is compared, token by token"
+    sheet.put("learn.kl.where", where, "algo.kl.use_loss", note=note)
     estimator = sheet.read("algo.kl.estimator", one_of({"k1": "k1", "k2": "k2", "k3": "k3"}), "k1")
     sheet.put("learn.kl.estimator", estimator, "algo.kl.estimator")
     target = sheet.read("algo.kl.target", real)
@@ -198,7 +218,17 @@ def _optimizer(sheet: Sheet) -> None:
         sheet.put("learn.optimizer.beta1", betas[0], "actor.adam.betas")
         sheet.put("learn.optimizer.beta2", betas[1], "actor.adam.betas")
     optimizer(sheet, "actor.optim")
-    schedule(sheet, "actor.lr_scheduler", SCHEDULES, "actor.lr_warmup_ratio", floor="actor.min_lr_ratio")
+    parts = sheet.keys.get("learn.updates_per_step")
+    updates = (parts.value if parts else 1) * max(sheet.read("train.max_epochs", whole, 1), 1)
+    schedule(
+        sheet,
+        "actor.lr_scheduler",
+        SCHEDULES,
+        "actor.lr_warmup_ratio",
+        floor="actor.min_lr_ratio",
+        updates=updates,
+        cold=("constant",),
+    )
 
 
 def _correction(sheet: Sheet) -> None:
@@ -207,14 +237,24 @@ def _correction(sheet: Sheet) -> None:
         for name in ("algo.advantage.is_correction_enable", *rest):
             sheet.refuse(name, "has no effect: the correction is off", "dead")
         return
-    kind = sheet.read(rest[0], text, "tis")
-    low, high = sheet.read(rest[1], pair, [0.5, 5.0])
+    mode = sheet.read(rest[0], one_of(CORRECTIONS), "truncate")
+    if (line := sheet.line(rest[0])) and line.outcome == "unsupported":
+        sheet.refuse("algo.advantage.is_correction_enable", "goes with a type that is not here: write learn.importance")
+        sheet.refuse(rest[1], "goes with a type that is not here")
+        return
+    low, high = sheet.read(rest[1], _bounds, (0.0, 2.0) if sheet.before("0.9.2") else (0.5, 5.0))
     sheet.put("learn.importance.level", "token", "algo.advantage.is_correction_enable")
-    sheet.put("learn.importance.mode", CORRECTIONS.get(kind, "truncate"), rest[0])
+    sheet.put("learn.importance.mode", mode, rest[0] if sheet.line(rest[0]) else "algo.advantage.is_correction_enable")
     sheet.put("learn.importance.cap", high, rest[1] if sheet.line(rest[1]) else "algo.advantage.is_correction_enable")
-    sheet.say(rest[1], f"only the upper bound is here; weights below {low:g} are kept as they are")
-    if kind not in CORRECTIONS:
-        sheet.say(rest[0], f"{kind} is not here; token weights cut at the cap are the nearest")
+    if low > 0:
+        said = rest[1] if sheet.line(rest[1]) else "algo.advantage.is_correction_enable"
+        sheet.say(said, f"only the upper bound is here; weights below {low:g} are kept as they are")
+
+
+def _bounds(value: Any) -> tuple[float, float]:
+    """A lower and an upper bound, or, as before 0.9.2, the upper one."""
+    low, high = pair(value) if isinstance(value, list) else (0.0, real(value))
+    return low, high
 
 
 def _data(sheet: Sheet) -> None:
@@ -301,4 +341,7 @@ FRAMEWORK = Framework(
     settle=settle,
     spelling=spelling,
     alias="today's name is {}",
+    newest="0.11.2",
+    oldest="0.7.0",
+    was=WAS,
 )

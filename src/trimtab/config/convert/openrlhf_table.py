@@ -37,7 +37,7 @@ CRITIC_FLAGS: tuple[Rule, ...] = (
         "a language model with the policy's tokenizer; its head is made anew, and says 0 at first",
     ),
     together("critic.adam.lr critic_learning_rate", "learn.critic.lr"),
-    together("critic.value_clip value_clip", "learn.critic.clip", "0.5 unless given, 0.2 before OpenRLHF 0.8.2"),
+    together("critic.value_clip value_clip", "learn.critic.clip", "0.5 unless given, 0.2 before 0.8.2"),
     together(
         "critic.freezing_steps freezing_actor_steps",
         "learn.critic.warmup_steps",
@@ -47,7 +47,7 @@ CRITIC_FLAGS: tuple[Rule, ...] = (
     together(
         "algo.advantage.lambd lambd",
         "learn.critic.lam",
-        f"1 unless given, 0.95 before OpenRLHF 0.6.4. There and here {NORMALISED}",
+        f"1 unless given. There and here {NORMALISED}",
     ),
     automatic("critic.num_nodes critic_num_nodes", PLACEMENT),
     automatic("critic.num_gpus_per_node critic_num_gpus_per_node", PLACEMENT),
@@ -135,7 +135,6 @@ RULES: tuple[Rule, ...] = (
         "reward.clip_range reward_clip_range",
         "learn.reward_clip",
         pair,
-        "OpenRLHF clips after it compared a group, Trimtab before: here the bounds are in the reward's own unit",
     ),
     together("reward.overlong_buffer_len overlong_buffer_len", "learn.overlong.buffer"),
     together("reward.overlong_penalty_factor overlong_penalty_factor", "learn.overlong.penalty"),

@@ -16,6 +16,7 @@ import yaml
 
 from trimtab.config.convert.settings import Setting, literal
 from trimtab.config.convert.shell import Script
+from trimtab.config.convert.stages import CLASSES
 from trimtab.config.convert.words import settings_of
 from trimtab.errors import ConfigError, Problem
 
@@ -24,12 +25,11 @@ PLUMBING = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_
 """Arguments of a trainer that name objects made elsewhere in the script; those are read where they are made."""
 CALLS = {
     "LoraConfig": {"r": "lora_r", "target_modules": "lora_target_modules", "bias": "lora_bias"},
-    "GRPOTrainer": {"model": "model_name_or_path"},
-    "RLOOTrainer": {"model": "model_name_or_path"},
+    **{name: {"model": "model_name_or_path"} for name in CLASSES if name.endswith("Trainer")},
     "load_dataset": {"name": "dataset_config", "split": "dataset_train_split"},
 }
 """Calls whose arguments go by another name as a flag."""
-READ_CALLS = ("GRPOConfig", "PPOConfig", "RLOOConfig", "TrainingArguments", "ModelConfig", "ScriptArguments", *CALLS)
+READ_CALLS = (*CLASSES, "TrainingArguments", "ModelConfig", "ScriptArguments", *CALLS)
 
 
 def read_words(words: Sequence[str]) -> list[Setting]:
@@ -156,6 +156,8 @@ def _arguments(call: ast.Call, text: str, constants: dict[str, Any]) -> Iterator
     name = ast.unparse(call.func).rsplit(".", 1)[-1]
     if name not in READ_CALLS:
         return
+    if name in CLASSES or name == "LoraConfig":
+        yield Setting(name, None, "program")
     if name == "load_dataset" and call.args:
         yield Setting("dataset_name", _written(call.args[0], text, constants))
         if len(call.args) > 1:

@@ -11,6 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trimtab.config.reference import nearest
+
+A_SLIP = 0.75
+"""How much alike two names are where one is taken for the other (1 is equal)."""
 OutcomeName = Literal["mapped", "automatic", "dead", "unsupported"]
 Take = Callable[[Any], Any]
 """From the flag's value to the key's; raises ValueError with what it takes where it cannot. None: the flag says nothing."""
@@ -170,7 +174,9 @@ def mapping(value: Any) -> dict[str, Any]:
 def one_of(choices: Mapping[Any, Any]) -> Take:
     def take(value: Any) -> Any:
         if isinstance(value, list | dict) or value not in choices:
-            raise ValueError(f"takes one of {', '.join(map(str, choices))}")
+            near = nearest(str(value), [choice for choice in choices if isinstance(choice, str)], A_SLIP)
+            meant = f" (is {near} meant?)" if near else ""
+            raise ValueError(f"takes one of {', '.join(map(str, choices))}{meant}")
         return choices[value]
 
     return take

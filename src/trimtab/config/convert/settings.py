@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-Origin = Literal["flag", "variable", "launcher", "command", "stray"]
+Origin = Literal["flag", "variable", "launcher", "command", "program", "stray"]
 
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 WORDS: dict[str, bool | None] = {
@@ -31,7 +31,7 @@ class Setting:
     value: Any
     origin: Origin = "flag"
     """variable: a shell assignment. launcher: an option of what starts the program. command: a whole command that is no
-    training run. stray: a word that belongs to no flag."""
+    training run. program: what is started, or a class that is made; it says what is trained. stray: a word that belongs to no flag."""
 
 
 def literal(text: str) -> Any:

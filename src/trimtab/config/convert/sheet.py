@@ -10,23 +10,30 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from trimtab.config.algorithms import resolve
-from trimtab.config.check import CHECKS
+from trimtab.config.check import clashes
 from trimtab.config.convert.names import FAMILY, Names
 from trimtab.config.convert.rules import NULL, OutcomeName, Rule
 from trimtab.config.convert.settings import Setting
-from trimtab.config.load import config_from_dict
+from trimtab.config.convert.versions import Was, defaults_of, earlier
+from trimtab.config.load import load_as
 from trimtab.config.reference import default
+from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
-from trimtab.errors import ConfigError
+from trimtab.config.sft import SftConfig
+from trimtab.errors import ConfigError, Problem
 
 MASK = "***"
 REFERENCE = re.compile(r"\$\{(oc\.|\.|\w+\.)")
 """A value of Hydra's that stands for another key's: ${oc.select:a.b,1}, ${.c}, ${a.b}."""
 NAMES = ("trimtab", "verl", "nanochat", "gspo", "gae", "false", "true")
 """Words that are not written with a capital even when a sentence begins with them."""
+
+
+ALGORITHM_KEYS = ("learn.algorithm", "learn.loss", "learn.advantage")
+"""Keys that are never left out: without them another algorithm would be trained."""
+NOT_ANOTHER = "Change the setting, or one that goes with it: left out, it would be another algorithm"
 
 
 @dataclass
@@ -91,6 +98,26 @@ class Framework:
     """What is said of a name that is not the first of its rule."""
     abbreviations: Mapping[str, str] = field(default_factory=dict)
     """First parts of names that the table writes in another way."""
+    reads: str = ""
+    """The class or program whose settings these are, where the framework has several."""
+    schema: type[Config] | type[SftConfig] | type[RewardModelConfig] = Config
+    """What they are converted to."""
+    newest: str = ""
+    """The version that `defaults` are of; empty: there are no versions."""
+    oldest: str = ""
+    """The oldest version whose defaults are known."""
+    was: tuple[Was, ...] = ()
+    """Defaults that older versions had."""
+
+    @property
+    def command(self) -> str:
+        """The command that the config is for."""
+        stage = self.schema.model_fields.get("stage")
+        return f"trimtab {stage.default if stage else 'train'}"
+
+    def named(self, version: str) -> str:
+        """The framework with its version and the class that was read."""
+        return " ".join([self.title, *[version] * bool(version)]) + (f", {self.reads}" if self.reads else "")
 
     def in_full(self, name: str) -> str:
         """A name of the table as a user writes it."""
@@ -108,18 +135,27 @@ class Framework:
 
 class Sheet:
     def __init__(
-        self, framework: Framework, settings: Sequence[Setting], other: Callable[[Setting], Line | None]
+        self,
+        framework: Framework,
+        settings: Sequence[Setting],
+        other: Callable[[Setting], Line | None],
+        version: str = "",
     ) -> None:
-        """`other` knows settings that are not the framework's: variables, launchers, whole commands."""
+        """`other` knows settings that are not the framework's: variables, launchers, whole commands. `version` is the
+        framework's, whose defaults are taken."""
         self.framework, self.known = framework, framework.by_name
+        self.programs = frozenset(setting.name for setting in settings if setting.origin == "program")
+        self.version = version or framework.newest
+        self.defaults = defaults_of(self.version, framework.defaults, framework.was)
         self.names = Names(self.known, framework.abbreviations)
         self.lines: list[Line] = []
         self.keys: dict[str, Put] = {}
         self.missing: list[Missing] = []
         self._last: dict[str, Line] = {}
         for setting in settings:
-            self._add(setting, other)
-        for name, value in framework.defaults.items() if self.says_something else ():
+            if setting.origin != "program":
+                self._add(setting, other)
+        for name, value in self.defaults.items() if self.says_something else ():
             if name not in self._last:
                 rule = self.known[framework.spelling(name)]
                 self._last[name] = Line(Setting(framework.in_full(name), value), rule, False, rule.outcome)
@@ -190,6 +226,15 @@ class Sheet:
                 line.notes.append("says nothing here: the key is left out")
 
     # --- for `settle`
+
+    def before(self, version: str) -> bool:
+        """Whether the settings are of an older version than this."""
+        return bool(self.version) and earlier(self.version, version)
+
+    def fail(self, name: str, what: str, fix: str) -> NoReturn:
+        """Refuse the whole conversion: nothing that is here is what this flag asks for."""
+        line = self._last[name]
+        raise ConfigError([Problem(f"{line.setting.name}={line.setting.value}", what, fix)])
 
     def line(self, name: str) -> Line | None:
         """The line that counts for a flag; given or the framework's default."""
@@ -264,9 +309,11 @@ class Sheet:
                 self._refuse(line, "nothing follows from it by itself", "dead")
         while problem := self._problem():
             key, what = problem
+            if key in ALGORITHM_KEYS and self.keys[key].lines:
+                raise ConfigError([Problem(self.keys[key].lines[0].setting.name, f"{key} {what}", NOT_ANOTHER)])
             for line in self._take_out(key):
                 line.outcome = line.outcome if line.key else "unsupported"
-                line.notes.append(f"{key} {what}")
+                line.notes.append(f"{key} {what}. It is left out")
             if key.startswith("reward.") and key.endswith(".fn"):  # a part without a function is none
                 for part in [part for part in self.keys if part.startswith("reward.")]:
                     self._take_out(part)
@@ -285,24 +332,24 @@ class Sheet:
     def _problem(self) -> tuple[str, str] | None:
         """A key that the loader refuses, and why."""
         try:
-            config_from_dict(self.filled_in())
+            load_as(self.framework.schema, None, base=self.filled_in())
         except ConfigError as error:
             for problem in error.problems:
                 blamed = problem.where if problem.where in self.keys else self._other(problem.where)
                 if blamed:
-                    return blamed, f"{problem.what}. {problem.fix}".rstrip(". ") + ". It is left out"
+                    return blamed, f"{problem.what}. {problem.fix}".rstrip(". ")
             raise
         return None
 
     def _other(self, where: str) -> str | None:
         """The key to blame for a contradiction that is reported at one which no flag set."""
-        config = Config.model_validate(self.filled_in())
-        found = [clash for check in CHECKS for clash in check(config, resolve(config.learn))]
+        found = clashes(self.framework.schema.model_validate(self.filled_in()))
         return next((key for clash in found if clash.keys[0] == where for key in clash.keys if key in self.keys), None)
 
     def tree(self) -> dict[str, Any]:
         """The config as a nested mapping."""
-        tree: dict[str, Any] = {}
+        stage = self.framework.schema.model_fields.get("stage")
+        tree: dict[str, Any] = {"stage": stage.default} if stage else {}
         for key, put in self.keys.items():
             node: Any = tree
             *above, name = key.split(".")

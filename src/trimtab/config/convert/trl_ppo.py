@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from trimtab.config.convert.common import clip, critic, processes, reward_model, steps_from_epochs
+from trimtab.config.convert.common import clip, critic, optimizer, processes, reward_model, steps_from_epochs
 from trimtab.config.convert.rules import (
     NORMALISED,
     REWARD_MODEL,
@@ -20,9 +20,13 @@ from trimtab.config.convert.rules import (
     unsupported,
     whole,
 )
-from trimtab.config.convert.sheet import Sheet
+from trimtab.config.convert.sheet import Framework, Sheet
+from trimtab.config.convert.stages import OF_GRPO
+from trimtab.config.convert.trl_common import TRAINER_DEFAULTS, data, logs, lora, periods, rates, rewards, spelling
+from trimtab.config.convert.trl_table import RULES as TABLE
 
 DEFAULTS: dict[str, Any] = {
+    **TRAINER_DEFAULTS,
     "response_length": 53,
     "num_ppo_epochs": 4,
     "num_mini_batches": 1,
@@ -31,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
 }
 TEMPERATURE, LEARNING_RATE = 0.7, 3e-6
 """PPOConfig's own, for arguments that GRPOConfig has too."""
-RULES: tuple[Rule, ...] = (
+OWN_RULES: tuple[Rule, ...] = (
     together("response_length", "learn.max_new_tokens"),
     together("num_ppo_epochs", "learn.epochs_per_step", "passes over one batch of samples"),
     together("num_mini_batches", "learn.updates_per_step"),
@@ -70,49 +74,42 @@ RULES: tuple[Rule, ...] = (
         "one set of adapters; without them the model is the reference",
     ),
 )
-OF_GRPO = (
-    "num_generations",
-    "generation_batch_size",
-    "steps_per_generation",
-    "num_iterations",
-    "max_completion_length",
-    "beta",
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "loss_type",
-    "importance_sampling_level",
-    "scale_rewards",
-    "mask_truncated_completions",
-    "reward_funcs",
-    "reward_weights",
+RULES: tuple[Rule, ...] = (
+    *(rule for rule in TABLE if rule.name not in OF_GRPO),
+    *OWN_RULES,
+    *each(dead, " ".join(OF_GRPO), "GRPOConfig's; PPOConfig does not have it"),
 )
-"""With one of these it is not PPO that is configured."""
-
-
-def asked(sheet: Sheet) -> bool:
-    """Whether PPO is: something is said that PPOConfig alone has, and nothing that it does not have."""
-    return _sign(sheet) is not None and not sheet.given(*OF_GRPO)
 
 
 def _sign(sheet: Sheet) -> str | None:
     """The first setting that is PPO's alone."""
-    found = (line.rule.name for line in sheet.counting(RULES) if line.given and line.rule)
+    found = (line.rule.name for line in sheet.counting(OWN_RULES) if line.given and line.rule)
     return next(found, None)
 
 
 def not_asked(sheet: Sheet) -> None:
     """All that is PPO's does nothing."""
-    sheet.without(RULES, "PPOConfig's, and the other settings are GRPOConfig's, which has no critic")
+    sheet.without(OWN_RULES, "PPOConfig's, and the other settings are GRPOConfig's, which has no critic")
 
 
 def settle(sheet: Sheet) -> None:
-    """What PPO has of its own. Its periods count batches, as Trimtab's do."""
+    """Its periods and its schedule count batches, as Trimtab's do."""
+    _ppo(sheet)
+    periods(sheet, 1)
+    rates(sheet, LEARNING_RATE)
+    optimizer(sheet, "optim")
+    data(sheet)
+    rewards(sheet)
+    logs(sheet)
+    lora(sheet)
+
+
+def _ppo(sheet: Sheet) -> None:
     sheet.put("learn.algorithm", "ppo")
     sheet.put("learn.samples_per_prompt", 1)
     _sizes(sheet)
     _rates(sheet)
-    critic(sheet, RULES, "gae")
+    critic(sheet, OWN_RULES, "gae")
     clip(sheet, "cliprange")
     sheet.put("learn.max_new_tokens", sheet.read("response_length", whole, 53), "response_length")
     coef = sheet.read("kl_coef", real, 0.05)
@@ -182,3 +179,17 @@ def _model(sheet: Sheet) -> None:
     reward_model(sheet, "reward_model_path")
     sheet.say("reward_model_path", "TRL's script starts the critic from it too; here it starts as the policy")
     sheet.refuse("max_steps", "TRL's PPO does not look at it: total_episodes counts", "dead")
+
+
+FRAMEWORK = Framework(
+    kind="trl-ppo",
+    title="TRL",
+    about="`PPOConfig`, which TRL had until 1.12. What it shares with `GRPOConfig` is in the table above.",
+    rules=RULES,
+    defaults=DEFAULTS,
+    settle=settle,
+    spelling=spelling,
+    reads="PPOConfig",
+    newest="1.12.0",
+    oldest="0.15.0",
+)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from math import floor
 
 from trimtab.config.convert.common import (
     adapters,
     as_the_policy,
+    choice,
     critic,
     looser,
     optimizer,
@@ -17,6 +19,7 @@ from trimtab.config.convert.common import (
 )
 from trimtab.config.convert.rules import PPO, one_of, pair, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
+from trimtab.config.convert.versions import ABSENT, Was
 from trimtab.config.convert.verl_run_table import RUN_RULES
 from trimtab.config.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_MODEL_KEYS
 
@@ -28,10 +31,17 @@ DEFAULTS = {
     "algorithm.adv_estimator": "gae",
     "algorithm.lam": 1.0,
     "critic.cliprange_value": 0.5,
+    "A.actor.policy_loss.loss_mode": "vanilla",
     "A.actor.loss_agg_mode": "token-mean",
     "A.actor.clip_ratio_c": 3.0,
     "A.actor.optim.weight_decay": 0.01,
 }
+WAS = (
+    Was("0.4", "A.actor.clip_ratio_c", ABSENT),
+    Was("0.4", "A.actor.entropy_coeff", 0.001),
+    Was("0.4", "algorithm.use_kl_in_reward", True),
+)
+"""From ppo_trainer.yaml of every release since 0.3. Before 0.4 the penalty was in the reward unless it was in the loss."""
 ALGORITHMS = {
     "gae": "ppo",
     "grpo": "grpo",
@@ -41,12 +51,29 @@ ALGORITHMS = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
+_ADD = "Add algorithm.adv_estimator=%s at the end to convert the rest with it: the last one counts"
+NO_ESTIMATORS = {
+    "remax": "ReMax's baseline is a greedy answer; rloo has one without it. " + _ADD % "rloo",
+    "opo": "OPO weighs its baseline by length; grpo and rloo do not. " + _ADD % "rloo",
+    "gpg": "GPG scales by the share of groups with signal. " + _ADD % "grpo",
+    "grpo_passk": "only the best sample of a group counts there; write pass@k as a reward. " + _ADD % "grpo",
+    "gdpo": "normalise the parts of the reward instead: reward.N.normalize: group. " + _ADD % "grpo",
+    "optimal_token_baseline": _ADD % "grpo",
+    "tir_optimal_token_baseline": _ADD % "grpo",
+}
+_LOSS = "Add actor_rollout_ref.actor.policy_loss.loss_mode=vanilla (or gspo, cispo) at the end: the last one counts"
+NO_LOSSES = dict.fromkeys(
+    ("dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov", "geo_mean", "dro", "bypass_mode"), _LOSS
+)
 LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "gpg": "on_policy"}
 AGGREGATES = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "constant",
+    "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant",
+}
+NO_AGGREGATES = {
+    "token-sum": "Add actor_rollout_ref.actor.loss_agg_mode=token-mean at the end: it divides by the number of tokens",
 }
 SHARED_KEYS = {
     "critic.ppo_mini_batch_size": "A.actor.ppo_mini_batch_size",
@@ -65,6 +92,7 @@ SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 IN_LOSS = ("A.actor.kl_loss_coef", "A.actor.kl_loss_type")
 IN_REWARD = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type")
 ADAPTIVE = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
+OLD_CAP = "tis_imp_ratio_cap"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg."
 
 
@@ -84,13 +112,10 @@ def settle(sheet: Sheet) -> None:
 
 def _algorithm(sheet: Sheet) -> None:
     name = "algorithm.adv_estimator"
-    estimator = sheet.read(name, text, "gae")
-    algorithm = ALGORITHMS.get(estimator, "grpo")
-    note = PPO if estimator == "gae" else ""
-    if estimator not in ALGORITHMS:
-        note = f"{estimator} is not here; grpo is the nearest"
-    sheet.put("learn.algorithm", algorithm, name, note=note)
-    _critic(sheet, estimator if "learn.algorithm" in sheet.keys else "the algorithm that is left")
+    estimator = choice(sheet, name, ALGORITHMS, NO_ESTIMATORS, "gae")
+    algorithm = ALGORITHMS[estimator]
+    sheet.put("learn.algorithm", algorithm, name, note=PPO if estimator == "gae" else "")
+    _critic(sheet, estimator)
     by_std = "algorithm.norm_adv_by_std_in_grpo"
     if not sheet.read(by_std, yes, True) and algorithm == "grpo":
         sheet.put("learn.advantage", "group_mean", by_std, note="as in Dr. GRPO")
@@ -109,28 +134,21 @@ def _critic(sheet: Sheet, estimator: str) -> None:
 
 
 def _loss(sheet: Sheet) -> None:
-    mode = "A.actor.policy_loss.loss_mode"
-    kind = sheet.read(mode, text, "vanilla")
-    loss = LOSSES.get(kind)
-    if loss is None:
-        sheet.refuse(mode, f"{kind} is not here; the clipped loss is used. There are clip, gspo, cispo and on_policy")
-    else:
-        sheet.put("learn.loss", loss, mode)
-    agg = "A.actor.loss_agg_mode"
+    """The loss of a token and what it weighs, both written out: verl has them whatever the estimator is."""
+    mode, agg = "A.actor.policy_loss.loss_mode", "A.actor.loss_agg_mode"
+    loss = LOSSES[choice(sheet, mode, LOSSES, NO_LOSSES, "vanilla")]
+    sheet.put("learn.loss", loss, mode)
+    how = choice(sheet, agg, AGGREGATES, NO_AGGREGATES, "token-mean")
     if loss == "gspo":
-        sheet.put(
-            "learn.aggregate",
-            "sequence_mean",
-            mode,
-            note="verl averages gspo over sequences, whatever loss_agg_mode says",
-        )
+        note = "verl averages gspo over sequences, whatever loss_agg_mode says"
+        sheet.put("learn.aggregate", "sequence_mean", mode, note=note)
         sheet.refuse(agg, "gspo does not look at it", "dead")
+        if sheet.read("A.actor.use_kl_loss", yes, False) and how != "seq-mean-token-mean":
+            differs = f"verl adds up the penalty by loss_agg_mode, {how}, beside gspo's mean over sequences; here both are that mean"
+            sheet.say("A.actor.use_kl_loss", differs)
         return
-    how = sheet.read(agg, one_of(AGGREGATES), "token_mean")
-    note = "verl takes it over micro-batches, Trimtab over the whole update" if sheet.given(agg) else ""
-    if sheet.read(agg, text) == "seq-mean-token-sum":
-        note = "a constant factor (1 / max_new_tokens) apart, which AdamW does not feel; max_grad_norm does"
-    sheet.put("learn.aggregate", how, agg, note=note)
+    note = "verl takes it over micro-batches before 0.7, Trimtab over the whole update" if sheet.before("0.7") else ""
+    sheet.put("learn.aggregate", AGGREGATES[how], agg, note=note)
 
 
 def _sizes(sheet: Sheet) -> None:
@@ -186,10 +204,9 @@ def _kl(sheet: Sheet) -> None:
 def _penalty(sheet: Sheet, where: str, switch: str, coef: str, kind: str, usual: str) -> None:
     sheet.put("learn.kl.where", where, switch)
     sheet.put("learn.kl.coef", sheet.read(coef, real, 0.001), coef if sheet.line(coef) else switch)
-    estimator = sheet.read(kind, text, usual)
-    if estimator not in ESTIMATORS:
-        sheet.say(kind, f"{estimator} is not here; k3 is the nearest")
-    sheet.put("learn.kl.estimator", ESTIMATORS.get(estimator, "k3"), kind if sheet.line(kind) else switch)
+    source = kind if sheet.line(kind) else switch
+    estimator = sheet.read(kind, one_of(ESTIMATORS), ESTIMATORS[usual])
+    sheet.put("learn.kl.estimator", estimator, source)
 
 
 def _off(sheet: Sheet, names: tuple[str, ...], why: str) -> None:
@@ -208,8 +225,11 @@ def _clip(sheet: Sheet) -> None:
             "A.actor.clip_ratio_high",
             note=looser(high, low or 0.2) if high > (low or 0.2) else "",
         )
-    if sheet.given("A.actor.clip_ratio"):
-        bound = sheet.read("A.actor.clip_ratio", real)
+    bound = sheet.read("A.actor.clip_ratio", real)
+    if sheet.before("0.4") and bound is not None:
+        sheet.put("learn.clip.low", bound, "A.actor.clip_ratio")
+        sheet.put("learn.clip.high", bound, "A.actor.clip_ratio")
+    elif sheet.given("A.actor.clip_ratio"):
         why = "clip_ratio_low and clip_ratio_high win over it, and verl sets both to 0.2"
         sheet.refuse("A.actor.clip_ratio", f"{why}. For {bound} write learn.clip.low and learn.clip.high", "dead")
     dual = sheet.read("A.actor.clip_ratio_c", real)
@@ -234,12 +254,20 @@ def _optimizer(sheet: Sheet) -> None:
         f"{optim}lr_warmup_steps_ratio",
         f"{optim}lr_warmup_steps",
         f"{optim}min_lr_ratio",
+        rounded=floor,
     )
+    if sheet.read("A.actor.strategy", str, "fsdp") == "megatron":
+        sheet.say(f"{optim}lr_scheduler_type", "Megatron has a schedule of its own; here it is that of FSDP, Hugging Face's")
 
 
 def _correction(sheet: Sheet) -> None:
     level, cap = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
     kind = sheet.read(level, one_of({"token": "token", "sequence": "sequence"}))
+    bound = sheet.line(cap)
+    if kind is None and bound and bound.setting.name.endswith(OLD_CAP) and sheet.read(cap, real, 0.0) > 0:
+        sheet.put("learn.importance.level", "token", cap)  # in those versions the cap alone turned it on
+        sheet.put("learn.importance.cap", sheet.read(cap, real, 2.0), cap)
+        return
     if kind is None:
         sheet.refuse(cap, "has no effect without rollout_is", "dead")
         return
@@ -331,4 +359,7 @@ FRAMEWORK = Framework(
     spelling=spelling,
     dashes="",
     abbreviations={"actor_rollout_ref": "A"},
+    newest="0.9.1",
+    oldest="0.3.0",
+    was=WAS,
 )

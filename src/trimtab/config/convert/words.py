@@ -21,8 +21,8 @@ LAUNCHERS = (
     "time", "torchrun", "trl", "uv",
 )  # fmt: skip
 PROGRAMS = re.compile(r".*\.py|openrlhf\.\S+|verl\.\S+|scripts\.\S+|trl\.\S+")
-STAGES = ("grpo", "rloo", "sft", "dpo", "reward", "kto", "ppo")
-"""What `trl` can be told to do, and what `trl` is told first."""
+NOT_TRAINING = ("env", "vllm-serve", "skills")
+"""What `trl` can be told to do besides training."""
 HOUSEKEEPING = (
     ":", "[", "[[", "cat", "cd", "chmod", "cp", "do", "echo", "elif", "else", "exit", "function", "local", "ls", "mkdir", "mv",
     "printf", "pwd", "rm", "set", "shift", "sleep", "source", "tee", "then", "trap", "true", "ulimit", "unset", "wait", "{", "}",
@@ -47,6 +47,7 @@ def settings_of(words: Sequence[str]) -> list[Setting]:
         if start in (None, len(rest)):  # nothing that could train, or a program that is told nothing
             return [*found, Setting(" ".join(rest), None, "command")]
         found += _flags(rest[:start], "launcher")
+        found.append(Setting(_started(rest[:start]), None, "program"))
         return found + _flags(rest[start:], "flag")
     if rest[0] in HOUSEKEEPING or rest[0].endswith(")") or rest[0].startswith("("):
         return found
@@ -96,9 +97,15 @@ def _program(words: Sequence[str]) -> int | None:
         module = place > 0 and words[place - 1] in ("-m", "--module")
         if module or PROGRAMS.fullmatch(word):
             return place + 1
-        if word.rsplit("/", 1)[-1] == "trl" and place + 1 < len(words) and words[place + 1] in STAGES:
-            return place + 2
+        if word.rsplit("/", 1)[-1] == "trl" and place + 1 < len(words):
+            told = words[place + 1]
+            return None if _is_setting(told) or told in NOT_TRAINING else place + 2
     return None
+
+
+def _started(words: Sequence[str]) -> str:
+    """The program that is started, as it was written: `trl sft`, a module, a script."""
+    return " ".join(words[-2:]) if words[-2:][0].rsplit("/", 1)[-1] == "trl" else words[-1]
 
 
 def _flags(words: Sequence[str], origin: Origin) -> list[Setting]:

@@ -9,22 +9,25 @@ from typing import Any
 from trimtab.config.convert.sheet import Missing, Put, Sheet
 from trimtab.config.load import one_line
 from trimtab.config.reference import entries
-from trimtab.config.schema import Config
 from trimtab.errors import ConfigError, Problem
 
 
 def yaml_text(sheet: Sheet) -> str:
-    lines = [f"# From settings of {sheet.framework.title}. `run` is Trimtab's to choose."]
+    framework = sheet.framework
+    lines = [f"# From settings of {framework.named(sheet.version)}. `run` is Trimtab's to choose."]
+    lines += [f"# For {framework.command}."] * (framework.command != "trimtab train")
     lines += [f"# To fill in: {m.key}: {m.what}" for m in sheet.missing]
     tree = _annotated(sheet)
-    for section in Config.model_fields:
+    if stage := sheet.tree().get("stage"):
+        lines += ["", f"stage: {stage}"]
+    for section in framework.schema.model_fields:
         missing = [m for m in sheet.missing if m.key.split(".")[0] == section and m.required]
         if section in tree or missing:
             lines += [
                 "",
                 f"{section}:",
                 *(_hint(m) for m in missing),
-                *_block(tree.get(section, {}), 1, sheet.framework.title),
+                *_block(tree.get(section, {}), 1, framework.title),
             ]
     return "\n".join(lines) + "\n"
 
