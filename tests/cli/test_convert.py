@@ -35,7 +35,11 @@ def test_json_is_as_the_design_says() -> None:
     )
     (line,) = out.splitlines()
     found = json.loads(line)
-    assert code == 0 and set(found) == {"config", "flags", "defaults", "fill_in"} and "foo.bar" in err
+    assert (
+        code == 0
+        and set(found) == {"kind", "version", "command", "config", "flags", "defaults", "fill_in"}
+        and "foo.bar" in err
+    )
     assert [set(flag) for flag in found["flags"]] == [{"flag", "value", "outcome", "key", "note"}] * 3
     assert found["flags"][0] == {
         "flag": "data.train_batch_size",
@@ -106,7 +110,10 @@ def test_a_whole_command_may_be_pasted_in_quotes() -> None:
     ("arguments", "message"),
     [
         (["openrlfh", "--", "--a", "1"], "openrlfh: is no framework that can be converted. Did you mean openrlhf?"),
-        (["slime", "--", "--a", "1"], "Write one of openrlhf, verl, trl, nanochat, script"),
+        (["slime", "--", "--a", "1"], "Write one of openrlhf, verl, trl, trl-rloo, trl-ppo, trl-sft, trl-reward, nanochat"),
+        (["trl", "--", "trl", "dpo", "--beta", "0.1"], "trl dpo: learning from pairs without a reward model is not supported"),
+        (["verl", "--", "algorithm.adv_estimator=grppo"], "Did you mean grpo?"),
+        (["trl", "--version", "0.1", "--", "--beta", "0.1"], "--version: the defaults of trl are known from 0.15.0"),
         (["verl"], "no settings are given. Write trimtab convert verl -- FLAGS, or trimtab convert verl --file FILE"),
         (["verl", "--", ""], "the text given: is empty"),
         (["verl", "--file", "none.sh"], "none.sh: there is no such file"),
@@ -131,6 +138,19 @@ def test_bad_input_is_told_in_words(
     assert code == 2 and message in err and "Traceback" not in err and out == ""
     code, out, _ = convert(*arguments[:1], "--json", *arguments[1:])
     assert code == 2 and json.loads(out.splitlines()[-1])["kind"] == "ConfigError"
+
+
+def test_the_version_whose_defaults_were_taken_is_named() -> None:
+    code, out, err = convert("trl", "--version", "0.24", "--", "--beta", "0.1")
+    assert code == 0 and "max_new_tokens: 256  # TRL's default of max_completion_length" in out
+    assert "Flags of TRL 0.24, GRPOConfig" in err and "Defaults are those of TRL 0.24" in err
+    code, out, err = convert("trl", "--json", "--", "--beta", "0.1")
+    assert json.loads(out)["version"] == "1.16.0" and "Defaults are those of TRL 1.16.0; for another version" in err
+
+
+def test_supervised_training_names_its_command(tmp_path: Path) -> None:
+    code, out, err = convert("trl", "--", "trl", "sft", "--model_name_or_path", "m", "--packing")
+    assert code == 0 and "\nstage: sft\n" in out and "Run it with trimtab sft CONFIG." in err
 
 
 def test_help_names_the_kinds() -> None:

@@ -485,3 +485,9 @@ def test_a_stage_of_another_command_is_named_wherever_it_is_written(tmp_path: Pa
 def test_a_section_that_is_off_unless_given_is_shown_as_it_is_written(override: str, fix: str) -> None:
     (problem,) = problems(override)
     assert problem.endswith(f". {fix}")
+
+
+@pytest.mark.parametrize("name", ["gpg", "remax", "zzzz"])
+def test_a_value_that_is_near_to_none_is_not_taken_for_one(name: str) -> None:
+    (problem,) = problems(f"learn.algorithm={name}")
+    assert "Did you mean" not in problem and "takes one of grpo" in problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
@@ -39,6 +40,12 @@ def what_it_takes(where: str) -> str:
     return words(here.field.annotation, here.field.metadata)
 
 
+def _near(value: str, options: Sequence[str]) -> str:
+    """An option that is a slip away, or that the value begins; a name that is merely the least unlike is no advice."""
+    begun = [option for option in options if len(value) > 2 and option.startswith(value.lower())]
+    return nearest(value, options, 0.7) or next(iter(begun), "")
+
+
 def _fix(where: str, value: object) -> str:
     here = slot(where.split("."))
     assert here
@@ -48,7 +55,7 @@ def _fix(where: str, value: object) -> str:
     if where == "learn.algorithm" and isinstance(value, str) and value.lower() in FROM_PAIRS:
         return 'Pairs train a reward model (trimtab reward-model), which is then a reward: {fn: "model:RUN/final"}'
     options = choices(field.annotation) if field else []
-    if isinstance(value, str) and (near := nearest(OTHER_NAMES.get(value.lower(), value), options, 0.5)):
+    if isinstance(value, str) and (near := _near(OTHER_NAMES.get(value.lower(), value), options)):
         return f"Did you mean {near}?"
     if takes.startswith("text"):
         if isinstance(value, list | dict):

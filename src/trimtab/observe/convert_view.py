@@ -37,7 +37,7 @@ def print_conversion(found: Conversion, file: IO[str]) -> None:
     print_report(file, [*parts, Text()])
 
 
-def _versions(found: Conversion) -> list[RenderableType]:
+def _versions(found: Conversion) -> list[Text]:
     """Whose defaults were taken, and for which command the config is."""
     version, command = found.sheet.version, found.framework.command
     said = f"Defaults are those of {found.framework.title} {version}; for another version give --version."

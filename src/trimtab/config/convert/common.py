@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import ceil
-from typing import Any
 
 from trimtab.config.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, whole
 from trimtab.config.convert.settings import Setting
@@ -116,15 +115,14 @@ def steps_from_epochs(sheet: Sheet, name: str, prompts: int | None) -> None:
 def choice(sheet: Sheet, name: str, known: Collection[str], absent: Mapping[str, str], otherwise: str) -> str:
     """What a flag names, where another name would be another algorithm: one that is not here, or no name at all, refuses the
     conversion. `absent` says what to do for names that the framework has and Trimtab has not."""
-    value = sheet.read(name, str, otherwise)
-    if value in known:
-        return str(value)
-    title = sheet.framework.title
+    value = str(sheet.read(name, str, otherwise))
     if value in absent:
         sheet.fail(name, f"{value} is not supported", absent[value])
-    near = nearest(value, [*known, *absent], A_SLIP)
-    fix = f"Did you mean {near}?" if near else f"Write one of {', '.join(known)}"
-    sheet.fail(name, f"{title} has no {value} that is known here", fix)
+    if value not in known:
+        near = nearest(value, [*known, *absent], A_SLIP)
+        fix = f"Did you mean {near}?" if near else f"Write one of {', '.join(known)}"
+        sheet.fail(name, f"{sheet.framework.title} has no {value} that is known here", fix)
+    return value
 
 
 def schedule(
@@ -152,7 +150,11 @@ def schedule(
             sheet.put("learn.schedule.final", ends, floor)
     elif named is not None:
         near = nearest(named, list(kinds), A_SLIP)
-        fix = f"did you mean {near}?" if near else f"write learn.schedule.kind: {', '.join(dict.fromkeys(kinds.values()))}"
+        fix = (
+            f"did you mean {near}?"
+            if near
+            else f"write learn.schedule.kind: {', '.join(dict.fromkeys(kinds.values()))}"
+        )
         sheet.refuse(kind, f"{named} is not here: {fix}")
     if floor and sheet.given(floor) and shape in (None, "constant"):
         sheet.refuse(floor, "a constant rate has no end to go to", "dead")
@@ -184,9 +186,7 @@ def _warm_up(sheet: Sheet, ratio: str, steps: str, updates: int, rounded: Callab
         sheet.refuse(ratio, f"{steps} wins over it", "dead")
 
 
-def _warm_by_ratio(
-    sheet: Sheet, name: str, fraction: float, updates: int, rounded: Callable[[float], int]
-) -> None:
+def _warm_by_ratio(sheet: Sheet, name: str, fraction: float, updates: int, rounded: Callable[[float], int]) -> None:
     steps, unit = sheet.keys.get("learn.steps"), "optimizer steps" if updates > 1 else "steps"
     if steps is not None and steps.value is not None:
         total = steps.value * updates
@@ -196,7 +196,9 @@ def _warm_by_ratio(
         sheet.put("learn.schedule.warmup_steps", 0, name)
     else:
         each = f" × {updates} updates a step" if updates > 1 else ""
-        sheet.refuse(name, f"a fraction of the run: write learn.schedule.warmup_steps = {fraction:g} × learn.steps{each}")
+        sheet.refuse(
+            name, f"a fraction of the run: write learn.schedule.warmup_steps = {fraction:g} × learn.steps{each}"
+        )
 
 
 def optimizer(sheet: Sheet, name: str) -> None:

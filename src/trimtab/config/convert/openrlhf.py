@@ -112,12 +112,16 @@ def _algorithm(sheet: Sheet) -> None:
         sheet.put("learn.aggregate", "token_mean", kind, note="OpenRLHF weighs every token of a batch the same, always")
     if estimator in GROUPED:
         sheet.keys.pop("learn.reward_clip", None)
-        differs = "OpenRLHF clips after it compared a group, learn.reward_clip before: write that in the reward's own unit"
+        differs = (
+            "OpenRLHF clips after it compared a group, learn.reward_clip before: write that in the reward's own unit"
+        )
         if sheet.given("reward.clip_range"):
             sheet.refuse("reward.clip_range", differs)
     if sheet.read("algo.advantage.no_std_norm", yes, False):
         if algorithm in WITHOUT_STD:
-            note = "OpenRLHF takes the mean over tokens off as well, which this does not" * (algorithm != "reinforce_pp")
+            note = "OpenRLHF takes the mean over tokens off as well, which this does not" * (
+                algorithm != "reinforce_pp"
+            )
             sheet.put("learn.advantage", WITHOUT_STD[algorithm], "algo.advantage.no_std_norm", note=note)
         elif algorithm == "ppo":
             sheet.refuse("algo.advantage.no_std_norm", "PPO's advantages are divided by their deviation, always")

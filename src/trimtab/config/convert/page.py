@@ -13,6 +13,7 @@ from trimtab.config.convert import FRAMEWORKS
 from trimtab.config.convert.common import ENVIRONMENT, PREFIXES
 from trimtab.config.convert.rules import Rule
 from trimtab.config.convert.sheet import Framework
+from trimtab.config.convert.versions import ABSENT
 from trimtab.config.reference import written
 
 PAGE = Path(__file__).parents[4] / "docs" / "convert.md"
@@ -31,17 +32,34 @@ def tables() -> str:
 
 
 def _framework(framework: Framework) -> str:
-    text = f"## {framework.title[0].upper()}{framework.title[1:]}: `{framework.kind}`\n\n{framework.about}\n"
+    """A framework's tables; rules that stand in its family's first table already are left out."""
+    name = f"{framework.title[0].upper()}{framework.title[1:]}" + (f", {framework.reads}" if framework.reads else "")
+    text = f"## {name}: `{framework.kind}`\n\n{framework.about}\n"
+    first = FRAMEWORKS[framework.kind.split("-")[0]]
+    shown = {id(rule) for rule in first.rules} if first is not framework else set()
     for outcome, title in TITLES.items():
-        rules = [rule for rule in framework.rules if rule.outcome == outcome]
+        rules = [rule for rule in framework.rules if rule.outcome == outcome and id(rule) not in shown]
         if rules:
             text += f"\n### {title}\n\n| flag | key | note |\n|---|---|---|\n" + "".join(
                 _row(rule, framework.dashes) for rule in rules
             )
     if framework.defaults:
         said = "; ".join(f"`{framework.dashes}{name}` {written(value)}" for name, value in framework.defaults.items())
-        text += f"\nTaken over from {framework.title}'s defaults where no flag says otherwise: {said}.\n"
+        version = f" {framework.newest}" if framework.newest else ""
+        text += f"\nTaken over from the defaults of {framework.title}{version} where no flag says otherwise: {said}.\n"
+    if framework.newest:
+        text += f"\nVersions from {framework.oldest} to {framework.newest} are known. {_changes(framework)}\n"
     return text
+
+
+def _changes(framework: Framework) -> str:
+    if not framework.was:
+        return "None of these defaults was another before."
+    said = (
+        f"before {was.before} `{framework.dashes}{was.name}` was {'not there' if was.value is ABSENT else written(was.value)}"
+        for was in framework.was
+    )
+    return f"Of older ones, {'; '.join(said)}."
 
 
 def _row(rule: Rule, dashes: str) -> str:

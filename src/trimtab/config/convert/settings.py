@@ -31,7 +31,8 @@ class Setting:
     value: Any
     origin: Origin = "flag"
     """variable: a shell assignment. launcher: an option of what starts the program. command: a whole command that is no
-    training run. program: what is started, or a class that is made; it says what is trained. stray: a word that belongs to no flag."""
+    training run. program: what is started, or a class that is made; it says what is trained. stray: a word
+    that belongs to no flag."""
 
 
 def literal(text: str) -> Any:

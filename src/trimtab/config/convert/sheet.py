@@ -332,7 +332,7 @@ class Sheet:
     def _problem(self) -> tuple[str, str] | None:
         """A key that the loader refuses, and why."""
         try:
-            load_as(self.framework.schema, None, base=self.filled_in())
+            _load(self.framework.schema, self.filled_in())
         except ConfigError as error:
             for problem in error.problems:
                 blamed = problem.where if problem.where in self.keys else self._other(problem.where)
@@ -375,6 +375,16 @@ class Sheet:
                 else:
                     tree[section] = stand_ins[missing.key]
         return tree
+
+
+def _load(schema: type[Config] | type[SftConfig] | type[RewardModelConfig], tree: dict[str, Any]) -> None:
+    """Raise what is wrong with a tree as a config of this schema."""
+    if schema is SftConfig:
+        load_as(SftConfig, None, base=tree)
+    elif schema is RewardModelConfig:
+        load_as(RewardModelConfig, None, base=tree)
+    else:
+        load_as(Config, None, base=tree)
 
 
 def _sentence(note: str) -> str:

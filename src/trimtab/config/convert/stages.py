@@ -16,8 +16,8 @@ from trimtab.config.reference import nearest
 from trimtab.errors import ConfigError, Problem
 
 PAIRS = (
-    "Train a reward model on the same pairs (trimtab reward-model), then name it as the reward of trimtab train with grpo or rloo: "
-    'reward: [{fn: "model:RUN/final"}]'
+    "Train a reward model on the same pairs (trimtab reward-model), then name it as the reward of trimtab train with grpo or "
+    'rloo: reward: [{fn: "model:RUN/final"}]'
 )
 LABELS = (
     "Write a reward function for trimtab train; or make pairs of good and bad answers to one prompt, and train a reward model on "
@@ -27,7 +27,6 @@ TEACHER = "Write the teacher's answers into a file and learn them with trimtab s
 STEPS = "Score whole answers instead: trimtab reward-model, or a reward function of your own"
 SFT = "Write a config for trimtab sft: docs/sft.md has one of four lines"
 REWARD_MODEL = "Write a config for trimtab reward-model: docs/reward-models.md has one of four lines"
-EVAL = "trimtab eval does that"
 
 STAGES: dict[str, dict[str, str]] = {
     "trl": {
@@ -43,37 +42,43 @@ STAGES: dict[str, dict[str, str]] = {
 }
 """By framework: its programs and classes, and the kind of settings that each has."""
 
+_PAIRS = ("learning from pairs without a reward model is not supported", PAIRS)
+_LABELS = ("learning from single answers marked good or bad is not supported", LABELS)
+_TEACHER = ("learning from a teacher's probabilities is not supported", TEACHER)
+_STEPS = ("a reward for each step of an answer is not supported", STEPS)
+_EVAL = ("generation without training is not converted", "trimtab eval does that")
 REFUSED: dict[str, dict[str, tuple[str, str]]] = {
     "trl": {
-        **{name: ("learning from pairs without a reward model is not supported", PAIRS)
-           for name in ("dpo", "orpo", "cpo", "online_dpo", "xpo", "nash_md", "tpo")},
-        **{name: ("learning from single answers marked good or bad is not supported", LABELS) for name in ("kto", "bco")},
-        **{name: ("learning from a teacher's probabilities is not supported", TEACHER)
-           for name in ("gkd", "gold", "minillm", "distillation", "sdft", "sdpo", "ssd")},
-        "prm": ("a reward for each step of an answer is not supported", STEPS),
+        **dict.fromkeys(("dpo", "orpo", "cpo", "online_dpo", "xpo", "nash_md", "tpo"), _PAIRS),
+        **dict.fromkeys(("kto", "bco"), _LABELS),
+        **dict.fromkeys(("gkd", "gold", "minillm", "distillation", "sdft", "sdpo", "ssd"), _TEACHER),
+        "prm": _STEPS,
     },
     "openrlhf": {
         "train_sft": ("OpenRLHF's supervised training is not converted", SFT),
         "train_rm": ("OpenRLHF's training of reward models is not converted", REWARD_MODEL),
-        "train_dpo": ("learning from pairs without a reward model is not supported", PAIRS),
-        "train_kto": ("learning from single answers marked good or bad is not supported", LABELS),
-        "train_kd": ("learning from a teacher's probabilities is not supported", TEACHER),
-        "train_prm": ("a reward for each step of an answer is not supported", STEPS),
-        "batch_inference": ("generation without training is not converted", EVAL),
+        "train_dpo": _PAIRS,
+        "train_kto": _LABELS,
+        "train_kd": _TEACHER,
+        "train_prm": _STEPS,
+        "batch_inference": _EVAL,
         "serve_rm": ("a served reward model is not converted", 'Name the model itself: reward: [{fn: "model:PATH"}]'),
     },
     "verl": {
-        **{name: ("verl's supervised training is not converted", SFT)
-           for name in ("fsdp_sft_trainer", "sft_trainer", "sft_trainer_ray")},
-        **{name: ("generation without training is not converted", EVAL)
-           for name in ("main_generation", "main_generation_server", "main_eval")},
+        **dict.fromkeys(
+            ("fsdp_sft_trainer", "sft_trainer", "sft_trainer_ray"), ("verl's supervised training is not converted", SFT)
+        ),
+        **dict.fromkeys(("main_generation", "main_generation_server", "main_eval"), _EVAL),
     },
     "nanochat": {
-        **{name: ("nanochat's supervised training is not converted", SFT) for name in ("chat_sft", "mid_train")},
-        "base_train": ("training from scratch is not supported", "Export nanochat's checkpoint as a Hugging Face folder"),
-        "chat_eval": ("generation without training is not converted", EVAL),
+        **dict.fromkeys(("chat_sft", "mid_train"), ("nanochat's supervised training is not converted", SFT)),
+        "base_train": (
+            "training from scratch is not supported",
+            "Export nanochat's checkpoint as a Hugging Face folder",
+        ),
+        "chat_eval": _EVAL,
     },
-}  # fmt: skip
+}
 """What has no counterpart, or is not converted: what is the matter, and what to do."""
 
 _ODDLY_SPELT = {"online_dpo": "OnlineDPO", "nash_md": "NashMD", "minillm": "MiniLLM", "distillation": "Distillation"}

@@ -167,9 +167,9 @@ def _correction(sheet: Sheet) -> None:
 FRAMEWORK = Framework(
     kind="trl",
     title="TRL",
-    about="`GRPOConfig`, `ModelConfig` and `ScriptArguments`: flags of `trl grpo`, its YAML, or arguments in a Python script. Other "
-    "classes have tables of their own below; which one it is, the command or the class says, else an argument that one class "
-    "alone has.",
+    about="`GRPOConfig`, `ModelConfig` and `ScriptArguments`: flags of `trl grpo`, its YAML, or arguments in a Python script. "
+    "Other classes have tables of their own below; which one it is, the command or the class says, else an argument that one "
+    "class alone has.",
     rules=RULES + trl_ppo.OWN_RULES,
     defaults=DEFAULTS,
     settle=settle,

@@ -144,7 +144,9 @@ def _of_schedule(sheet: Sheet, part: str) -> float | None:
 
 def text_as_it_is(sheet: Sheet) -> None:
     """TRL applies a chat template to messages only."""
-    note = "TRL takes text as it is, without a chat template; where the rows hold messages, write data.chat_template: auto"
+    note = (
+        "TRL takes text as it is, without a chat template; where the rows hold messages, write data.chat_template: auto"
+    )
     names = [name for name in ("dataset_name",) if sheet.line(name)]
     sheet.put("data.chat_template", "never", *names, note=note)
 

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from trimtab.config.convert.common import choice, optimizer, processes
-from trimtab.config.convert.rules import Rule, automatic, dead, each, mapped, number, positive, real, some, text
-from trimtab.config.convert.rules import together, unsupported, whole, yes
+from trimtab.config.convert.rules import (
+    Rule,
+    automatic,
+    dead,
+    each,
+    mapped,
+    number,
+    positive,
+    real,
+    some,
+    text,
+    together,
+    unsupported,
+    whole,
+    yes,
+)
 from trimtab.config.convert.sheet import Framework, Sheet
-from trimtab.config.convert.trl_common import NEWEST, TRAINER_DEFAULTS, logs, lora, put_period, rates, spelling
-from trimtab.config.convert.trl_common import text_as_it_is
+from trimtab.config.convert.trl_common import (
+    NEWEST,
+    TRAINER_DEFAULTS,
+    logs,
+    lora,
+    put_period,
+    rates,
+    spelling,
+    text_as_it_is,
+)
 from trimtab.config.convert.trl_table import RULES as TABLE
 from trimtab.config.convert.versions import Was
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.sft import SftConfig
 
-FROM_TABLE = frozenset(
+FROM_TABLE = (
     "model_name_or_path trust_remote_code learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
     "lr_scheduler_type lr_scheduler_kwargs lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.min_lr "
     "lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.* warmup_steps warmup_ratio seed use_peft lora_r lora_alpha "
@@ -27,11 +49,11 @@ FROM_TABLE = frozenset(
     "accelerator_config accelerator_config.* ddp_find_unused_parameters full_determinism data_seed use_cpu num_processes "
     "disable_dropout do_train do_eval model_revision load_in_4bit load_in_8bit use_bnb_nested_quant use_rslora use_dora "
     "lora_modules_to_save lora_target_parameters lora_bias lora_task_type task_type router_aux_loss_coef model_init_kwargs "
-    "model_init_kwargs.* accelerate_config config quantization_config quantization_config.*".split()
+    "model_init_kwargs.* accelerate_config config quantization_config quantization_config.*"
 )
 """Rules of GRPOConfig's table that hold here too."""
 SHARED: tuple[Rule, ...] = (
-    *(rule for rule in TABLE if rule.name in FROM_TABLE),
+    *(rule for rule in TABLE if rule.name in FROM_TABLE.split()),
     together("max_steps", "learn.steps"),
     mapped("num_train_epochs", "learn.epochs", number),
     automatic("load_best_model_at_end metric_for_best_model", "the best by evaluation is kept"),
@@ -63,7 +85,9 @@ SFT_RULES: tuple[Rule, ...] = (
     together("completion_only_loss", "learn.loss_on"),
     together("packing", "learn.sequences_per_step"),
     automatic("padding_free", "always: nothing is padded anywhere"),
-    *each(automatic, "packing_strategy eval_packing", "micro-batches are filled up to a token budget", "run.token_budget"),
+    *each(
+        automatic, "packing_strategy eval_packing", "micro-batches are filled up to a token budget", "run.token_budget"
+    ),
     together("loss_type", "learn.aggregate", "every learned token of a step weighs the same, there and here"),
     unsupported("truncation_mode", "examples are never cut: learn.max_tokens leaves longer ones out"),
     unsupported("neftune_noise_alpha", "no noise is added to embeddings"),
@@ -89,7 +113,9 @@ def settle_sft(sheet: Sheet) -> None:
         _packed(sheet, examples)
     else:
         sheet.refuse("packing", "off: examples are counted, there and here", "dead")
-    choice(sheet, "loss_type", ("nll", "chunked_nll"), {"dft": "Write --loss_type nll after it to convert the rest"}, "nll")
+    choice(
+        sheet, "loss_type", ("nll", "chunked_nll"), {"dft": "Write --loss_type nll after it to convert the rest"}, "nll"
+    )
     sheet.put("learn.aggregate", "token_mean", "loss_type")
     _learned(sheet)
     _settle(sheet)

@@ -23,6 +23,7 @@ from trimtab.config.convert.rules import (
 from trimtab.config.convert.sheet import Framework, Sheet
 from trimtab.config.convert.stages import OF_GRPO
 from trimtab.config.convert.trl_common import TRAINER_DEFAULTS, data, logs, lora, periods, rates, rewards, spelling
+from trimtab.config.convert.trl_table import OF_GRPO_ALONE
 from trimtab.config.convert.trl_table import RULES as TABLE
 
 DEFAULTS: dict[str, Any] = {
@@ -74,10 +75,11 @@ OWN_RULES: tuple[Rule, ...] = (
         "one set of adapters; without them the model is the reference",
     ),
 )
+_OF_GRPO = tuple(dict.fromkeys([*OF_GRPO, *OF_GRPO_ALONE.split()]))
 RULES: tuple[Rule, ...] = (
-    *(rule for rule in TABLE if rule.name not in OF_GRPO),
+    *(rule for rule in TABLE if rule.name not in _OF_GRPO),
     *OWN_RULES,
-    *each(dead, " ".join(OF_GRPO), "GRPOConfig's; PPOConfig does not have it"),
+    *each(dead, " ".join(_OF_GRPO), "GRPOConfig's; PPOConfig does not have it"),
 )
 
 

@@ -16,6 +16,7 @@ from trimtab.config.convert.trl_common import (
     spelling,
     steps_and_rates,
 )
+from trimtab.config.convert.trl_table import OF_GRPO_ALONE
 from trimtab.config.convert.trl_table import RULES as TABLE
 from trimtab.config.convert.versions import Was
 
@@ -23,18 +24,9 @@ DEFAULTS = {**TRAINER_DEFAULTS, "num_generations": 2, "max_completion_length": 5
 WAS = (Was("1.10", "max_completion_length", 256), Was("0.27", "max_prompt_length", 512))
 """From rloo_config.py of every release since 0.22."""
 LEARNING_RATE = 1e-6
-OF_GRPO = (
-    "loss_type importance_sampling_level scale_rewards delta use_bias_correction_kl entropy_coef "
-    "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
-    "vllm_importance_sampling_clip_min vllm_importance_sampling_cap off_policy_mask_threshold top_entropy_quantile multi_objective_aggregation "
-    "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target sapo_temperature_neg "
-    "sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
-)
 OWN_RULES: tuple[Rule, ...] = (
     together("num_generations rloo_k", "learn.samples_per_prompt"),
-    mapped(
-        "num_iterations num_ppo_epochs", "learn.epochs_per_step", whole, "passes over one batch of samples"
-    ),
+    mapped("num_iterations num_ppo_epochs", "learn.epochs_per_step", whole, "passes over one batch of samples"),
     mapped("max_completion_length response_length", "learn.max_new_tokens", whole),
     together("beta kl_coef", "learn.kl.coef", "k1 of the whole completion, subtracted from the reward, there and here"),
     together("epsilon cliprange", "learn.clip.low", "bounds the ratio of the whole completion, there and here"),
@@ -42,7 +34,7 @@ OWN_RULES: tuple[Rule, ...] = (
     mapped("reward_clip_range", "learn.reward_clip", some(pair)),
     unsupported("normalize_reward", "TRL took it out; reward.N.normalize is near"),
     unsupported("token_level_kl", "TRL took it out: the penalty is that of the whole completion"),
-    *each(dead, OF_GRPO, "GRPOConfig's; RLOOConfig does not have it"),
+    *each(dead, OF_GRPO_ALONE, "GRPOConfig's; RLOOConfig does not have it"),
 )
 _OWN = {rule.name for rule in OWN_RULES}
 RULES = (*(rule for rule in TABLE if rule.name not in _OWN), *OWN_RULES)

@@ -27,6 +27,15 @@ from trimtab.config.convert.rules import (
 ENGINE = "the native engine generates with the trainer's own weights"
 ONE_DEVICE = "one process on one device. `trimtab plan --devices N` predicts several"
 
+OF_GRPO_ALONE = (
+    "loss_type importance_sampling_level scale_rewards delta use_bias_correction_kl entropy_coef "
+    "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
+    "vllm_importance_sampling_clip_min vllm_importance_sampling_cap "
+    "off_policy_mask_threshold top_entropy_quantile multi_objective_aggregation "
+    "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target sapo_temperature_neg "
+    "sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
+)
+"""Arguments of GRPOConfig that none of TRL's other classes has."""
 REWARD_MODEL_ARGUMENTS: tuple[Rule, ...] = (together("reward_model_name_or_path", "reward.0.fn", REWARD_MODEL),)
 """What needs a reward model."""
 

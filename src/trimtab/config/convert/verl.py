@@ -19,9 +19,9 @@ from trimtab.config.convert.common import (
 )
 from trimtab.config.convert.rules import PPO, one_of, pair, real, text, texts, whole, yes
 from trimtab.config.convert.sheet import Framework, Sheet
-from trimtab.config.convert.versions import ABSENT, Was
 from trimtab.config.convert.verl_run_table import RUN_RULES
 from trimtab.config.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_MODEL_KEYS
+from trimtab.config.convert.versions import ABSENT, Was
 
 DEFAULTS = {
     "data.train_batch_size": 1024,
@@ -62,9 +62,7 @@ NO_ESTIMATORS = {
     "tir_optimal_token_baseline": _ADD % "grpo",
 }
 _LOSS = "Add actor_rollout_ref.actor.policy_loss.loss_mode=vanilla (or gspo, cispo) at the end: the last one counts"
-NO_LOSSES = dict.fromkeys(
-    ("dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov", "geo_mean", "dro", "bypass_mode"), _LOSS
-)
+NO_LOSSES = dict.fromkeys(("dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov", "geo_mean", "dro", "bypass_mode"), _LOSS)
 LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "gpg": "on_policy"}
 AGGREGATES = {
     "token-mean": "token_mean",
@@ -144,7 +142,7 @@ def _loss(sheet: Sheet) -> None:
         sheet.put("learn.aggregate", "sequence_mean", mode, note=note)
         sheet.refuse(agg, "gspo does not look at it", "dead")
         if sheet.read("A.actor.use_kl_loss", yes, False) and how != "seq-mean-token-mean":
-            differs = f"verl adds up the penalty by loss_agg_mode, {how}, beside gspo's mean over sequences; here both are that mean"
+            differs = f"verl averages the penalty by loss_agg_mode, {how}, and gspo over sequences; here both are over sequences"
             sheet.say("A.actor.use_kl_loss", differs)
         return
     note = "verl takes it over micro-batches before 0.7, Trimtab over the whole update" if sheet.before("0.7") else ""
@@ -257,7 +255,9 @@ def _optimizer(sheet: Sheet) -> None:
         rounded=floor,
     )
     if sheet.read("A.actor.strategy", str, "fsdp") == "megatron":
-        sheet.say(f"{optim}lr_scheduler_type", "Megatron has a schedule of its own; here it is that of FSDP, Hugging Face's")
+        sheet.say(
+            f"{optim}lr_scheduler_type", "Megatron has a schedule of its own; here it is that of FSDP, Hugging Face's"
+        )
 
 
 def _correction(sheet: Sheet) -> None:
