@@ -115,7 +115,7 @@ def _run_facts(folder: Path, record: Record) -> list[tuple[str, str]]:
     wanted, done = record.setting("learn.steps", 0), record.steps[-1] if record.steps else 0
     state = "finished" if record.finished else f"last written {duration(record.quiet_s)} ago"
     device = record.setting("run.device", "?")
-    scores = record.values("eval/pass@1")
+    solved, scores = record.values("eval/pass@1"), record.values("eval/score")
     measures = (("reward", "reward/mean"), ("loss", "sft/loss"), ("loss", "rm/loss"))
     return [
         ("run", str(folder)),
@@ -126,7 +126,8 @@ def _run_facts(folder: Path, record: Record) -> list[tuple[str, str]]:
             for label, name in measures
             if (values := record.values(name))
         ),
-        *([("eval", f"pass@1 {percent(scores[0], 1)} → {percent(scores[-1], 1)}")] if scores else []),
+        *([("eval", f"pass@1 {percent(solved[0], 1)} → {percent(solved[-1], 1)}")] if solved else []),
+        *([("eval", f"score {number(scores[0])} → {number(scores[-1])}")] if scores else []),
     ]
 
 
