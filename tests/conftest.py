@@ -31,6 +31,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["TRIMTAB_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(autouse=True)
+def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture takes most of a second, as long as a tiny run: only tests marked `curve` draw it."""
+    if not request.node.get_closest_marker("curve"):
+        monkeypatch.setattr("trimtab.endings.draw_curve", lambda folder, console: None)
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     from tiny import tiny_tokenizer

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.config.load import config_from_dict
 from trimtab.config.schema import Eval
 from trimtab.data.prompt import Prompt
-from trimtab.evaluation import ks, pass_at_k, scores
+from trimtab.evaluation import ks, pass_at_k, scores, success_threshold
 from trimtab.rollout.trajectory import Group, Trajectory
 
 PROMPT = Prompt(0, "q", [1])
@@ -30,7 +31,7 @@ def group(values: list[float | str | None], finish: str = "stop") -> Group:
     return Group(PROMPT, made)
 
 
-def settings(samples: int, threshold: float = 1.0) -> Eval:
+def settings(samples: int, threshold: float | None = 1.0) -> Eval:
     return Eval(samples_per_prompt=samples, threshold=threshold)
 
 
@@ -80,3 +81,28 @@ def test_another_part_failing_does_not_cost_the_score() -> None:
     scored.trajectories[0].failure = "the part that is not asked for"
     result = scores([scored], settings(1), "correct")
     assert (result["eval/pass@1"], result["eval/failed"]) == (1.0, 0.0)
+
+
+def test_without_a_threshold_the_mean_score_over_prompts_is_reported() -> None:
+    result = scores([group([1.5, 0.5]), group([-1.0, None])], settings(2, threshold=None), "correct")
+    assert not [name for name in result if "pass@" in name]
+    assert (result["eval/score"], result["eval/prompts"]) == (0.0, 2.0)
+    assert result["eval/stderr"] == pytest.approx((1.0**2 * 2) ** 0.5 / 2)
+    assert "eval/score" not in scores([group([None])], settings(1, threshold=None), "correct")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"threshold": 0.0}, 0.0),
+        ({"part": "exact"}, 1.0),
+        ({"part": "exact", "threshold": 0.5}, 0.5),
+    ],
+)
+def test_a_reward_model_has_no_mark_of_success_unless_one_is_given(changes: dict, expected: float | None) -> None:
+    parts = [{"fn": "model:runs/rm/final", "name": "taste"}, {"fn": "exact_match", "name": "exact"}]
+    config = config_from_dict(
+        {"eval": changes, "model": {"path": "m"}, "data": {"train": "d.jsonl", "eval": "e.jsonl"}, "reward": parts}
+    )
+    assert success_threshold(config, ["taste", "exact"]) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def train(model_folder: Path | dict[str, Any], tmp_path: Path, **changes: Any) -
         model=model_folder if isinstance(model_folder, dict) else str(model_folder),
         data=ROWS[:20],
         eval_data=ROWS[20:],
-        reward=letters,
+        reward=changes.pop("reward", letters),
         learn={**learn, **changes.pop("learn", {})},
         observe={"dir": str(tmp_path / "run"), "samples_every": 1, **changes.pop("observe", {})},
         **changes,
@@ -291,6 +292,30 @@ def test_nothing_is_learned_where_all_that_could_be_is_masked(model_folder, tmp_
     assert "step 1: all completions were cut off (learn.mask_truncated); nothing is learned from it" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def constant(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.mark.curve
+def test_a_run_ends_with_its_curve_and_with_what_the_doctor_finds(model_folder, tmp_path, capsys) -> None:
+    folder, _ = train(model_folder, tmp_path, reward=constant, learn={"steps": 6, "max_new_tokens": 2})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "warning: no group had signal in the last 3 steps" in shown
+    told = shown.partition("The doctor finds: ")[2]
+    assert "groups without signal" in told and told.endswith(f"Run `trimtab doctor {folder}`")
+
+
+@pytest.mark.curve
+def test_no_picture_can_fail_a_run(model_folder, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    folder, _ = train(model_folder, tmp_path, learn={"steps": 1, "max_new_tokens": 2})
+    assert (folder / "final").exists() and not (folder / "curve.png").exists()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "curve.png is not drawn: drawing a learning curve needs matplotlib" in shown and "trimtab[plot]" in shown
+    assert "The doctor finds" not in shown
 
 
 def one_flat_group_and_one_failure(completions: list[str], answer: list[str], **_: Any) -> list[float]:

@@ -152,6 +152,7 @@ def run_evaluation(config: Config, inputs: Inputs, *, console_file: IO[str] | No
     """Evaluate a validated config's model."""
     with own_modes(), ExitStack() as stack:
         session = open_evaluation(config, inputs, stack, console_file=console_file)
+        session.console.waiting(f"evaluating {len(session.prompts):,} prompts")
         result, _ = measure(session.config, session.prompts, session.sampler, session.scorer, session.tasks)
         session.console.note(f"{config.model.path} | {scores(result)}")
         return result

@@ -25,8 +25,9 @@ from trimtab.data.tasks import TASKS
 from trimtab.errors import ConfigError, Problem
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
-from trimtab.observe.curve import plot_curve
+from trimtab.observe.curve import CURVE_FILE
 from trimtab.observe.jsonl import read_jsonl
+from trimtab.observe.waiting import waiting
 from trimtab.plan.here import physical_cores
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
@@ -152,7 +153,8 @@ def run_demo(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy(build_model(tokenizer, seed).to(device))
     rows = TASKS[TASK].generate(TRAIN_ROWS, difficulty, seed, "train")
-    losses = warm_start(policy, tokenizer, rows, warm_steps)
+    with waiting(file, f"warm start: {warm_steps} supervised steps"):
+        losses = warm_start(policy, tokenizer, rows, warm_steps)
     print(
         f"warm start: {warm_steps} supervised steps, loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token, "
         f"{time.monotonic() - started:.0f} s",
@@ -162,15 +164,12 @@ def run_demo(
     summary = run_training(config, Inputs(name="demo"), console_file=file)
     run_dir = Path(summary["run_dir"])
     _show_samples(run_dir, config.learn.steps, file)
-    curve = run_dir / "curve.png"
-    plot_curve(run_dir, curve)
-    print(f"learning curve: {curve}", file=file)
     return {
         "accuracy_before": summary["eval"]["before"],
         "accuracy_after": summary["eval"]["after"],
         "seconds": round(time.monotonic() - started, 1),
         "run_dir": summary["run_dir"],
-        "curve": str(curve),
+        "curve": str(run_dir / CURVE_FILE),
     }
 
 

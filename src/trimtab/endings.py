@@ -10,12 +10,15 @@ import torch
 
 from trimtab.checkpoint import CONFIG, RunState, flush_to_disk, newest_checkpoint, remove_whole
 from trimtab.config.load import AnyConfig
-from trimtab.errors import TrainingError
+from trimtab.errors import TrainingError, TrimtabError
 from trimtab.folder import FINAL
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.observe.console import Console
+from trimtab.observe.curve import CURVE_FILE, plot_curve
+from trimtab.observe.doctor.examine import examine
+from trimtab.observe.doctor.record import read_record
 from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import Sinks
@@ -27,6 +30,7 @@ from trimtab.update.updater import Updater, UpdateStats
 from trimtab.work import Callback
 
 MAX_SKIPPED_IN_A_ROW = 5
+MOST_FINDINGS_NAMED = 3
 
 
 class Stepping(Protocol):
@@ -106,7 +110,39 @@ def where_it_stands(folder: Path, state: RunState, steps: int) -> str:
         if checkpoint
         else "it has no checkpoint yet, so that starts it over"
     )
-    return f"{folder} ended after step {state.step} of {steps}; to go on, resume it: {kept}"
+    found = doctor_words(folder)
+    return (
+        f"{folder} ended after step {state.step} of {steps}; to go on, resume it: {kept}{f'. {found}' if found else ''}"
+    )
+
+
+def look_back(folder: Path, console: Console) -> None:
+    """The learning curve of a run that has ended, and whether the doctor finds something. Neither can fail the run."""
+    draw_curve(folder, console)
+    if found := doctor_words(folder):
+        console.note(found)
+
+
+def draw_curve(folder: Path, console: Console) -> None:
+    try:
+        plot_curve(folder, folder / CURVE_FILE)
+    except Exception as error:  # the model is trained and exported: no fault of a picture may take the run's end away
+        console.note(f"{CURVE_FILE} is not drawn: {error}")
+    else:
+        console.note(f"learning curve: {folder / CURVE_FILE}")
+
+
+def doctor_words(folder: Path) -> str | None:
+    """What the doctor finds in a run, in one line that says how to see the rest; None: nothing."""
+    try:
+        found = examine(read_record(folder)).findings
+    except TrimtabError:  # a folder that was moved away, say: told by whoever needs it
+        return None
+    if not found:
+        return None
+    titles = "; ".join(finding.title for finding in found[:MOST_FINDINGS_NAMED])
+    more = f"; and {len(found) - MOST_FINDINGS_NAMED} more" if len(found) > MOST_FINDINGS_NAMED else ""
+    return f"The doctor finds: {titles}{more}. Run `trimtab doctor {folder}`"
 
 
 def note_outcome(state: RunState, stats: UpdateStats, console: Console, look: str) -> None:

@@ -22,7 +22,7 @@ from trimtab.rollout.trajectory import Group
 EVAL_STEP = 2**40
 """Stands in for the step in sampling keys, so that every evaluation draws the same random numbers."""
 
-OF_A_TASK = ("pass@1", "prompts", "length_mean", "truncated")
+OF_A_TASK = ("pass@1", "score", "prompts", "length_mean", "truncated")
 """Scores that are told for each task, too."""
 
 
@@ -30,7 +30,7 @@ def measure(
     config: Config, prompts: Sequence[Prompt], sampler: Sampler, scorer: Scorer, tasks: Tasks | None = None
 ) -> tuple[dict[str, float], list[Group]]:
     """Scores of the policy that the engine holds, and the completions they come from."""
-    settings = config.eval
+    settings = config.eval.model_copy(update={"threshold": success_threshold(config, scorer.names)})
     limit = settings.max_new_tokens or config.learn.max_new_tokens
     for group in sampler.generate(
         [
@@ -50,6 +50,16 @@ def measure(
     return found, groups
 
 
+def success_threshold(config: Config, names: Sequence[str]) -> float | None:
+    """From which score on a completion succeeds; None where no score says so: a reward model's have mean 0 and no maximum.
+    `names`: those of the reward's parts."""
+    settings = config.eval
+    decides = config.reward[list(names).index(settings.part)] if settings.part else config.reward[0]
+    if settings.threshold is not None:
+        return settings.threshold
+    return None if decides.fn.startswith("model:") else 1.0
+
+
 def pass_at_k(n: int, successes: int, k: int) -> float:
     """Chance that at least one of k samples succeeds, estimated from n >= k samples."""
     assert 1 <= k <= n
@@ -63,19 +73,10 @@ def ks(samples: int) -> list[int]:
 
 
 def scores(groups: Sequence[Group], settings: Eval, part: str) -> dict[str, float]:
-    """Metrics of one evaluation. Without a pass@k where no completion could be scored."""
-    tallies = []
-    for group in groups:
-        values = [t.rewards[part] for t in group.trajectories if part in t.rewards]
-        if values:
-            tallies.append((len(values), sum(v >= settings.threshold for v in values)))
-    result = {}
-    for k in ks(settings.samples_per_prompt):
-        eligible = [pass_at_k(n, c, k) for n, c in tallies if n >= k]
-        if eligible:
-            result[f"eval/pass@{k}"] = sum(eligible) / len(eligible)
-    if tallies:
-        result["eval/stderr"] = _standard_error([c / n for n, c in tallies])
+    """Metrics of one evaluation. Without a pass@k where no completion could be scored; without a threshold, the mean score."""
+    found = [[t.rewards[part] for t in group.trajectories if part in t.rewards] for group in groups]
+    scored = [values for values in found if values]
+    result = _mean_score(scored) if settings.threshold is None else _solved(scored, settings, settings.threshold)
     completions = [t for group in groups for t in group.trajectories]
     unscored = [t for t in completions if part not in t.rewards]
     failed = sum(t.failure is not None for t in unscored)
@@ -83,11 +84,28 @@ def scores(groups: Sequence[Group], settings: Eval, part: str) -> dict[str, floa
         result["eval/not_applicable"] = float(len(unscored) - failed)
     return {
         **result,
-        "eval/prompts": float(len(tallies)),
+        "eval/prompts": float(len(scored)),
         "eval/failed": float(failed),
         "eval/length_mean": sum(map(len, completions)) / len(completions),
         "eval/truncated": sum(t.finish == "length" for t in completions) / len(completions),
     }
+
+
+def _solved(scored: Sequence[Sequence[float]], settings: Eval, threshold: float) -> dict[str, float]:
+    tallies = [(len(values), sum(value >= threshold for value in values)) for values in scored]
+    result = {}
+    for k in ks(settings.samples_per_prompt):
+        eligible = [pass_at_k(n, c, k) for n, c in tallies if n >= k]
+        if eligible:
+            result[f"eval/pass@{k}"] = sum(eligible) / len(eligible)
+    if tallies:
+        result["eval/stderr"] = _standard_error([c / n for n, c in tallies])
+    return result
+
+
+def _mean_score(scored: Sequence[Sequence[float]]) -> dict[str, float]:
+    means = [sum(values) / len(values) for values in scored]
+    return {"eval/score": sum(means) / len(means), "eval/stderr": _standard_error(means)} if means else {}
 
 
 def _standard_error(values: list[float]) -> float:

@@ -18,9 +18,9 @@ import torch
 from trimtab.checkpoint import checkpoints, save_checkpoint
 from trimtab.config.algorithms import GROUP_ADVANTAGES
 from trimtab.data.prompt import Prompt
-from trimtab.endings import end_step, export, note_outcome
+from trimtab.endings import end_step, export, look_back, note_outcome
 from trimtab.errors import EngineError, RewardError, TrainingError
-from trimtab.evaluation import measure
+from trimtab.evaluation import measure, success_threshold
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
 from trimtab.observe.conversations import conversation_metrics
@@ -241,7 +241,7 @@ def evaluate(run: Session) -> dict[str, float]:
         return {}
     with run.timeline.phase("eval"), run.meter.phase("rollout"):
         result, groups = measure(run.config, run.eval_prompts, run.sampler, run.scorer, run.tasks)
-    accuracy = result.get("eval/pass@1")
+    accuracy = result.get("eval/pass@1", result.get("eval/score"))
     if accuracy is not None:
         state.note_accuracy(accuracy)
     run.console.eval(state.step, result)
@@ -254,19 +254,26 @@ def evaluate(run: Session) -> dict[str, float]:
 def finish(run: Session) -> dict[str, Any]:
     """Export the final model and sum the run up."""
     state = run.state
+    run.console.waiting("writing the final model")
     export(run.folder, run.policy, run.tokenizer, run.guard)
     summary = {
         "run_dir": str(run.folder),
         "steps": state.step,
         "reward_first": state.reward_first,
         "reward_last": state.reward_last,
-        "eval": {"before": state.accuracy_first, "after": state.accuracy_last},
+        "eval": {"before": state.accuracy_first, "after": state.accuracy_last, **_measured(run)},
         "tokens_per_s": state.completion_tokens / max(state.seconds, 1e-9),
         "peak_gib": run.meter.peak_gib,
         "seconds": round(state.seconds, 2),
     }
     run.console.finish(summary)
+    look_back(run.folder, run.console)
     return summary
+
+
+def _measured(run: Session) -> dict[str, str]:
+    """What evaluation measures, where it is not pass@1."""
+    return {"measure": "score"} if success_threshold(run.config, run.scorer.names) is None else {}
 
 
 def _generate(run: Session, requests: list[Request]) -> list[Group]:

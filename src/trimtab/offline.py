@@ -45,7 +45,7 @@ from trimtab.config.sft import SftLearn
 from trimtab.data.examples import Checking, ExampleSet, measure_examples, validate_examples
 from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.stream import Stream
-from trimtab.endings import end_step, note_outcome, where_it_stands
+from trimtab.endings import end_step, look_back, note_outcome, where_it_stands
 from trimtab.errors import ConfigError, Problem, TrimtabError
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
@@ -255,12 +255,14 @@ def open_run(
 ) -> Run:
     """Build a run. Whatever it opens is closed by `stack`, also when a later part fails."""
     console = stack.enter_context(Console(1, file=console_file))
+    console.waiting("reading the tokenizer and the data, counting tokens")
     ready = check(stage, config, inputs, resume=resume)
     config, folder = ready.config, ready.folder
     assert config.learn.steps is not None
     console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
     checkpoint, state, _ = take_up(config, ready.device, folder, ready.rows, resume, console)
+    console.waiting(f"loading {checkpoint or config.model.path}")
     policy = load_policy(config.model, config.learn.seed, ready.device, config.run.kernels, checkpoint)
     learn, asked = as_learn(config.learn, stage.per_step(config)), config.run
     plan = planned(asked, _job(stage, config, policy, ready), machine_here(ready.device))
@@ -284,7 +286,7 @@ def open_run(
     stack.callback(stream.close)
     sinks = Sinks(folder, config.observe, state.step if checkpoint else None)
     stack.callback(sinks.close)
-    console.card(_card(stage, config, folder, policy, ready, plan, state.step if checkpoint else None))
+    console.card(_card(stage, config, folder, policy, ready, plan, state.step if checkpoint else None), inputs.verbose)
     for note in (ready.train.note, ready.note):
         if note:
             console.note(note)
@@ -384,6 +386,7 @@ def evaluate(run: Run) -> dict[str, float]:
 def finish(run: Run) -> dict[str, Any]:
     """Export the final model and sum the run up."""
     state = run.state
+    run.console.waiting("writing the final model")
     more = run.stage.export(run)
     summary = {
         "run_dir": str(run.folder),
@@ -397,6 +400,7 @@ def finish(run: Run) -> dict[str, Any]:
         **more,
     }
     run.console.finish(summary)
+    look_back(run.folder, run.console)
     return summary
 
 

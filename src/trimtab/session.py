@@ -6,7 +6,7 @@ A training session has a run folder, an optimizer and a stream of prompts. An ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -195,6 +195,7 @@ def open_session(
 ) -> Session:
     """Build a run. Whatever it opens is closed by `stack`, in the right order, also when a later part fails."""
     console = stack.enter_context(Console(config.learn.steps, file=console_file))
+    console.waiting("reading the tokenizer and the data, starting the rewards")
     ready = check(config, inputs, stack, resume=resume)
     config, folder, work = ready.config, ready.folder, ready.work
     stack.enter_context(claim(folder, resume))
@@ -203,7 +204,7 @@ def open_session(
     if not steered or any(change.startswith("learn.kl.coef ") for change in changed):
         state.kl_coef = config.learn.kl.coef
     _tell_of_start(config, console)
-    parts = assemble(config, ready, stack, checkpoint, folder / ENGINE_LOGS)
+    parts = assemble(config, ready, stack, checkpoint, folder / ENGINE_LOGS, console.waiting)
     config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
     engine.publish(state.version)
     if checkpoint is not None:
@@ -226,7 +227,7 @@ def open_session(
     stack.callback(stream.close)
     sinks = Sinks(folder, config.observe, state.step if checkpoint else None)
     stack.callback(sinks.close)
-    console.card(_card(config, folder, policy, work, engine, plan, state.step if checkpoint else None))
+    console.card(_card(config, folder, policy, work, engine, plan, state.step if checkpoint else None), inputs.verbose)
     for note in (work.train.note, work.eval.note):
         if note:
             console.note(note)
@@ -283,19 +284,29 @@ class Parts:
 
 
 def assemble(
-    config: Config, ready: Checked, stack: ExitStack, checkpoint: Path | None = None, logs: Path | None = None
+    config: Config,
+    ready: Checked,
+    stack: ExitStack,
+    checkpoint: Path | None = None,
+    logs: Path | None = None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Parts:
-    """Load the models, plan with them, and build what the plan says. What lost processes of an engine wrote is kept in `logs`."""
+    """Load the models, plan with them, and build what the plan says. What lost processes of an engine wrote is kept in `logs`;
+    what is waited for is told."""
+    tell(f"loading {checkpoint or config.model.path}")
     policy, reference = _load_policies(config, ready.device, checkpoint)
     plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
     torch.set_num_threads(known(plan.run.threads))
+    tell(f"starting the {plan.run.engine} engine")
     reference = _put_away(reference, plan.run)  # an engine takes its memory when it is made
     plan, engine = open_engine(config, plan, policy, ready.work.tokenizer, logs)
     stack.callback(engine.close)
     asked, run = config.run, plan.run
     reference = _put_away(reference, run)
     if ready.scorer.models is not None:
+        tell("loading the reward models")
         ready.scorer.models.load(policy.device, policy.dtype)
+    tell("preparing the update")
     updater = make_updater(policy, config.learn, run, Updater)
     automatic = is_automatic(asked, plan)
     plan = calibrated(plan, asked, updater, engine)
@@ -325,6 +336,7 @@ def open_evaluation(
     device = pick_device(config.run)
     refuse_without_engine(config.run, device)
     console = stack.enter_context(Console(1, file=console_file))
+    console.waiting("reading the tokenizer and the data, starting the rewards")
     limit = prompt_limit(config)
     tokenizer = load_tokenizer(config.model)
     hosts = open_hosts(config, inputs, tokenizer)
@@ -337,12 +349,14 @@ def open_evaluation(
     scorer = open_scorer(config, inputs, [held_out.columns])
     stack.callback(scorer.close)
     _tell_of_start(config, console)
+    console.waiting(f"loading {config.model.path}")
     policy = Policy(load_model(config.model, device))
     if scorer.models is not None:
         scorer.models.load(policy.device, policy.dtype)
     job = _measuring_job(config, policy, held_out)
     plan = plan_here(config.run, job, machine_here(device))
     torch.set_num_threads(known(plan.run.threads))
+    console.waiting(f"starting the {plan.run.engine} engine")
     plan, engine = open_engine(config, plan, policy, tokenizer)
     stack.callback(engine.close)
     config = config.model_copy(update={"run": plan.run})

@@ -11,6 +11,7 @@ from rich.console import Console
 from trimtab.config.load import resolved_yaml
 from trimtab.config.schema import Config
 from trimtab.observe.card import shown
+from trimtab.observe.waiting import waiting
 from trimtab.plan.cache import applied, keep, prepare
 from trimtab.plan.planner import make_plan
 from trimtab.plan.trials import Trial
@@ -24,8 +25,9 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
     console = Console(file=file, highlight=False)
     prepare()
     with ExitStack() as stack:
-        ready = check(config, inputs, stack, resume=True)
-        parts = assemble(ready.config, ready, stack)
+        with waiting(file, "reading the data and loading the model"):
+            ready = check(config, inputs, stack, resume=True)
+            parts = assemble(ready.config, ready, stack)
         plan = parts.plan
         planned = {choice.key: choice.value for choice in plan.choices}
         console.print(f"{'key':>14}  {'size':>9}  {'tokens/s':>12}  {'peak':>9}")

@@ -46,6 +46,8 @@ class Inputs:
     base_dir: Path = field(default_factory=Path.cwd)
     """Reward files are relative to this: the folder of the config file."""
     name: str = "run"
+    verbose: bool = False
+    """The start card shows every choice."""
     callbacks: Sequence[Callback] = ()
 
 

@@ -131,7 +131,7 @@ def test_what_a_run_on_given_data_learns_is_said(make_run: Callable[..., str], s
     rows = [{"step": step, "time/total": 1.0, loss: 1.0 / step, "policy/grad_norm": 1.0} for step in range(1, 7)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = " ".join(doctor(str(run)).stdout.split())
-    assert f"({stage}), on cpu loss 0.5" in shown and "?" not in shown and "on-policy" not in shown
+    assert f"({stage}), on cpu loss 1.000 → 0.167 " in shown and "?" not in shown and "on-policy" not in shown
 
 
 def test_a_real_run_is_examined(trimtab: Trimtab, here: Path) -> None:

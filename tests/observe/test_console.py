@@ -2,10 +2,11 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 
-from trimtab.observe.card import StartCard, rollout_batch
+from trimtab.observe.card import StartCard, is_unusual, rollout_batch
 from trimtab.observe.console import Console, summary_facts
 from trimtab.observe.panel import panel_facts
 
@@ -40,7 +41,12 @@ CARD = StartCard(
     device_peak_gib=61.2,
     device_total_gib=139.8,
     host_total_gib=128.0,
-    choices=[("token_budget", 65536, "fits [beside] the optimizer"), ("compile", False, "short run")],
+    choices=[
+        ("run.token_budget", 65536, "fits [beside] the optimizer"),
+        ("run.offload.optimizer", False, "it fits"),
+        ("run.offload.reference", True, "it does not fit"),
+        ("run.engine", "native", "shares the trainer's weights"),
+    ],
 )
 
 
@@ -116,13 +122,36 @@ def test_the_card_states_every_size_with_its_unit():
     ]
 
 
-def test_the_card_shows_the_choices_with_their_reasons(out):
+def test_the_card_shows_the_choices_that_are_not_usual_with_their_reasons(out):
     Console(10, file=out).card(CARD)
     text = out.getvalue()
     assert "512 sequences a step" in text
-    assert any(line.split()[1:3] == ["token_budget", "65,536"] for line in shown(out))
+    assert any(line.split()[1:3] == ["run.token_budget", "65,536"] for line in shown(out))
     assert "fits [beside] the optimizer" in text
-    assert any(line.split()[1:3] == ["compile", "False"] for line in shown(out))
+    assert any(line.split()[1:3] == ["run.offload.reference", "True"] for line in shown(out))
+    assert "run.engine" not in text and "run.offload.optimizer" not in text
+    assert "2 other run choices are as usual; --verbose shows them" in text
+
+
+def test_verbose_shows_every_choice(out):
+    Console(10, file=out).card(CARD, verbose=True)
+    assert all(key in out.getvalue() for key, _, _ in CARD.choices)
+    assert "as usual" not in out.getvalue()
+
+
+def test_on_a_cpu_there_is_little_to_tell(out):
+    card = replace(CARD, device="CPU", device_peak_gib=None, device_total_gib=None)
+    assert [c[0] for c in card.choices if is_unusual(c[0], c[1], card.on_cpu)] == ["run.offload.reference"]
+    assert [line for line in card.facts() if line[0] in ("memory", "")] == [("memory", "host 128.0 GiB in all")]
+    plain = replace(card, choices=card.choices[:2])
+    Console(10, file=out).card(plain)
+    assert "run choice  " not in out.getvalue() and "2 run choices are as usual" in out.getvalue()
+
+
+def test_an_engine_that_could_not_be_had_is_told(out):
+    again = ("run.engine", "native", "vllm was planned: it does not start")
+    Console(10, file=out).card(replace(CARD, choices=[*CARD.choices, again]))
+    assert "vllm was planned" in out.getvalue()
 
 
 def test_the_card_of_a_small_resumed_lora_run(out):
@@ -142,7 +171,7 @@ def test_the_card_of_a_small_resumed_lora_run(out):
     assert facts["model"] == "tiny, 7.0B parameters (2.0M trained), float32"
     assert facts["updates"] == "3 a batch"
     assert facts["data"] == "10 training rows, no evaluation set"
-    assert facts["memory"] == "device -"
+    assert facts["memory"] == "host -"
     assert facts["resumed"] == "after step 40"
     Console(10, file=out).card(card)
     assert "run choice" not in out.getvalue()
@@ -171,14 +200,13 @@ def test_the_summary_leaves_nothing_out():
             "steps": 200,
             "peak_gib": 61.0,
             "seconds": 820,
-            "eval": None,
+            "eval": {"before": None, "after": None},
             "reward_last": math.nan,
             "x": 1,
         }
     )
     assert facts == [
         ("reward", "- → -"),
-        ("eval", "-"),
         ("steps", "200"),
         ("peak memory", "61.0 GiB"),
         ("time", "13m 40s"),
@@ -187,6 +215,9 @@ def test_the_summary_leaves_nothing_out():
     ]
     assert summary_facts({"eval": 0.5}) == [("eval", "pass@1 50.0%")]
     assert summary_facts({"eval": {"before": 0.1, "after": None}}) == [("eval", "pass@1 10.0% → -")]
+    scored = {"before": -0.25, "after": 1.5, "measure": "score"}
+    assert summary_facts({"eval": scored}) == [("eval", "score -0.250 → 1.500")], "no share of anything"
+    assert summary_facts({"eval": {"loss before": None, "loss after": None}}) == [], "there is no evaluation set"
     assert summary_facts({}) == []
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from trimtab.config.schema import Observe
 from trimtab.errors import ConfigError, DataError
-from trimtab.observe.curve import binned, plot_curve, series, smooth, title
+from trimtab.observe.curve import binned, plot_curve, reward_parts, series, small_panels, smooth, title
 from trimtab.observe.sinks import Sinks
 
 
@@ -92,6 +92,39 @@ def test_series_and_title_skip_what_is_missing():
     rows = [{"step": 2, "reward/mean": 0.5}, {"step": 1, "reward/mean": None}, {"step": 0, "eval/pass@1": 0.25}]
     steps, values = series(rows, "reward/mean")
     assert (steps.tolist(), values.tolist()) == ([2.0], [0.5])
-    assert title("run-1", rows) == "run-1: reward 0.5, eval pass@1 25.0%"
+    assert title("run-1", rows) == "run-1: reward 0.500, eval pass@1 25.0%"
     assert title("run-1", [*rows, {"step": 9, "eval/pass@1": 0.75}]).endswith("eval pass@1 25.0% → 75.0%")
     assert title("run-1", []) == "run-1"
+
+
+def test_a_run_shows_all_that_its_reward_depends_on():
+    row = {"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "reward/right": 1.0, "reward/short": 0.0}
+    row |= {"reward/right/wait_s": 1.0, "reward/zero_std_groups": 0.25, "response/truncated": 0.5}
+    row |= {"policy/entropy": 0.4, "policy/kl_ref": 0.01, "policy/kl_old": 0.0}
+    shown = {
+        label: {name: points[1].tolist() for name, points in lines.items()}
+        for label, lines in small_panels([row]).items()
+    }
+    assert shown == {
+        "share": {"responses cut off": [0.5], "groups with signal": [0.75]},
+        "entropy\n(nats a token)": {"": [0.4]},
+        "KL (nats a token)": {"to the reference": [0.01]},
+        "reward parts": {"right": [1.0], "short": [0.0]},
+    }
+    assert reward_parts([{"step": 1, "reward/mean": 1.0, "reward/right": 1.0}]) == [], "one part alone is the reward"
+
+
+@pytest.mark.parametrize("loss", ["sft/loss", "rm/loss"])
+def test_runs_on_given_data_have_a_curve_of_their_loss(tmp_path, loss):
+    rows = [(0, {"eval/loss": 2.0})]
+    rows += [(step, {loss: 2.0 / step, "policy/grad_norm": 1.0, "time/update": 1.0}) for step in range(1, 40)]
+    write_run(tmp_path, rows)
+    picture = draw(tmp_path)
+    assert has_color(picture, BLUE) and has_color(picture, ORANGE)
+    assert title("r", [{"step": s, **m} for s, m in rows]) == "r: loss 2.000 → 0.051, eval loss 2.000"
+
+
+def test_the_title_has_the_first_and_the_last_values_and_no_means():
+    """As the summary and the doctor do."""
+    rows = [{"step": step, "reward/mean": 0.375 if step == 1 else 0.0} for step in range(1, 50)]
+    assert title("r", rows) == "r: reward 0.375 → 0.000"

@@ -67,6 +67,7 @@ def test_scores():
         scores({"eval/pass@1": 0.412, "pass@8": None, "eval/length_mean": 213})
         == "pass@1 41.2%, pass@8 -, length_mean 213.0"
     )
+    assert scores({"eval/score": -0.2, "eval/stderr": 0.077}) == "score -0.200, stderr 0.077", "in the score's own unit"
     assert scores({"before": {"pass@1": 0.1}, "after": {"pass@1": 0.5}}) == "before: pass@1 10.0%, after: pass@1 50.0%"
     assert scores({}) == "-"
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.output import print_json, user_errors
+from trimtab.cli.output import loading, print_json, user_errors
 
 
 def demo(
@@ -25,7 +25,8 @@ def demo(
     import sys
 
     with user_errors(as_json=True):
-        from trimtab.demo import run_demo
+        with loading(as_json=False):
+            from trimtab.demo import run_demo
 
         target = folder or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
         result = run_demo(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.output import console_file, print_json, user_errors
+from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
 def doctor(
@@ -58,7 +58,8 @@ def _machine(strict: bool, as_json: bool) -> bool:
     from trimtab.observe.doctor.machine import look_at_machine
     from trimtab.observe.doctor.report import machine_report, print_report
 
-    machine = look_at_machine()
+    with loading(as_json, "asking torch and the driver"):
+        machine = look_at_machine()
     findings = machine_findings(machine)
     healthy = is_healthy(findings, strict)
     print_report(console_file(as_json), machine_report(machine, findings))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.output import console_file, print_json, user_errors
+from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
 def evaluate(
@@ -17,11 +17,12 @@ def evaluate(
 ) -> None:
     """Measure held-out accuracy (pass@1, pass@k) of a model, without training it."""
     with user_errors(as_json):
-        from trimtab.config.load import load_config
+        with loading(as_json):
+            from trimtab.config.load import load_config
 
-        checked = load_config(config, overrides or [])
-        from trimtab.api import run_evaluation
-        from trimtab.work import Inputs
+            checked = load_config(config, overrides or [])
+            from trimtab.api import run_evaluation
+            from trimtab.work import Inputs
 
         inputs = Inputs(base_dir=config.absolute().parent, name=config.stem)
         result = run_evaluation(checked, inputs, console_file=console_file(as_json))

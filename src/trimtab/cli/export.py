@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.output import console_file, print_json, user_errors
+from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
 def export(
@@ -19,9 +19,11 @@ def export(
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder."""
     with user_errors(as_json):
-        from trimtab.export import export_run
+        with loading(as_json):
+            from trimtab.export import export_run
 
-        source = export_run(run, to, checkpoint, dtype)
+        with loading(as_json, f"writing {to}"):
+            source = export_run(run, to, checkpoint, dtype)
         print(f"{source.name} of {run} -> {to}", file=console_file(as_json))
         if as_json:
             print_json({"checkpoint": str(source), "folder": str(to)})

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trimtab.cli.output import console_file, print_json, user_errors
+from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to it, such as learn.lr=1e-5.")]
@@ -15,6 +15,7 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the newest whole checkpoint, or start if there is none.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check config and data, print the resolved config, and stop.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show every choice of how to run, the usual ones too.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")]
 
 
@@ -24,27 +25,30 @@ def run_stage(
     overrides: list[str] | None,
     resume: bool,
     dry_run: bool,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     with user_errors(as_json):
-        from trimtab.config.load import Offline, load_as
-        from trimtab.config.reward_model import RewardModelConfig
-        from trimtab.config.sft import SftConfig
+        with loading(as_json, aside=dry_run):
+            from trimtab.config.load import Offline, load_as
+            from trimtab.config.reward_model import RewardModelConfig
+            from trimtab.config.sft import SftConfig
 
-        config: Offline
-        if stage == "sft":
-            config = load_as(SftConfig, file, overrides or [])
-        else:
-            config = load_as(RewardModelConfig, file, overrides or [])
-        from trimtab import offline
-        from trimtab.preferences import Preferences
-        from trimtab.supervised import Supervised
-        from trimtab.work import Inputs
+            config: Offline
+            if stage == "sft":
+                config = load_as(SftConfig, file, overrides or [])
+            else:
+                config = load_as(RewardModelConfig, file, overrides or [])
+            from trimtab import offline
+            from trimtab.preferences import Preferences
+            from trimtab.supervised import Supervised
+            from trimtab.work import Inputs
 
         kind = Supervised() if stage == "sft" else Preferences()
-        inputs = Inputs(base_dir=file.absolute().parent, name=file.stem)
+        inputs = Inputs(base_dir=file.absolute().parent, name=file.stem, verbose=verbose)
         if dry_run:
-            result = offline.dry_run(kind, config, inputs, console_file(as_json), resume=resume)
+            with loading(as_json, "checking the model and the data", aside=True):
+                result = offline.dry_run(kind, config, inputs, console_file(as_json), resume=resume)
         else:
             result = offline.run_offline(kind, config, inputs, resume=resume, console_file=console_file(as_json))
         if as_json:

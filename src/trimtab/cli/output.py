@@ -16,6 +16,7 @@ from typing import IO, Any
 import typer
 
 from trimtab.errors import TrimtabError, is_no_space
+from trimtab.observe.waiting import waiting
 from trimtab.streams import hold_standard_streams, let_go, outlet
 
 STOPS = (signal.SIGTERM, signal.SIGHUP)
@@ -31,6 +32,13 @@ class Terminated(KeyboardInterrupt):
 
 def console_file(as_json: bool) -> IO[str]:
     return outlet(sys.stderr if as_json else sys.stdout)
+
+
+@contextmanager
+def loading(as_json: bool, what: str = "loading torch and transformers", aside: bool = False) -> Iterator[None]:
+    """Says what the body waits for. `aside`: on standard error, where standard output is somebody's input."""
+    with waiting(console_file(as_json or aside), what):
+        yield
 
 
 def print_json(result: dict[str, Any]) -> None:

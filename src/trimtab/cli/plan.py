@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.output import console_file, print_json, user_errors
+from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,12 +35,14 @@ def plan(
 ) -> None:
     """Predict memory and time of a run, phase by phase, and what Trimtab would choose. Needs no GPU and loads no weights."""
     with user_errors(as_json):
-        from rich.console import Console
+        with loading(as_json):
+            from rich.console import Console
 
-        from trimtab.plan.command import Asked, look
+            from trimtab.plan.command import Asked, look
 
         asked = Asked(device, devices, device_memory, host_memory, profile, like)
-        looks = [look(file, overrides or [], asked) for file in [config, *(compare or [])]]
+        with loading(as_json, "planning"):
+            looks = [look(file, overrides or [], asked) for file in [config, *(compare or [])]]
         console = Console(file=console_file(as_json), highlight=False)
         for found in looks:
             console.print(_view(found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.cli.offline import AsJson, ConfigFile, DryRun, Overrides, Resume, run_stage
+from trimtab.cli.offline import AsJson, ConfigFile, DryRun, Overrides, Resume, Verbose, run_stage
 
 
 def reward_model(
@@ -10,7 +10,8 @@ def reward_model(
     overrides: Overrides = None,
     resume: Resume = False,
     dry_run: DryRun = False,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model of which of two answers is better."""
-    run_stage("reward-model", config, overrides, resume, dry_run, as_json)
+    run_stage("reward-model", config, overrides, resume, dry_run, verbose, as_json)

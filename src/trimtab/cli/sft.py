@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.cli.offline import AsJson, ConfigFile, DryRun, Overrides, Resume, run_stage
+from trimtab.cli.offline import AsJson, ConfigFile, DryRun, Overrides, Resume, Verbose, run_stage
 
 
 def sft(
@@ -10,7 +10,8 @@ def sft(
     overrides: Overrides = None,
     resume: Resume = False,
     dry_run: DryRun = False,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model on worked answers."""
-    run_stage("sft", config, overrides, resume, dry_run, as_json)
+    run_stage("sft", config, overrides, resume, dry_run, verbose, as_json)

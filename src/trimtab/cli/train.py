@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.output import console_file, print_json, user_errors
+from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
 def train(
@@ -19,21 +19,26 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check config, data and rewards, print the resolved config, and stop.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show every choice of how to run, the usual ones too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
 ) -> None:
     """Train a model with reinforcement learning."""
     with user_errors(as_json):
-        from trimtab.config.load import load_config
+        with loading(as_json, aside=dry_run):
+            from trimtab.config.load import load_config
 
-        checked = load_config(config, overrides or [])
-        from trimtab.api import run_training
-        from trimtab.work import Inputs
+            checked = load_config(config, overrides or [])
+            from trimtab.api import run_training
+            from trimtab.work import Inputs
 
-        inputs = Inputs(base_dir=config.absolute().parent, name=config.stem)
+        inputs = Inputs(base_dir=config.absolute().parent, name=config.stem, verbose=verbose)
         if dry_run:
             from trimtab.dry_run import dry_run as look
 
-            result = look(checked, inputs, console_file(as_json), resume=resume)
+            with loading(as_json, "checking the model, data and rewards", aside=True):
+                result = look(checked, inputs, console_file(as_json), resume=resume)
         else:
             result = run_training(checked, inputs, resume=resume, console_file=console_file(as_json))
         if as_json:

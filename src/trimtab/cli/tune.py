@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.output import console_file, print_json, user_errors
+from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
 def tune(
@@ -23,10 +23,11 @@ def tune(
 ) -> None:
     """Measure the run's sizes on this machine, with sequences as long as they may be, and keep the fastest for later runs."""
     with user_errors(as_json):
-        from trimtab.config.convert.write import write_new
-        from trimtab.config.load import load_config
-        from trimtab.tuning import run_tuning
-        from trimtab.work import Inputs
+        with loading(as_json):
+            from trimtab.config.convert.write import write_new
+            from trimtab.config.load import load_config
+            from trimtab.tuning import run_tuning
+            from trimtab.work import Inputs
 
         checked = load_config(config, overrides or [])
         if out is not None:

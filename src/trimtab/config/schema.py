@@ -121,8 +121,9 @@ class Eval(Section):
     """Use only the first rows of the evaluation set."""
     part: str | None = None
     """Reward part that decides success; None: the first."""
-    threshold: float = 1.0
-    """A completion succeeds when that part is at least this."""
+    threshold: float | None = None
+    """A completion succeeds when that part is at least this. None: 1; for a reward model, whose scores have no such mark, the
+    mean score (`eval/score`) is reported in place of pass@k."""
 
 
 class Observe(Section):

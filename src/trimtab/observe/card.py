@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.observe.format import MISSING, count, gib
+
+GIVE_UP_SPEED = (
+    "run.checkpoint_activations",
+    "run.offload.optimizer",
+    "run.offload.reference",
+    "run.offload.activations",
+)
+"""True here saves memory and takes time."""
+DECIDED_BY_MEMORY = ("run.token_budget", "run.rollout.kv_memory", "run.rollout.max_sequences", "run.kernels")
+"""On a device these differ from run to run."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +67,21 @@ class StartCard:
             ("algorithm", self.algorithm),
             *self.batch,
             ("data", f"{self.data_rows:,} training rows, {_rows(self.eval_rows)}"),
-            ("memory", f"device {_of(self.device_peak_gib, self.device_total_gib)}"),
-            ("", f"host {_of(self.host_peak_gib, self.host_total_gib)}"),
+            *self._memory(),
             ("run folder", str(self.run_dir)),
         ]
         resumed = [] if self.resumed_from is None else [("resumed", f"after step {self.resumed_from}")]
         return lines + resumed
+
+    def _memory(self) -> list[tuple[str, str]]:
+        host = f"host {_of(self.host_peak_gib, self.host_total_gib)}"
+        if self.on_cpu:
+            return [("memory", host)]
+        return [("memory", f"device {_of(self.device_peak_gib, self.device_total_gib)}"), ("", host)]
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device_peak_gib is None and self.device_total_gib is None
 
     def _parameters(self) -> str:
         total = f"{count(self.parameters).replace('G', 'B')} parameters"
@@ -70,15 +90,35 @@ class StartCard:
         return f"{total} ({count(self.trainable_parameters).replace('G', 'B')} trained)"
 
     def __rich__(self) -> RenderableType:
+        return self.view()
+
+    def view(self, verbose: bool = False) -> RenderableType:
+        """`verbose`: with every choice; else those that are not usual, and how many others there are."""
         facts = Table.grid(padding=(0, 2))
         for label, value in self.facts():
             facts.add_row(Text(label, style="dim"), Text(value))
         parts: list[RenderableType] = [facts]
-        if self.choices:
-            parts += [Text(), choices_table(self.choices)]
+        made = Counter(key for key, _, _ in self.choices)  # one that was made twice: the first could not be had
+        told = [c for c in self.choices if verbose or made[c[0]] > 1 or is_unusual(c[0], c[1], self.on_cpu)]
+        if told:
+            parts += [Text(), choices_table(told)]
+        if usual := len(self.choices) - len(told):
+            line = Text(f"{usual}{' other' * bool(told)} run choices are as usual; --verbose shows them", style="dim")
+            parts += [line] if told else [Text(), line]
         return Panel(
             Group(*parts), title="Trimtab", title_align="left", box=box.ROUNDED, border_style="cyan", expand=False
         )
+
+
+def is_unusual(key: str, value: Any, on_cpu: bool) -> bool:
+    """Whether a choice is worth a look: it costs speed to save memory, or it could be another on the same machine.
+
+    On a CPU there is one memory for all and little to choose: only another engine, and what was given up, are told."""
+    if isinstance(value, bool):
+        return value and key in GIVE_UP_SPEED
+    if key == "run.engine":
+        return bool(value != "native")
+    return not on_cpu and key in DECIDED_BY_MEMORY
 
 
 def rollout_batch(prompts: int, samples: int, new_tokens: int, updates: int) -> list[tuple[str, str]]:

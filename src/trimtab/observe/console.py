@@ -20,11 +20,23 @@ from rich.text import Text
 from trimtab.observe.card import StartCard
 from trimtab.observe.format import MISSING, count, duration, finite, gib, number, percent, scores
 from trimtab.observe.history import History
+from trimtab.observe.notebook import NotebookView, notebook_display
 from trimtab.observe.panel import LivePanel, phase_table, step_line
+from trimtab.observe.signal import SignalWatch
+from trimtab.observe.waiting import Waiting
 from trimtab.streams import outlet
 
 PLAIN_WIDTH = 120
 REFRESHES_A_SECOND = 1
+PHASE_WORDS = {
+    "rollout": "sampling completions",
+    "reward": "waiting for rewards",
+    "score": "computing log-probs",
+    "update": "updating the policy",
+    "publish": "handing the weights to the engine",
+    "checkpoint": "writing a checkpoint",
+    "eval": "evaluating",
+}
 
 
 class Console:
@@ -38,32 +50,53 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`live`: redraw in place; None: when `file` is a terminal. `file`: None is stdout."""
+        display = notebook_display(sys.stdout if file is None else file)
+        self._notebook = NotebookView(display) if display is not None and live is None else None
         file = outlet(sys.stdout if file is None else file)
         terminal = file.isatty()
         width = None if terminal else PLAIN_WIDTH
         self._rich = RichConsole(file=file, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False)
         self.history = History(total_steps)
         self._panel = LivePanel(self.history, clock)
+        self._signal = SignalWatch()
         self._wants_live = terminal if live is None else live
         self._live: Live | None = None
+        self._waiting = Waiting(file, terminal)
 
-    def card(self, card: StartCard) -> None:
-        self._print(card)
+    def card(self, card: StartCard, verbose: bool = False) -> None:
+        """`verbose`: with every choice, those that are usual too."""
+        self._waiting.done()
+        self._print(card.view(verbose))
 
     def working(self, phase: str) -> None:
         """The phase that runs now, for the live view; `Timeline(on_phase=console.working)` calls it."""
         self._panel.working(phase)
         self._show_live()
+        # In a log, the first line takes longest; after it the steps themselves are the sign of life.
+        if self._live is None and (phase == "eval" or not self.history.step):
+            self._waiting.on(f"step {self.history.step + 1}: {PHASE_WORDS[phase]}" if phase != "eval" else "evaluating")
+
+    def waiting(self, what: str) -> None:
+        """What is being waited for from now on, until something else is shown."""
+        self._panel.working(what)
+        if self._live is None:
+            self._waiting.on(what)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._waiting.done()
         self.history.add(step, metrics)
-        if self._wants_live:
+        if self._notebook:
+            self._notebook.show(self._panel)
+        elif self._wants_live:
             self._show_live()
         else:
             self._print(Text(step_line(self.history)))
+        if told := self._signal.saw(metrics):
+            self.warn(told)
 
     def eval(self, step: int, scores_: Mapping[str, Any]) -> None:
         """Scores by name, with or without the `eval/` prefix."""
+        self._waiting.done()
         self.history.last_eval = (step, dict(scores_))
         self._print(Text(f"eval at step {step} | {scores(scores_)}"))
 
@@ -71,7 +104,8 @@ class Console:
         self._print(Text(text))
 
     def warn(self, text: str) -> None:
-        self._rich.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+        with self._waiting.free_line():
+            self._rich.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Where the whole session's time went, then the summary (the fields of `trimtab train --json`)."""
@@ -90,6 +124,7 @@ class Console:
         if self._live:
             self._live.stop()
             self._live = None
+        self._waiting.close()
 
     def __enter__(self) -> Console:
         return self
@@ -100,11 +135,13 @@ class Console:
         self.close()
 
     def _print(self, thing: Any) -> None:
-        self._rich.print(thing, soft_wrap=isinstance(thing, Text))
+        with self._waiting.free_line():
+            self._rich.print(thing, soft_wrap=isinstance(thing, Text))
 
     def _show_live(self) -> None:
         """Start the panel once; from then on its own thread redraws it, so a step never waits for the terminal."""
         if self._live is None and self._wants_live:
+            self._waiting.done()
             self._live = Live(self._panel, console=self._rich, refresh_per_second=REFRESHES_A_SECOND, transient=True)
             self._live.start()
 
@@ -127,6 +164,8 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         "seconds": ("time", duration),
         "run_dir": ("run folder", str),
     }
+    if isinstance(rest.get("eval"), Mapping) and not any(finite(value) is not None for value in rest["eval"].values()):
+        del rest["eval"]  # without an evaluation set there is nothing to show
     for key, (label, show) in shown.items():
         if key in rest:
             lines.append((label, show(rest.pop(key))))
@@ -134,7 +173,9 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _eval(value: Any) -> str:
-    """Scores by name, or a single accuracy. Before and after are shares of prompts solved."""
+    """Scores by name, or a single accuracy. Before and after are shares of prompts solved, or of what `measure` names."""
+    if isinstance(value, Mapping) and "measure" in value:
+        return f"{value['measure']} {number(value.get('before'))} → {number(value.get('after'))}"
     if isinstance(value, Mapping) and set(value) == {"before", "after"}:
         return f"pass@1 {percent(value['before'], 1)} → {percent(value['after'], 1)}"
     return (

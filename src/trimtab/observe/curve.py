@@ -1,11 +1,13 @@
-"""The learning curve of a run as one picture: reward and evaluation, response length, and where each step's time went.
+"""The learning curve of a run as one picture: reward or loss with its evaluation, what it depends on, and where the time went.
 
-Reads metrics.jsonl only, so it can be drawn while the run goes on. No global matplotlib state is touched.
+Reads metrics.jsonl only, so it can be drawn while the run goes on. No global matplotlib state is touched. What a run has no
+metric for has no panel.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,12 @@ from trimtab.observe.sinks import read_metrics
 
 Series = tuple[np.ndarray, np.ndarray]
 """(steps, values), finite only, in step order."""
+Lines = Mapping[str, Series]
+"""What a panel shows, by its name in the legend."""
 
+CURVE_FILE = "curve.png"
 INK, REWARD, EVAL, LENGTH = "#333333", "#0072b2", "#d55e00", "#009e73"
+LINE_COLORS = (LENGTH, "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
 PHASE_COLORS = {
     "rollout": "#0072b2",
     "reward": "#e69f00",
@@ -31,6 +37,16 @@ PHASE_COLORS = {
     "idle": "#d0d0d0",
 }
 MAX_BINS = 120
+MOST_PARTS = len(LINE_COLORS)
+NOT_PARTS = ("mean", "std", "zero_std_groups", "failed", "latency_max_s", "repeated")
+"""`reward/NAME` that is no part of the reward."""
+OBJECTIVES = (
+    ("reward/mean", "mean reward", "training reward"),
+    ("sft/loss", "loss (nats a token)", "training loss"),
+    ("rm/loss", "loss (nats a pair)", "training loss"),
+)
+"""What is learned: its metric, the axis, and its name in the legend."""
+EVALUATIONS = (("eval/pass@1", "eval pass@1"), ("eval/score", "eval score"), ("eval/loss", "eval loss"))
 
 
 def plot_curve(run_dir: Path, out: Path) -> None:
@@ -46,21 +62,71 @@ def plot_curve(run_dir: Path, out: Path) -> None:
     rows = read_metrics(run_dir)
     if not rows:
         raise DataError(f"{Path(run_dir) / 'metrics.jsonl'} has no metrics yet: there is nothing to draw")
-    figure = Figure(figsize=(9, 8), dpi=150, layout="constrained")
+    small = small_panels(rows)
+    lines = math.ceil(len(small) / 2)
+    inches = 5.4 + 1.8 * lines
+    figure = Figure(figsize=(10, inches), dpi=120)
     FigureCanvasAgg(figure)
-    reward_axis, length_axis, time_axis = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1.3, 2])
-    _draw_reward(reward_axis, series(rows, "reward/mean"), series(rows, "eval/pass@1"))
-    _draw_length(length_axis, series(rows, "response/length_mean"))
-    _draw_time(time_axis, rows)
-    for axis in (reward_axis, length_axis, time_axis):
+    edges = {
+        "left": 0.09,
+        "right": 0.94,
+        "top": 1 - 0.45 / inches,
+        "bottom": 0.5 / inches,
+    }  # no layout engine: seconds less
+    grid = figure.add_gridspec(
+        lines + 2, 2, height_ratios=[2.4, *[1.3] * lines, 1.7], hspace=0.35, wspace=0.25, **edges
+    )
+    top = figure.add_subplot(grid[0, :])
+    _draw_objective(top, rows)
+    axes = [top]
+    for index, (label, shown) in enumerate(small.items()):
+        axes.append(figure.add_subplot(grid[1 + index // 2, index % 2], sharex=top))
+        _draw_lines(axes[-1], label, shown)
+    axes.append(figure.add_subplot(grid[-1, :], sharex=top))
+    _draw_time(axes[-1], rows)
+    for axis in axes:
         _style(axis)
-    time_axis.set_xlabel("step", color=INK)
-    time_axis.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
-    time_axis.margins(x=0.02)
+    axes[-1].set_xlabel("step", color=INK)
+    axes[-1].xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
+    axes[-1].margins(x=0.02)
     figure.align_ylabels()
-    reward_axis.set_title(title(Path(run_dir).resolve().name, rows), loc="left", fontsize=12, color=INK, pad=12)
+    top.set_title(title(Path(run_dir).resolve().name, rows), loc="left", fontsize=12, color=INK, pad=12)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png")
+
+
+def small_panels(rows: list[dict[str, Any]]) -> dict[str, dict[str, Series]]:
+    """What the objective depends on, by the label of its axis; panels and lines without a value are left out."""
+    steps, without = series(rows, "reward/zero_std_groups")
+    found: dict[str, dict[str, Series]] = {
+        "response length\n(tokens)": {"": series(rows, "response/length_mean")},
+        "share": {
+            "responses cut off": series(rows, "response/truncated"),
+            "groups with signal": (steps, 1.0 - without),
+        },
+        "entropy\n(nats a token)": {"": series(rows, "policy/entropy")},
+        "KL (nats a token)": {
+            "to the reference": series(rows, "policy/kl_ref"),
+            "within a step": _unless_nothing(series(rows, "policy/kl_old")),
+        },
+        "reward parts": {name: series(rows, f"reward/{name}") for name in reward_parts(rows)},
+        "right (share)": {"training": series(rows, "rm/accuracy"), "held out": series(rows, "eval/accuracy")},
+        "gradient norm": {"": series(rows, "policy/grad_norm")},
+    }
+    kept = {label: {name: points for name, points in lines.items() if len(points[0])} for label, lines in found.items()}
+    return {label: lines for label, lines in kept.items() if lines}
+
+
+def _unless_nothing(points: Series) -> Series:
+    """None of it where all of it is 0, as the KL of a step with one update is."""
+    return points if points[1].any() else (points[0][:0], points[1][:0])
+
+
+def reward_parts(rows: list[dict[str, Any]]) -> list[str]:
+    """Names of the reward's parts, where it has several: one alone is the reward."""
+    names = dict.fromkeys(name.removeprefix("reward/") for row in rows for name in row if name.startswith("reward/"))
+    parts = [name for name in names if name not in NOT_PARTS and "/" not in name]
+    return parts[:MOST_PARTS] if len(parts) > 1 else []
 
 
 def series(rows: list[dict[str, Any]], name: str) -> Series:
@@ -79,15 +145,13 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def title(name: str, rows: list[dict[str, Any]]) -> str:
-    """The run's name and what it achieved."""
+    """The run's name and what it achieved: the first and the last values, as the summary and the doctor have them."""
     parts = []
-    _, rewards = series(rows, "reward/mean")
-    if len(rewards):
-        level = smooth(rewards)
-        parts.append("reward " + _change([f"{value:.3g}" for value in level]))
-    _, accuracy = series(rows, "eval/pass@1")
-    if len(accuracy):
-        parts.append("eval pass@1 " + _change([percent(value, 1) for value in accuracy]))
+    for metric, label in (("reward/mean", "reward"), ("sft/loss", "loss"), ("rm/loss", "loss"), *EVALUATIONS):
+        _, values = series(rows, metric)
+        if len(values):
+            share = metric == "eval/pass@1"
+            parts.append(f"{label} {_change([percent(v, 1) if share else f'{v:.3f}' for v in values])}")
     return f"{name}: {', '.join(parts)}" if parts else name
 
 
@@ -102,31 +166,42 @@ def binned(edges: np.ndarray, points: Series) -> np.ndarray:
     return total / np.maximum(1, number)
 
 
-def _draw_reward(axis: Any, reward: Series, accuracy: Series) -> None:
-    steps, values = reward
-    handles = []
-    if len(steps):
-        axis.plot(steps, values, color=REWARD, alpha=0.3, linewidth=1, marker="." if len(steps) < 3 else "")
-        handles += axis.plot(steps, smooth(values), color=REWARD, linewidth=2.2, label="training reward (smoothed)")
-    if len(accuracy[0]):
-        comparable = not len(values) or (values.min() >= -0.25 and values.max() <= 1.25)
+def _draw_objective(axis: Any, rows: list[dict[str, Any]]) -> None:
+    handles: list[Any] = []
+    values = np.array([])
+    for metric, label, name in OBJECTIVES:
+        found = series(rows, metric)
+        if len(found[0]):
+            axis.set_ylabel(label)
+            handles.append(_draw_line(axis, found, REWARD, f"{name} (smoothed)"))
+            values = found[1]
+    for metric, name in EVALUATIONS:
+        found = series(rows, metric)
+        if not len(found[0]):
+            continue
+        comparable = metric != "eval/pass@1" or not len(values) or (values.min() >= -0.25 and values.max() <= 1.25)
         target = axis if comparable else axis.twinx()
-        handles += target.plot(*accuracy, color=EVAL, linewidth=1, linestyle=":", marker="o", label="eval pass@1")
+        handles += target.plot(*found, color=EVAL, linewidth=1, linestyle=":", marker="o", label=name)
         if target is not axis:
-            target.set_ylabel("eval pass@1", color=EVAL)
+            target.set_ylabel(name, color=EVAL)
             target.spines[:].set_visible(False)
             target.tick_params(colors=EVAL, length=0)
-    axis.set_ylabel("mean reward")
     _legend(axis, handles)
 
 
-def _draw_length(axis: Any, length: Series) -> None:
-    steps, values = length
-    if len(steps):
-        axis.plot(steps, values, color=LENGTH, alpha=0.3, linewidth=1, marker="." if len(steps) < 3 else "")
-        axis.plot(steps, smooth(values), color=LENGTH, linewidth=2)
-        axis.set_ylim(0, values.max() * 1.15 or 1)
-    axis.set_ylabel("response length\n(tokens)")
+def _draw_line(axis: Any, points: Series, color: str, label: str) -> Any:
+    """Every step, faint, and the smoothed line over it, which is returned."""
+    steps, values = points
+    axis.plot(steps, values, color=color, alpha=0.3, linewidth=1, marker="." if len(steps) < 3 else "")
+    return axis.plot(steps, smooth(values), color=color, linewidth=2, label=label)[0]
+
+
+def _draw_lines(axis: Any, label: str, lines: Lines) -> None:
+    handles = [_draw_line(axis, points, color, name) for (name, points), color in zip(lines.items(), LINE_COLORS)]
+    if min(points[1].min() for points in lines.values()) >= 0:
+        axis.set_ylim(0, max(points[1].max() for points in lines.values()) * 1.15 or 1)
+    axis.set_ylabel(label)
+    _legend(axis, handles if "" not in lines else [])
 
 
 def _draw_time(axis: Any, rows: list[dict[str, Any]]) -> None:

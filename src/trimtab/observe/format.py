@@ -73,6 +73,7 @@ def scores(values: Mapping[str, Any]) -> str:
     What is counted of a task or a judge by itself (`eval/task/...`) is for metrics.jsonl and too much for a line.
     """
     parts = []
+    shares = "score" not in {name.removeprefix("eval/") for name in values}  # or the error is one of a mean score
     for name, value in values.items():
         name = name.removeprefix("eval/")
         if "/" in name:
@@ -80,11 +81,13 @@ def scores(values: Mapping[str, Any]) -> str:
         if isinstance(value, Mapping):
             parts.append(f"{name}: {scores(value)}")
         else:
-            parts.append(f"{name} {_score(name, value)}")
+            parts.append(f"{name} {_score(name, value, shares)}")
     return ", ".join(parts) or MISSING
 
 
-def _score(name: str, value: Any) -> str:
+def _score(name: str, value: Any, shares: bool) -> str:
+    if name in ("score", "stderr") and not shares:
+        return number(value)
     if name.startswith(("pass@", "stderr", "truncated")):
         return percent(value, 1)
     known = finite(value)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from trimtab.observe.format import count, duration, get, gib, number, percent, scores, sparkline
 from trimtab.observe.history import History, offline_loss
+from trimtab.observe.signal import signal_share
 
 PART = "  "
 SPARK_WIDTH = 24
@@ -21,7 +22,7 @@ BAR_WIDTH = 12
 
 
 def step_line(history: History) -> str:
-    """`step 12/200 | reward 0.431 ±0.49 | len 213 | 18.2k tok/s | 3.1 s (rollout 61% ...) | ETA 9m 40s`
+    """`step 12/200 | reward 0.431 ±0.49 | signal 75% | len 213 | 18.2k tok/s | 3.1 s (rollout 61% ...) | ETA 9m 40s`
 
     Memory, where there is a meter: the update's measured peak, and what was predicted for its micro-batches."""
     metrics = history.metrics
@@ -47,9 +48,10 @@ def _learned(metrics: Mapping[str, float]) -> list[str]:
         if name == "rm/loss":
             shown.append(f"right {percent(get(metrics, 'rm/accuracy'))}")
         return shown if held_out is None else [*shown, f"held-out {number(held_out)}"]
-    turns = get(metrics, "environment/turns_mean")
+    turns, signal = get(metrics, "environment/turns_mean"), signal_share(metrics)
     return [
         f"reward {number(get(metrics, 'reward/mean'))} ±{number(get(metrics, 'reward/std'), 2)}",
+        *([f"signal {percent(signal)}"] if signal is not None else []),
         f"len {count(get(metrics, 'response/length_mean'))}",
         *([f"turns {number(turns, 1)}"] if turns is not None else []),
     ]
@@ -155,8 +157,10 @@ def panel_facts(history: History) -> list[tuple[str, str]]:
             step, values = history.last_eval
             lines.append(("eval", f"{scores(values)} (step {step})"))
         return lines
+    signal = signal_share(metrics)
     lines = [
         ("reward", f"{number(get(metrics, 'reward/mean'))} ±{number(get(metrics, 'reward/std'), 2)}  {spark}".rstrip()),
+        *([("signal", f"{percent(signal)} of groups")] if signal is not None else []),
         ("response", f"{count(get(metrics, 'response/length_mean'))} tokens"),
         ("truncated", f"{percent(get(metrics, 'response/truncated'), 1)} of responses"),
         ("throughput", f"{count(get(metrics, 'throughput/tokens_per_s'))} tok/s"),

@@ -27,10 +27,10 @@ class Examination:
 def examine(record: Record, rules: Sequence[Rule] = RULES) -> Examination:
     done = Examination()
     for rule in rules:
-        if why := rule.not_judged(record):
-            done.not_judged[rule.id] = why
-        elif finding := rule.apply(record):
+        if finding := rule.apply(record):
             done.findings.append(finding)
+        elif why := rule.not_judged(record):
+            done.not_judged[rule.id] = why
         else:
             done.healthy.append(rule.id)
     done.findings.sort(

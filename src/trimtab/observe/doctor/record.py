@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import yaml
 
 from trimtab.errors import DataError
+from trimtab.observe.doctor.shift import Shift, lasting_change
 from trimtab.observe.doctor.trend import Trend, trend
 from trimtab.observe.sinks import METRICS_FILE, read_metrics
 
@@ -27,7 +28,9 @@ CONFIG, FINAL, CHECKPOINTS = "config.yaml", "final", "checkpoints"
 RECENT = 20
 """Steps that count as now."""
 EARLY = 10
-"""Steps that count as the beginning, after the very first: it warms up."""
+"""Steps that count as the beginning, at most."""
+LEVEL_FACTOR = 4.0
+"""A metric that changes so much at once, for good, has another level from there on."""
 T = TypeVar("T", int, str, bool)
 
 
@@ -45,6 +48,7 @@ class Record:
     checkpoint: str | None = None
     """The newest whole one."""
     _trends: dict[tuple[str, int], Trend] = field(default_factory=dict, repr=False, compare=False)
+    _shifts: dict[tuple[str, float], Shift | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def steps(self) -> list[int]:
@@ -88,10 +92,20 @@ class Record:
         return median(values) if values else None
 
     def early(self, name: str) -> float | None:
-        """Median of the first steps, at most a quarter of the run."""
-        values = self.values(name)
-        first = values[1 : 1 + min(EARLY, max(1, len(values) // 4))] or values
+        """Median of the first steps: at most a quarter of the run, and none after a lasting change of level."""
+        values, shift = self.values(name), self.shift(name)
+        first = values[: min(EARLY, max(1, len(values) // 4), shift.at if shift else EARLY)]
         return median(first) if first else None
+
+    def shift(self, name: str, factor: float = LEVEL_FACTOR) -> Shift | None:
+        """Where a metric drops or rises by such a factor at once, and stays there."""
+        if (name, factor) not in self._shifts:
+            self._shifts[name, factor] = lasting_change(self.values(name), factor)
+        return self._shifts[name, factor]
+
+    def shift_step(self, name: str, shift: Shift) -> int:
+        """The first step at the new level."""
+        return self.points(name)[shift.at][0]
 
     def mean(self, name: str) -> float | None:
         values = self.recent(name)

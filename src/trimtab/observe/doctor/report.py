@@ -18,7 +18,7 @@ from trimtab.observe.doctor.finding import Finding
 from trimtab.observe.doctor.machine import Machine
 from trimtab.observe.doctor.record import Record
 from trimtab.observe.doctor.rule import Rule
-from trimtab.observe.format import duration, gib, number
+from trimtab.observe.format import duration, gib, number, percent
 
 STYLE = {"ok": "green", "warn": "yellow", "bad": "red"}
 LEARNS = {"sft": "from worked answers (sft)", "reward-model": "which of two answers is better (reward-model)"}
@@ -115,16 +115,19 @@ def _run_facts(folder: Path, record: Record) -> list[tuple[str, str]]:
     wanted, done = record.setting("learn.steps", 0), record.steps[-1] if record.steps else 0
     state = "finished" if record.finished else f"last written {duration(record.quiet_s)} ago"
     device = record.setting("run.device", "?")
+    solved, scores = record.values("eval/pass@1"), record.values("eval/score")
     measures = (("reward", "reward/mean"), ("loss", "sft/loss"), ("loss", "rm/loss"))
     return [
         ("run", str(folder)),
         ("steps", f"{done} of {wanted or '?'}, {state}"),
         ("learns", f"{_learns(record)}, on {device}"),
         *(
-            (label, f"{number(record.early(name))} → {number(record.now(name))}")
+            (label, f"{number(values[0])} → {number(values[-1])}")
             for label, name in measures
-            if record.values(name)
+            if (values := record.values(name))
         ),
+        *([("eval", f"pass@1 {percent(solved[0], 1)} → {percent(solved[-1], 1)}")] if solved else []),
+        *([("eval", f"score {number(scores[0])} → {number(scores[-1])}")] if scores else []),
     ]
 
 

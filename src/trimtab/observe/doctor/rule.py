@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from trimtab.observe.doctor.finding import Finding, Kind, Level
 from trimtab.observe.doctor.record import Record
 
+SUDDEN_STEPS = 5
+"""Values it takes to see a sudden change."""
+
 
 @dataclass(frozen=True)
 class Sick:
@@ -42,6 +45,8 @@ class Rule:
     """Values of each of them that it takes to judge."""
     unless: Callable[[Record], str | None] = lambda record: None
     """Why it does not apply to this run; None where it does."""
+    sudden: Callable[[Record], Sick | None] = lambda record: None
+    """Finds what happens at once and lasts. It needs fewer values (`SUDDEN_STEPS`), so it judges shorter runs, too."""
 
     def not_judged(self, record: Record) -> str | None:
         """Why the rule has nothing to say about this run; None where it can judge."""
@@ -54,7 +59,12 @@ class Rule:
         return None if has >= self.steps else f"needs {self.steps} values, has {has}"
 
     def apply(self, record: Record) -> Finding | None:
-        sick = self.check(record)
+        """What is found; None where that is nothing, or where it cannot be judged."""
+        sick = None
+        if not self.unless(record) and all(len(record.values(name)) >= SUDDEN_STEPS for name in self.needs):
+            sick = self.sudden(record)
+        if sick is None and self.not_judged(record) is None:
+            sick = self.check(record)
         if sick is None:
             return None
         return Finding(

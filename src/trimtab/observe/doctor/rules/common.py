@@ -2,26 +2,100 @@
 
 from __future__ import annotations
 
-from statistics import median
+import math
+from dataclasses import dataclass
+from statistics import fmean, median
 
 from trimtab.observe.doctor.record import Record
+from trimtab.observe.doctor.shift import LASTS, clear_fall
 
 LEARNED = 0.85
 """Success rate from which a plateau, few signals and a low entropy are what learning looks like when it is over."""
 REWARD = ("reward/mean",)
+ENTROPY = "policy/entropy"
+LARGE_CHANGE = 0.5
+"""Change of the mean reward that is large, in standard deviations of a step's samples."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The mean reward until a step and from it on."""
+
+    step: int
+    before: float
+    after: float
+    large: float
+    """A change of this size is large."""
+
+    @property
+    def fell(self) -> bool:
+        """Also to a quarter: a reward of 0.1 whose samples differ by 0.3 cannot fall by half of that."""
+        fall = self.before - self.after
+        return fall > 0 and (fall >= self.large or self.after <= 0.25 * self.before)
+
+    @property
+    def rose(self) -> bool:
+        return self.after - self.before >= self.large
+
+    def words(self) -> str:
+        return f"the reward was {self.before:.3g} before step {self.step} and is {self.after:.3g} since (means)"
 
 
 def spread(record: Record) -> float:
-    """Typical distance between the rewards of two samples: the scale on which a reward's change is large or small."""
-    return median(record.values("reward/std") or [0.0])
+    """Typical distance between the rewards of two samples, where they differ: the scale on which a reward's change is large or
+    small."""
+    return median([std for std in record.values("reward/std") if std > 0] or [0.0])
+
+
+def reward_levels(record: Record, step: int) -> Levels | None:
+    """The mean reward before a step and from it on; None where there is nothing on one side."""
+    points = record.points("reward/mean")
+    before, after = [value for at, value in points if at < step], [value for at, value in points if at >= step]
+    return Levels(step, fmean(before), fmean(after), LARGE_CHANGE * spread(record)) if before and after else None
+
+
+def sudden_fall(record: Record) -> Levels | None:
+    """The reward's fall at one step, for good. It is clear by itself, or it comes with a change of the entropy, which scatters
+    little: one step of a few prompts has a reward that may be luck, but no lucky entropy."""
+    for name in (ENTROPY, "reward/mean"):
+        shift = record.shift(name) if name == ENTROPY else clear_fall(record.values(name), _noise(record))
+        found = reward_levels(record, record.shift_step(name, shift)) if shift else None
+        if found is not None and found.fell:
+            return found
+    return None
+
+
+def _noise(record: Record) -> float:
+    """Standard error of a step's mean reward: samples of one prompt count as one."""
+    samples, size = record.now("run/samples") or 1.0, record.setting("learn.samples_per_prompt", 1)
+    return spread(record) / math.sqrt(max(1.0, samples / size))
 
 
 def reward_rises(record: Record) -> bool:
-    return record.trend("reward/mean").rises(0.1 * spread(record))
+    return record.trend("reward/mean").rises(0.1 * spread(record)) and sudden_fall(record) is None
 
 
 def reward_falls(record: Record) -> bool:
-    return record.trend("reward/mean").falls(0.1 * spread(record))
+    return record.trend("reward/mean").falls(0.1 * spread(record)) or sudden_fall(record) is not None
+
+
+def nothing_gained(record: Record, step: int) -> bool:
+    """The reward has not become clearly better since a step, nor does it become so."""
+    levels = reward_levels(record, step)
+    return not (learned(record) or reward_rises(record) or (levels is not None and levels.rose))
+
+
+def solved_before(record: Record) -> float | None:
+    """pass@1 before training, where it was clearly more than nothing."""
+    first = record.rows.get(0, {})
+    score, error = first.get("eval/pass@1"), first.get("eval/stderr") or 0.0
+    return score if score is not None and score > 2 * error else None
+
+
+def never_differed(record: Record) -> bool:
+    """Every sample of every step has had the same reward."""
+    stds = record.values("reward/std")
+    return len(stds) > LASTS and not any(stds)
 
 
 def reward_words(record: Record) -> str:

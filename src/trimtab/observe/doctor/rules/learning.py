@@ -6,7 +6,16 @@ from collections.abc import Mapping
 
 from trimtab.observe.doctor.record import RECENT, Record
 from trimtab.observe.doctor.rule import Rule, Sick
-from trimtab.observe.doctor.rules.common import REWARD, learned, reward_falls, reward_rises, spread
+from trimtab.observe.doctor.rules.common import (
+    REWARD,
+    learned,
+    never_differed,
+    reward_falls,
+    reward_rises,
+    solved_before,
+    spread,
+    sudden_fall,
+)
 from trimtab.observe.format import duration, number, percent
 
 SCORE = "eval/pass@1"
@@ -15,6 +24,28 @@ LOSSES = ("policy/loss", "sft/loss", "rm/loss", "policy/grad_norm")
 
 def reward_falls_check(record: Record) -> Sick | None:
     return Sick("bad", _reward_seen(record)) if reward_falls(record) else None
+
+
+def sudden_reward_fall(record: Record) -> Sick | None:
+    """A fall at one step; or evaluation before training saw successes where training has never seen one."""
+    last = record.points("reward/mean")[-1][0]
+    if fall := sudden_fall(record):
+        seen = f"{number(fall.before)} before step {fall.step}, {number(fall.after)} in steps {fall.step} to {last} (means)"
+        broken = (
+            f"an update before step {fall.step} was too large and broke the policy, or data or reward changed there"
+        )
+        fix = f"lower learn.lr, and start again or resume from a checkpoint before step {fall.step}"
+        return Sick("bad", seen, broken, fix)
+    before = solved_before(record)
+    if before is None or not never_differed(record) or any(record.values("reward/mean")):
+        return None
+    seen = f"evaluation before training solved {percent(before, 1)}; no sample of steps {record.steps[0]} to {last} did"
+    return Sick(
+        "bad",
+        seen,
+        "the first updates broke the policy, or training samples otherwise than evaluation does",
+        "lower learn.lr; compare learn.sampling and learn.max_new_tokens with eval's, and data.train with data.eval",
+    )
 
 
 def reward_flat(record: Record) -> Sick | None:
@@ -132,11 +163,13 @@ RULES = (
         "reward falls",
         unit="mean reward of a step",
         healthy="rises over hundreds of steps, until success is above 85 %",
-        found_when="a trend downwards over the whole run, by a tenth of the std of a step's samples",
+        found_when="a trend downwards over the whole run, by a tenth of the std of a step's samples; or a fall at one step, for "
+        "good, by half of that std or to a quarter; or none succeeds where evaluation before training found some",
         cause="updates too large, or pointing the wrong way: the learning rate, a sign in the reward, the engine's log-probs",
         remedy="lower learn.lr; check the sign of each reward part; see entropy_collapse, kl_ref and mismatch",
         kind="advice",
         check=reward_falls_check,
+        sudden=sudden_reward_fall,
         needs=REWARD,
         steps=20,
     ),
@@ -178,6 +211,6 @@ RULES = (
         kind="advice",
         check=eval_past_best,
         needs=(SCORE,),
-        steps=3,
+        steps=2,
     ),
 )

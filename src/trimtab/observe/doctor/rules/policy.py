@@ -8,22 +8,60 @@ from __future__ import annotations
 
 from statistics import median
 
+from trimtab.observe.doctor.finding import Level
 from trimtab.observe.doctor.record import RECENT, Record
 from trimtab.observe.doctor.rule import Rule, Sick
 from trimtab.observe.doctor.rules.common import (
+    ENTROPY,
     learned,
+    nothing_gained,
     on_policy,
     reward_falls,
+    reward_levels,
     reward_rises,
     reward_words,
+    sudden_fall,
 )
 from trimtab.observe.format import number, percent
 
-ENTROPY, KL_REF, KL_OLD, RATIO = "policy/entropy", "policy/kl_ref", "policy/kl_old", "policy/ratio_mean"
+KL_REF, KL_OLD, RATIO = "policy/kl_ref", "policy/kl_old", "policy/ratio_mean"
 CLIPPED, NORM, GAP, SKIPPED = "policy/clip_fraction", "policy/grad_norm", "rollout/logprob_gap", "run/skipped_updates"
 CLIP_LIMITS = {"clip": (0.1, 0.3), "sequence_clip": (0.5, 0.8), "cispo": (0.05, 0.2), "gspo": (0.5, 0.8)}
 """Share of clipped tokens that is too much, and far too much, by loss: GSPO's bounds are so tight that a seventh is usual, and
 the ratio of a whole completion leaves its bounds sooner than that of a token."""
+LOST_GRADIENT = 20.0
+"""A gradient norm that drops by this factor at once is lost."""
+BROKEN = "an update before step {step} was too large: it broke the policy"
+START_AGAIN = "lower learn.lr (10 times is a first try), and start again or resume from a checkpoint before step {step}"
+
+
+def sudden_entropy_loss(record: Record) -> Sick | None:
+    """Within a step or a few, and for good."""
+    shift = record.shift(ENTROPY)
+    if shift is None or shift.after > min(0.25 * shift.before, 0.3):
+        return None
+    step = record.shift_step(ENTROPY, shift)
+    if not nothing_gained(record, step):
+        return None
+    seen = f"{number(shift.before)} nats before step {step}, {number(shift.after, 4)} since (medians)"
+    return _broken("bad" if shift.after < 0.05 * shift.before else "warn", seen, record, step)
+
+
+def sudden_entropy_jump(record: Record) -> Sick | None:
+    shift = record.shift(ENTROPY)
+    if shift is None or shift.after < shift.before + 0.3:
+        return None
+    step = record.shift_step(ENTROPY, shift)
+    if not nothing_gained(record, step):
+        return None
+    seen = f"{number(shift.before)} nats before step {step}, {number(shift.after)} since (medians)"
+    return _broken("bad" if sudden_fall(record) else "warn", seen, record, step)
+
+
+def _broken(level: Level, seen: str, record: Record, step: int) -> Sick:
+    levels = reward_levels(record, step)
+    words = f"; {levels.words()}" if levels else ""
+    return Sick(level, seen + words, BROKEN.format(step=step), START_AGAIN.format(step=step))
 
 
 def entropy_collapse(record: Record) -> Sick | None:
@@ -56,6 +94,14 @@ def kl_to_reference(record: Record) -> Sick | None:
         f"{number(line.start, 4)} to {number(line.end, 4)} nats (fitted), now {number(now, 4)}; {reward_words(record)}"
     )
     return Sick("bad" if reward_falls(record) or now > 1.0 else "warn", seen)
+
+
+def far_from_reference(record: Record) -> Sick | None:
+    """A nat a token is another model: there is no need to wait for a trend."""
+    recent = record.recent(KL_REF, 5)
+    if min(recent) <= 1.0 or reward_rises(record) or learned(record):
+        return None
+    return Sick("bad", f"{number(median(recent))} nats (median of {record.span(KL_REF, 5)}); {reward_words(record)}")
 
 
 def step_size(record: Record) -> Sick | None:
@@ -110,6 +156,26 @@ def gradient_spikes(record: Record) -> Sick | None:
     return Sick("warn", f"{len(late)} of the last 100 steps above ten times the median before: {some}")
 
 
+def _no_gradient(record: Record) -> str | None:
+    recent = record.recent(NORM)
+    return "the gradient is 0 in most of the last steps" if recent and not median(recent) else None
+
+
+def gradient_lost(record: Record) -> Sick | None:
+    """At once and for good. After a step or two it may be luck that there was one, unless the entropy changed as well."""
+    shift = record.shift(NORM, LOST_GRADIENT)
+    if shift is None or shift.after > shift.before or learned(record):
+        return None
+    entropy = record.shift(ENTROPY)
+    if shift.at < 3 and (entropy is None or entropy.after > entropy.before):
+        return None
+    step = record.shift_step(NORM, shift)
+    if not nothing_gained(record, step):
+        return None
+    seen = f"{number(shift.before)} before step {step}, {number(shift.after, 4)} since (medians)"
+    return _broken("warn", seen, record, step) if entropy else Sick("warn", seen)
+
+
 def gradient_drop(record: Record) -> Sick | None:
     """The last ten steps all below the forty before. Groups that lost their signal explain it, and have a rule of their own."""
     values = record.values(NORM)
@@ -155,11 +221,13 @@ RULES = (
         "entropy collapses before the task is learned",
         unit="nats per token",
         healthy="falls with rising reward; not to a quarter of its beginning while success is below 85 %",
-        found_when="below 0.3 and below 25 % of its beginning, and the reward no longer rises; bad below 5 %",
+        found_when="below 0.3 and below 25 % of its beginning, and the reward no longer rises; bad below 5 %; from 5 steps on "
+        "where it happens at once",
         cause="symmetric clipping, a high learning rate, many updates a batch, or a low sampling temperature",
         remedy="learn.clip.high 0.28 (DAPO); lower learn.lr; fewer updates a batch; temperature 1; a small learn.entropy_coef",
         kind="advice",
         check=entropy_collapse,
+        sudden=sudden_entropy_loss,
         needs=(ENTROPY, "reward/mean"),
         steps=30,
     ),
@@ -168,11 +236,13 @@ RULES = (
         "entropy explodes",
         unit="nats per token",
         healthy="falls or stays",
-        found_when="the fitted entropy doubled and rose by 0.3 while the reward did not rise; bad where it fell",
+        found_when="the fitted entropy doubled and rose by 0.3 while the reward did not rise, or it rose to four times at once; "
+        "bad where the reward fell",
         cause="a learning rate too high, an entropy bonus too large, or engine and trainer that disagree",
         remedy="lower learn.entropy_coef or learn.lr; see the rule mismatch",
         kind="advice",
         check=entropy_explosion,
+        sudden=sudden_entropy_jump,
         needs=(ENTROPY, "reward/mean"),
         steps=20,
     ),
@@ -181,11 +251,12 @@ RULES = (
         "drifts from the reference and gains nothing",
         unit="KL to the reference, nats per token",
         healthy="below 0.15, or rising with the reward",
-        found_when="above 0.15 and rising while the reward does not; bad where it falls, or above 1",
+        found_when="above 0.15 and rising while the reward does not; bad where it falls, or above 1 in each of the last 5 steps",
         cause="a learning rate too high, too many updates a batch, or a reward that is gamed",
         remedy="raise learn.kl.coef; lower learn.lr; learn.max_grad_norm 0.5",
         kind="advice",
         check=kl_to_reference,
+        sudden=far_from_reference,
         needs=(KL_REF, "reward/mean"),
         steps=20,
     ),
@@ -237,6 +308,7 @@ RULES = (
         remedy="lower learn.lr; learn.max_grad_norm 0.5; read RUN/samples of those steps",
         kind="advice",
         check=gradient_spikes,
+        unless=_no_gradient,
         needs=(NORM,),
         steps=25,
     ),
@@ -245,11 +317,13 @@ RULES = (
         "gradient norm drops suddenly",
         unit="gradient norm before clipping",
         healthy="steady within a factor of a few",
-        found_when="the last 10 steps are a third of the 40 before or less, and groups have not lost their signal",
+        found_when="the last 10 steps are a third of the 40 before or less, and groups have not lost their signal; or it drops "
+        "to a twentieth at once, for good",
         cause="it has been seen ahead of a collapse: the policy repeats itself, or rewards stopped to differ within groups",
         remedy="read RUN/samples of the last steps; evaluate; go back to an earlier checkpoint if they are worse",
         kind="advice",
         check=gradient_drop,
+        sudden=gradient_lost,
         needs=(NORM,),
         steps=50,
     ),

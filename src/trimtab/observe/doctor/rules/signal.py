@@ -6,15 +6,21 @@ from trimtab.observe.doctor.finding import Level
 from trimtab.observe.doctor.record import Record
 from trimtab.observe.doctor.rule import Rule, Sick
 from trimtab.observe.doctor.rules.common import (
+    ENTROPY,
     learned,
+    never_differed,
+    nothing_gained,
     reward_falls,
     reward_rises,
     reward_words,
+    solved_before,
     success_rate,
     total,
 )
 from trimtab.observe.format import duration, number, percent
 
+REPEATS = 0.01
+"""Nats per token below which samples of a prompt are nearly always the same."""
 LENGTH, CUT, ZERO = "response/length_mean", "response/truncated", "reward/zero_std_groups"
 
 
@@ -26,9 +32,8 @@ def zero_signal(record: Record) -> Sick | None:
     rate, size = success_rate(record), record.setting("learn.samples_per_prompt", 0)
     seen = f"{percent(share)} of groups over {record.span(ZERO)}"
     level: Level = "bad" if share > 0.9 and not learned(record) else "warn"
-    if share > 0.999 and not total(record, "reward/std"):
-        broken = "every sample has the same reward: the reward is constant, or does not see the answer"
-        return Sick("bad", seen, broken, "call the reward by hand on two completions of RUN/samples that should differ")
+    if share > 0.999 and (lost := _lost(record)):
+        return Sick("bad", seen + lost[0], *lost[1:])
     if rate is None or not size:
         return Sick(level, seen)
     least = rate**size + (1 - rate) ** size
@@ -37,6 +42,33 @@ def zero_signal(record: Record) -> Sick | None:
         side = "hard" if rate < 0.5 else "easy"
         return Sick(level, seen, f"prompts are too {side} for groups of {size}")
     return Sick(level, seen, "prompts differ: some are always solved, some never")
+
+
+def _lost(record: Record) -> tuple[str, str, str] | None:
+    """What was seen, the cause and the remedy where no group has signal any more: the policy repeats itself, or all rewards are
+    equal, which is the reward's fault only where they never differed."""
+    lower = "lower learn.lr, and start again or resume from a checkpoint before that"
+    differed = [step for step, std in record.points("reward/std") if std]
+    entropy = record.recent(ENTROPY)
+    if differed and entropy and max(entropy) < REPEATS:
+        shown = f"; the entropy is {number(max(entropy), 4)} nats at most"
+        return shown, "the policy has collapsed: all samples of a prompt are the same", lower
+    if total(record, "reward/std"):
+        return None
+    if differed:
+        shown = f"; rewards differed until step {differed[-1]}"
+        return (
+            shown,
+            f"the policy has changed for the worse at about step {differed[-1]}: no sample differs in reward",
+            lower,
+        )
+    before = solved_before(record)
+    if before is not None and never_differed(record):
+        shown = f"; evaluation before training solved {percent(before, 1)}"
+        broken = "the first updates broke the policy, or training samples otherwise than evaluation does"
+        return shown, broken, "lower learn.lr; compare learn.sampling and learn.max_new_tokens with eval's"
+    broken = "every sample has the same reward: the reward is constant, or does not see the answer"
+    return "", broken, "call the reward by hand on two completions of RUN/samples that should differ"
 
 
 def _not_compared(record: Record) -> str | None:
@@ -99,6 +131,18 @@ def length_collapses(record: Record) -> Sick | None:
         return None
     seen = f"{number(early, 1)} to {number(now, 1)} tokens; {reward_words(record)}"
     return Sick("bad" if reward_falls(record) else "warn", seen)
+
+
+def sudden_length(record: Record, grows: bool) -> Sick | None:
+    shift = record.shift(LENGTH)
+    if shift is None or grows != (shift.after > shift.before):
+        return None
+    step = record.shift_step(LENGTH, shift)
+    if not nothing_gained(record, step):
+        return None
+    seen = f"{number(shift.before, 1)} tokens before step {step}, {number(shift.after, 1)} since (medians)"
+    level: Level = "bad" if reward_falls(record) else "warn"
+    return Sick(level, f"{seen}; {reward_words(record)}")
 
 
 RULES = (
@@ -172,11 +216,13 @@ RULES = (
         "responses grow and gain nothing",
         unit="tokens a response",
         healthy="steady, or growing with the reward",
-        found_when="the fitted length grew by half while the reward did not rise; bad where it fell",
+        found_when="the fitted length grew by half while the reward did not rise, or it grew to four times at once; bad where "
+        "the reward fell",
         cause="a loss that favours length (learn.aggregate: sequence_mean), or a reward that does",
         remedy="learn.aggregate token_mean or constant; learn.overlong",
         kind="advice",
         check=length_grows,
+        sudden=lambda record: sudden_length(record, grows=True),
         needs=(LENGTH, "reward/mean"),
         steps=20,
     ),
@@ -185,11 +231,13 @@ RULES = (
         "responses shrink and gain nothing",
         unit="tokens a response",
         healthy="steady, or shrinking while the reward rises",
-        found_when="less than 40 % of the early length is left while the reward did not rise; bad where it fell",
+        found_when="less than 40 % of the early length is left while the reward did not rise, or a quarter at once; bad where "
+        "the reward fell",
         cause="ending at once became the best answer: a bug in the reward, or updates that are too large",
         remedy="read RUN/samples; check what the reward gives an empty answer; lower learn.lr",
         kind="advice",
         check=length_collapses,
+        sudden=lambda record: sudden_length(record, grows=False),
         needs=(LENGTH, "reward/mean"),
         steps=20,
     ),

@@ -1,0 +1,42 @@
+"""Says when steps teach nothing: no group of them had samples with different rewards.
+
+Such a run looks busy. Waiting costs hours, so it is told after a few steps, and again, more rarely, while it lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.observe.format import get, number
+
+TELL_AFTER_STEPS = (3, 30, 300)
+"""Steps in a row without signal at which it is told."""
+NO_SIGNAL = "reward/zero_std_groups"
+
+
+def signal_share(metrics: Mapping[str, Any]) -> float | None:
+    """Share of groups whose samples differ in reward; None where samples are not compared within their groups."""
+    without = get(metrics, NO_SIGNAL)
+    return None if without is None else 1.0 - without
+
+
+class SignalWatch:
+    """Counts steps without signal."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def saw(self, metrics: Mapping[str, Any]) -> str | None:
+        """What to tell after this step; None: nothing."""
+        share = signal_share(metrics)
+        if share is None:
+            return None
+        self._in_a_row = self._in_a_row + 1 if share <= 0 else 0
+        if self._in_a_row not in TELL_AFTER_STEPS:
+            return None
+        return (
+            f"no group had signal in the last {self._in_a_row} steps: all samples of a prompt get the same reward (mean "
+            f"{number(get(metrics, 'reward/mean'))}), so the reward teaches nothing. Read RUN/samples; check the reward, choose "
+            "prompts that are solved sometimes, or raise learn.samples_per_prompt or learn.sampling.temperature"
+        )

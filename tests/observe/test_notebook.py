@@ -1,0 +1,70 @@
+"""In a notebook one output is replaced at every step; elsewhere nothing changes."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from trimtab.observe.console import Console
+from trimtab.observe.notebook import notebook_display
+
+
+class Handle:
+    def __init__(self, first: dict[str, str]) -> None:
+        self.shown = [first]
+
+    def update(self, bundle: dict[str, str], raw: bool) -> None:
+        assert raw
+        self.shown.append(bundle)
+
+
+class ZMQInteractiveShell:
+    """What a kernel runs; a terminal's has another name."""
+
+
+class TerminalInteractiveShell:
+    pass
+
+
+@pytest.fixture
+def displayed(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """What is displayed in a cell besides its standard output."""
+    handles = list[Handle]()
+
+    def display(bundle: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        assert raw and display_id
+        handles.append(Handle(bundle))
+        return handles[-1]
+
+    ipython: Any = ModuleType("IPython")
+    ipython.get_ipython = ZMQInteractiveShell
+    ipython.display = ModuleType("IPython.display")
+    ipython.display.display = display
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    return handles
+
+
+def test_a_cell_has_one_output_that_is_replaced(displayed: list[Handle], capsys: pytest.CaptureFixture[str]) -> None:
+    with Console(9) as console:
+        for step in (1, 2, 3):
+            console.step(step, {"reward/mean": 0.5, "time/total": 1.0})
+        console.note("a note")
+    (handle,) = displayed
+    assert ["step 1/9" in bundle["text/plain"] for bundle in handle.shown] == [True, False, False]
+    assert "step 3/9" in handle.shown[-1]["text/plain"] and "<pre" in handle.shown[-1]["text/html"]
+    assert capsys.readouterr().out == "a note\n"
+
+
+def test_only_a_notebooks_own_output_is_replaced(displayed: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    with Console(9, file=log) as console:
+        console.step(1, {})
+    assert "step 1/9" in log.getvalue() and not displayed
+    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", TerminalInteractiveShell)
+    assert notebook_display(sys.stdout) is None
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert notebook_display(sys.stdout) is None
