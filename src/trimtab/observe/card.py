@@ -30,6 +30,8 @@ class StartCard:
     """What a step takes: (label, words)."""
     data_rows: int
     eval_rows: int | None = None
+    evaluation: str | None = None
+    """How evaluation samples and where that differs from training, in words."""
     trainable_parameters: int | None = None
     """Where it is not all of them (LoRA)."""
     device_peak_gib: float | None = None
@@ -56,6 +58,7 @@ class StartCard:
             ("algorithm", self.algorithm),
             *self.batch,
             ("data", f"{self.data_rows:,} training rows, {_rows(self.eval_rows)}"),
+            *([("evaluation", self.evaluation)] if self.evaluation else []),
             ("memory", f"device {_of(self.device_peak_gib, self.device_total_gib)}"),
             ("", f"host {_of(self.host_peak_gib, self.host_total_gib)}"),
             ("run folder", str(self.run_dir)),
