@@ -1,18 +1,24 @@
-"""pass@k against enumeration, and what an evaluation reports."""
+"""pass@k against enumeration, what an evaluation reports, and how it samples."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import trimtab
 from trimtab.config.load import config_from_dict
 from trimtab.config.schema import Eval
 from trimtab.data.prompt import Prompt
 from trimtab.evaluation import ks, pass_at_k, scores, success_threshold
+from trimtab.observe.sinks import read_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
 
 PROMPT = Prompt(0, "q", [1])
@@ -106,3 +112,68 @@ def test_a_reward_model_has_no_mark_of_success_unless_one_is_given(changes: dict
         {"eval": changes, "model": {"path": "m"}, "data": {"train": "d.jsonl", "eval": "e.jsonl"}, "reward": parts}
     )
     assert success_threshold(config, ["taste", "exact"]) == expected
+
+
+# --- how evaluation samples
+
+TRAINING = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 24, "lr": 1e-9}
+RUN = {"device": "cpu", "threads": 1, "reward_workers": 1}
+ROWS = [{"prompt": f"{n}+{n}="} for n in range(6)]
+
+
+def completions_of(model: Path, learn: dict[str, Any], eval: dict[str, Any] | None = None) -> tuple[list[str], float]:
+    """The texts of an evaluation, and the share of them that was cut off."""
+    with tempfile.TemporaryDirectory() as folder:  # rewards run in a process of their own
+        written = Path(folder) / "texts.jsonl"
+
+        def collect(completions: list[str], **_: Any) -> list[float]:
+            with written.open("a") as file:
+                file.writelines(json.dumps(text) + "\n" for text in completions)
+            return [0.0] * len(completions)
+
+        settings_ = {"learn": TRAINING | learn, "eval": eval or {}, "run": RUN}
+        result = trimtab.evaluate(model=model, data=ROWS, reward=collect, **settings_)
+        texts = sorted(map(json.loads, written.read_text().splitlines()))
+    assert len(texts) == len(ROWS)
+    return texts, result["eval/truncated"]
+
+
+def test_evaluation_is_greedy_whatever_training_draws(model_folder: Path) -> None:
+    """With the sampling of training another seed would draw other completions."""
+    first, again = (completions_of(model_folder, {"seed": seed}) for seed in (0, 1))
+    assert first == again
+    drawn, other = (completions_of(model_folder, {"seed": seed}, {"sampling": {"temperature": 1.0}}) for seed in (0, 1))
+    assert drawn != other
+
+
+def test_evaluation_ends_completions_where_training_does(model_folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """The same weights, with stops in learn.sampling only: cut off before, ended now; in training's evaluations too."""
+    free, cut_free = completions_of(model_folder, {})
+    stop = max(free, key=len)[3]
+    ended, cut = completions_of(model_folder, {"sampling": {"stop": [stop]}})
+    assert cut < cut_free
+    assert all(text.endswith(stop) and text.count(stop) == 1 for text in ended if stop in text)
+    assert "stop " + repr(stop) in capsys.readouterr().out.replace("\n", " ")
+    assert completions_of(model_folder, {"sampling": {"stop": [stop]}}, {"sampling": {"stop": []}}) == (free, cut_free)
+    trimtab.train(
+        model=model_folder,
+        data=ROWS,
+        eval_data=ROWS,
+        reward=lambda completions, **_: [float(stop in text) for text in completions],
+        learn=TRAINING | {"sampling": {"stop": [stop]}},
+        run=RUN,
+        observe={"dir": str(tmp_path / "run"), "tensorboard": False},
+    )
+    first = read_metrics(tmp_path / "run")[0]
+    assert (first["step"], first["eval/truncated"]) == (0, cut)
+    assert first["eval/pass@1"] == sum(stop in text for text in ended) / len(ended) > 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "evaluation greedy (training: temperature 1), 1 sample a prompt (training: 2)" in shown
+
+
+def test_evaluation_ends_completions_at_the_stop_tokens_of_training(model_folder: Path) -> None:
+    every = {"sampling": {"stop_token_ids": list(range(3, 80))}}
+    texts, cut = completions_of(model_folder, every)
+    assert cut == 0.0
+    assert max(map(len, texts)) <= 2
+    assert completions_of(model_folder, every, {"sampling": {"stop_token_ids": []}})[1] > 0.0

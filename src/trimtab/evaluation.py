@@ -1,4 +1,4 @@
-"""Held-out accuracy: pass@1 and pass@k with evaluation's own sampling settings.
+"""Held-out accuracy: pass@1 and pass@k, with evaluation's own temperature and the stops of training.
 
 pass@k is the unbiased estimate from n samples of which c succeed, 1 - C(n-c, k) / C(n, k), averaged over prompts (Chen et al.
 2021). A completion without a score, because its reward failed or did not apply, is left out of its prompt's n and counted in
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from trimtab.config.resolved import eval_max_new_tokens, eval_sampling
 from trimtab.config.schema import Config, Eval
 from trimtab.data.prompt import Prompt
 from trimtab.observe.conversations import conversation_metrics
@@ -31,10 +32,10 @@ def measure(
 ) -> tuple[dict[str, float], list[Group]]:
     """Scores of the policy that the engine holds, and the completions they come from."""
     settings = config.eval.model_copy(update={"threshold": success_threshold(config, scorer.names)})
-    limit = settings.max_new_tokens or config.learn.max_new_tokens
+    sampling, limit = eval_sampling(config), eval_max_new_tokens(config)
     for group in sampler.generate(
         [
-            Request(prompt, settings.samples_per_prompt, limit, settings.sampling, config.learn.seed, EVAL_STEP)
+            Request(prompt, settings.samples_per_prompt, limit, sampling, config.learn.seed, EVAL_STEP)
             for prompt in prompts
         ]
     ):

@@ -27,7 +27,7 @@ from trimtab.build import (
     take_up,
 )
 from trimtab.checkpoint import RunState, load_optimizer, prune, reading
-from trimtab.config.algorithms import resolve
+from trimtab.config.resolved import eval_in_words, eval_max_new_tokens, resolve_config
 from trimtab.config.run import Run
 from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
@@ -170,7 +170,7 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
     refuse_without_engine(config.run, device)
     refuse_missing_wandb(config.observe)
     refuse_kernels(config.run, config.model, device)
-    config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
+    config = with_found_rewards(resolve_config(config), inputs)
     tokenizer, limit = read_tokenizer(config)
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
@@ -330,7 +330,7 @@ def open_evaluation(
     config: Config, inputs: Inputs, stack: ExitStack, *, console_file: IO[str] | None = None
 ) -> Evaluation:
     """Build what measures a model: no optimizer, no training data, no run folder."""
-    config = with_found_rewards(config.model_copy(update={"learn": resolve(config.learn)}), inputs)
+    config = with_found_rewards(resolve_config(config), inputs)
     if config.data.eval is None and inputs.eval_rows is None:
         raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
     device = pick_device(config.run)
@@ -360,8 +360,9 @@ def open_evaluation(
     plan, engine = open_engine(config, plan, policy, tokenizer)
     stack.callback(engine.close)
     config = config.model_copy(update={"run": plan.run})
-    if held_out.note:
-        console.note(held_out.note)
+    for note in (held_out.note, f"sampling: {eval_in_words(config)}"):
+        if note:
+            console.note(note)
     spare_the_collector(stack)
     column = config.data.task
     tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
@@ -453,7 +454,7 @@ def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work
         completion=learn.max_new_tokens,
         steps=learn.steps,
         eval_sequences=evaluated,
-        eval_completion=_eval_tokens(config) if evaluated else 0,
+        eval_completion=eval_max_new_tokens(config) if evaluated else 0,
         rank=config.model.lora.r if config.model.lora else 0,
         adapters=adapters,
         reference=isinstance(reference, Policy),
@@ -478,15 +479,11 @@ def _measuring_job(config: Config, policy: Policy, held_out: EvalSet) -> Job:
         samples=config.eval.samples_per_prompt,
         longest_prompt=held_out.longest,
         typical_prompt=held_out.longest,
-        completion=_eval_tokens(config),
+        completion=eval_max_new_tokens(config),
         environment=config.environment is not None,
         reward_models=tuple(map(shape_of, reward_models(config))),
         training=False,
     )
-
-
-def _eval_tokens(config: Config) -> int:
-    return config.eval.max_new_tokens or config.learn.max_new_tokens
 
 
 def _card(
@@ -502,6 +499,7 @@ def _card(
         ),
         data_rows=len(work.train.rows),
         eval_rows=len(work.eval.prompts) or None,
+        evaluation=eval_in_words(config) if work.eval.prompts else None,
         engine=engine.description,
         resumed_from=done,
     )

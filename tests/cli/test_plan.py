@@ -34,16 +34,40 @@ def plan(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_a_reward_model_is_looked_for_in_the_configs_folder_as_training_does(config: Path) -> None:
+def write_shape(folder: Path) -> None:
     shape = {
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 512,
     }  # fmt: skip
-    (config.parent / "rm").mkdir()
-    (config.parent / "rm" / "config.json").write_text(json.dumps(shape))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+
+
+def test_a_reward_model_is_looked_for_in_the_configs_folder_as_training_does(config: Path) -> None:
+    write_shape(config.parent / "rm")
     code, out, shown = plan(config, "reward=[{fn: 'model:rm'}]", "--device", "h200", "--json")
     assert code == 0, shown
     assert json.loads(out.splitlines()[-1])["fits"]
+
+
+def test_evaluation_is_planned_for_as_it_will_run(config: Path) -> None:
+    """More sequences at once than a training step has, or longer ones, take more KV cache; what training refuses is refused."""
+
+    def kv(*overrides: str) -> int:
+        code, out, shown = plan(config, "data.eval=task:arithmetic", *overrides, "--device", "h200", "--json")
+        assert code == 0, shown
+        choices = {choice["key"]: choice["value"] for choice in json.loads(out.splitlines()[-1])["choices"]}
+        return choices["run.rollout.kv_memory"]
+
+    small = kv("eval.limit=512")
+    assert kv("eval.limit=1024") == pytest.approx(2 * small, rel=0.2)
+    assert kv("eval.limit=512", "eval.max_new_tokens=1024") > 1.3 * small
+    assert kv("eval.limit=512", "learn.sampling.stop=[x]") == small
+    write_shape(config.parent / "short")
+    short = (f"model.path={config.parent / 'short'}", "data.max_prompt_tokens=16", "learn.max_new_tokens=64")
+    code, _, shown = plan(config, *short, "data.eval=task:arithmetic", "eval.max_new_tokens=512", "--device", "h200")
+    assert code == 2
+    assert "eval.max_new_tokens: 512 leaves no room for a prompt in the model's context of 512 tokens" in shown
 
 
 def test_it_answers_as_the_design_says(config: Path) -> None:

@@ -11,7 +11,7 @@ from trimtab.config.learn import Learn, Sampling
 from trimtab.config.load import config_from_dict, load_as, load_config
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.run import Run
-from trimtab.config.schema import Config
+from trimtab.config.schema import Config, EvalSampling
 from trimtab.config.sft import SftConfig
 from trimtab.errors import ConfigError
 
@@ -139,7 +139,7 @@ def test_an_empty_section_is_the_default(tmp_path: Path) -> None:
 
 def test_evaluation_stays_greedy_when_its_sampling_is_given_in_part() -> None:
     config = build("data.eval=b.jsonl", "eval.sampling.stop=[x]")
-    assert config.eval.sampling == Sampling(temperature=0.0, stop=["x"])
+    assert config.eval.sampling == EvalSampling(stop=["x"])
 
 
 def test_merge_keys_are_not_duplicates(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_merge_keys_are_not_duplicates(tmp_path: Path) -> None:
         TEXT + "learn: {sampling: &s {top_k: 5, stop: [x]}}\neval: {sampling: {<<: *s, temperature: 1.0, top_k: 6}}\n"
     )
     config = load_text(tmp_path, text.replace("train: a.jsonl", "train: a.jsonl, eval: b.jsonl"))
-    assert config.eval.sampling == Sampling(temperature=1.0, top_k=6, stop=["x"])
+    assert config.eval.sampling == EvalSampling(temperature=1.0, top_k=6, stop=["x"])
 
 
 def test_an_override_of_one_alias_leaves_the_other_alone(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.config.algorithms import RECIPES, resolve
+from trimtab.config.algorithms import RECIPES
 from trimtab.config.load import config_from_dict, load_config, resolved_yaml
 from trimtab.config.reference import entries, slot
+from trimtab.config.resolved import resolve_config
 from trimtab.config.schema import Config
 from trimtab.errors import ConfigError
 
@@ -39,15 +40,11 @@ def read_back(text: str, folder: Path) -> Config:
     return load_config(path)
 
 
-def resolved(config: Config) -> Config:
-    return config.model_copy(update={"learn": resolve(config.learn)})
-
-
 @pytest.mark.parametrize("algorithm", RECIPES)
 def test_a_resolved_config_loads_back_equal(algorithm: str, tmp_path: Path) -> None:
     config = config_from_dict(LEAST, [f"learn.algorithm={algorithm}"])
     again = read_back(resolved_yaml(config), tmp_path)
-    assert again == resolved(config)
+    assert again == resolve_config(config)
     assert resolved_yaml(again) == resolved_yaml(config)
 
 
@@ -62,7 +59,7 @@ def test_a_full_config_loads_back_equal(tmp_path: Path) -> None:
     ]
     config = config_from_dict(LEAST, overrides)
     text = resolved_yaml(config)
-    assert read_back(text, tmp_path) == resolved(config)
+    assert read_back(text, tmp_path) == resolve_config(config)
     assert yaml.safe_load(text)["learn"]["importance"]["level"] == "off", "plain YAML 1.1 readers see the same words"
     assert "auto" not in (yaml.safe_load(text)["learn"]["clip"]["low"], yaml.safe_load(text)["learn"]["loss"])
 
@@ -84,7 +81,7 @@ def test_any_text_and_number_survives_the_round_trip(
             "learn": {"lr": lr, "sampling": {"stop": stop}},
         }
     )
-    assert read_back(resolved_yaml(config), tmp_path_factory.getbasetemp()) == resolved(config)
+    assert read_back(resolved_yaml(config), tmp_path_factory.getbasetemp()) == resolve_config(config)
 
 
 @st.composite

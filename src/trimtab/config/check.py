@@ -16,9 +16,10 @@ from trimtab.config.contradiction import Contradiction, changed, clash, reward_n
 from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
 from trimtab.config.objectives import judges, normalized, reward_models, tasks
+from trimtab.config.resolved import FILTERS, STOPS
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.run import Run
-from trimtab.config.schema import Config, Eval
+from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig, SftData
 from trimtab.errors import Problem
 
@@ -278,7 +279,9 @@ def _reward(config: Config, learn: Learn) -> Iterator[Contradiction]:
 def _eval(config: Config, learn: Learn) -> Iterator[Contradiction]:
     fix = "Write data.eval: FILE, or leave it out"
     if config.data.eval is None:
-        idle = [f"eval.{name}" for name in changed(config.eval)]
+        stops = {name: getattr(config.eval.sampling, name) or None for name in STOPS}  # a resolved config has []
+        sampling = config.eval.sampling.model_copy(update=stops)
+        idle = [f"eval.{name}" for name in changed(config.eval.model_copy(update={"sampling": sampling}))]
         idle += ["observe.eval_every"] if config.observe.eval_every else []
         for key in idle:
             yield clash(f"{key} data.eval", "has no effect: there is no evaluation set", fix)
@@ -297,14 +300,12 @@ def _eval(config: Config, learn: Learn) -> Iterator[Contradiction]:
             f"is {config.eval.samples_per_prompt}, but at temperature 0 all samples of a prompt are the same",
             "Write eval.sampling.temperature: 1.0, or eval.samples_per_prompt: 1",
         )
-    usual = Eval.model_fields["sampling"].default
-    for name in ("top_k", "top_p", "min_p"):
-        if getattr(config.eval.sampling, name) != getattr(usual, name):
-            yield clash(
-                f"eval.sampling.{name} eval.sampling.temperature",
-                "has no effect at temperature 0, which always takes the most probable token",
-                f"Write eval.sampling.temperature: 1.0, or leave {name} out",
-            )
+    for name in changed(config.eval.sampling, *FILTERS):
+        yield clash(
+            f"eval.sampling.{name} eval.sampling.temperature",
+            "has no effect at temperature 0, which always takes the most probable token",
+            f"Write eval.sampling.temperature: 1.0, or leave {name} out",
+        )
 
 
 def _data(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:

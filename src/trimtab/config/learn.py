@@ -26,8 +26,8 @@ LossName = Literal["clip", "sequence_clip", "gspo", "cispo", "on_policy"]
 AggregateName = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
-class Sampling(Section):
-    """How tokens are drawn. Sampling is keyed by (seed, step, prompt, sample, position), never by batch shape."""
+class Drawing(Section):
+    """How a token is drawn from the model's distribution. Training and evaluation each have their own."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Softmax temperature; log-probs in training use the same one. 0 is greedy and only makes sense for evaluation."""
@@ -37,6 +37,11 @@ class Sampling(Section):
     """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less probable than this fraction of the most probable one; 0 keeps all."""
+
+
+class Sampling(Drawing):
+    """How tokens are drawn. Sampling is keyed by (seed, step, prompt, sample, position), never by batch shape."""
+
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a completion. The tokens up to and including the one that completes the string are kept."""
     stop_token_ids: list[Count] = []

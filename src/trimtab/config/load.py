@@ -25,7 +25,6 @@ from trimtab.config.advice import (
     what_it_takes,
     wrong_value,
 )
-from trimtab.config.algorithms import resolve
 from trimtab.config.base import Section
 from trimtab.config.check import contradictions
 from trimtab.config.reference import (
@@ -37,6 +36,7 @@ from trimtab.config.reference import (
     slot,
     written,
 )
+from trimtab.config.resolved import resolve_config
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
@@ -99,8 +99,8 @@ def config_from_dict(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
 
 
 def resolved(config: AnyConfig) -> AnyConfig:
-    """The config with every algorithm choice written out."""
-    return config.model_copy(update={"learn": resolve(config.learn)}) if isinstance(config, Config) else config
+    """The config with every choice written out that follows from other keys."""
+    return resolve_config(config) if isinstance(config, Config) else config
 
 
 def resolved_yaml(config: AnyConfig) -> str:

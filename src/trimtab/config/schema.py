@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trimtab.config.base import Count, PositiveInt, Section
-from trimtab.config.learn import Learn, Sampling
+from trimtab.config.learn import Drawing, Learn
 from trimtab.config.run import Run
 
 Normalize = Literal["none", "group", "step"]
@@ -109,12 +109,24 @@ class Environment(Section):
     """Keyword arguments with which the class of `fn` is made."""
 
 
+class EvalSampling(Drawing):
+    """How evaluation draws tokens: greedily, unless told. What ends a completion is as in training, unless told."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Softmax temperature; 0 is greedy. Not inherited from training, nor are top_k, top_p and min_p."""
+    stop: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Strings that end a completion. None: learn.sampling.stop; [] for none."""
+    stop_token_ids: list[Count] | None = None
+    """Token ids that end a completion, besides the model's own end-of-sequence ids. None: learn.sampling.stop_token_ids; [] for
+    none."""
+
+
 class Eval(Section):
     """How held-out accuracy is measured."""
 
     samples_per_prompt: PositiveInt = 1
     """Completions for each evaluation prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
-    sampling: Sampling = Sampling(temperature=0.0)
+    sampling: EvalSampling = EvalSampling()
     max_new_tokens: PositiveInt | None = None
     """Longest completion; None: learn.max_new_tokens."""
     limit: PositiveInt | None = None

@@ -41,6 +41,8 @@ class StartCard:
     """What a step takes: (label, words)."""
     data_rows: int
     eval_rows: int | None = None
+    evaluation: str | None = None
+    """How evaluation samples and where that differs from training, in words."""
     trainable_parameters: int | None = None
     """Where it is not all of them (LoRA)."""
     device_peak_gib: float | None = None
@@ -67,6 +69,7 @@ class StartCard:
             ("algorithm", self.algorithm),
             *self.batch,
             ("data", f"{self.data_rows:,} training rows, {_rows(self.eval_rows)}"),
+            *([("evaluation", self.evaluation)] if self.evaluation else []),
             *self._memory(),
             ("run folder", str(self.run_dir)),
         ]

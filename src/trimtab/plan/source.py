@@ -14,6 +14,7 @@ from typing import Any
 
 from trimtab.config.algorithms import resolve
 from trimtab.config.load import AnyConfig, Offline
+from trimtab.config.resolved import eval_max_new_tokens
 from trimtab.config.reward_model import PairLearn, RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
@@ -116,11 +117,13 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
     dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
     rank = config.model.lora.r if config.model.lora else 0
     stated = config.data.max_prompt_tokens
-    room = shape.context - learn.max_new_tokens
-    if room < 1:
-        what = f"{learn.max_new_tokens} leaves no room for a prompt in the model's context of {shape.context} tokens"
-        raise ConfigError([Problem("learn.max_new_tokens", what, "Lower it.")])
     evaluated = config.data.eval is not None
+    longest = max(learn.max_new_tokens, eval_max_new_tokens(config) if evaluated else 0)
+    room = shape.context - longest
+    if room < 1:
+        what = f"{longest} leaves no room for a prompt in the model's context of {shape.context} tokens"
+        key = "learn.max_new_tokens" if longest == learn.max_new_tokens else "eval.max_new_tokens"
+        raise ConfigError([Problem(key, what, "Lower it.")])
     return Job(
         shape=shape,
         itemsize=ITEMSIZE[dtype],
@@ -131,8 +134,8 @@ def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
         completion=learn.max_new_tokens,
         steps=learn.steps,
         environment=config.environment is not None,
-        eval_sequences=config.eval.samples_per_prompt if evaluated else 0,
-        eval_completion=(config.eval.max_new_tokens or learn.max_new_tokens) if evaluated else 0,
+        eval_sequences=(config.eval.limit or 1) * config.eval.samples_per_prompt if evaluated else 0,
+        eval_completion=eval_max_new_tokens(config) if evaluated else 0,
         rank=rank,
         adapters=_adapters(config, shape),
         reference=learn.kl.coef > 0 and not rank,
