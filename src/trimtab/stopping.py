@@ -61,8 +61,9 @@ _stops = _Stops()
 
 
 @contextmanager
-def take_signals() -> Iterator[None]:
-    """Stop signals are handled as said above until the block ends. Nothing changes inside another such block, or in a thread."""
+def take_signals(*, until_exit: bool = False) -> Iterator[None]:
+    """Stop signals are handled as said above until the block ends; with `until_exit`, repeats of one that was raised are ignored
+    for as long as the process takes to end after it. Nothing changes inside another such block, or in a thread."""
     global _stops
     if _stops.handlers or threading.current_thread() is not threading.main_thread():
         yield
@@ -76,7 +77,7 @@ def take_signals() -> Iterator[None]:
         yield
     finally:
         for signum, handler in taken.handlers.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, signal.SIG_IGN if until_exit and taken.raised else handler)
         _stops = _Stops()
 
 
