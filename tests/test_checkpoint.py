@@ -115,13 +115,14 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     model = made()
     save(tmp_path, 1, tokenizer, keep=1, model=model)
 
-    def full(*_: object) -> None:
-        raise OSError("No space left on device")
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(checkpoint, "save_file", broken)
+    words = r"step 2 cannot be saved in .*Input/output error.*the newest that is whole is step-1.*--resume"
+    with pytest.raises(TrainingError, match=words):
         save(tmp_path, 2, tokenizer, keep=1, model=model)
-    assert list(checkpoints(tmp_path)) == [1]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
     monkeypatch.undo()
     save(tmp_path, 2, tokenizer, keep=1, model=model)
     assert list(checkpoints(tmp_path)) == [2]

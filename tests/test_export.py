@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import tiny_model
 
@@ -133,14 +135,70 @@ def test_no_evaluation_means_no_best(tmp_path: Path, tokenizer) -> None:
         find_checkpoint(tmp_path, "best")
 
 
-def test_an_export_that_fails_leaves_no_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise OSError("No space left on device")
+FAILURES: dict[str, tuple[BaseException, type[BaseException], str]] = {
+    "full": (
+        OSError(28, "No space left on device"),
+        ConfigError,
+        r"FOLDER: there is no space left for the model in .*out",
+    ),
+    "full, in safetensors' words": (
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+        ConfigError,
+        r"FOLDER: there is no space left",
+    ),
+    "read-only": (
+        OSError(30, "Read-only file system"),
+        ConfigError,
+        r"FOLDER: cannot write to .*: Read-only file system",
+    ),
+    "stopped": (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
+}
 
-    monkeypatch.setattr(export, "flush_to_disk", broken)
-    with pytest.raises(OSError, match="No space"):
-        export_run(run, tmp_path / "out", "last", "same")
-    assert not (tmp_path / "out").exists()
-    monkeypatch.undo()
-    export_run(run, tmp_path / "out", "last", "same")
+
+@pytest.mark.parametrize("dtype", ["same", "bfloat16"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_an_export_that_fails_leaves_all_as_it_was(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, dtype: str
+) -> None:
+    error, told, words = FAILURES[failure]
+
+    def fail(_: object, to: Path, *__: object, **___: object) -> None:
+        raise error
+
+    with monkeypatch.context() as failing:
+        failing.setattr(shutil, "copy2", fail)
+        failing.setattr(export, "save_model", lambda model, tokenizer, folder: fail(model, folder))
+        with pytest.raises(told, match=words):
+            export_run(run, tmp_path / "deep/out", "last", dtype)
+        assert [*tmp_path.iterdir()] == []
+    (tmp_path / ".writing-out").mkdir()  # as a kill leaves it
+    export_run(run, tmp_path / "out", "last", dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed(run: Path, tmp_path: Path, there: bool) -> None:
+    real, link = tmp_path / "disk/real", tmp_path / "link"
+    (real if there else real.parent).mkdir(parents=True)
+    link.symlink_to(real)
+    export_run(run, link, "last", "same")
+    assert link.is_symlink() and (real / "model.safetensors").is_file()
+    assert [path.name for path in real.parent.iterdir()] == ["real"]
+
+
+def test_places_that_cannot_be_replaced_are_told(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match=r"FOLDER: "):
+        export_run(run, tmp_path / "loop", "last", "same")
+    for inside in (run / "checkpoints/step-10/out", run / "checkpoints/out"):
+        with pytest.raises(
+            ConfigError, match=r"FOLDER: .* is among the checkpoints of the run itself\. Choose a folder outside"
+        ):
+            export_run(run, inside, "last", "same")
+        assert not inside.exists()
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
+    with pytest.raises(
+        ConfigError, match=r"volume is where another disk is mounted.*Write a folder in it: .*volume/model"
+    ):
+        export_run(run, tmp_path / "volume", "last", "same")

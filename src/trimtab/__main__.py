@@ -1,5 +1,5 @@
 """`python -m trimtab`"""
 
-from trimtab.cli import app
+from trimtab.cli import main
 
-app(prog_name="trimtab")
+main()

@@ -20,6 +20,7 @@ from trimtab.evaluation import measure
 from trimtab.observe.format import scores
 from trimtab.preferences import run_reward_model
 from trimtab.session import open_evaluation, open_session
+from trimtab.stopping import take_signals
 from trimtab.supervised import run_sft
 from trimtab.work import GIVEN_ROWS, Callback, Inputs
 
@@ -138,7 +139,7 @@ def run_training(
     config: Config, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
     """Run a validated config."""
-    with own_modes(), ExitStack() as stack:
+    with take_signals(), own_modes(), ExitStack() as stack:
         session = open_session(config, inputs, stack, resume=resume, console_file=console_file)
         try:
             return loop.train(session)

@@ -7,6 +7,7 @@ Writing one takes no device memory: tensors are put in order on the host.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,9 +21,10 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from trimtab.errors import ConfigError, TrainingError, is_no_space
+from trimtab.errors import ConfigError, DivergedError, TrainingError, is_no_space
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.model.memory import is_out_of_memory
@@ -30,6 +32,9 @@ from trimtab.update.optimizer import MasterAdamW
 
 FORMAT = 1
 CONFIG, STATE, OPTIMIZER = "config.yaml", "state.json", "optimizer.safetensors"
+WEIGHTS_MARK = "weights"
+MOST = 2**62
+"""No run counts as far."""
 
 
 @dataclass
@@ -61,6 +66,8 @@ class RunState:
     """What running out of memory has taught: `Guard.state`."""
     data_mark: str = ""
     """Which rows it trains on (`data.files.mark_of`)."""
+    eval_due: bool = False
+    """The evaluation of this step was stopped or failed: the run that resumes makes up for it."""
 
     def note_reward(self, mean: float) -> None:
         """Remember the first and the latest mean reward of a step that had any."""
@@ -100,59 +107,114 @@ def save_checkpoint(
     """Write `step-N`, then remove what is neither among the newest `keep` nor the best. `others`: more files of tensors."""
     folder = run_dir / "checkpoints"
     target, aside = folder / f"step-{state.step}", folder / f".writing-step-{state.step}"
-    _refuse_numbers_that_are_none(model, run_dir, state.step)
-    clear(folder)
-    with _explaining_a_full_disk(run_dir, state.step):
-        aside.mkdir(parents=True)
+    parts = {OPTIMIZER: optimizer.state_tensors(), **(others or {})}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    _refuse_to_save_non_finite({"": trained, **parts}, run_dir, state.step)
+    # What other libraries write has no room for a step: it is told by what is in it.
+    facts = {OPTIMIZER: {WEIGHTS_MARK: mark_of_weights(optimizer.params)}}
+    has_config = (run_dir / CONFIG).exists()
+    with _explaining_failed_writes(run_dir, state.step, has_config):
+        folder.mkdir(exist_ok=True)
+        clear(folder)
+        aside.mkdir()
         if has_adapters(model):
             save_adapters(model, aside)
         else:
             save_model(model, tokenizer, aside)
-        for name, tensors in {OPTIMIZER: optimizer.state_tensors(), **(others or {})}.items():
-            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name)
-        if (run_dir / CONFIG).exists():
+        for name, tensors in parts.items():
+            of_step = {"step": str(state.step), **facts.get(name, {})}
+            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name, of_step)
+        if has_config:
             shutil.copy(run_dir / CONFIG, aside)
-        (aside / STATE).write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
-        flush_to_disk(aside)
-    if target.exists():
-        remove_whole(target)
-    aside.rename(target)
-    _fsync(folder)
-    prune(run_dir, keep, state.best_step)
+        write_state(aside, state)
+        put_in_place(aside, target)
+        fsync(run_dir)  # the first checkpoint makes a folder there
+        prune(run_dir, keep, state.best_step)
     return target
 
 
+def write_state(checkpoint: Path, state: RunState) -> None:
+    """Write the state of a checkpoint, whole or not at all."""
+    aside = checkpoint / f".{STATE}.writing"
+    aside.write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
+    fsync(aside)
+    aside.rename(checkpoint / STATE)
+    fsync(checkpoint)
+
+
 @torch.no_grad()
-def _refuse_numbers_that_are_none(model: Any, run_dir: Path, step: int) -> None:
-    """Weights that are not finite replace none that are. Their largest is asked for, which takes no memory beside them."""
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad and weight.numel()}
-    largest = {name: torch.linalg.vector_norm(weight, math.inf).double() for name, weight in trained.items()}
-    if largest and not torch.stack(list(largest.values())).isfinite().all():
-        name = next(name for name, value in largest.items() if not value.isfinite())
+def largest_values(tensors: Iterable[torch.Tensor]) -> list[float]:
+    """The largest absolute value in each tensor of floats, which takes no memory beside them and is the same on every device;
+    not finite where any value is not."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    largest = [torch.linalg.vector_norm(tensor.detach(), math.inf).double().cpu() for tensor in floats]
+    return torch.stack(largest).tolist() if largest else []
+
+
+def mark_of_weights(parameters: Iterable[torch.Tensor]) -> str:
+    """What tells weights from those of another step: nearly every step moves the largest value of some tensor."""
+    return repr(math.fsum(largest_values(parameters)))
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of a tensor that holds NaN or infinity."""
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    values = zip(floats, largest_values(floats.values()))
+    return next((name for name, value in values if not math.isfinite(value)), None)
+
+
+def _refuse_to_save_non_finite(files: Mapping[str, Mapping[str, torch.Tensor]], run_dir: Path, step: int) -> None:
+    """Values that are not finite replace none that are. `files`: tensors by file, the policy's weights under no name."""
+    for file, tensors in files.items():
+        name = _not_finite(tensors)
+        if name is None:
+            continue
         newest = newest_checkpoint(run_dir)
         kept = "There is no earlier checkpoint" if newest is None else f"{newest.name} is as it was"
-        raise TrainingError(
-            f"after step {step} {name} holds values that are not finite: the update was too large for its type. {kept}. Lower "
-            "learn.lr or learn.max_grad_norm."
+        what, rate = (f"{file}: {name}", "learn.critic.lr") if file.startswith("critic") else (name, "learn.lr")
+        raise DivergedError(
+            f"after step {step} {what} holds values that are not finite: the update was too large for its type. {kept}. Lower "
+            f"{rate} or learn.max_grad_norm."
         )
 
 
+def folder_is_gone(run_dir: Path, step: int) -> TrainingError:
+    return TrainingError(
+        f"{run_dir} is gone: it was moved or deleted while the run was in it. Where it was moved, resume it there "
+        f"(observe.dir); step {step} is not in it"
+    )
+
+
 @contextmanager
-def _explaining_a_full_disk(run_dir: Path, step: int) -> Iterator[None]:
-    """Turn a full disk into a TrainingError, after removing what was half written."""
+def _explaining_failed_writes(run_dir: Path, step: int, had_config: bool) -> Iterator[None]:
+    """Turn what a disk or a folder can do to a checkpoint into a TrainingError, after removing what was half written."""
     try:
         yield
     except Exception as error:
-        if not is_no_space(error):
+        if not (isinstance(error, OSError) or is_no_space(error) or "os error" in str(error)):
             raise
-        clear(run_dir / "checkpoints")
-        newest = newest_checkpoint(run_dir)
-        kept = "there is no earlier one" if newest is None else f"the newest that is whole is {newest.name}"
-        fewer = "" if newest is None else ", or write observe.keep_checkpoints: 1"
-        raise TrainingError(
-            f"there is no space left for the checkpoint of step {step} in {run_dir}, and {kept}. Free some "
-            f"space{fewer}; then go on with --resume."
-        ) from error
+        with contextlib.suppress(OSError):
+            clear(run_dir / "checkpoints")
+        if not run_dir.exists() or (had_config and not (run_dir / CONFIG).exists()):
+            for made_again in (run_dir / "checkpoints", run_dir):  # by a library that makes what is not there
+                with contextlib.suppress(OSError):
+                    made_again.rmdir()
+            raise folder_is_gone(run_dir, step) from error
+        raise TrainingError(_why_not_written(run_dir, step, error)) from error
+
+
+def _why_not_written(run_dir: Path, step: int, error: Exception) -> str:
+    found = checkpoints(run_dir)
+    kept = f"the newest that is whole is step-{max(found)}" if found else "there is no earlier one"
+    if is_no_space(error):
+        fewer = ", or write observe.keep_checkpoints: 1" if found else ""
+        return (
+            f"there is no space left for the checkpoint of step {step} in {run_dir}, and {kept}. Free some space{fewer}; then go "
+            "on with --resume."
+        )
+    failed = "old checkpoints cannot be removed from" if step in found else f"step {step} cannot be saved in"
+    why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{failed} {run_dir} ({why}), and {kept}. See that the folder can be written to; then go on with --resume."
 
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:
@@ -176,15 +238,51 @@ def load_state(checkpoint: Path) -> RunState:
         values = {key: value for key, value in saved.items() if key in known}
         if values.get("best_score") is None:
             values.pop("best_score", None)
+        _refuse_numbers_of_no_run(values)
         state = TypeAdapter(RunState).validate_python(values)
         if checkpoint.name != f"step-{state.step}" or min(state.step, state.version, state.data_position) < 0:
             raise ValueError(f"{STATE} says that it is of step {state.step}, from row {state.data_position} on")
     return state
 
 
+def _refuse_numbers_of_no_run(values: Mapping[str, Any]) -> None:
+    """JSON as Python reads it has NaN, and counts without end."""
+    kinds = {f.name: f.type for f in fields(RunState)}
+    for name, value in values.items():
+        if isinstance(value, float) and (kinds[name] == "int" or (kinds[name] == "float" and not math.isfinite(value))):
+            raise ValueError(f"{STATE} has {name} {value!r}, which no run writes")
+        if isinstance(value, int) and abs(value) > MOST:
+            raise ValueError(f"{STATE} has {name} {float(value):.3g}, which no run reaches")
+
+
+def load_part(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors of one of a checkpoint's own files: of the checkpoint's step, and finite."""
+    facts = _facts(file)
+    if "step" in facts and file.parent.name != f"step-{facts['step']}":
+        raise ValueError(f"{file.name} is of step {facts['step']}")
+    tensors = load_file(file)
+    if name := _not_finite(tensors):
+        raise ValueError(f"{file.name}: {name} holds values that are not finite")
+    return tensors
+
+
 def load_optimizer(checkpoint: Path, optimizer: MasterAdamW) -> None:
+    """Make the optimizer what it was. The weights it is for are those of the checkpoint, and are loaded already."""
     with reading(checkpoint):
-        optimizer.load_state_tensors(load_file(checkpoint / OPTIMIZER))
+        saved = load_part(checkpoint / OPTIMIZER)
+        values = largest_values(optimizer.params)
+        if not all(map(math.isfinite, values)):
+            raise ValueError("its weights hold values that are not finite")
+        mark = _facts(checkpoint / OPTIMIZER).get(WEIGHTS_MARK)
+        if mark is not None and mark != repr(math.fsum(values)):
+            raise ValueError(f"its weights are not those that {OPTIMIZER} is for: they are of another step, or damaged")
+        optimizer.load_state_tensors(saved)
+
+
+def _facts(file: Path) -> dict[str, str]:
+    """What is said in a file of tensors beside them."""
+    with safe_open(file, "pt") as opened:
+        return opened.metadata() or {}
 
 
 @contextmanager
@@ -221,15 +319,27 @@ def clear(folder: Path) -> None:
 
 def remove_whole(folder: Path) -> None:
     """Delete a folder so that it is never seen half deleted under its name."""
-    away = folder.with_name(f".deleting-{folder.name}")
-    folder.rename(away)
-    shutil.rmtree(away)
+    shutil.rmtree(_rename_away(folder))
+
+
+def _rename_away(folder: Path) -> Path:
+    return folder.rename(folder.with_name(f".deleting-{folder.name}"))
+
+
+def put_in_place(aside: Path, target: Path) -> None:
+    """Rename a folder that is written to what it is called, when all of it is on disk; what was there before is deleted."""
+    flush_to_disk(aside)
+    away = _rename_away(target) if target.exists() else None
+    aside.rename(target)
+    fsync(target.parent)
+    if away is not None:
+        shutil.rmtree(away)
 
 
 def flush_to_disk(folder: Path) -> None:
-    for file in _files(folder):
-        _fsync(file)
-    _fsync(folder)
+    """Have all files of a folder, and the folders' own entries, on disk."""
+    for path in (*folder.rglob("*"), folder):
+        fsync(path)
 
 
 def _steps(folder: Path) -> dict[int, Path]:
@@ -237,11 +347,8 @@ def _steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in matches if match and (path / STATE).is_file()))
 
 
-def _files(folder: Path) -> Iterable[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
-
-
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """What was written to a file, or a folder's entries, outlives the machine's end."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -250,5 +357,6 @@ def _fsync(path: Path) -> None:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity; the best score of a run without evaluations is null."""
-    return {k: None if isinstance(v, float) and v in (float("inf"), float("-inf")) else v for k, v in values.items()}
+    """JSON has neither infinity nor NaN: the best score of a run without evaluations is null, and so is the loss of a batch that
+    gave none."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

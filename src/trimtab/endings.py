@@ -1,14 +1,13 @@
-"""How steps and runs of every stage end: accounted for and saved; exported, interrupted, or given up as nothing is learned."""
+"""How steps and runs of every stage end: accounted for; exported, interrupted, or given up as nothing is learned. How they are
+saved is in keeping.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from trimtab.checkpoint import CONFIG, RunState, flush_to_disk, newest_checkpoint, remove_whole
+from trimtab.checkpoint import CONFIG, RunState, folder_is_gone, newest_checkpoint, put_in_place
 from trimtab.config.load import AnyConfig
 from trimtab.errors import TrainingError, TrimtabError
 from trimtab.folder import FINAL
@@ -55,17 +54,15 @@ class Stepping(Protocol):
     def callbacks(self) -> Sequence[Callback]: ...
 
 
-def end_step(
-    run: Stepping, metrics: dict[str, float], tokens: float, steps: int, recovered: int, save: Callable[[], None]
-) -> None:
-    """Close the accounts of a step, show and write them, move the budget, and save what is due. `recovered`: recoveries from lack
-    of memory before the step."""
-    state, observe = run.state, run.config.observe
+def refuse_without_folder(run: Stepping) -> None:
     if not (run.folder / CONFIG).exists():
-        raise TrainingError(
-            f"{run.folder} is gone: it was moved or deleted while the run was in it. Where it was moved, resume it there "
-            f"(observe.dir); step {state.step} is not in it"
-        )
+        raise folder_is_gone(run.folder, run.state.step)
+
+
+def account(run: Stepping, metrics: dict[str, float], tokens: float, steps: int, recovered: int) -> None:
+    """Close the accounts of a step into its metrics, and move the budget. `recovered`: recoveries from lack of memory before the
+    step."""
+    state = run.state
     metrics |= run.guard.end_step() | run.meter.end_step() | run.host.end_step(steps - state.step)
     metrics |= run.watch.end_step(metrics)
     if state.oom_recoveries == recovered:
@@ -78,16 +75,6 @@ def end_step(
     metrics |= run.timeline.end_step(state.step) | {"run/oom_recoveries": float(state.oom_recoveries)}
     metrics["throughput/tokens_per_s"] = tokens / metrics["time/total"]
     metrics |= run.watch.used(metrics["time/update"])
-    run.sinks.write(state.step, metrics)
-    run.console.step(state.step, metrics)
-    # After the metrics: a kill in between repeats the step and its row, where the other order would lose the row.
-    due = observe.checkpoint_every and state.step % observe.checkpoint_every == 0
-    if due or state.step in (steps, state.best_step):
-        with run.timeline.phase("checkpoint"):
-            run.guard.run("checkpoint", save)
-    for callback in run.callbacks:
-        with torch.enable_grad():  # whatever it leaves behind
-            callback(state.step, dict(metrics))
 
 
 def export(folder: Path, policy: Policy, tokenizer: Any, guard: Guard) -> None:
@@ -96,10 +83,7 @@ def export(folder: Path, policy: Policy, tokenizer: Any, guard: Guard) -> None:
     guard.run("export", lambda: save_model(policy.model, tokenizer, aside))
     if has_adapters(policy.model):
         save_adapters(policy.model, aside / "adapter")
-    flush_to_disk(aside)
-    if (folder / FINAL).exists():
-        remove_whole(folder / FINAL)
-    aside.rename(folder / FINAL)
+    put_in_place(aside, folder / FINAL)
 
 
 def where_it_stands(folder: Path, state: RunState, steps: int) -> str:
@@ -143,6 +127,11 @@ def doctor_words(folder: Path) -> str | None:
     titles = "; ".join(finding.title for finding in found[:MOST_FINDINGS_NAMED])
     more = f"; and {len(found) - MOST_FINDINGS_NAMED} more" if len(found) > MOST_FINDINGS_NAMED else ""
     return f"The doctor finds: {titles}{more}. Run `trimtab doctor {folder}`"
+
+
+def is_due(step: int, every: int, steps: int) -> bool:
+    """What comes every so many steps (0: never), and after the last."""
+    return step == steps or bool(every and step % every == 0)
 
 
 def note_outcome(state: RunState, stats: UpdateStats, console: Console, look: str) -> None:

@@ -67,6 +67,10 @@ class TrainingError(TrimtabError):
     """The run cannot go on: repeated non-finite steps, no training signal, a checkpoint of another run."""
 
 
+class DivergedError(TrainingError):
+    """The weights are not worth keeping: they, or what they compute, are no longer finite. No checkpoint is written of them."""
+
+
 class MemoryExhausted(TrainingError):
     """Memory ran out, and all that could be lowered without changing what is learned has been."""
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
-from trimtab.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoints, flush_to_disk, load_state
+from trimtab.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoints, load_state, put_in_place, reading
 from trimtab.config.load import load_any
 from trimtab.config.reward_model import RewardModelConfig
-from trimtab.config.schema import Model
+from trimtab.config.schema import Config, Model
+from trimtab.config.sft import SftConfig
 from trimtab.errors import ConfigError, Problem, is_no_space
 from trimtab.folder import FINAL
 from trimtab.model.adapters import load_adapters
@@ -49,42 +51,81 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
     """Write the chosen checkpoint's weights and tokenizer to `to`, whole or not at all; returns the checkpoint."""
     if dtype not in (*DTYPES, "same"):
         raise ConfigError([Problem("--dtype", f"{dtype!r} is not a type", f"Write {', '.join(DTYPES)} or same.")])
-    with _writable(to):
-        if to.exists() and (not to.is_dir() or any(to.iterdir())):
-            raise ConfigError([Problem("FOLDER", f"{to} already exists and is not an empty folder", "Choose another.")])
+    target = _free_place(to, run)
     source = find_checkpoint(run, which)
     config = load_any(run / CONFIG)
     if isinstance(config, RewardModelConfig):
         what = f"{run} is the run of a reward model, which is written out once, normalised, at its end"
         raise ConfigError([Problem("RUN", what, f"Take {run / FINAL}.")])
-    aside = to.absolute().with_name(f".writing-{to.absolute().name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    with _writable(to):
-        aside.mkdir(parents=True)
+    with _writing_aside(target, to) as aside:
+        _write(config, source, aside, dtype)
+    return source
+
+
+def _free_place(to: Path, run: Path) -> Path:
+    """The folder that `to` means, links followed: one that is not there, or is empty and can be replaced."""
+    with _explaining_failed_writes(to):
+        target = to.resolve()
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ConfigError([Problem("FOLDER", f"{to} already exists and is not an empty folder", "Choose another.")])
+        if target.is_relative_to((run / "checkpoints").resolve()):
+            what = f"{to} is among the checkpoints of the run itself"
+            raise ConfigError([Problem("FOLDER", what, "Choose a folder outside the run.")])
+        if target.is_mount():
+            what = f"{to} is where another disk is mounted, which a folder cannot replace"
+            raise ConfigError([Problem("FOLDER", what, f"Write a folder in it: {to / 'model'}.")])
+    return target
+
+
+@contextmanager
+def _writing_aside(target: Path, to: Path) -> Iterator[Path]:
+    """A folder beside `target` that takes its place at the end. Where anything fails, or is stopped, all is as it was before."""
+    aside = target.with_name(f".writing-{target.name}")
+    made = [path for path in target.parents if not path.exists()]
+    try:
+        with _explaining_failed_writes(to):
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            yield aside
+            put_in_place(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _write(config: Config | SftConfig, source: Path, aside: Path, dtype: str) -> None:
     model = config.model
     if model.lora is not None:
         trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")
         settings = model.model_copy(update={"dtype": trained_in if dtype == "same" else dtype})
-        adapted = load_adapters(load_model(settings, torch.device("cpu")), source)
+        base = load_model(settings, torch.device("cpu"))
+        with reading(source):
+            adapted = load_adapters(base, source)
         save_model(adapted, load_tokenizer(settings), aside)
     elif dtype == "same":
-        without = shutil.ignore_patterns(CONFIG, STATE, OPTIMIZER, "critic*.safetensors")
-        shutil.copytree(source, aside, ignore=without, dirs_exist_ok=True)
+        for file in source.iterdir():
+            if file.name not in (CONFIG, STATE, OPTIMIZER) and not file.match("critic*.safetensors"):
+                copy = shutil.copytree if file.is_dir() else shutil.copy2
+                copy(file, aside / file.name)
     else:
         trusted = model.trust_remote_code
         settings = Model.model_validate({"path": str(source), "dtype": dtype, "trust_remote_code": trusted})
         save_model(load_model(settings, torch.device("cpu")), load_tokenizer(settings), aside)
-    flush_to_disk(aside)
-    aside.rename(to.absolute())
-    return source
 
 
 @contextmanager
-def _writable(to: Path) -> Iterator[None]:
-    """A place where nothing can be made is told in words, before any weight is read."""
+def _explaining_failed_writes(to: Path) -> Iterator[None]:
+    """A place that cannot be written to, or has no room, is told in words."""
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: a link that leads to itself
         if is_no_space(error):
+            fix = "Free some, or choose a folder on another disk."
+            raise ConfigError([Problem("FOLDER", f"there is no space left for the model in {to}", fix)]) from error
+        if not isinstance(error, OSError) and "Symlink loop" not in str(error):
             raise
-        raise ConfigError([Problem("FOLDER", f"cannot write to {to}: {error.strerror}", "Choose another.")]) from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([Problem("FOLDER", f"cannot write to {to}: {why}", "Choose another.")]) from error

@@ -1,26 +1,27 @@
 """The run: rollout -> reward -> advantages -> update -> publish -> observe, once a step.
 
 Every completion that was sampled is trained on or dropped with a reason, and the counts add up each step (`Ledger.check`).
-A step that is killed anywhere leaves the last checkpoint as it was, and repeats the same way from there; one that is stopped
-while it samples leaves a checkpoint of the step before it.
+A step that is killed anywhere leaves the last checkpoint as it was, and repeats the same way from there; one that is stopped, or
+fails, leaves a checkpoint of the last whole step (keeping.py).
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from trimtab.checkpoint import checkpoints, save_checkpoint
+from trimtab.checkpoint import RunState, save_checkpoint
 from trimtab.config.algorithms import GROUP_ADVANTAGES
 from trimtab.data.prompt import Prompt
-from trimtab.endings import end_step, export, look_back, note_outcome
-from trimtab.errors import EngineError, RewardError, TrainingError
+from trimtab.endings import export, is_due, look_back, note_outcome
+from trimtab.errors import DivergedError
 from trimtab.evaluation import measure, success_threshold
+from trimtab.keeping import Keeper, keeping
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
 from trimtab.observe.conversations import conversation_metrics
@@ -33,6 +34,7 @@ from trimtab.reward.wire import Tally
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.session import Session
+from trimtab.stopping import newly_waiting
 from trimtab.update.batch import Sample
 from trimtab.update.critic import critic_files
 from trimtab.update.objective import (
@@ -50,40 +52,36 @@ from trimtab.update.updater import UpdateStats
 
 def train(run: Session) -> dict[str, Any]:
     """Train from the session's state to the last step; returns the summary."""
-    started = time.monotonic() - run.state.seconds
+    optimizers = [updater.optimizer for updater in (run.updater, run.critic) if updater is not None]
+    with keeping(run, run.config.learn.steps, optimizers, partial(_save, run)) as keeper:
+        _train(run, keeper)
+    return finish(run)
+
+
+def _train(run: Session, keeper: Keeper) -> None:
     learn, observe, state = run.config.learn, run.config.observe, run.state
     if not run.resumed:
         evaluate(run)
         run.timeline.end_step(0)
+    elif state.eval_due:
+        keeper.evaluate_again(lambda: evaluate(run))
     while state.step < learn.steps:
         recovered = state.oom_recoveries
-        groups, metrics = _rollout_or_keep(run)
+        groups, metrics = rollout(run)
         with run.timeline.phase("publish"):
             run.engine.lend()
         metrics |= update(run, groups)
+        number = state.step + 1
+        due = bool(run.eval_prompts) and is_due(number, observe.eval_every, learn.steps)
+        keeper.finish(metrics, metrics["rollout/tokens"], recovered, run.stream.position, due)
         with run.timeline.phase("publish"):
             run.guard.run("publish", lambda: run.engine.publish(state.version))
-        state.step += 1
-        state.data_position = run.stream.position
-        last = state.step == learn.steps
-        if last or (observe.eval_every and state.step % observe.eval_every == 0):
+        if due:
             metrics |= evaluate(run)
-        state.seconds = time.monotonic() - started
-        if observe.samples_every and (state.step % observe.samples_every == 0 or state.step == 1 or last):
-            write_samples(run.folder, state.step, groups)
-        end_step(run, metrics, metrics["rollout/tokens"], learn.steps, recovered, lambda: _save(run))
-    return finish(run)
-
-
-def _rollout_or_keep(run: Session) -> tuple[list[Group], dict[str, float]]:
-    """A rollout. One that is stopped, or has no rewards or no engine any more, loses no step: weights and state are still those
-    of the last one, and are saved as such."""
-    try:
-        return rollout(run)
-    except (KeyboardInterrupt, RewardError, EngineError):
-        if run.state.step and run.state.step not in checkpoints(run.folder):
-            _save(run)
-        raise
+            keeper.evaluated()
+        if observe.samples_every and (is_due(number, observe.samples_every, learn.steps) or number == 1):
+            write_samples(run.folder, number, groups)
+        keeper.end_step()
 
 
 def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
@@ -217,6 +215,8 @@ def _optimize(
                 continue
             done.append(run.guard.step(flat, learning_rate(learn, state.step, number), state.kl_coef))
             note_outcome(state, done[-1], run.console, "at RUN/samples for what the model has come to write")
+            if stop := newly_waiting():
+                run.console.note(f"{stop}: the run stops when the updates of step {state.step + 1} are done")
             run.watch.saw(
                 done[-1].sizes,
                 run.updater.checkpoint_activations,
@@ -284,7 +284,7 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
         # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
         groups = sorted(run.scorer.collect(), key=lambda group: group.index)
     if not torch.cat([t.logprobs for group in groups for t in group.trajectories]).isfinite().all():
-        raise TrainingError(
+        raise DivergedError(
             f"step {run.state.step + 1}: the policy gives log-probs that are no numbers. Its weights have grown too large, or "
             "learn.sampling.temperature is too small. Lower learn.lr, and resume from the last checkpoint or start again."
         )
@@ -296,10 +296,10 @@ def _parts(run: Session) -> list[Part]:
     return [Part(name, part.weight, part.normalize) for name, part in zip(run.scorer.names, run.config.reward)]
 
 
-def _save(run: Session) -> None:
+def _save(run: Session, state: RunState) -> None:
     keep = run.config.observe.keep_checkpoints
     others = None if run.critic is None else critic_files(run.critic)
-    save_checkpoint(run.folder, run.state, run.policy.model, run.tokenizer, run.updater.optimizer, keep, others)
+    save_checkpoint(run.folder, state, run.policy.model, run.tokenizer, run.updater.optimizer, keep, others)
 
 
 def _score(run: Session, samples: list[Sample]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -29,13 +29,7 @@ from trimtab.build import (
     spare_the_collector,
     take_up,
 )
-from trimtab.checkpoint import (
-    RunState,
-    load_optimizer,
-    prune,
-    reading,
-    save_checkpoint,
-)
+from trimtab.checkpoint import RunState, load_optimizer, prune, reading, save_checkpoint
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.load import Offline, resolved_yaml
@@ -45,9 +39,10 @@ from trimtab.config.sft import SftLearn
 from trimtab.data.examples import Checking, ExampleSet, measure_examples, validate_examples
 from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.stream import Stream
-from trimtab.endings import end_step, look_back, note_outcome, where_it_stands
+from trimtab.endings import is_due, look_back, note_outcome, where_it_stands
 from trimtab.errors import ConfigError, Problem, TrimtabError
 from trimtab.folder import begin, claim, find_folder, refuse_existing
+from trimtab.keeping import Keeper, keeping
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.context import context_of
 from trimtab.model.load import load_config, load_tokenizer, refuse_without_weights
@@ -68,6 +63,7 @@ from trimtab.plan.shape import shape_of_model
 from trimtab.plan.watch import PlanWatch
 from trimtab.recovery import open_guard
 from trimtab.rollout.none import NoRollout
+from trimtab.stopping import take_signals
 from trimtab.update.batch import Sample
 from trimtab.update.guard import Guard
 from trimtab.update.optimizer import learning_rate
@@ -234,7 +230,7 @@ def run_offline(
     stage: Stage, config: Offline, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
     """Run a validated config; returns the summary."""
-    with own_modes(), ExitStack() as stack:
+    with take_signals(), own_modes(), ExitStack() as stack:
         run = open_run(stage, config, inputs, stack, resume=resume, console_file=console_file)
         try:
             return train(run)
@@ -272,9 +268,9 @@ def open_run(
     plan = calibrated(plan, asked, updater, engine) if stage.rehearses else plan
     config = config.model_copy(update={"run": plan.run})
     if checkpoint is not None:
-        load_optimizer(checkpoint, updater.optimizer)
         with reading(checkpoint):
             stage.restore(checkpoint, updater)
+        load_optimizer(checkpoint, updater.optimizer)
         prune(folder, config.observe.keep_checkpoints, state.best_step)  # a kill may have come before it
     if checkpoint is None or state.step < (config.learn.steps or 0):  # or nothing is learned with these settings
         begin(folder, config, as_dict(plan))
@@ -322,24 +318,29 @@ def open_run(
 
 def train(run: Run) -> dict[str, Any]:
     """Train from the run's state to the last step; returns the summary."""
-    started = time.monotonic() - run.state.seconds
+    with keeping(run, run.learn.steps, [run.updater.optimizer], partial(_save, run)) as keeper:
+        _train(run, keeper)
+    return finish(run)
+
+
+def _train(run: Run, keeper: Keeper) -> None:
     learn, observe, state = run.learn, run.config.observe, run.state
     if not run.resumed:
         first = evaluate(run)
         run.timeline.end_step(0)
         if first:
             run.sinks.write(0, first)
+    elif state.eval_due:
+        keeper.evaluate_again(lambda: evaluate(run))
     while state.step < learn.steps:
         recovered = state.oom_recoveries
         metrics = step(run)
-        state.step += 1
-        state.data_position = run.stream.position
-        last = state.step == learn.steps
-        if last or (observe.eval_every and state.step % observe.eval_every == 0):
+        due = bool(run.held_out) and is_due(state.step + 1, observe.eval_every, learn.steps)
+        keeper.finish(metrics, metrics["run/row_tokens"], recovered, run.stream.position, due)
+        if due:
             metrics |= evaluate(run)
-        state.seconds = time.monotonic() - started
-        end_step(run, metrics, metrics["run/row_tokens"], learn.steps, recovered, lambda: _save(run))
-    return finish(run)
+            keeper.evaluated()
+        keeper.end_step()
 
 
 def step(run: Run) -> dict[str, float]:
@@ -493,6 +494,6 @@ def _guard(
     return guard
 
 
-def _save(run: Run) -> None:
+def _save(run: Run, state: RunState) -> None:
     keep, others = run.config.observe.keep_checkpoints, run.stage.files(run.updater)
-    save_checkpoint(run.folder, run.state, run.policy.model, run.tokenizer, run.updater.optimizer, keep, others)
+    save_checkpoint(run.folder, state, run.policy.model, run.tokenizer, run.updater.optimizer, keep, others)

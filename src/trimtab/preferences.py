@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from trimtab.build import make_updater
-from trimtab.checkpoint import flush_to_disk, remove_whole
+from trimtab.checkpoint import load_part, put_in_place
 from trimtab.config.learn import Learn
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.run import Run as RunKeys
@@ -93,7 +92,7 @@ class Preferences:
 
     def restore(self, checkpoint: Path, updater: Updater) -> None:
         assert isinstance(updater, Scores)
-        updater.head.load_state_dict(load_file(checkpoint / HEAD))
+        updater.head.load_state_dict(load_part(checkpoint / HEAD))
 
     def export(self, run: Run) -> dict[str, Any]:
         learn = run.config.learn
@@ -111,10 +110,7 @@ class Preferences:
             "measured_on": "data.eval" if run.held_out else "data.train",
         }  # fmt: skip
         (aside / REWARD).write_text(json.dumps(facts, indent=2) + "\n")
-        flush_to_disk(aside)
-        if (run.folder / FINAL).exists():
-            remove_whole(run.folder / FINAL)
-        aside.rename(run.folder / FINAL)
+        put_in_place(aside, run.folder / FINAL)
         return {"accuracy": float((better > worse).double().mean()), "score_mean": mean, "score_std": std}
 
 

@@ -26,7 +26,7 @@ from trimtab.build import (
     spare_the_collector,
     take_up,
 )
-from trimtab.checkpoint import RunState, load_optimizer, prune, reading
+from trimtab.checkpoint import RunState, load_optimizer, load_part, prune, reading
 from trimtab.config.resolved import eval_in_words, eval_max_new_tokens, resolve_config
 from trimtab.config.run import Run
 from trimtab.config.schema import Config
@@ -211,7 +211,7 @@ def open_session(
         load_optimizer(checkpoint, updater.optimizer)
         if parts.critic is not None:
             with reading(checkpoint):
-                restore_critic(checkpoint, parts.critic)
+                restore_critic(checkpoint, parts.critic, load_part)
         prune(folder, config.observe.keep_checkpoints, state.best_step)  # a kill may have come before it
     if checkpoint is None or state.step < config.learn.steps:  # or nothing is learned with these settings
         begin(folder, config, as_dict(plan))

@@ -32,7 +32,8 @@ POINTS = [
     "trimtab.checkpoint.remove_whole before",
     "trimtab.checkpoint.remove_whole after",
     "trimtab.endings.save_model after",
-    "trimtab.endings.flush_to_disk after",
+    "trimtab.endings.put_in_place before",
+    "trimtab.endings.put_in_place after",
 ]
 REWARD = """
 def reward(completions, **_):  # differs within groups from the first step on, for a model that writes noise

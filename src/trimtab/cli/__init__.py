@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli import convert, demo, doctor, evaluate, export, plan, reward_model, sft, train, tune
+from trimtab.stopping import take_signals
 
 app = typer.Typer(
     add_completion=False,
@@ -32,6 +33,12 @@ def _options(
     ] = False,
 ) -> None:
     """What stands before a command."""
+
+
+def main() -> None:
+    """The whole process: a stop signal that is repeated while it ends changes nothing any more."""
+    with take_signals(until_exit=True):
+        app(prog_name="trimtab")
 
 
 app.command("train")(train.train)

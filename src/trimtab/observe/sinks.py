@@ -52,6 +52,10 @@ class Sinks:
         if self._wandb:
             self._wandb.log({"step": step} | scalars)
 
+    def flush(self) -> None:
+        """metrics.jsonl as far as it is written is on disk, where it outlives the machine's end."""
+        os.fsync(self._metrics.fileno())
+
     def close(self) -> None:
         self._metrics.close()
         if self._events:

@@ -6,7 +6,7 @@ itself. Past the end of a sequence values are 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.updater import Progress, Updater, UpdateStats
 
+Load = Callable[[Path], dict[str, torch.Tensor]]
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 
 
@@ -76,14 +77,14 @@ def critic_files(critic: Critic) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def restore_critic(checkpoint: Path, critic: Critic) -> None:
-    """Make the critic what it was when the checkpoint was written."""
+def restore_critic(checkpoint: Path, critic: Critic, load: Load = load_file) -> None:
+    """Make the critic what it was when the checkpoint was written. `load` reads one of its files."""
     if not (checkpoint / CRITIC).is_file():
         raise ConfigError(
             [Problem("learn.algorithm", f"{checkpoint.name} has no critic to go on with", "Write it as it was.")]
         )
-    saved = load_file(checkpoint / CRITIC)
+    saved = load(checkpoint / CRITIC)
     for name, parameter in critic.policy.model.named_parameters():
         if parameter.requires_grad:
             parameter.copy_(saved[name])
-    critic.optimizer.load_state_tensors(load_file(checkpoint / CRITIC_OPTIMIZER))
+    critic.optimizer.load_state_tensors(load(checkpoint / CRITIC_OPTIMIZER))

@@ -62,6 +62,8 @@ class MasterAdamW:
         self.piece = PIECE
         self.applying = False
         """Weights or state are being changed; after an error, they may have been in part."""
+        self.begun = 0
+        """Steps that have begun to change weights or state."""
         self._memories: list[HostMemory] = []
         kinds: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.nn.Parameter]]] = {}
         for name, parameter in named:
@@ -133,6 +135,7 @@ class MasterAdamW:
                 else self._conveyor.slots([p for g in self._groups for p in g.pieces(self.piece)])
             )
             rooms = self._chunk_rooms()
+            self.begun += 1
             self.applying = True
             if factor is not None:
                 torch._foreach_mul_(grads, factor)

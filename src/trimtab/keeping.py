@@ -1,0 +1,162 @@
+"""What a run has learned outlives its end.
+
+Whenever a run is stopped or fails and its weights are those of a whole step, that step is saved, due or not: with its row of
+metrics, which is on disk before the checkpoint that follows it. An evaluation that was due and did not finish is repeated by the
+run that resumes. A stop that comes while an update is applied, or a step is saved, waits until that is done. An update that fails
+half-way cannot be kept; the run then resumes from the checkpoint before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from trimtab.checkpoint import CONFIG, RunState, checkpoints, newest_checkpoint, write_state
+from trimtab.endings import Stepping, account, refuse_without_folder
+from trimtab.errors import DivergedError
+from trimtab.stopping import hold_stops, raise_waiting
+from trimtab.update.optimizer import MasterAdamW
+
+
+@dataclass(frozen=True)
+class _OpenStep:
+    """A step whose weights are there and whose row is not written."""
+
+    metrics: dict[str, float]
+    tokens: float
+    recovered: int
+
+
+class Keeper:
+    """Knows at any moment what of a run is whole. `save` writes a checkpoint with the given state."""
+
+    def __init__(
+        self, run: Stepping, steps: int, optimizers: Sequence[MasterAdamW], save: Callable[[RunState], None]
+    ) -> None:
+        self._run, self._steps, self._optimizers, self._save = run, steps, optimizers, save
+        self._started = time.monotonic() - run.state.seconds
+        self._open: _OpenStep | None = None
+        self._save_failed = False
+        self._mark()
+
+    def _mark(self) -> None:
+        """Weights and state belong together now."""
+        self._whole = copy.deepcopy(self._run.state)
+        self._begun = self._counts()
+
+    def _counts(self) -> list[int]:
+        return [optimizer.begun for optimizer in self._optimizers]
+
+    @property
+    def mid_update(self) -> bool:
+        """The weights are between two steps."""
+        return self._begun != self._counts()
+
+    def finish(
+        self, metrics: dict[str, float], tokens: float, recovered: int, data_position: int, eval_due: bool
+    ) -> None:
+        """The update is done: from here on this step is the one that is kept. `recovered`: recoveries from lack of memory before
+        it. What is added to `metrics` later is in its row."""
+        state = self._run.state
+        state.step += 1
+        state.data_position = data_position
+        state.seconds = time.monotonic() - self._started
+        state.eval_due = eval_due
+        self._open = _OpenStep(metrics, tokens, recovered)
+        self._mark()
+        refuse_without_folder(self._run)
+        raise_waiting()
+
+    def evaluated(self) -> None:
+        """The step's evaluation is in the state and in its metrics."""
+        self._run.state.eval_due = False
+        self._run.state.seconds = time.monotonic() - self._started
+        self._mark()
+
+    def evaluate_again(self, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Make up for the evaluation that the run resumed from did not finish."""
+        run, state = self._run, self._run.state
+        result = evaluate()
+        run.timeline.end_step(state.step)
+        with hold_stops():
+            self.evaluated()
+            if result:
+                run.sinks.write(state.step, result)
+            newest = newest_checkpoint(run.folder)
+            if newest is not None and newest.name == f"step-{state.step}":
+                write_state(newest, state)
+
+    def end_step(self) -> None:
+        """Account for the step, save it if that is due, and tell whoever wants to know."""
+        run, state, observe = self._run, self._run.state, self._run.config.observe
+        assert self._open is not None
+        metrics = self._open.metrics
+        state.seconds = time.monotonic() - self._started
+        with hold_stops():
+            self._close()
+            due = observe.checkpoint_every and state.step % observe.checkpoint_every == 0
+            if due or state.step in (self._steps, state.best_step):
+                self._mark()
+                self._write()
+        for callback in run.callbacks:
+            with torch.enable_grad():  # whatever it leaves behind
+                callback(state.step, dict(metrics))
+
+    def keep(self, error: BaseException) -> None:
+        """Save the last whole step, where the weights are still those. That it fails is told, and is not what ended the run."""
+        run, step = self._run, self._whole.step
+        if self.mid_update or self._save_failed or isinstance(error, DivergedError):
+            return
+        if not step or not (run.folder / CONFIG).exists():
+            return
+        try:
+            if self._open is not None:
+                self._close()
+            if step not in checkpoints(run.folder):
+                self._write()
+        except Exception as failure:
+            why = (str(failure).strip().splitlines() or ["no message"])[0]
+            run.console.warn(f"step {step} could not be saved ({type(failure).__name__}: {why})")
+
+    def _close(self) -> None:
+        """Write the step's row. Before the checkpoint: a kill in between repeats the step and its row; the other order would lose
+        the row."""
+        step = self._open
+        assert step is not None
+        refuse_without_folder(self._run)
+        account(self._run, step.metrics, step.tokens, self._steps, step.recovered)
+        self._run.sinks.write(self._run.state.step, step.metrics)
+        self._open = None
+        self._run.console.step(self._run.state.step, step.metrics)
+
+    def _write(self) -> None:
+        run = self._run
+        # A rollout that was given up has changed the state since; what running out of memory has taught stays known.
+        state = replace(self._whole, memory=run.state.memory)
+        try:
+            with run.timeline.phase("checkpoint"):
+                run.sinks.flush()
+                run.guard.run("checkpoint", lambda: self._save(state))
+        except Exception:
+            self._save_failed = True
+            raise
+
+
+@contextmanager
+def keeping(
+    run: Stepping, steps: int, optimizers: Sequence[MasterAdamW], save: Callable[[RunState], None]
+) -> Iterator[Keeper]:
+    """However the block ends, the run's last whole step is saved."""
+    keeper = Keeper(run, steps, optimizers, save)
+    try:
+        with hold_stops(lambda: keeper.mid_update):
+            yield keeper
+    except BaseException as error:
+        with hold_stops(raises=False):
+            keeper.keep(error)
+        raise
