@@ -239,3 +239,22 @@ def test_rewards_that_nothing_can_be_computed_with_are_failures(value, words):
     found = checked_entry(value)
     assert isinstance(found, Failure) and found.kind == "invalid" and words in found.summary
     assert checked_entry(3e38) == 3e38
+
+
+def test_a_long_message_is_cut(scorer, group):
+    given = group("1", "raise_at_length")
+    run(scorer("score"), given)
+    first, culprit = given.trajectories
+    assert first.reward == 1.0 and culprit.failure is not None
+    assert len(culprit.failure) < 5_000
+    assert culprit.failure.startswith("reward 'score' raised ValueError: xxx") and culprit.failure.endswith("x the end")
+    assert "in raise_at_length" in culprit.failure and "characters left out" in culprit.failure
+
+
+@pytest.mark.parametrize("length", [4_000, 4_001, 20_000_000])
+def test_failures_hold_so_much_and_no_more(length):
+    text = "a" * (length - 1) + "z"
+    failure = Failure("raised", text, text)
+    for kept in (failure.summary, failure.detail):
+        assert kept == text if length <= 4_000 else len(kept) < 4_100 and kept[0] == "a" and kept[-1] == "z"
+    assert str(failure) == f"{failure.summary}\n{failure.detail}"

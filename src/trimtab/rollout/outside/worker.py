@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+from trimtab.errors import cut
 from trimtab.model.memory import is_out_of_memory
 from trimtab.rollout.outside.account import Account
 from trimtab.rollout.outside.ipc import NotShared
@@ -97,5 +98,5 @@ def main(kind: str, descriptor: str) -> None:
     except BaseException as error:
         out_of_memory = is_out_of_memory(error) or "out of memory" in str(error).lower()  # some errors only say so
         traceback.print_exc()
-        link.send(Failed("".join(traceback.format_exception_only(error)).strip(), out_of_memory))
+        link.send(Failed(cut("".join(traceback.format_exception_only(error)).strip()), out_of_memory))
         raise SystemExit(1) from error
