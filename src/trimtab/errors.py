@@ -84,3 +84,15 @@ def is_no_space(error: BaseException) -> bool:
         return error.errno in NO_SPACE
     codes = (f"os error {code}" for code in NO_SPACE)
     return type(error).__name__ == "SafetensorError" and any(code in str(error) for code in codes)
+
+
+LONGEST_MESSAGE = 4_000
+"""Characters of a message that others wrote: user code may raise an error with a whole file in it."""
+
+
+def cut(text: str, longest: int = LONGEST_MESSAGE) -> str:
+    """The text without its middle where it is too long: a traceback says what was wrong at its end, an error at its beginning."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]} … [{len(text) - 2 * half:,} characters left out] … {text[-half:]}"

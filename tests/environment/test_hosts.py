@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.running import runs, wait_for
 from trimtab.config.schema import Environment
 from trimtab.environment.hosts import Hosts
 from trimtab.environment.wire import Opened, Said
@@ -240,6 +242,32 @@ def test_the_end_of_a_run_does_not_wait_for_a_conversation_that_hangs(hosts, tmp
     assert workers and host._closing == 1
     host.close()
     assert not any(worker.is_running() for worker in workers) and host._closing == 1, "ended, not waited for"
+
+
+@pytest.mark.parametrize("text", ["crash", "hang", "go on"])
+def test_nothing_that_an_environment_started_outlives_its_process(hosts, tmp_path: Path, text: str) -> None:
+    host, mark = hosts("Daemonic", workers=1, timeout_s=1.0 if text == "hang" else 60.0), str(tmp_path)
+    seat = host.seat()
+    host.reset("a", seat, 0, {"mark": mark})
+    assert isinstance(all_answers(host)["a"], Opened)
+    started: list[psutil.Process] = []
+    assert wait_for(lambda: started.extend(p for p in psutil.process_iter() if mark in arguments(p)) or started)
+    try:
+        host.step("a", seat, 0, text)
+        assert isinstance(all_answers(host)["a"], Said if text == "go on" else Failure)
+        if text == "go on":
+            assert all(map(runs, started)), "it lives as long as its process"
+            host.close()
+        assert not any(map(runs, started))
+    finally:
+        for one in filter(runs, started):
+            one.kill()
+
+
+def arguments(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -37,6 +39,25 @@ class Chance(Echo):
         self.heard.append(text)
         drawn = f"{self.numbers.randrange(10)}{random.randrange(10)}"
         return trimtab.Observation(f"<{drawn}>", len(self.heard) > 3 or random.random() < 0.2, reward=random.random())
+
+
+class Daemonic(Echo):
+    """Starts a browser, say, that leaves its process group and its parent; then does what it is told."""
+
+    def reset(self, mark: str, **columns: Any) -> None:
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", mark])
+            os._exit(0)
+        os.wait()
+
+    def step(self, text: str) -> trimtab.Observation:
+        if text == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if text == "hang":
+            time.sleep(600)
+        return super().step(text)
 
 
 class Lazy(Echo):

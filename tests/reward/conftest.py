@@ -15,6 +15,9 @@ from trimtab.data.prompt import Prompt
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.trajectory import Group, Trajectory
 
+os.environ["TESTED_BY"] = str(os.getpid())
+"""For workers: a mark of what they start."""
+
 
 @pytest.fixture
 def group() -> Callable[..., Group]:

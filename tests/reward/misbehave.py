@@ -28,12 +28,30 @@ def ignore_sigterm() -> None:
         time.sleep(1000)
 
 
-def hang_with_children() -> None:
-    """One child in the process group, one that left it; both outlive their parent unless they are killed."""
+CHILDREN = 3
+
+
+def have_children() -> None:
+    """One in the process group, one that left it, one that is a daemon; all outlive their parent unless they are killed."""
+    command = [sys.executable, "-c", "import time; time.sleep(1000)", "misbehave", os.environ["TESTED_BY"]]
     for new_session in (False, True):
-        command = [sys.executable, "-c", "import time; time.sleep(1000)", "misbehave", str(os.getppid())]
         subprocess.Popen(command, start_new_session=new_session)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, command)
+        os._exit(0)
+    os.wait()
+
+
+def hang_with_children() -> None:
+    have_children()
     time.sleep(1000)
+
+
+def end_with_children() -> None:
+    have_children()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop_itself() -> None:
@@ -42,6 +60,10 @@ def stop_itself() -> None:
 
 def raise_error() -> None:
     raise ValueError("the judge is out")
+
+
+def raise_at_length() -> None:
+    raise ValueError("x" * 20_000_000 + " the end")
 
 
 class Unspeakable(Exception):
@@ -79,11 +101,13 @@ def die_and_leave_the_channel_open() -> None:
 HANGS = (sleep_forever, busy_loop, ignore_sigterm, hang_with_children, stop_itself)
 ENDS = (
     raise_error,
+    raise_at_length,
     raise_without_words,
     exit_politely,
     exit_at_once,
     segfault,
     killed_by_system,
+    end_with_children,
     die_and_leave_the_channel_open,
 )
 MISDEEDS = {function.__name__: function for function in (*HANGS, *ENDS)}
@@ -112,6 +136,11 @@ def fork_and_return(completions: list[str], **columns: Any) -> list[float]:
 def fork_and_stay(completions: list[str], **columns: Any) -> list[float]:
     if os.fork() == 0:
         time.sleep(1000)
+    return [1.0] * len(completions)
+
+
+def leave_children(completions: list[str], **columns: Any) -> list[float]:
+    have_children()
     return [1.0] * len(completions)
 
 

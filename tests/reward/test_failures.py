@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.reward.misbehave import CHILDREN
+from tests.running import left
 from trimtab.config.schema import RewardPart
 from trimtab.reward.wire import Failure
 from trimtab.reward.worker import checked_entry
@@ -22,6 +22,7 @@ CRASHES = {
     "exit_at_once": "exit status 7",
     "segfault": "SIGSEGV",
     "killed_by_system": "SIGKILL",
+    "end_with_children": "SIGKILL",
     "die_and_leave_the_channel_open": "exit status 1",
 }
 RAISES = {
@@ -30,6 +31,8 @@ RAISES = {
     "exit_politely": "SystemExit: 3",
     "word": "could not convert",
 }
+GUARDIANS = 2
+"""Of each worker."""
 INVALID = {"nan": "nan", "inf": "inf", "string": "str '1.0'", "list": "list", "too_few": "0 values for 1"}
 
 
@@ -134,7 +137,7 @@ def test_time_in_the_queue_does_not_count(scorer, group):
     assert all(g.trajectories[0].reward == 1.0 for g in groups)
 
 
-@pytest.mark.parametrize("fn", ["fork_and_return", "fork_and_stay"])
+@pytest.mark.parametrize("fn", ["fork_and_return", "fork_and_stay", "leave_children"])
 def test_a_forked_child_never_answers_and_is_gone_after_close(scorer, group, fn):
     one = scorer(fn)
     groups = [group("a", "b") for _ in range(5)]
@@ -157,9 +160,10 @@ def test_close_in_the_middle_of_calls_leaves_no_process(scorer, group):
     for _ in range(6):
         one.submit(group("hang_with_children"))
     start = time.monotonic()
-    while len(psutil.Process().children(recursive=True)) < 9 and time.monotonic() < start + 30:
+    wanted = 3 * (GUARDIANS + 1 + CHILDREN)
+    while len(psutil.Process().children(recursive=True)) != wanted and time.monotonic() < start + 30:
         time.sleep(0.05)
-    assert len(psutil.Process().children(recursive=True)) == 9
+    assert len(psutil.Process().children(recursive=True)) == wanted
 
 
 PARENT = """
@@ -173,7 +177,7 @@ PARENT = """
 
     prompt = Prompt(0, "q", [1])
     scorer = Scorer([RewardPart(fn="misbehave.py:score", timeout_s=1000)], workers=3, base_dir=Path(sys.argv[1]))
-    for text in ("sleep_forever", "busy_loop"):  # the third worker stays idle
+    for text in ("hang_with_children", "busy_loop"):  # the third worker stays idle
         # no torch: it takes seconds to import
         trajectory = SimpleNamespace(text=text, tokens=array("l", [1]), failure=None, own=None, played=None)
         scorer.submit(SimpleNamespace(prompt=prompt, trajectories=[trajectory]))
@@ -192,29 +196,33 @@ def start_parent() -> subprocess.Popen[str]:
 
 def workers_of(parent: subprocess.Popen[str]) -> list[psutil.Process]:
     deadline = time.monotonic() + 30
-    while len(found := psutil.Process(parent.pid).children()) < 3 and time.monotonic() < deadline:
+    wanted = 3 * (GUARDIANS + 1) + CHILDREN
+    while len(found := psutil.Process(parent.pid).children(recursive=True)) != wanted and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert len(found) == wanted
     return found
 
 
 def test_workers_die_with_a_killed_parent_even_when_hung():
     parent = start_parent()
-    workers = workers_of(parent)
-    assert len(workers) == 3
-    time.sleep(0.3)  # the calls are under way
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait(30)
-    _, alive = psutil.wait_procs(workers, timeout=30)
-    assert not alive
+    try:
+        workers = workers_of(parent)
+    finally:
+        parent.kill()
+        parent.communicate(timeout=30)
+    assert not left(workers)
 
 
 def test_workers_end_with_a_parent_that_exits_without_closing():
     parent = start_parent()
-    workers = workers_of(parent)
-    parent.communicate("\n", timeout=60)
-    assert parent.returncode == 0
-    _, alive = psutil.wait_procs(workers, timeout=30)
-    assert not alive
+    try:
+        workers = workers_of(parent)
+        parent.communicate("\n", timeout=60)
+        assert parent.returncode == 0
+    finally:
+        parent.kill()
+        parent.communicate(timeout=30)
+    assert not left(workers)
 
 
 def test_one_value_for_a_whole_group_is_nobodys(scorer, group):
@@ -231,3 +239,22 @@ def test_rewards_that_nothing_can_be_computed_with_are_failures(value, words):
     found = checked_entry(value)
     assert isinstance(found, Failure) and found.kind == "invalid" and words in found.summary
     assert checked_entry(3e38) == 3e38
+
+
+def test_a_long_message_is_cut(scorer, group):
+    given = group("1", "raise_at_length")
+    run(scorer("score"), given)
+    first, culprit = given.trajectories
+    assert first.reward == 1.0 and culprit.failure is not None
+    assert len(culprit.failure) < 5_000
+    assert culprit.failure.startswith("reward 'score' raised ValueError: xxx") and culprit.failure.endswith("x the end")
+    assert "in raise_at_length" in culprit.failure and "characters left out" in culprit.failure
+
+
+@pytest.mark.parametrize("length", [4_000, 4_001, 20_000_000])
+def test_failures_hold_so_much_and_no_more(length):
+    text = "a" * (length - 1) + "z"
+    failure = Failure("raised", text, text)
+    for kept in (failure.summary, failure.detail):
+        assert kept == text if length <= 4_000 else len(kept) < 4_100 and kept[0] == "a" and kept[-1] == "z"
+    assert str(failure) == f"{failure.summary}\n{failure.detail}"

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.reward.local_judge import LocalJudge
+from tests.running import guarded
 from trimtab.config.schema import RewardPart
 from trimtab.errors import RewardError
 from trimtab.reward import lane
@@ -275,7 +276,7 @@ def test_a_cache_on_disk_outlives_the_process(scorer, group, local_judge, tmp_pa
 
 def judge_process() -> psutil.Process:
     (found,) = [child for child in psutil.Process().children() if "trimtab.reward.judge.process" in child.cmdline()]
-    return found
+    return guarded(found.pid)
 
 
 def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(judged, group) -> None:

@@ -1,4 +1,4 @@
-"""The process in which environments live: `python -m trimtab.environment.worker CHANNEL_FD TRACE_FD PARENT_PID`.
+"""The process in which environments live: `main` is called with two descriptors (processes.py).
 
 Guarantees, besides those of a reward worker (reward/worker.py):
 - Each conversation has an instance of its own, which stays here from its reset to its close.
@@ -34,8 +34,8 @@ LARGEST_COPY = 1 << 22
 """Bytes of a copy above which none is kept."""
 
 
-def main(channel_fd: int, trace_fd: int, parent_pid: int) -> None:
-    channel = set_up(channel_fd, trace_fd, parent_pid)
+def main(channel_fd: str, trace_fd: str) -> None:
+    channel = set_up(int(channel_fd), int(trace_fd))
     pid = os.getpid()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         setup: Setup = pickle.loads(receive(channel))
@@ -206,7 +206,3 @@ def signature(
     needs = frozenset(name for name, p in named.items() if p.default is p.empty and name != "seed")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return needs, None if takes_any else frozenset(named)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))

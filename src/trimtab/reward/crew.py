@@ -6,7 +6,7 @@ Guarantees:
   of a fresh worker do not count. A call that misses it costs its own worker, killed with everything that it started.
 - No head-of-line blocking: whichever worker is free takes the next errand, first calls before repeated ones. An errand that has
   a home waits for that one worker, which takes it before others.
-- After `close` no worker process is left. When the trainer is killed, the workers die too (see worker.py).
+- After `close` no worker process is left, nor anything that one started; nor after the trainer was killed (guardian.py).
 
 One thread drives one worker: it starts it, feeds it and kills it. Nothing is shared but the queue.
 """

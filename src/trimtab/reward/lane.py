@@ -4,7 +4,7 @@ Guarantees, those of the pool but for the deadline, which the process keeps for 
 - Every request is answered exactly once, with values or with a Failure, unless the lane breaks or is closed.
 - A process that ends is replaced, and so is one that says nothing for `SILENCE_S`, whatever blocks it. What it had under way is
   asked again, once; a call that was there both times has failed.
-- After `close` no process is left. When the trainer is killed, the process dies too (see worker.py).
+- After `close` no process is left, nor after the trainer was killed (guardian.py).
 
 One thread starts the process, feeds it, hears it and kills it.
 """

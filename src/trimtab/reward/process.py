@@ -8,7 +8,6 @@ import pickle
 import select
 import signal
 import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -19,11 +18,13 @@ from typing import Any
 
 import psutil
 
-from trimtab.processes import how_it_ended, kill_all
+from trimtab.processes import how_it_ended, kill_all, start
 from trimtab.reward.wire import Failure, receive, send
 
 SLICE_S = 0.1
 """How often a waiting thread looks at the deadline, at the worker's life and at `close`."""
+DEAD_S = 5.0
+"""How long after the end of its channel a worker may still be ending: first everything that it started is killed."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 """Workers run while the trainer decodes: many processes with many threads each would slow both."""
 
@@ -41,10 +42,7 @@ class Worker:
         self._channel.settimeout(SLICE_S)
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker; faulthandler writes to it
         fds = (theirs.fileno(), self._trace.fileno())
-        command = [sys.executable, "-u", "-P", "-m", module, *map(str, fds), str(os.getpid())]
-        self._process = subprocess.Popen(
-            command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True, env=_environment()
-        )
+        self._process = start(module, fds, fds=fds, env=_environment())
         self._life = psutil.Process(self._process.pid)
         theirs.close()
 
@@ -94,7 +92,7 @@ class Worker:
         return not select.select([self._channel], [], [], 0)[0]
 
     def kill(self) -> None:
-        """End the process and all that it started, in its process group or out of it."""
+        """End the process and everything that it started."""
         if self._process.returncode is not None:
             return
         kill_all(self._process)
@@ -105,7 +103,7 @@ class Worker:
         """Ask faulthandler, which answers from a signal handler in C, also when Python code cannot run."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
-        for _ in range(10):
+        for _ in range(25):
             time.sleep(0.02)
             if stack := self._stack():
                 return stack
@@ -113,12 +111,13 @@ class Worker:
 
     def _stack(self) -> str:
         text = os.pread(self._trace.fileno(), 1 << 16, 0).decode(errors="replace")
-        ours = ("trimtab/reward/worker.py", "trimtab/reward/load.py", "trimtab/environment/", "<frozen runpy>")
-        return "\n".join(line for line in text.splitlines() if not any(name in line for name in ours)).strip()
+        ours = ("/reward/worker.py", "/reward/load.py", "/environment/", "/guardian.py")
+        names = (*(f"trimtab{name}" for name in ours), "<frozen runpy>")
+        return "\n".join(line for line in text.splitlines() if not any(name in line for name in names)).strip()
 
     def _end(self) -> str:
         """Clean up after a crash, and say what it was."""
-        patience = time.monotonic() + 1
+        patience = time.monotonic() + DEAD_S
         while not (ended := self._ended()) and time.monotonic() < patience:
             time.sleep(0.01)
         self.kill()

@@ -19,7 +19,10 @@ from types import ModuleType
 from typing import Any, Literal
 
 from trimtab.data.suggest import did_you_mean
-from trimtab.errors import RewardError, TrimtabError
+from trimtab.errors import RewardError, TrimtabError, cut
+
+LONGEST_LINE = 500
+"""Characters of an error in one line."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ def told(error: BaseException) -> str:
         said = str(error)
     except Exception:
         said = "its message cannot be shown"
-    return f"{type(error).__name__}: {said}".splitlines()[0]
+    return cut(f"{type(error).__name__}: {said}".splitlines()[0], LONGEST_LINE)
 
 
 def user_traceback(error: BaseException) -> str:

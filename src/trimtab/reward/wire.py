@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
+from trimtab.errors import cut
+
 T = TypeVar("T")
 HEADER = struct.Struct("!Q")
 
@@ -27,6 +29,10 @@ class Failure:
     summary: str
     detail: str = ""
     """A traceback where there is one."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "summary", cut(self.summary))
+        object.__setattr__(self, "detail", cut(self.detail))
 
     def __str__(self) -> str:
         return f"{self.summary}\n{self.detail.rstrip()}" if self.detail else self.summary

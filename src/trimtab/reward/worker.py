@@ -1,17 +1,16 @@
-"""The process that runs reward functions: `python -m trimtab.reward.worker CHANNEL_FD TRACE_FD PARENT_PID`.
+"""The process that runs reward functions: `main` is called with two descriptors (processes.py).
 
 Guarantees:
 - It loads the functions once, then answers one call at a time, in its main thread.
 - What user code prints goes to stderr; it cannot reach the channel. A fork of the process cannot answer for it.
 - What is sent back holds only floats, None and strings: everything a function returns is checked here.
-- It ends when its parent does, on Linux also in the middle of a call (a parent-death signal), elsewhere after the call.
+- It ends with everything that it started, also when the trainer is killed (guardian.py).
 - Nothing here imports torch; it is imported only where a user's function does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import inspect
@@ -30,12 +29,9 @@ from trimtab.reward.source import told, user_traceback
 from trimtab.reward.wire import Cell, Failure, receive, send
 from trimtab.streams import outlet
 
-PR_SET_PDEATHSIG = 1
 
-
-def set_up(channel_fd: int, trace_fd: int, parent_pid: int) -> socket.socket:
+def set_up(channel_fd: int, trace_fd: int) -> socket.socket:
     """What every reward process does first; the channel to its parent."""
-    die_with(parent_pid)
     os.dup2(2, 1)
     sys.stdout, sys.stderr = (
         outlet(sys.stdout),
@@ -50,8 +46,8 @@ def set_up(channel_fd: int, trace_fd: int, parent_pid: int) -> socket.socket:
     return channel
 
 
-def main(channel_fd: int, trace_fd: int, parent_pid: int) -> None:
-    channel = set_up(channel_fd, trace_fd, parent_pid)
+def main(channel_fd: str, trace_fd: str) -> None:
+    channel = set_up(int(channel_fd), int(trace_fd))
     pid = os.getpid()
     functions: list[Function] = []
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -61,14 +57,6 @@ def main(channel_fd: int, trace_fd: int, parent_pid: int) -> None:
             if os.getpid() != pid:
                 os._exit(0)  # a fork inside the user's function came back here: only the original may answer
             send(channel, answer)
-
-
-def die_with(parent_pid: int) -> None:
-    """Have the kernel end this process when the thread that started it, the pool's, is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the request was in place
-        os._exit(1)
 
 
 def boot(message: bytes, functions: list[Function]) -> list[frozenset[str]] | Failure:
@@ -146,7 +134,3 @@ def checked_entry(entry: Any) -> Cell:
     if abs(value) > LARGEST:
         return Failure("invalid", f"returned {value:g} as a reward; return numbers that float32 can hold")
     return value
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))

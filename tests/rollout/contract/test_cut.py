@@ -10,6 +10,7 @@ from tiny import tiny_model
 from tests.rollout.contract.engines import NO_VLLM, PYTHONS, SHAPE, make_engine
 from tests.rollout.contract.test_adapters import adapted, change
 from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
+from tests.running import guarded
 from trimtab.model.policy import Policy
 from trimtab.rollout.outside.engine import OutsideEngine
 
@@ -41,16 +42,14 @@ def test_a_model_in_two_parts_gives_the_tokens_of_the_whole() -> None:
     stopping = ask(prompts(4), samples=3, stop=["a", "e"])
     assert tokens(collect(engine, stopping)) == tokens(collect(native, stopping))
 
-    parts = [
-        p for p in psutil.Process(engine.pids[0]).children(recursive=True) if "tracker" not in " ".join(p.cmdline())
-    ]
+    parts = [p for p in guarded(engine.pids[0]).children(recursive=True) if "tracker" not in " ".join(p.cmdline())]
     assert len(parts) == 2
     said: list[str] = []
     engine.on_restart = said.append
     parts[1].kill()
     assert tokens(collect(engine, requests)) == new
     assert engine.stats.restarts == 1 and "one of vLLM's workers has ended" in said[0]
-    parts += psutil.Process(engine.pids[0]).children(recursive=True)
+    parts += guarded(engine.pids[0]).children(recursive=True)
     engine.close()
     assert psutil.wait_procs(parts, timeout=60)[1] == [], "killed, if they did not end"
 

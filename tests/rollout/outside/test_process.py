@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from tests.running import runs
+from trimtab.rollout.outside import process as processes
 from trimtab.rollout.outside import worker
 from trimtab.rollout.outside.messages import Failed
 from trimtab.rollout.outside.process import EngineLost, EngineProcess
@@ -37,7 +38,7 @@ def test_a_process_that_reads_nothing_is_not_waited_for_for_ever(tmp_path: Path)
 def test_a_process_that_reads_slowly_gets_all_of_a_large_message(tmp_path: Path) -> None:
     reads = (
         "import sys, time; from multiprocessing.connection import Connection; time.sleep(0.3)\n"
-        "link = Connection(int(sys.argv[4])); link.send(len(link.recv())); link.recv()"
+        "link = Connection(int(sys.argv[-1])); link.send(len(link.recv())); link.recv()"
     )
     process = EngineProcess("vllm", program(tmp_path, reads), {})
     process.send(LARGE, seconds=60.0)
@@ -64,33 +65,42 @@ def test_a_process_says_what_ended_it_and_whether_that_was_memory(
 
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(worker, "serve", failing)
-    monkeypatch.setattr(sys, "argv", ["worker", "vllm", str(theirs.detach()), str(os.getppid())])
     with pytest.raises(SystemExit):
-        worker.main()
+        worker.main("vllm", str(theirs.detach()))
     said = Connection(ours.detach()).recv()
     assert isinstance(said, Failed) and said.out_of_memory is short and str(error) in said.text
 
 
-@pytest.mark.parametrize("gone", [True, False])
-def test_a_script_may_be_between_a_process_and_its_trainer(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a one lives on when the trainer is killed, so that is looked for by itself."""
-    looked: list[float] = []
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    trainer = ended.pid if gone else os.getpid()
+STAND_IN = """
+import os, signal, subprocess, sys, time, types
+from multiprocessing.connection import Connection
+from trimtab import guardian
+def main(kind, descriptor):
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    children = [subprocess.Popen(command, start_new_session=True)]
+    link = Connection(int(descriptor))
+    link.send([os.getpid(), *(child.pid for child in children)])
+    if kind == "crashes" and link.recv():
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+stand_in = sys.modules["trimtab.rollout.outside.worker"] = types.ModuleType("stand_in")
+stand_in.main = main
+guardian.main(int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
+"""
 
-    class Ended(Exception): ...
 
-    def end(code: int) -> None:
-        raise Ended
-
-    def wait(seconds: float) -> None:
-        looked.append(seconds)
-        if len(looked) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(worker.os, "_exit", end)
-    monkeypatch.setattr(worker.time, "sleep", wait)
-    with pytest.raises(Ended if gone else KeyboardInterrupt):
-        worker.end_with_trainer(trainer)
-    assert len(looked) == (0 if gone else 3)
+@pytest.mark.parametrize("kind", ["hangs", "crashes"])
+def test_nothing_that_a_library_started_is_left(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOP_S", 0.1)
+    process = EngineProcess(kind, program(tmp_path, STAND_IN), {})
+    everything = list(map(psutil.Process, process.receive(60.0)))
+    try:
+        if kind == "crashes":
+            process.send("now")
+            with pytest.raises(EngineLost, match="SIGKILL"):
+                process.receive(60.0)
+        process.close()
+        assert not any(map(runs, everything))
+    finally:
+        for one in filter(runs, everything):
+            one.kill()

@@ -1,4 +1,4 @@
-"""The process that judges: `python -m trimtab.reward.judge.process CHANNEL_FD TRACE_FD PARENT_PID`.
+"""The process that judges: `main` is called with two descriptors (processes.py).
 
 It is told the parts once, then any number of calls, and answers each when it is done, in whatever order. All of them run in one
 event loop, which also says every second that it still turns: who hears nothing knows that something has blocked it.
@@ -23,8 +23,8 @@ from trimtab.reward.worker import checked, set_up
 TICK_S = 1.0
 
 
-def main(channel_fd: int, trace_fd: int, parent_pid: int) -> None:
-    asyncio.run(serve(set_up(channel_fd, trace_fd, parent_pid)))
+def main(channel_fd: str, trace_fd: str) -> None:
+    asyncio.run(serve(set_up(int(channel_fd), int(trace_fd))))
 
 
 async def serve(channel: socket.socket) -> None:
@@ -78,7 +78,3 @@ async def respond(message: Any, functions: list[Function], writer: asyncio.Strea
     except Exception as error:
         result = Failure("raised", f"raised {told(error)}", user_traceback(error))
     write(writer, Answer(number, result, call.slowest_s, call.tally))
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))

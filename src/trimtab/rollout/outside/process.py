@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import trimtab
-from trimtab.processes import how_it_ended, kill_all
+from trimtab.processes import KILL_EARLY, how_it_ended, kill_all, start
 from trimtab.rollout.outside.messages import Failed
 
 SLICE_S = 0.2
@@ -56,10 +56,9 @@ class EngineProcess:
         self.log = Path(self._folder.name) / "log"
         ours, theirs = socket.socketpair()
         with self.log.open("wb") as out, theirs:
-            command = [python, "-m", "trimtab.rollout.outside.worker", kind, str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=self._environment(variables), stdin=subprocess.DEVNULL, stdout=out,
-                stderr=out, start_new_session=True,
+            self._process = start(
+                "trimtab.rollout.outside.worker", [kind, theirs.fileno()], fds=[theirs.fileno()], python=[python], out=out,
+                env=self._environment(variables), oom_score=KILL_EARLY,
             )  # fmt: skip
         self.link = Connection(ours.detach())
 
@@ -113,7 +112,7 @@ class EngineProcess:
         return "\n".join(line[:400] for line in lines[-LAST_LINES:])
 
     def close(self) -> None:
-        """No process is left, and no file."""
+        """No process is left, nor anything that it started, and no file."""
         self.link.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)

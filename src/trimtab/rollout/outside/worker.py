@@ -1,21 +1,19 @@
-"""The main program of an engine's process: `python -m trimtab.rollout.outside.worker KIND SOCKET TRAINER`, the name of a library,
-a descriptor and a process id.
+"""The main program of an engine's process: `main` is called with the name of a library and a descriptor (processes.py).
 
-It serves one trainer. When that is gone it ends; whatever it raises is its last message.
+It serves one trainer. When that is gone it ends (guardian.py); whatever it raises is its last message.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+from trimtab.errors import cut
 from trimtab.model.memory import is_out_of_memory
 from trimtab.rollout.outside.account import Account
 from trimtab.rollout.outside.ipc import NotShared
@@ -32,7 +30,6 @@ from trimtab.rollout.outside.messages import (
 )
 
 BEAT_S = 1.0
-PARENT_S = 1.0
 
 
 class Core(Protocol):
@@ -91,29 +88,9 @@ def serve(kind: str, link: Connection) -> None:
             link.send(done)
 
 
-def end_with_trainer(trainer: int) -> None:
-    """Exit when the trainer is gone. A killed trainer sends nothing, but its children get a new parent; where a wrapper script
-    stands between, the trainer's own process id disappears."""
-    parent = os.getppid()
-    while os.getppid() == parent and (parent == trainer or _is_there(trainer)):
-        time.sleep(PARENT_S)
-    print("the trainer is gone", flush=True)
-    os._exit(1)
-
-
-def _is_there(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, PermissionError):  # or it is somebody else's, under a number that was used again
-        return False
-    return True
-
-
-def main() -> None:
-    kind, (descriptor, trainer) = sys.argv[1], map(int, sys.argv[2:])
-    threading.Thread(target=end_with_trainer, args=(trainer,), daemon=True).start()
-    os.set_inheritable(descriptor, False)  # what a library starts must not keep it open
-    link = Connection(descriptor)
+def main(kind: str, descriptor: str) -> None:
+    os.set_inheritable(int(descriptor), False)  # what a library starts must not keep it open
+    link = Connection(int(descriptor))
     try:
         serve(kind, link)
     except (EOFError, ConnectionError):
@@ -121,9 +98,5 @@ def main() -> None:
     except BaseException as error:
         out_of_memory = is_out_of_memory(error) or "out of memory" in str(error).lower()  # some errors only say so
         traceback.print_exc()
-        link.send(Failed("".join(traceback.format_exception_only(error)).strip(), out_of_memory))
+        link.send(Failed(cut("".join(traceback.format_exception_only(error)).strip()), out_of_memory))
         raise SystemExit(1) from error
-
-
-if __name__ == "__main__":
-    main()
