@@ -83,6 +83,9 @@ class Run(Section):
     profile: Literal["safe", "balanced", "max"] = "balanced"
     """How much of the memory a plan may fill: 80, 90 or 96 %. max also makes micro-batches as large as fit, where the others stop
     at what makes a step faster."""
+    memory: Bytes | None = None
+    """Most memory that the run may take of the device, such as 40GiB, the driver's own part included; of the host, on a CPU. A
+    plan treats it as all the memory there is, of which `profile` says how much is filled. None: what is free."""
     threads: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """CPU threads for tensor work, 1,024 at most. auto: one a physical core."""
     engine: Literal["auto", "native", "vllm", "sglang"] = "auto"

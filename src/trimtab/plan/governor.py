@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from trimtab.config.run import Recompute
 from trimtab.plan.ledger import GIB, UNSEEN
-from trimtab.plan.planner import GRAIN, WIDEST, Plan, recompute_when_wider, useful_tokens
+from trimtab.plan.planner import Plan, recompute_when_wider, useful_tokens
+from trimtab.plan.rules import GRAIN, WIDEST
 
 RAISE, LOWER = 1.25, 0.8
 """What the budget is multiplied by where there is room, and the largest micro-batch where a peak came too near the limit."""

@@ -14,7 +14,7 @@ from trimtab.model.memory import host_memory
 from trimtab.plan.devices import Device, nearest
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import CONTEXT
-from trimtab.plan.planner import workers_for
+from trimtab.plan.rules import workers_for
 from trimtab.rollout.outside.find import engines_here
 
 

@@ -41,6 +41,7 @@ CPU_PROCESS = GIB
 WORKER = GIB // 4
 """Host memory of a reward worker."""
 ENGINE = "engine's processes"
+MERGED = "merged copy"
 UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
 """Components that the meters of torch and of the native engine do not see."""
 PIECE, SLOTS = 2**26, 3
@@ -88,6 +89,11 @@ class Phase:
         return sum(self.device.values())
 
     @property
+    def required_bytes(self) -> int:
+        """`device_bytes` without what rollout takes only where there is room for it twice."""
+        return self.device_bytes - (self.device.get(MERGED, 0) if self.name == "rollout" else 0)
+
+    @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
@@ -107,7 +113,7 @@ class Ledger:
     @property
     def fullest(self) -> Phase:
         """The fullest phase on the device, or on the host where there is no device."""
-        return max(self.phases, key=lambda phase: (phase.device_bytes, phase.host_bytes))
+        return max(self.phases, key=lambda phase: (phase.required_bytes, phase.host_bytes))
 
     @property
     def fullest_host(self) -> Phase:
@@ -185,6 +191,27 @@ def kv_bytes(job: Job, sequences: int, tokens: int, page_tokens: int) -> int:
     """Bytes of so many sequences of so many tokens, in whole pages and with the one more that a fork copies."""
     pages = -(-tokens // page_tokens) + 1
     return sequences * pages * page_tokens * job.shape.kv_elements * job.itemsize
+
+
+def step_kv_bytes(job: Job, run: Run, at_once: int, page_tokens: int) -> int:
+    """Bytes of the KV cache in which so many sequences of a step, or of an evaluation, run at the same time to their ends."""
+    found = shared_kv_bytes(job, run, min(at_once, job.sequences), job.samples, job.completion, page_tokens)
+    if not job.eval_sequences:
+        return found
+    evaluated = min(at_once, job.eval_sequences)  # which may be one sample of each prompt
+    return max(found, shared_kv_bytes(job, run, evaluated, 1, job.eval_completion, page_tokens))
+
+
+def shared_kv_bytes(job: Job, run: Run, sequences: int, samples: int, new_tokens: int, page_tokens: int) -> int:
+    """Bytes of so many sequences that began with a prompt each `samples` share. The native engine keeps a prompt's pages once, and
+    gives each sample pages of its own from the one on in which the prompt ends. Of other engines this is not known, and a
+    conversation with an environment shares only its first prompt: these are counted whole."""
+    if run.outside or job.environment:
+        return kv_bytes(job, sequences, job.typical_prompt + new_tokens, page_tokens)
+    groups = min(sequences, -(-sequences // samples) + (0 if sequences % samples == 0 else 1))
+    shared = -(-job.typical_prompt // page_tokens)
+    own = -(-(min(job.typical_prompt, page_tokens - 1) + new_tokens) // page_tokens)
+    return (groups * shared + sequences * own + 1) * page_tokens * job.shape.kv_elements * job.itemsize
 
 
 def optimizer_bytes(job: Job) -> int:
@@ -301,7 +328,7 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     alone = job.rank and not machine.cpu and machine.devices == 1
     if not alone or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
-    return {"merged copy": size}
+    return {MERGED: size}
 
 
 def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: UpdatePath) -> dict[str, int]:

@@ -12,7 +12,8 @@ from trimtab.errors import ConfigError, Problem
 from trimtab.plan.cache import applied, recall
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB, least_kv_bytes, processes_of
-from trimtab.plan.planner import Choice, Plan, make_plan, page_tokens, place_over
+from trimtab.plan.planner import Choice, Plan, make_plan, place_over
+from trimtab.plan.rules import page_tokens
 from trimtab.plan.shape import Block
 from trimtab.rollout.outside.kinds import VLLM_RANKS
 

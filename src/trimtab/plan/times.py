@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ALONE, Placement, kv_bytes, optimizer_bytes, parts_of, processes_of, through_host
+from trimtab.plan.ledger import ALONE, Placement, optimizer_bytes, parts_of, processes_of, shared_kv_bytes, through_host
 
 LAUNCH = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
@@ -137,8 +137,9 @@ class _Clock:
             return 0.0
         assert rollout.max_sequences != "auto" and rollout.kv_memory != "auto" and rollout.page_tokens != "auto"
         mine = -(-job.sequences // self.engines)
-        one = kv_bytes(job, 1, round(job.typical_prompt + job.expected_completion), rollout.page_tokens)
-        slots = max(1, min(mine, rollout.max_sequences, rollout.kv_memory * self.place.tensor // max(1, one)))
+        tokens = round(job.expected_completion)
+        one = shared_kv_bytes(job, self.run, mine, job.samples, tokens, rollout.page_tokens) / mine
+        slots = max(1, min(mine, rollout.max_sequences, int(rollout.kv_memory * self.place.tensor / max(1.0, one))))
         # Slots that become free are filled while sequences wait; then the batch shrinks.
         full = self._decode_step(slots, job.typical_prompt + job.expected_completion / 2)
         refilled = (mine - slots) / slots * job.expected_completion * full
@@ -185,8 +186,12 @@ class _Clock:
         return FORWARD * launch_s(job) if job.shape.has_experts else OWN_LAYER
 
     def _prefill(self, sequences: int) -> float:
+        """Seconds of the passes over prompts: each takes at least as long as a decode step, which reads the weights too."""
         tokens = sequences / self.job.samples * self.job.typical_prompt
-        return 2 * self.job.shape.active_parameters * tokens / parts_of(self.run, self.place) / self.flops + 0.01
+        products = 2 * self.job.shape.active_parameters * tokens / parts_of(self.run, self.place) / self.flops
+        assert self.run.rollout.prefill_tokens != "auto"
+        passes = -(-tokens // self.run.rollout.prefill_tokens)
+        return max(products, passes * self.device_step(1, self.job.typical_prompt)) + 0.01
 
     def score(self) -> float:
         passes = int(self.job.compared) + int(self.job.old_logprobs) + int(self.job.critic is not None)

@@ -1,0 +1,330 @@
+"""The sizes of a plan: each begins at the least that can work and is raised as far as it helps, while every phase still fits.
+
+What a phase takes grows with every size. So if the least sizes do not fit, none do, and a refusal means that no choice of sizes
+would have helped; and if they fit, whatever is raised from there fits too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from trimtab.config.run import Offload, Recompute, Rollout, Run
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.ledger import (
+    GIB, MERGED, MIB, Ledger, Placement, draw_up, least_kv_bytes, processes_of, shared_kv_bytes, step_kv_bytes,
+)  # fmt: skip
+from trimtab.plan.rules import (
+    GRAIN, best_chunk, best_processes, most_at_once, most_prefilled, useful_budget, why_away, why_kernels, workers_for,
+)  # fmt: skip
+
+SPARE = 1.05
+"""The KV cache of a whole step gets so many times what its sequences need: later prompts may be longer than those seen."""
+KV_SHARE = (2, 5)
+"""Share of the free memory that goes to a KV cache that is not lent; micro-batches grow into the rest."""
+MORE_AT_ONCE = 1.1
+"""How many times as many sequences must run at once before a smaller prefill is taken for them."""
+SMALL_PREFILL = 1024
+"""Tokens of the smallest prefill that is taken for more sequences at once: with less, weights are read too often. Even less is
+taken only where nothing else fits."""
+SMALLEST, WHAT_FITS = "takes the least memory", "what fits"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that a plan may fill, of a device and of its host."""
+
+    device: int
+    host: int
+
+    def missing(self, ledger: Ledger) -> int:
+        """Bytes that the fullest phase needs beyond them, on the device or on its host."""
+        device = ledger.fullest.required_bytes - self.device
+        return max(0, device, ledger.fullest_host.host_bytes - self.host)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a plan is made for."""
+
+    job: Job
+    machine: Machine
+    limits: Limits
+    place: Placement
+
+    def ledger(self, run: Run) -> Ledger:
+        return draw_up(self.job, self.machine, run, self.place)
+
+    def fits(self, run: Run) -> bool:
+        return self.limits.missing(self.ledger(run)) == 0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to save memory: what has no size. Each with the reason for it."""
+
+    recompute: Recompute
+    offload: Offload
+    page_tokens: tuple[int, str]
+    lend_memory: tuple[bool, str]
+
+
+@dataclass
+class Sizes:
+    """A `run` without `auto`, and the reasons for what was chosen, by key."""
+
+    asked: Run
+    run: Run
+    why: dict[str, str]
+
+    def free(self, key: str) -> bool:
+        return bool(attrgetter(key)(self.asked) == "auto")
+
+    def set(self, values: dict[str, Any]) -> None:
+        self.run = with_values(self.run, values)
+
+
+def with_values(run: Run, values: dict[str, Any]) -> Run:
+    """The run with other values, by key, such as `rollout.kv_memory`."""
+    own = {key: value for key, value in values.items() if "." not in key}
+    inner = {key.removeprefix("rollout."): value for key, value in values.items() if "." in key}
+    if inner:
+        own["rollout"] = run.rollout.model_copy(update=inner)
+    return run.model_copy(update=own)
+
+
+def smallest(run: Run, case: Case, way: Way) -> Sizes:
+    """`run` with the least of everything that it leaves open."""
+    job, machine = case.job, case.machine
+    processes, why_processes = best_processes(run, job, machine)
+    rollout = {
+        "page_tokens": way.page_tokens[0],
+        "lend_memory": way.lend_memory[0],
+        "max_sequences": 1,
+        "prefill_tokens": 1,
+        "processes": processes,
+    }
+    values = {
+        "engine": "native",
+        "kernels": "native" if job.fused else "plain",
+        "threads": machine.cores,
+        "reward_workers": workers_for(machine.cores) if job.generates else "auto",
+        "token_budget": job.longest_trained,
+        "score_token_budget": job.longest_trained,
+        "logprob_chunk": 1,
+    }
+    filled = run.model_copy(
+        update=_open(run, values)
+        | {
+            "device": "cpu" if machine.cpu else "cuda",
+            "checkpoint_activations": way.recompute,
+            "offload": way.offload,
+            "rollout": run.rollout.model_copy(update=_open(run.rollout, rollout) if job.generates else {}),
+        }
+    )
+    if job.generates and filled.rollout.kv_memory == "auto":
+        filled = with_values(filled, {"rollout.kv_memory": _least_kv(filled, case)})
+    why = {
+        "rollout.page_tokens": way.page_tokens[1],
+        "rollout.lend_memory": way.lend_memory[1],
+        "rollout.processes": why_processes,
+        "kernels": why_kernels(job, machine),
+        "threads": "one a physical core",
+        "reward_workers": "one a core, at most eight",
+    }
+    return Sizes(run, filled, why)
+
+
+def _open(section: Run | Rollout, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of `values` that the user left to us."""
+    return {key: value for key, value in values.items() if getattr(section, key) == "auto"}
+
+
+def _least_kv(draft: Run, case: Case) -> int:
+    """Bytes of the smallest KV cache: one of the longest sequences in each process. Where memory is not lent and adapters would
+    be merged into a copy of the weights that stays, as much more as leaves no room for that copy, if that is less."""
+    rollout = draft.rollout
+    assert rollout.page_tokens != "auto"
+    least = least_kv_bytes(case.job, draft, processes_of(draft), rollout.page_tokens)
+    if not case.job.rank or rollout.lend_memory is True:
+        return least
+    filled = with_values(draft, {"rollout.kv_memory": least})
+    phase = case.ledger(filled)["rollout"]
+    size = phase.device.get(MERGED, 0)
+    more = case.machine.device.memory - phase.required_bytes - 2 * size + MIB
+    return least + more if size and more < size and not case.fits(filled) else least
+
+
+def grow(sizes: Sizes, case: Case, fill: bool) -> None:
+    """Raise what is open from the least, which fits, to the largest that is useful and fits. `fill`: larger micro-batches are
+    useful too."""
+    job, machine = case.job, case.machine
+    busiest = case.ledger(sizes.run)["update" if job.training else "rollout"]
+    limit, used = (
+        (case.limits.host, busiest.host_bytes) if machine.cpu else (case.limits.device, busiest.required_bytes)
+    )
+    chunk, why_chunk = best_chunk(job, machine, max(0, limit - used))
+    _raise(sizes, case, "logprob_chunk", _parts(chunk, 2), why_chunk)
+    if job.generates:
+        _grow_rollout(sizes, case)
+    useful, why_useful = useful_budget(job, machine, fill)
+    _widen(sizes, case, "token_budget", useful, why_useful)
+    budget = sizes.run.token_budget
+    assert budget != "auto"
+    most = 2 * max(useful, budget if sizes.free("token_budget") else 0)
+    _widen(sizes, case, "score_token_budget", most, "no activations are kept")
+    recompute, offload = sizes.run.checkpoint_activations, sizes.run.offload
+    assert recompute != "auto"
+    sizes.why["checkpoint_activations"] = {
+        False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits",
+    }[recompute]  # fmt: skip
+    for key in ("optimizer", "reference", "activations"):
+        sizes.why[f"offload.{key}"] = why_away(key, bool(getattr(offload, key)), job, machine)
+
+
+def _parts(most: int, divisor: int) -> Iterator[int]:
+    """`most`, and one `divisor`-th of it at a time, down to 1."""
+    while most > 1:
+        yield most
+        most //= divisor
+    yield 1
+
+
+def _raise(sizes: Sizes, case: Case, key: str, tries: Iterator[int], why: str) -> None:
+    """Set a key to the first of these that fits; the last is what it has."""
+    if not sizes.free(key):
+        return
+    sizes.why[key] = why
+    for value in tries:
+        if case.fits(with_values(sizes.run, {key: value})):
+            sizes.set({key: value})
+            return
+        sizes.why[key] = WHAT_FITS
+
+
+def _widen(sizes: Sizes, case: Case, key: str, most: int, why: str) -> None:
+    """Raise a budget to the largest up to `most` that fits; it never is less than the longest sequence."""
+    least = case.job.longest_trained
+    if not sizes.free(key):
+        return
+
+    def fits(budget: int) -> bool:
+        return case.fits(with_values(sizes.run, {key: budget}))
+
+    found, reason = _widest(fits, least, most, why)
+    sizes.set({key: found})
+    sizes.why[key] = reason
+
+
+def _widest(fits: Callable[[int], bool], least: int, most: int, why: str) -> tuple[int, str]:
+    if most <= least:
+        return least, "the longest sequence has to fit"
+    if fits(most):
+        return most, why
+    low, high = least // GRAIN, most // GRAIN
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * GRAIN) else (low, middle)
+    return (low * GRAIN, WHAT_FITS) if low * GRAIN > least else (least, "the longest sequence has to fit")
+
+
+def _grow_rollout(sizes: Sizes, case: Case) -> None:
+    """As large a prefill, as many sequences at once, and with them as large a KV cache, as the rest leaves room for. A smaller
+    prefill is taken where clearly more sequences then run at once."""
+    most, found = most_prefilled(case.machine), _Batch(0, {}, "")
+    tries = list(_parts(most, 4)) if sizes.free("rollout.prefill_tokens") else [sizes.run.rollout.prefill_tokens]
+    for prefill in tries:
+        run = with_values(sizes.run, {"rollout.prefill_tokens": prefill})
+        if not case.fits(run):
+            continue
+        tried = _largest_batch(run, sizes, case)
+        if not found.at_once or (prefill >= SMALL_PREFILL and tried.at_once >= MORE_AT_ONCE * found.at_once):
+            found = replace(tried, values=tried.values | {"rollout.prefill_tokens": prefill})
+        if tried.whole or prefill <= SMALL_PREFILL:
+            break
+    assert found.values
+    sizes.set(found.values)
+    whole = found.values["rollout.prefill_tokens"] == most
+    sizes.why["rollout.prefill_tokens"] = "keeps the device busy" if whole else WHAT_FITS
+    sizes.why["rollout.max_sequences"] = "as many as decode gains from" if found.whole else WHAT_FITS
+    sizes.why["rollout.kv_memory"] = found.why_kv
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Sequences that run at once on one device, and the values with which they do."""
+
+    at_once: int
+    values: dict[str, Any]
+    why_kv: str
+    whole: bool = False
+    """max_sequences is as large as is of use."""
+
+
+def _largest_batch(run: Run, sizes: Sizes, case: Case) -> _Batch:
+    least = run.rollout.max_sequences
+    assert least != "auto"
+    free, best = sizes.free("rollout.max_sequences"), _Batch(0, {}, "")
+    most = most_at_once(case.job, case.machine, case.place.tensor) if free else least
+    for batch in _parts(most, 2) if free else (most,):
+        tried = with_values(run, {"rollout.max_sequences": batch})
+        if batch > least and not case.fits(tried):
+            continue
+        kv, why = _kv_memory(tried, case) if sizes.free("rollout.kv_memory") else (tried.rollout.kv_memory, "")
+        assert kv != "auto"
+        at_once = min(batch, _sequences_in(kv, tried, case))
+        if at_once > best.at_once:
+            values = {"rollout.max_sequences": batch, "rollout.kv_memory": kv}
+            best = _Batch(at_once, values, why, whole=batch == most)
+        if at_once == batch:
+            break  # fewer would run at once with fewer
+    return best
+
+
+def _sequences_in(kv: int, run: Run, case: Case) -> int:
+    """Sequences of a step that run at once in a KV cache of so many bytes, on one device; at least one."""
+    job, page = case.job, run.rollout.page_tokens
+    assert page != "auto"
+    one = shared_kv_bytes(job, run, job.sequences, job.samples, job.completion, page) / job.sequences
+    return max(1, int(kv * case.place.tensor / one))
+
+
+def _kv_memory(run: Run, case: Case) -> tuple[int, str]:
+    """Bytes for the KV cache: what the sequences need that may run at once, where that fits. Where memory is lent, all that the
+    rest leaves; where it is not, two fifths of that: micro-batches grow into the remainder."""
+    job, machine, rollout = case.job, case.machine, run.rollout
+    assert rollout.page_tokens != "auto" and rollout.kv_memory != "auto" and rollout.max_sequences != "auto"
+    least = rollout.kv_memory
+    at_once = min(job.in_flight, rollout.max_sequences * machine.devices)
+    wanted = int(step_kv_bytes(job, run, at_once, rollout.page_tokens) * SPARE) + MIB
+    wanted = max(least, wanted // max(1, machine.devices))
+    room, lent = _kv_room(run, case), rollout.lend_memory is True
+    if not lent:
+        two = least_kv_bytes(job, run, max(2, processes_of(run)), rollout.page_tokens)
+        room = max(room * KV_SHARE[0] // KV_SHARE[1], min(room, two))
+    if wanted <= room:
+        return wanted, "the whole step at once" if at_once == job.in_flight else "as many sequences as run at once"
+    if room <= least:
+        return least, "the longest sequence has to fit"
+    return room, "what the fullest phase leaves, lent to the update" if lent else "two fifths of the free memory"
+
+
+def _kv_room(run: Run, case: Case) -> int:
+    """Bytes of the largest KV cache with which every phase fits: each phase grows with it along a line."""
+    least, limits = run.rollout.kv_memory, case.limits
+    assert least != "auto"
+    phases = zip(
+        case.ledger(run).phases, case.ledger(with_values(run, {"rollout.kv_memory": least + GIB})).phases, strict=True
+    )
+    room = max(limits.host, limits.device)
+    for now, more in phases:
+        for before, after, limit in (
+            (now.required_bytes, more.required_bytes, limits.device),
+            (now.host_bytes, more.host_bytes, limits.host),
+        ):
+            if after > before:
+                room = min(room, least + (limit - before) * GIB // (after - before))
+    room = max(least, room - MIB)
+    return room if case.fits(with_values(run, {"rollout.kv_memory": room})) else least
