@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import trimtab
+from trimtab import build, session
 from trimtab.errors import ConfigError, DataError
 from trimtab.observe.sinks import read_metrics
 
@@ -170,6 +174,29 @@ def test_what_to_evaluate_on_may_be_a_section(here: Path, model_folder: Path, fo
 def test_nothing_to_evaluate_on_is_told_as_that(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^data\.eval: there is nothing to evaluate on; .* Give data=ROWS or"):
         trimtab.evaluate(model="m", reward="exact_match", **arguments)
+
+
+def test_what_a_run_held_is_free_when_it_returns(here: Path, model_folder: Path, monkeypatch) -> None:
+    """Also where Python's collector has no reason to run: the memory is the device's, and Python does not see it fill."""
+    models: list[weakref.ref[torch.nn.Module]] = []
+    load = session.load_model
+
+    def noting(*arguments: Any) -> Any:
+        found = load(*arguments)
+        models.append(weakref.ref(found))
+        return found
+
+    for owner in (session, build):
+        monkeypatch.setattr(owner, "load_model", noting)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    gc.disable()
+    try:
+        settings = {"model": model_folder, "data": ROWS, "reward": "exact_match", "run": RUN}
+        trimtab.train(**settings, learn=LEARN | {"steps": 1}, observe={"dir": "r"})
+        trimtab.evaluate(**settings, learn=LEARN)
+    finally:
+        gc.enable()
+    assert len(models) >= 2 and not [model for model in models if model() is not None]
 
 
 def test_an_interrupted_run_says_where_it_stands(here: Path, model_folder: Path, monkeypatch, capsys) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trimtab import loop
-from trimtab.build import own_modes
+from trimtab.build import own_modes, returns_memory
 from trimtab.config.load import load_as, load_config
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
@@ -135,6 +135,7 @@ def reward_model(
     return run_reward_model(load_as(RewardModelConfig, path, overrides, base, tree), inputs, resume=resume)
 
 
+@returns_memory
 def run_training(
     config: Config, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
@@ -149,6 +150,7 @@ def run_training(
             raise
 
 
+@returns_memory
 def run_evaluation(config: Config, inputs: Inputs, *, console_file: IO[str] | None = None) -> dict[str, float]:
     """Evaluate a validated config's model."""
     with own_modes(), ExitStack() as stack:

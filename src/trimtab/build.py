@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -39,6 +40,8 @@ CANNOT_CHANGE = {
 }
 """Keys that the optimizer of a checkpoint is made for."""
 Kind = TypeVar("Kind", bound=Updater)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def load_policy(
@@ -162,6 +165,22 @@ def own_modes() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def returns_memory(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """What a run has held is free when it returns. Its objects refer to each other, so Python would free them some time later: a
+    second run in the same process (a notebook) would find the first one's weights and optimizer still on the device."""
+
+    @functools.wraps(run)
+    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return run(*args, **kwargs)
+        finally:
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    return wrapper
 
 
 def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from trimtab.build import (
     own_modes,
     refuse_kernels,
     refuse_missing_wandb,
+    returns_memory,
     spare_the_collector,
     take_up,
 )
@@ -226,6 +227,7 @@ def dry_run(stage: Stage, config: Offline, inputs: Inputs, file: IO[str], *, res
     return result
 
 
+@returns_memory
 def run_offline(
     stage: Stage, config: Offline, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from trimtab.plan.report import Offer
 WIDTH = 40
 COLOURS = {
     "weights": "blue", "reference": "bright_blue", "rollout weights": "blue", "masters": "cyan", "optimizer state": "cyan",
-    "gradients": "magenta", "activations": "green", "backward work": "green", "log-prob head": "yellow", "KV cache": "yellow",
+    "gradients": "magenta", "activations": "green", "backward work": "green",
+    "embedding gradient": "green", "log-prob head": "yellow", "KV cache": "yellow",
     "staging": "yellow",
 }  # fmt: skip
 

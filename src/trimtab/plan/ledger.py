@@ -40,6 +40,7 @@ CPU_PROCESS = GIB
 """Host memory of a process with torch alone."""
 WORKER = GIB // 4
 """Host memory of a reward worker."""
+EMBEDDING_GRADIENT = "embedding gradient"
 ENGINE = "engine's processes"
 MERGED = "merged copy"
 UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
@@ -161,6 +162,7 @@ def _training_phases(
                 _phase("update", resident | gathered | work | stays, host)
                 for work in (
                     {"gradients": states["gradients"]} | _updating(job, machine, run, path),
+                    {"gradients": states["gradients"], EMBEDDING_GRADIENT: embedding_gradient(job, first=False)},
                     *_improving_critic(job, machine, run, path),
                 )
             ),
@@ -352,6 +354,12 @@ def _updating(job: Job, machine: Machine, run: Run, path: UpdatePath) -> dict[st
     budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
     return update_work(job, job.row(budget), path) | rounding
+
+
+def embedding_gradient(job: Job, *, first: bool) -> int:
+    """Bytes of the embedding's gradient as autograd makes it, the last of a backward pass, while the sums exist already. In a
+    float32 model the first micro-batch's becomes the sum itself."""
+    return 0 if job.rank or (first and job.itemsize >= 4) else job.itemsize * job.shape.table
 
 
 def _improving_critic(job: Job, machine: Machine, run: Run, path: UpdatePath) -> list[dict[str, int]]:

@@ -9,11 +9,20 @@ from dataclasses import replace
 
 from trimtab.config.run import Recompute
 from trimtab.plan.activations import Row, UpdatePath
-from trimtab.plan.ledger import GIB, UNSEEN, critic_path, rounding_bytes, update_path, update_work
+from trimtab.plan.ledger import (
+    EMBEDDING_GRADIENT,
+    GIB,
+    UNSEEN,
+    critic_path,
+    embedding_gradient,
+    rounding_bytes,
+    update_path,
+    update_work,
+)
 from trimtab.plan.planner import Plan
 
-WORK = ("activations", "log-prob head", "backward work")
-"""Components of a micro-batch, as `update_peak` names them."""
+WORK = ("activations", "log-prob head", "backward work", EMBEDDING_GRADIENT)
+"""Components of a micro-batch: as `update_peak` names them, and the last of its backward pass."""
 HOSTS = ("processes", "reward workers", "environment workers")
 """Components that a machine without a device has in the same memory."""
 Sizes = tuple[int, int, int, int, int]
@@ -74,7 +83,8 @@ class PlanWatch:
 
     def update_bytes(self, optimizer_step: Sequence[Sizes]) -> int:
         """Most bytes allocated in these micro-batches. During the first, only the gradients exist that its backward pass has
-        reached: the head's while its activations are at their fullest, all of them once those are gone."""
+        reached: the head's while its activations are at their fullest, all of them once those are gone. A backward pass ends
+        with the embedding's gradient, which autograd makes and the sums then take over."""
         assert self._path is not None
         job = self.plan.job
         held = self.plan.ledger["update"].device or self.plan.ledger["update"].host
@@ -87,7 +97,8 @@ class PlanWatch:
         peaks = []
         for index, sizes in enumerate(optimizer_step):
             work = sum(update_work(job, Row(*sizes), self._path).values())
-            peaks.append(max(work + head, gradients) if index == 0 else work + gradients)
+            ended = gradients + embedding_gradient(job, first=index == 0)
+            peaks.append(max(work + head if index == 0 else work + gradients, ended))
         if job.critic is not None:
             peaks.append(self._critic_bytes(optimizer_step))
         return states + rounding + max(peaks)
