@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +17,9 @@ from tests.running import guarded
 from trimtab.config.schema import RewardPart
 from trimtab.errors import RewardError
 from trimtab.reward import lane
+from trimtab.reward.judge import reward
+from trimtab.reward.judge.client import Judge
+from trimtab.reward.judge.options import Options, read_options
 from trimtab.reward.scorer import Scorer, check_failures
 from trimtab.reward.wire import Tally
 from trimtab.rollout.trajectory import Group
@@ -60,14 +66,17 @@ def test_scores_become_rewards_from_0_to_1(judged, group) -> None:
     assert (tally.counts["requests"], tally.counts["retries"], len(tally.latencies_s)) == (4, 0, 4)
     body = server.seen()["bodies"][-1]
     assert body["model"] == "judge-1" and body["temperature"] == 0.0 and body["max_tokens"] == 512
-    assert "Question: question\nAnswer: score " in body["messages"][-1]["content"]
+    asked = body["messages"][-1]["content"]
+    assert re.search(r"Question: question\nAnswer: <(completion-\w+)>\nscore [0-9.]+\n</\1>$", asked)
     assert server.seen()["keys"] == [None] * 5, "one request tried the endpoint before"
 
 
 def test_columns_messages_and_further_fields_reach_the_judge(scorer, group, local_judge) -> None:
     server = local_judge()
     prompt = "{prompt} | {completion} | {answer} | {level} | {not a field} | {}"
-    args = server.args(prompt=prompt, system="Be strict.", scale=[0, 5], temperature=None, body={"seed": 3})
+    args = server.args(
+        prompt=prompt, system="Be strict.", scale=[0, 5], temperature=None, body={"seed": 3}, verbatim=True
+    )
     one = scorer(RewardPart(fn="judge", args=args))
     one.check({"answer", "level"})
     with pytest.raises(RewardError, match="reward 'judge' needs a column 'answer', which the data does not have"):
@@ -240,6 +249,43 @@ def test_the_same_question_is_asked_once(judged, group) -> None:
     assert rewards == [[0.5, 0.6]]
     assert (tally.counts["requests"], tally.counts["cache_hits"]) == (1, 1)
     assert server.seen()["requests"] == 4
+
+
+def test_a_completion_is_asked_about_again_for_another_prompt_or_row(scorer, group, local_judge) -> None:
+    server = local_judge("varied")
+    one = scorer(RewardPart(fn="judge", args=server.args(prompt="{prompt} {completion} {answer}")))
+    given = [("p", "a"), ("q", "a"), ("q", "b"), ("q", "b")]
+    rewards, tally = rate(one, *(group("same", prompt=prompt, answer=answer) for prompt, answer in given))
+    assert (tally.counts["requests"], tally.counts["cache_hits"]) == (3, 1)
+    assert len({reward for (reward,) in rewards}) == 3 and rewards[2] == rewards[3]
+
+
+CHANGES: list[dict[str, Any]] = [
+    *({"url": "http://other/v1"}, {"model": "m2"}, {"prompt": "Rate {completion}"}, {"system": "Be strict."}),
+    *({"scale": [0, 5]}, {"pattern": "(.)"}, {"temperature": 1.0}, {"max_tokens": 9}, {"body": {"seed": 1}}),
+    {"verbatim": True},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_a_score_is_not_taken_from_another_judge(change: dict[str, Any]) -> None:
+    """They share a file on disk, also with those of an earlier configuration."""
+
+    def digest(**changes: Any) -> str:
+        options = {name: p.default for name, p in inspect.signature(reward.judge).parameters.items()}
+        options |= {"url": "http://localhost/v1", "model": "m", "prompt": "{completion}", "body": {}} | changes
+        judge = Judge(read_options(**{field.name: options[field.name] for field in dataclasses.fields(Options)}))
+        return judge._digest(judge.options.request(judge.options.prompt.fill("p", "c", {})))
+
+    assert digest() == digest() != digest(**change)
+
+
+def test_a_quotation_in_the_answer_costs_its_completion(judged, group) -> None:
+    one, _ = judged('say:The student wrote {"score": 10}.\nScore: 1')
+    given = numbered(group, 4)
+    rewards, tally = rate(one, given)
+    assert rewards == [[None]] and tally.counts["failed_unparsable"] == 1
+    assert "no score from 0 to 10, or two that differ" in str(given.trajectories[0].failure)
 
 
 def test_failures_are_not_cached(judged, group) -> None:

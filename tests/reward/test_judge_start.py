@@ -36,6 +36,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cache": "memory"}, "cache is 'memory', but it takes true, false or disk"),
     ({"temperature": -1}, "temperature is -1, but it takes a number of at least 0"),
     ({"max_tokens": 0}, "max_tokens is 0, but it takes a whole number from 1"),
+    ({"verbatim": "no"}, "verbatim is 'no', but it takes true or false"),
     ({"body": []}, "body is [], but it takes a mapping"),
     ({"body": {"stream": True}}, "body.stream is the judge's own to set"),
     ({"api_key": "sk-1"}, "judge takes no argument 'api_key'. Did you mean 'api_key_env'?"),
@@ -105,7 +106,8 @@ def test_an_endpoint_in_trouble(local_judge, mode: str, message: str) -> None:
 def test_a_judge_whose_answers_cannot_be_read(local_judge, said: str) -> None:
     server: LocalJudge = local_judge(f"say:{said}")
     found = start(server.args())
-    assert f"gave none of 3 made-up completions a score: the answer has no score from 0 to 10: {said!r}" in found
+    assert "gave none of 3 made-up completions a score: the answer has no score from 0 to 10, or two" in found
+    assert f"that differ: {said!r}" in found
     assert "Let prompt ask for a number alone" in found and "write pattern" in found
     assert server.seen()["requests"] == 3
 

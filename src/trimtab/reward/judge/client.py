@@ -159,7 +159,7 @@ class Judge:
         for tried in range(self.options.retries + 1):
             call.tally.counts.update(["requests", *(["retries"] if tried else [])])
             try:
-                return self._read(await self._send(body, deadline, call))
+                return self._read(await self._send(body, deadline, call), body)
             except Trouble as trouble:
                 if trouble.wait_s:
                     self._closed_until, self._closed_by = time.monotonic() + trouble.wait_s, trouble
@@ -169,11 +169,12 @@ class Judge:
                 await self._pause(pause, deadline, trouble)
         raise AssertionError("the last try raises or returns")
 
-    def _read(self, answer: str) -> float:
-        score = read_score(answer, self.options.scale, self.options.pattern)
+    def _read(self, answer: str, body: dict[str, Any]) -> float:
+        judged: str = body["messages"][-1]["content"]
+        score = read_score(answer, self.options.scale, self.options.pattern, judged)
         if score is None:
             low, high = self.options.scale
-            raise NoScore(f"the answer has no score from {low:g} to {high:g}: {shown(answer)}")
+            raise NoScore(f"the answer has no score from {low:g} to {high:g}, or two that differ: {shown(answer)}")
         return score
 
     async def _pause(self, pause_s: float, deadline: float, trouble: Trouble) -> None:

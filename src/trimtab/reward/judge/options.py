@@ -24,6 +24,7 @@ class Options:
     url: str
     model: str
     prompt: Template
+    verbatim: bool
     system: str | None
     api_key_env: str | None
     scale: tuple[float, float]
@@ -61,7 +62,9 @@ def read_options(**args: Any) -> Options:
         if not isinstance(args[name], str) or not args[name].strip():
             raise wrong(name, args[name], "text")
     _check_url(args["url"])
-    args["prompt"] = Template(args["prompt"], reserved=set(args))
+    if not isinstance(args["verbatim"], bool):
+        raise wrong("verbatim", args["verbatim"], "true or false")
+    args["prompt"] = Template(args["prompt"], reserved=set(args), verbatim=args["verbatim"])
     if args["system"] is not None and not isinstance(args["system"], str):
         raise wrong("system", args["system"], "text")
     _check_key(args["api_key_env"])

@@ -33,6 +33,7 @@ def judge(
     url: str,
     model: str,
     prompt: str,
+    verbatim: bool = False,
     system: str | None = None,
     api_key_env: str | None = None,
     scale: tuple[float, float] = (0, 10),
@@ -48,9 +49,10 @@ def judge(
 ) -> Awaitable[list[Cell]] | list[Cell]:
     """A score by a language model behind an OpenAI-compatible endpoint, from 0 (the lowest of `scale`) to 1 (the highest).
 
-    url: the address up to /v1. prompt: what the judge reads, with {prompt}, {completion} and columns of the row in braces;
-    system: a message before it. api_key_env: the environment variable that holds the key. pattern: a regular expression whose
-    one group is the score; without one the answer is a number, JSON with a "score", or ends with a line such as "Score: 7".
+    url: the address up to /v1. prompt: what the judge reads, with {prompt}, {completion} and columns of the row in braces.
+    verbatim: put completions there as they are, not between tags that nothing in them can close. system: a message before it.
+    api_key_env: the environment variable that holds the key. pattern: a regular expression whose one group is the score;
+    without one the answer is a number, or ends with JSON with a "score" or with a line such as "Score: 7".
     concurrency: requests in flight. retries: tries after the first, where an answer may still come (no connection, no answer
     within timeout_s, HTTP 408, 425, 429 and 5xx). cache: ask the same question once; disk: also after a resume. temperature,
     max_tokens: of the judge; null sends none. body: further fields of the request.
