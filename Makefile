@@ -7,14 +7,26 @@ STAMP := $(VENV)/.installed
 # vLLM has an environment of its own, as its users' often does; it is kept between clones.
 VLLM ?= $(HOME)/.cache/trimtab/vllm
 
-.PHONY: install demo test lint format types docs slow vllm clean
+# Where there is no GPU: torch's CPU build, a tenth of the size. `make install CONSTRAINTS=` takes whatever pip finds.
+ifeq ($(shell uname -s),Linux)
+ifeq ($(shell command -v nvidia-smi),)
+CONSTRAINTS ?= constraints/cpu.txt
+endif
+endif
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+NEWEST := .venv-newest
+
+.PHONY: install demo test test-newest lint format types docs slow vllm clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+ifneq ($(CONSTRAINTS),)
+	$(BIN)/python -m pip install --quiet -r $(CONSTRAINTS) || $(BIN)/python -m pip install --quiet -r $(CONSTRAINTS) --extra-index-url $(CPU_INDEX)
+endif
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'
 	touch $@
 
 demo: install
@@ -22,6 +34,14 @@ demo: install
 
 test: lint types vllm
 	$(BIN)/python -m pytest -n auto
+
+# The newest torch, transformers and peft that pyproject.toml allows, in an environment of its own. ONLY=tests/model runs a part.
+test-newest:
+	test -e $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(addprefix -c ,$(NEWEST_CONSTRAINTS)) -e '.[dev]'
+	$(NEWEST)/bin/python -c 'import torch, transformers, peft; print(*(f"{m.__name__} {m.__version__}" for m in (torch, transformers, peft)))'
+	$(NEWEST)/bin/python -m pytest -n auto $(ONLY)
 
 vllm:
 	@test -e $(VLLM)/.installed || ( \
@@ -52,4 +72,4 @@ slow: install
 	$(BIN)/python -m pytest -m slow
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis

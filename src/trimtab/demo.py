@@ -164,12 +164,13 @@ def run_demo(
     summary = run_training(config, Inputs(name="demo"), console_file=file)
     run_dir = Path(summary["run_dir"])
     _show_samples(run_dir, config.learn.steps, file)
+    curve = run_dir / CURVE_FILE
     return {
         "accuracy_before": summary["eval"]["before"],
         "accuracy_after": summary["eval"]["after"],
         "seconds": round(time.monotonic() - started, 1),
         "run_dir": summary["run_dir"],
-        "curve": str(run_dir / CURVE_FILE),
+        "curve": str(curve) if curve.exists() else None,  # without matplotlib it is not drawn
     }
 
 

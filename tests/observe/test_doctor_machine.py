@@ -80,7 +80,7 @@ def test_a_plain_machine_is_healthy(machine: Machine) -> None:
         ({"host_limit_gib": 16.0}, {"container_memory": "warn"}),
         ({"disks": [Disk("runs", "/runs", 10.0, 100.0)]}, {"disk": "warn"}),
         ({"disks": [Disk("runs", "/runs", 0.5, 100.0)]}, {"disk": "bad"}),
-        ({"packages": PACKAGES | {"torch": "2.14.0"}}, {"version:torch": "bad"}),
+        ({"packages": PACKAGES | {"torch": "2.16.0"}}, {"version:torch": "bad"}),
         ({"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}, {"env:CUDA_LAUNCH_BLOCKING": "warn"}),
     ],
 )
@@ -98,7 +98,8 @@ def test_a_hidden_gpu_has_one_reason() -> None:
     [
         ({"torch": "2.11.0+cu130"}, []),
         ({"torch": "2.10.1"}, ["version:torch"]),
-        ({"transformers": "5.20.0"}, ["version:transformers"]),
+        ({"transformers": "5.23.0"}, ["version:transformers"]),
+        ({"torch": "2.15.0", "transformers": "5.22.2"}, []),
         ({"torch": "2.13.0", "vllm": "0.25.0"}, ["version:torch"]),
         ({"torch": "2.11.0", "vllm": "0.25.0"}, []),
         ({"torch": "2.11.0", "vllm": "0.32.1"}, ["version:torch"]),

@@ -9,7 +9,6 @@ next to each other become the rows of one dense call, so callers sort sequences 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -17,12 +16,10 @@ from itertools import accumulate, groupby
 from typing import Any
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
 from trimtab.model.transfer import to_device
-
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+from trimtab.model.versions import grouped_varlen_attn
 
 
 class PackedPlan:
@@ -133,13 +130,7 @@ class PackedPlan:
     def _flash(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules) -> torch.Tensor:
         left = -1 if rules.window is None else rules.window - 1
         where = (self._offsets, self._key_offsets, max(self.lengths), self.longest)
-        if q_THD.shape[1] == k_TKD.shape[1] or _VARLEN_HAS_GQA:
-            grouped: Any = {"enable_gqa": True} if _VARLEN_HAS_GQA else {}
-            out = varlen_attn(q_THD, k_TKD, v_TKD, *where, scale=rules.scale, window_size=(left, 0), **grouped)
-        else:
-            out = _GroupedFlash.apply(q_THD, k_TKD, v_TKD, *where, rules.scale, left)
-        assert isinstance(out, torch.Tensor)
-        return out
+        return grouped_varlen_attn(q_THD, k_TKD, v_TKD, *where, rules.scale, left)
 
 
 def take_rows(x_TX: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
@@ -178,31 +169,3 @@ class _Copies(torch.autograd.Function):
         from trimtab.model.kernels.train import sum_copies
 
         return sum_copies(grads[0].contiguous(), *ctx.saved_tensors), None, None, None
-
-
-class _GroupedFlash(torch.autograd.Function):
-    """`varlen_attn` with fewer key/value heads, which the kernels of torch 2.11 can do and its function does not offer."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, key_offsets: torch.Tensor,
-        longest: int, longest_key: int, scale: float, left: int,
-    ) -> torch.Tensor:  # fmt: skip
-        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, offsets, key_offsets, longest, longest_key, 0.0, left < 0, False, scale=scale, window_size_left=left,
-            window_size_right=0,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, out, lse, offsets, key_offsets, state, unused)
-        ctx.settings = (longest, longest_key, scale, left)
-        result: torch.Tensor = out
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, offsets, key_offsets, state, unused = ctx.saved_tensors
-        longest, longest_key, scale, left = ctx.settings
-        found = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(), q, k, v, out, lse, offsets, key_offsets, longest, longest_key, 0.0, left < 0, state, unused,
-            scale=scale, window_size_left=left, window_size_right=0,
-        )  # fmt: skip
-        return *found, *[None] * 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trimtab.observe.doctor.conflicts import conflicts
+from trimtab.observe.doctor.conflicts import TORCH, conflicts
 from trimtab.observe.doctor.environment import Surroundings, environment_findings
 from trimtab.observe.doctor.finding import LEVELS, Finding, Level
 from trimtab.observe.doctor.machine import Machine
@@ -67,7 +67,7 @@ def _torch(machine: Machine) -> Iterator[Finding]:
             "it imports and lists its devices",
             str(error),
             "it is not installed, its libraries are missing or of another version, or the driver crashed it",
-            "python -c 'import torch' shows all of it; pip install --force-reinstall 'torch>=2.11,<2.14'",
+            f"python -c 'import torch' shows all of it; pip install --force-reinstall 'torch{TORCH}'",
         )
     elif driver.gpus and not torch.get("cuda"):
         yield _found(

@@ -12,6 +12,8 @@ from packaging.version import InvalidVersion, Version
 
 from trimtab.observe.doctor.finding import Finding, Level
 
+TORCH, TRANSFORMERS = ">=2.11,<2.16", ">=5.16,<5.23"
+"""What Trimtab runs with; pyproject.toml says the same."""
 Installed = dict[str, str]
 """Package to version."""
 
@@ -33,19 +35,19 @@ TABLE = (
         "trimtab",
         "",
         "torch",
-        ">=2.11,<2.14",
+        TORCH,
         "bad",
         "kernels and attention are written for these",
-        "pip install 'torch>=2.11,<2.14'",
+        f"pip install 'torch{TORCH}'",
     ),
     Need(
         "trimtab",
         "",
         "transformers",
-        ">=5.16,<5.20",
+        TRANSFORMERS,
         "bad",
         "models are run through its attention interface, which moves",
-        "pip install 'transformers>=5.16,<5.20'",
+        f"pip install 'transformers{TRANSFORMERS}'",
     ),
     Need("trimtab", "", "peft", ">=0.18", "bad", "model.lora needs it", "pip install 'peft>=0.18'"),
     Need(

@@ -1,0 +1,58 @@
+"""What differs between the versions of torch and transformers that are served (pyproject.toml has their ranges).
+
+A difference is found by looking for the thing itself, not by a version number, and stands here only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Not in torch 2.11."""
+
+
+def grouped_varlen_attn(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, offsets: torch.Tensor, key_offsets: torch.Tensor,
+    longest: int, longest_key: int, scale: float | None, left: int,
+) -> torch.Tensor:  # fmt: skip
+    """Variable-length flash attention in which several query heads may share a key/value head. `left` is the window; -1: none."""
+    where = (offsets, key_offsets, longest, longest_key)
+    if q_THD.shape[1] == k_TKD.shape[1] or VARLEN_HAS_GQA:
+        grouped: Any = {"enable_gqa": True} if VARLEN_HAS_GQA else {}
+        out = varlen_attn(q_THD, k_TKD, v_TKD, *where, scale=scale, window_size=(left, 0), **grouped)
+    else:
+        out = _GroupedFlash.apply(q_THD, k_TKD, v_TKD, *where, scale, left)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+class _GroupedFlash(torch.autograd.Function):
+    """`varlen_attn` with fewer key/value heads, which the kernels of torch 2.11 can do and its function does not offer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, key_offsets: torch.Tensor,
+        longest: int, longest_key: int, scale: float, left: int,
+    ) -> torch.Tensor:  # fmt: skip
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, offsets, key_offsets, longest, longest_key, 0.0, left < 0, False, scale=scale, window_size_left=left,
+            window_size_right=0,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse, offsets, key_offsets, state, unused)
+        ctx.settings = (longest, longest_key, scale, left)
+        result: torch.Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, offsets, key_offsets, state, unused = ctx.saved_tensors
+        longest, longest_key, scale, left = ctx.settings
+        found = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), q, k, v, out, lse, offsets, key_offsets, longest, longest_key, 0.0, left < 0, state, unused,
+            scale=scale, window_size_left=left, window_size_right=0,
+        )  # fmt: skip
+        return *found, *[None] * 6
