@@ -177,7 +177,7 @@ def test_kl_is_zero_at_first_and_the_adaptive_controller_moves(model_folder, tmp
     assert metrics[3]["policy/kl_ref"] > 1e-4
     assert metrics[1]["policy/kl_coef"] == 0.1  # what the step was done with
     assert metrics[2]["policy/kl_coef"] == pytest.approx(0.08)  # far below the target: lowered by the most allowed
-    assert metrics[3]["policy/kl_coef"] > metrics[2]["policy/kl_coef"]
+    assert metrics[3]["policy/kl_coef"] == pytest.approx(0.096)  # far above it: raised by the most allowed
 
 
 def test_memory_is_measured_phase_by_phase(model_folder, tmp_path, monkeypatch) -> None:
@@ -215,8 +215,11 @@ def test_a_resumed_run_goes_on_with_the_kl_that_is_asked_for(
     learn = {"steps": 3, "kl": {"coef": after, **(kl if before == after else {})}}
     _, metrics = train(model_folder, tmp_path, learn=learn, resume=True)
     if before == after:
-        assert metrics[3]["policy/kl_coef"] == pytest.approx(0.8 * first[2]["policy/kl_coef"], rel=0.5)
-        assert first[2]["policy/kl_coef"] < before
+        # 16 samples, a horizon of 16: each step makes a whole correction, by the error it saw and at most a fifth.
+        assert first[2]["policy/kl_coef"] == pytest.approx(0.8 * before)
+        error = min(max(first[2]["policy/kl_ref"] / 1e-4 - 1, -0.2), 0.2)
+        assert abs(error) > 0.05, "the coefficient must move to show that it was kept"
+        assert metrics[3]["policy/kl_coef"] == pytest.approx((1 + error) * 0.8 * before)
     else:
         assert metrics[3]["policy/kl_coef"] == after
 

@@ -343,7 +343,7 @@ def test_overrides_that_cannot_be_applied(override: str, message: str) -> None:
         ("learn.max_grad_norm=none", "Write null for none"),
         ("model=a/b", "trust_remote_code. Write {path: a/b}"),
         ("reward.0=math", "args. Write {fn: math}"),
-        ("learn.schedule=cosine", "final. Write {kind: cosine}"),
+        ("learn.schedule=cosine", "unit. Write {kind: cosine}"),
         ("learn.optimizer=adamw", "states. Leave it out for the defaults"),
         ("learn.advantage=group", "Did you mean group_std?"),
         ("learn.kl.estimator=k4", 'got "k4", but it takes one of k1, k2, k3. Did you mean k1?'),

@@ -62,6 +62,12 @@ def test_the_reference_is_the_model_without_them() -> None:
     assert not torch.allclose(hidden(policy), plain)
 
 
+def test_without_alpha_what_adapters_add_is_doubled() -> None:
+    for settings, scale in ((Lora(r=3), 2.0), (Lora(r=8), 2.0), (Lora(r=4, alpha=6), 1.5)):
+        model = add_adapters(tiny_model("qwen2"), settings, seed=0)
+        assert {module.scaling["default"] for module in model.modules() if hasattr(module, "lora_A")} == {scale}
+
+
 def test_saved_and_read_back_they_are_the_same(tmp_path) -> None:
     policy = Policy(add_adapters(tiny_model("qwen2"), Lora(r=3, alpha=7), seed=0))
     trained(policy.model)
