@@ -108,9 +108,8 @@ def test_without_a_threshold_the_mean_score_over_prompts_is_reported() -> None:
 )
 def test_a_reward_model_has_no_mark_of_success_unless_one_is_given(changes: dict, expected: float | None) -> None:
     parts = [{"fn": "model:runs/rm/final", "name": "taste"}, {"fn": "exact_match", "name": "exact"}]
-    config = config_from_dict(
-        {"eval": changes, "model": {"path": "m"}, "data": {"train": "d.jsonl", "eval": "e.jsonl"}, "reward": parts}
-    )
+    data = {"train": "d.jsonl", "eval": "e.jsonl"}
+    config = config_from_dict({"model": {"path": "m"}, "data": data, "reward": parts, "eval": changes})
     assert success_threshold(config, ["taste", "exact"]) == expected
 
 

@@ -146,6 +146,13 @@ def test_a_lucky_first_step_of_a_hard_task_is_no_collapse() -> None:
     assert not {"reward_falls", "gradient_drop", "entropy_collapse"} & set(found(record(rows)))
 
 
+def test_an_entropy_that_was_next_to_nothing_has_nothing_to_lose() -> None:
+    rows = collapsing(1, 12, {"policy/entropy": 1e-4})
+    for row in rows[1:2]:
+        row["policy/entropy"] = 0.03
+    assert "entropy_collapse" not in found(record(rows))
+
+
 def test_certainty_that_comes_at_once_with_a_better_reward_is_learning() -> None:
     better = {"reward/mean": 0.8, "reward/std": 0.4, "policy/entropy": 0.05}
     assert "entropy_collapse" not in found(record(collapsing(4, 60, better)))

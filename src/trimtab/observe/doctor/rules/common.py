@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.shift import LASTS, clear_fall
+from trimtab.observe.doctor.shift import LASTS, Shift, clear_fall
 
 LEARNED = 0.85
 """Success rate from which a plateau, few signals and a low entropy are what learning looks like when it is over."""
 REWARD = ("reward/mean",)
 ENTROPY = "policy/entropy"
+LEAST_ENTROPY = 0.1
+"""Nats per token. A few tokens make up a lower one, and it scatters by large factors."""
 LARGE_CHANGE = 0.5
 """Change of the mean reward that is large, in standard deviations of a step's samples."""
 
@@ -58,11 +60,17 @@ def sudden_fall(record: Record) -> Levels | None:
     """The reward's fall at one step, for good. It is clear by itself, or it comes with a change of the entropy, which scatters
     little: one step of a few prompts has a reward that may be luck, but no lucky entropy."""
     for name in (ENTROPY, "reward/mean"):
-        shift = record.shift(name) if name == ENTROPY else clear_fall(record.values(name), _noise(record))
+        shift = entropy_shift(record) if name == ENTROPY else clear_fall(record.values(name), _noise(record))
         found = reward_levels(record, record.shift_step(name, shift)) if shift else None
         if found is not None and found.fell:
             return found
     return None
+
+
+def entropy_shift(record: Record) -> Shift | None:
+    """Where the entropy changes at once and for good, from or to one that is worth the name."""
+    shift = record.shift(ENTROPY)
+    return shift if shift and max(shift.before, shift.after) >= LEAST_ENTROPY else None
 
 
 def _noise(record: Record) -> float:

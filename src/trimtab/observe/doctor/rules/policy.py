@@ -13,6 +13,7 @@ from trimtab.observe.doctor.record import RECENT, Record
 from trimtab.observe.doctor.rule import Rule, Sick
 from trimtab.observe.doctor.rules.common import (
     ENTROPY,
+    entropy_shift,
     learned,
     nothing_gained,
     on_policy,
@@ -37,7 +38,7 @@ START_AGAIN = "lower learn.lr (10 times is a first try), and start again or resu
 
 def sudden_entropy_loss(record: Record) -> Sick | None:
     """Within a step or a few, and for good."""
-    shift = record.shift(ENTROPY)
+    shift = entropy_shift(record)
     if shift is None or shift.after > min(0.25 * shift.before, 0.3):
         return None
     step = record.shift_step(ENTROPY, shift)
@@ -48,7 +49,7 @@ def sudden_entropy_loss(record: Record) -> Sick | None:
 
 
 def sudden_entropy_jump(record: Record) -> Sick | None:
-    shift = record.shift(ENTROPY)
+    shift = entropy_shift(record)
     if shift is None or shift.after < shift.before + 0.3:
         return None
     step = record.shift_step(ENTROPY, shift)
@@ -166,7 +167,7 @@ def gradient_lost(record: Record) -> Sick | None:
     shift = record.shift(NORM, LOST_GRADIENT)
     if shift is None or shift.after > shift.before or learned(record):
         return None
-    entropy = record.shift(ENTROPY)
+    entropy = entropy_shift(record)
     if shift.at < 3 and (entropy is None or entropy.after > entropy.before):
         return None
     step = record.shift_step(NORM, shift)
