@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 
 import trimtab
@@ -29,7 +29,8 @@ from trimtab.checkpoint import (
     save_checkpoint,
 )
 from trimtab.config.learn import Learn
-from trimtab.errors import TrainingError
+from trimtab.errors import DivergedError, TrainingError
+from trimtab.export import export_run
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.update.optimizer import MasterAdamW
 
@@ -183,12 +184,40 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "half an optimizer": lambda folder: cut(folder / "optimizer.safetensors"),
     "half a model": lambda folder: cut(folder / "model.safetensors"),
     "no model": lambda folder: (folder / "model.safetensors").unlink(),
+    "a position that is no row's": lambda folder: edit(folder, data_position=1e30),
+    "a position beyond all counting": lambda folder: edit(folder, data_position=10**30),
+    "a coefficient that is no number": lambda folder: edit(folder, kl_coef=float("nan")),
+    "moments that are no numbers": lambda folder: spoil(folder / "optimizer.safetensors", "exp_avg/"),
+    "infinite moments": lambda folder: spoil(folder / "optimizer.safetensors", "exp_avg_sq/", float("inf")),
+    "weights that are no numbers": lambda folder: spoil(folder / "model.safetensors", "model.layers.1"),
+    "the optimizer of another step": lambda folder: take_from_step_1(folder, "optimizer.safetensors"),
+    "the weights of another step": lambda folder: take_from_step_1(folder, "model.safetensors"),
+    "the state of another step": lambda folder: take_from_step_1(folder, "state.json"),
+    "no config of the model": lambda folder: (folder / "config.json").unlink(),
+    "half a config of the model": lambda folder: cut(folder / "config.json"),
+    "a config that is no YAML": lambda folder: (folder / "config.yaml").write_text("learn: {"),
+    "half a config": lambda folder: (folder / "config.yaml").write_text("model: {path: m}"),
+    "a config that is no text": lambda folder: (folder / "config.yaml").write_bytes(b"\xff\xfe\x00"),
+    "an empty config": lambda folder: (folder / "config.yaml").write_text(""),
 }
 
 
 def edit(folder: Path, **changes: object) -> None:
     saved = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(saved | changes))
+
+
+def spoil(file: Path, prefix: str, value: float = float("nan")) -> None:
+    with safe_open(file, "pt") as opened:
+        facts = opened.metadata()
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.startswith(prefix))
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, file, facts)
+
+
+def take_from_step_1(folder: Path, name: str) -> None:
+    shutil.copy(folder.parent / "step-1" / name, folder / name)
 
 
 def cut(file: Path) -> None:
@@ -202,11 +231,11 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, model_folder: Path
     return folder
 
 
-def train(model_folder: Path, folder: Path, learn: dict[str, Any], **more: Any) -> dict[str, Any]:
+def train(model_folder: Path | dict[str, Any], folder: Path, learn: dict[str, Any], **more: Any) -> dict[str, Any]:
     return trimtab.train(
-        model=str(model_folder),
+        model=model_folder if isinstance(model_folder, dict) else str(model_folder),
         data=more.pop("data", [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]),
-        reward=lambda completions, **_: [float(len(text)) for text in completions],
+        reward=lambda completions, **_: [float(len(set(text))) for text in completions],
         learn={"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4, **learn},
         observe={"dir": str(folder), "checkpoint_every": 1, "tensorboard": False},
         **more,
@@ -225,6 +254,118 @@ def test_a_damaged_checkpoint_is_told_with_the_one_to_go_on_from(
         train(model_folder, folder, {"steps": 3}, resume=True)
     shutil.rmtree(folder / "checkpoints/step-2")
     assert train(model_folder, folder, {"steps": 3}, resume=True)["steps"] == 3
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_every_part_of_a_checkpoint_is_of_its_step(model_folder: Path, tmp_path: Path, algorithm: str) -> None:
+    """Whichever is another step's; PPO has two more."""
+    train(model_folder, tmp_path / "run", {"steps": 2, "algorithm": algorithm})
+    one, two = (tmp_path / f"run/checkpoints/step-{step}" for step in (1, 2))
+    parts = [path.name for path in two.glob("*.safetensors")]
+    assert len(parts) == (4 if algorithm == "ppo" else 2)
+    for name in parts:
+        kept = (two / name).read_bytes()
+        shutil.copy(one / name, two / name)
+        with pytest.raises(TrainingError, match=r"step-2 cannot be read \(ValueError: .*step.*goes on from step-1"):
+            train(model_folder, tmp_path / "run", {"steps": 3, "algorithm": algorithm}, resume=True)
+        (two / name).write_bytes(kept)
+    assert train(model_folder, tmp_path / "run", {"steps": 3, "algorithm": algorithm}, resume=True)["steps"] == 3
+
+
+def test_adapters_of_another_step_are_told(model_folder: Path, tmp_path: Path) -> None:
+    model = {"path": str(model_folder), "lora": {"r": 2}}
+    train(model, tmp_path / "run", {"steps": 2})
+    take_from_step_1(tmp_path / "run/checkpoints/step-2", "adapter_model.safetensors")
+    with pytest.raises(TrainingError, match=r"its weights are not those that optimizer\.safetensors is for"):
+        train(model, tmp_path / "run", {"steps": 3}, resume=True)
+    shutil.rmtree(tmp_path / "run/checkpoints/step-2")
+    assert train(model, tmp_path / "run", {"steps": 3}, resume=True)["steps"] == 3
+
+
+def test_a_checkpoint_from_before_parts_named_their_step_is_resumed(
+    two_checkpoints: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(two_checkpoints, tmp_path / "run")
+    file = tmp_path / "run/checkpoints/step-2/optimizer.safetensors"
+    save_file(load_file(file), file)
+    assert train(model_folder, tmp_path / "run", {"steps": 3}, resume=True)["steps"] == 3
+
+
+def test_moments_that_are_not_finite_are_not_saved(tmp_path: Path, tokenizer) -> None:
+    model, optimizer = made()
+    save(tmp_path, 1, tokenizer, model=(model, optimizer))
+    next(t for name, t in optimizer.state_tensors().items() if name.startswith("exp_avg_sq/")).view(-1)[0] = math.inf
+    with pytest.raises(DivergedError, match=r"after step 2 exp_avg_sq/.* not finite.*step-1 is as it was.*learn\.lr"):
+        save(tmp_path, 2, tokenizer, model=(model, optimizer))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_a_loss_that_was_no_number_does_not_keep_a_run_from_being_resumed(tmp_path: Path, tokenizer) -> None:
+    model, optimizer = made()
+    state = RunState(step=1, loss_first=math.nan, loss_last=1.0)
+    loaded = load_state(save_checkpoint(tmp_path, state, model, tokenizer, optimizer, 2))
+    assert (loaded.loss_first, loaded.loss_last) == (None, 1.0)
+
+
+class Disk:
+    """Which files and folders were flushed, by inode, and how many had been when a folder was renamed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.flushed: list[int] = []
+        self.renamed: dict[str, int] = {}
+        fsync, rename = os.fsync, Path.rename
+
+        def flush(handle: int) -> None:
+            fsync(handle)
+            self.flushed.append(os.fstat(handle).st_ino)
+
+        def renamed(path: Path, target: Path) -> Path:
+            self.renamed[Path(target).name] = len(self.flushed)
+            return rename(path, target)
+
+        monkeypatch.setattr(os, "fsync", flush)
+        monkeypatch.setattr(Path, "rename", renamed)
+
+    def assert_flushed_then_renamed(self, folder: Path) -> None:
+        """A copy would have other inodes; a kill would leave half of one, and a loss of power an empty file."""
+        before = self.flushed[: self.renamed[folder.name]]
+        for path in (folder, *folder.rglob("*")):
+            assert path.stat().st_ino in before, path
+        assert folder.parent.stat().st_ino in self.flushed[self.renamed[folder.name] :]
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_what_is_saved_is_on_disk_before_it_has_its_name(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, int] | None
+) -> None:
+    disk = Disk(monkeypatch)
+    run = tmp_path / "run"
+    train({"path": str(model_folder), "lora": lora}, run, {"steps": 1})
+    for folder in (run / "checkpoints/step-1", run / "final"):
+        disk.assert_flushed_then_renamed(folder)
+    row, saved = (disk.flushed.index((run / path).stat().st_ino) for path in ("metrics.jsonl", "checkpoints/step-1"))
+    assert row < saved, "a checkpoint may be there without its row"
+    monkeypatch.undo()
+    disk = Disk(monkeypatch)
+    export_run(run, tmp_path / "out", "last", "same")
+    disk.assert_flushed_then_renamed(tmp_path / "out")
+
+
+@pytest.mark.parametrize("moment", ["save_model", "save_file", "write_state", "put_in_place", "remove_whole"])
+def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_is_told(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    original = getattr(checkpoint, moment)
+
+    def deleted(*args: Any, **rest: Any) -> Any:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return original(*args, **rest)
+
+    monkeypatch.setattr(checkpoint, moment, deleted)
+    step = 3 if moment == "remove_whole" else 1
+    with pytest.raises(TrainingError, match=rf"run is gone: it was moved or deleted(.|\n)*step {step} is not in it"):
+        train(model_folder, tmp_path / "run", {"steps": 3})
+    assert not (tmp_path / "run").exists()
 
 
 def test_weights_that_are_not_finite_are_not_saved(model_folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import functools
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -61,7 +61,8 @@ def load_policy(
         source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
         with reading(checkpoint):
             found = load_model(source, device)
-    policy = Policy(found)
+    with nullcontext() if checkpoint is None else reading(checkpoint):
+        policy = Policy(found)
     policy.use(kernels)
     return policy
 
@@ -102,8 +103,7 @@ def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan
 
 def _compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> list[str]:
     """Say what is no longer as the checkpoint was made, and return it; refuse what its optimizer cannot go on with."""
-    # Not the folder's: a resume with other settings may have ended before its first checkpoint.
-    held = load_any((checkpoint if (checkpoint / CONFIG).exists() else folder) / CONFIG)
+    held = _config_of(checkpoint, folder)
     if type(held) is not type(config):
         name = next(name for name, schema in STAGES.items() if isinstance(held, schema))
         what, fix = f"{folder} holds a run of trimtab {name}", f"Go on with trimtab {name}, or choose another folder."
@@ -116,7 +116,8 @@ def _compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: 
             raise ConfigError([Problem(key, told, f"Write {key} as it was.")])
     if config.model.lora is None:
         trusted = config.model.trust_remote_code
-        saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
+        with reading(checkpoint):
+            saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
         wanted = resolve_dtype(config.model, device)
         if saved is not None and saved != wanted:
             before, now = (str(dtype).removeprefix("torch.") for dtype in (saved, wanted))
@@ -125,6 +126,17 @@ def _compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: 
     if changed:
         console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
     return changed
+
+
+def _config_of(checkpoint: Path, folder: Path) -> AnyConfig:
+    """What the checkpoint was made with."""
+    # Not the folder's: a resume with other settings may have ended before its first checkpoint.
+    file = (checkpoint if (checkpoint / CONFIG).exists() else folder) / CONFIG
+    with reading(checkpoint):
+        try:
+            return load_any(file)
+        except ConfigError as error:  # nobody has written it by hand
+            raise ValueError(f"{file}: {error.problems[0]}") from error
 
 
 def take_up(
