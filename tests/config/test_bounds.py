@@ -131,9 +131,9 @@ def test_an_evaluation_that_no_machine_can_hold() -> None:
 
 def test_a_pipe_that_nobody_writes_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ConfigError, match="pipe.yaml: is a named pipe, not a file"):
+    with pytest.raises(ConfigError, match=r"pipe\.yaml: is a named pipe, not a file"):
         load_config(tmp_path / "pipe.yaml")
-    with pytest.raises(ConfigError, match="pipe.yaml: is a named pipe, not a file"):
+    with pytest.raises(ConfigError, match=r"pipe\.yaml: is a named pipe, not a file"):
         read_file(tmp_path / "pipe.yaml")
 
 

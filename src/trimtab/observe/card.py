@@ -29,6 +29,8 @@ class StartCard:
     batch: Sequence[tuple[str, str]]
     """What a step takes: (label, words)."""
     data_rows: int
+    prompt: Sequence[tuple[str, str]] = ()
+    """One row as the model reads it, and what ends its answers: (label, words)."""
     eval_rows: int | None = None
     trainable_parameters: int | None = None
     """Where it is not all of them (LoRA)."""
@@ -56,6 +58,7 @@ class StartCard:
             ("algorithm", self.algorithm),
             *self.batch,
             ("data", f"{self.data_rows:,} training rows, {_rows(self.eval_rows)}"),
+            *self.prompt,
             ("memory", f"device {_of(self.device_peak_gib, self.device_total_gib)}"),
             ("", f"host {_of(self.host_peak_gib, self.host_total_gib)}"),
             ("run folder", str(self.run_dir)),
