@@ -7,6 +7,7 @@ from typing import IO, Any
 
 from trimtab.config.load import resolved_yaml
 from trimtab.config.schema import Config
+from trimtab.model.load import declared_stops
 from trimtab.session import check
 from trimtab.work import Inputs
 
@@ -30,4 +31,6 @@ def dry_run(config: Config, inputs: Inputs, file: IO[str], *, resume: bool = Fal
         "max_new_tokens_per_step": learn.sequences_per_step * learn.max_new_tokens,
     }
     print("\n".join(f"{key}: {value}" for key, value in result.items()), file=file)
-    return result
+    prompt = work.view(ready.config, declared_stops(ready.config.model, work.tokenizer))
+    prompt.print(file)
+    return result | prompt.facts()

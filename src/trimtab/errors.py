@@ -34,13 +34,14 @@ ADAPTERS_ON_EXPERTS = Problem(
 
 
 class ConfigError(TrimtabError):
-    """The configuration cannot be run. Holds every problem found, not only the first."""
+    """The configuration cannot be run. Holds every problem found, not only the first, but for `unlisted` more after many."""
 
-    def __init__(self, problems: list[Problem] | str) -> None:
+    def __init__(self, problems: list[Problem] | str, unlisted: int = 0) -> None:
         self.problems = [Problem("", problems)] if isinstance(problems, str) else problems
-        count = len(self.problems)
-        head = f"{count} problems in the configuration:\n  " if count > 1 else ""
-        super().__init__(head + "\n  ".join(str(p) for p in self.problems))
+        count = len(self.problems) + unlisted
+        head = f"{count:,} problems in the configuration:\n  " if count > 1 else ""
+        tail = f"\n  and {unlisted:,} more" if unlisted else ""
+        super().__init__(head + "\n  ".join(str(p) for p in self.problems) + tail)
 
 
 class DataError(TrimtabError):

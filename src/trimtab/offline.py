@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -40,13 +40,14 @@ from trimtab.config.sft import SftLearn
 from trimtab.data.examples import Checking, ExampleSet, measure_examples, validate_examples
 from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.stream import Stream
+from trimtab.data.view import View, view_example
 from trimtab.endings import is_due, look_back, note_outcome, where_it_stands
 from trimtab.errors import ConfigError, Problem, TrimtabError
 from trimtab.folder import begin, claim, find_folder, refuse_existing
 from trimtab.keeping import Keeper, keeping
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.context import context_of
-from trimtab.model.load import load_config, load_tokenizer, refuse_without_weights
+from trimtab.model.load import declared_stops, load_config, load_tokenizer, refuse_without_weights, stop_token_ids
 from trimtab.model.policy import Policy, refuse_other_layers
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
@@ -169,6 +170,10 @@ class Checked:
     held_out: list[Any]
     note: str
 
+    def view(self, stage: Stage, stop_token_ids: list[int]) -> View:
+        encoder = stage.encoder(self.config, self.tokenizer, "data.train")
+        return view_example(stage.unit, encoder, self.rows[0], self.tokenizer, stop_token_ids)
+
 
 def check(stage: Stage, config: Offline, inputs: Inputs, *, resume: bool) -> Checked:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
@@ -224,7 +229,9 @@ def dry_run(stage: Stage, config: Offline, inputs: Inputs, file: IO[str], *, res
         "steps": ready.config.learn.steps,
     }
     print("\n".join(f"{key}: {value}" for key, value in result.items()), file=file)
-    return result
+    example = ready.view(stage, declared_stops(config.model, ready.tokenizer))
+    example.print(file)
+    return result | example.facts()
 
 
 @returns_memory
@@ -284,10 +291,12 @@ def open_run(
     stack.callback(stream.close)
     sinks = Sinks(folder, config.observe, state.step if checkpoint else None)
     stack.callback(sinks.close)
-    console.card(_card(stage, config, folder, policy, ready, plan, state.step if checkpoint else None), inputs.verbose)
-    for note in (ready.train.note, ready.note):
+    example = ready.view(stage, stop_token_ids(policy.model, ready.tokenizer))
+    card = _card(stage, config, folder, policy, ready, plan, state.step if checkpoint else None)
+    console.card(replace(card, prompt=example.lines()), inputs.verbose)
+    for tell, note in ((console.warn, example.warning), (console.note, ready.train.note), (console.note, ready.note)):
         if note:
-            console.note(note)
+            tell(note)
     spare_the_collector(stack)
     timeline = Timeline(folder, on_phase=console.working)
     stack.callback(timeline.close)

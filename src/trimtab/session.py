@@ -227,10 +227,13 @@ def open_session(
     stack.callback(stream.close)
     sinks = Sinks(folder, config.observe, state.step if checkpoint else None)
     stack.callback(sinks.close)
-    console.card(_card(config, folder, policy, work, engine, plan, state.step if checkpoint else None), inputs.verbose)
-    for note in (work.train.note, work.eval.note):
+    prompt = work.view(config, stop_token_ids(policy.model, work.tokenizer))
+    done = state.step if checkpoint else None
+    card = replace(_card(config, folder, policy, work, engine, plan, done), prompt=prompt.lines())
+    console.card(card, inputs.verbose)
+    for tell, note in ((console.warn, prompt.warning), (console.note, work.train.note), (console.note, work.eval.note)):
         if note:
-            console.note(note)
+            tell(note)
     if state.step >= config.learn.steps:
         console.note(f"all {state.step} steps are done; the model is exported again")
     spare_the_collector(stack)

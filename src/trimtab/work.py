@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.data.prompts import all_too_long, build_prompts, validate_rows
 from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.suggest import did_you_mean
+from trimtab.data.view import View, endless_turns, view
 from trimtab.environment.hosts import Hosts, locate_environment
 from trimtab.environment.replies import ReplyEncoder, refuse_hidden_tools
 from trimtab.errors import ConfigError, DataError, ModelError, Problem
@@ -111,6 +112,13 @@ class Work:
         """What the model reads of the first row."""
         encoder = PromptEncoder(config.data, self.tokenizer, "data.train", self.tools)
         return encoder.encode([0], self.train.rows[:1])[0].tokens
+
+    def view(self, config: Config, stop_token_ids: Sequence[int]) -> View:
+        """The first prompt as the model reads it. `stop_token_ids`: the model's own."""
+        sampling = config.learn.sampling
+        stops = {*stop_token_ids, *sampling.stop_token_ids}
+        warning = endless_turns(self.tokenizer, templated(config.data, self.tokenizer), stops, sampling.stop)
+        return replace(view("prompt", self.first_prompt(config), self.tokenizer, stops, sampling.stop), warning=warning)
 
     @property
     def columns(self) -> list[set[str]]:

@@ -119,10 +119,15 @@ def test_existing_run(trimtab: Trimtab, refused, here: Path) -> None:
         ("rewards.py:needs_gold", "reward 'needs_gold' needs a column 'gold', which the data does not have"),
         ("exact", "there is no built-in reward 'exact'"),
         ("rewards.py", "names a file but no function. Write rewards.py:FUNCTION"),
+        ("./plain:fine", "plain does not end in .py. Rename it to plain.py"),
+        ("plain:fine", "there is no module 'plain'"),
     ],
 )
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
-def test_rewards_that_cannot_load(refused, config: dict[str, Any], fn: str, message: str, arguments: list[str]) -> None:
+def test_rewards_that_cannot_load(
+    refused, config: dict[str, Any], here: Path, fn: str, message: str, arguments: list[str]
+) -> None:
+    (here / "plain").write_text("def fine(completions, **_): return [1.0] * len(completions)")
     config["reward"] = [{"fn": fn}]
     assert message in refused(*arguments)
 

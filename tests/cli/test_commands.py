@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from trimtab import __version__
 from trimtab.cli import app
 from trimtab.demo import asked_steps, demo_config
+from trimtab.model.load import save_model
 from trimtab.observe.console import Console
 from trimtab.observe.sinks import read_metrics
 
@@ -70,6 +72,33 @@ def test_dry_run_checks_prints_and_makes_nothing(trimtab: Trimtab, here: Path) -
     assert {path.name for path in here.iterdir()} == before | {"config.yaml"}
     as_json = trimtab("train", "--dry-run", "--json").json
     assert as_json["ok"] is True and as_json["longest_prompt_tokens"] == 6
+    assert (as_json["first_prompt"], as_json["stop_token_ids"], as_json["warnings"]) == ("0+0=", [2], [])
+    assert 'prompt: "0+0="' in outcome.out and 'stops at: "<eos>" (2)' in outcome.out
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_turn_that_ends_with_what_does_not_stop_is_told(
+    trimtab: Trimtab, here: Path, config: dict[str, Any], command: str
+) -> None:
+    """In the run and before it; and no more once the token is declared."""
+    model = tiny_model("llama")
+    tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.role }}:{{ m.content }}<bos>{% endfor %}assistant:")
+    tokenizer.bos_token = None
+    save_model(model, tokenizer, here / "chat")
+    config["model"] = {"path": "chat"}
+    if command == "sft":
+        del config["reward"], config["run"]["reward_workers"]
+        config |= {"stage": "sft", "learn": {"steps": 1, "sequences_per_step": 4}}
+        config["data"] = {"train": "rows.jsonl", "completion": "answer"}
+    told = 'the chat template ends an answer with "<bos>" (1), which is not among the stop tokens ("<eos>" (2))'
+    looked = trimtab(command, "--dry-run", "--json")
+    assert told in looked.json["warnings"][0]
+    assert f"warning: {told}" in trimtab(command, "--dry-run").out
+    run = trimtab(command)
+    assert run.code == 0, run.err
+    assert f"warning: {told}" in run.out and "assistant:" in run.out and "stops at" in run.out
+    (here / "chat" / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert trimtab(command, "--dry-run", "--json", "observe.dir=other").json["warnings"] == []
 
 
 def test_some_prompts_too_long_are_left_out_and_told(trimtab: Trimtab, here: Path) -> None:

@@ -46,7 +46,10 @@ def test_a_run_ends_with_one_json_object_and_goes_on_when_resumed(config: Path) 
 
 def test_a_dry_run_writes_nothing(config: Path) -> None:
     done = CliRunner().invoke(app, ["sft", str(config), "--dry-run", "--json"])
-    assert json.loads(done.stdout.splitlines()[-1]) | {"run_dir": ""} == {
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("first_example").endswith("<eos>") and found.pop("last_tokens")[-1] == '"<eos>" (2)'
+    assert (found.pop("stop_token_ids"), found.pop("stop"), found.pop("warnings")) == ([2], [], [])
+    assert found | {"run_dir": ""} == {
         "ok": True, "run_dir": "", "train_rows": 25, "eval_rows": 25, "longest_tokens": 6, "steps": 4,
     }  # fmt: skip
     assert not (config.parent / "run").exists()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from tokenizers import AddedToken, normalizers
 
 from trimtab.config.sft import SftData
 from trimtab.data.encode import PromptEncoder
-from trimtab.data.examples import Example, ExampleEncoder, measure_examples, validate_examples
+from trimtab.data.examples import Example, ExampleEncoder, _common, measure_examples, validate_examples
 from trimtab.errors import DataError
 
 CHAT = (
@@ -252,3 +254,11 @@ def test_turns_of_a_prompt_are_not_learned() -> None:
     made = encoder(CHAT, system="s")
     example = one(made, {"prompt": TALK[:3], "completion": TALK[3:]})
     assert text(example, made, True) == "2<eos>"
+
+
+@given(st.text("ab", max_size=9), st.text("ab", max_size=9))
+def test_what_two_texts_begin_with(one: str, two: str) -> None:
+    common = _common(one, two)
+    assert one.startswith(common) and two.startswith(common)
+    rest = one[len(common) :], two[len(common) :]
+    assert not all(rest) or rest[0][0] != rest[1][0]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trimtab.data.files import mark_of, read_rows
+from trimtab.data.files import READERS, mark_of, read_rows
 from trimtab.errors import DataError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "hi",\nplease é你\u2028', "answer": ""}]
@@ -173,7 +174,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [("9" * 5000, "4300 digits"), ("[" * 100_000 + "]" * 100_000, "recursion")]
+    ("value", "words"), [("9" * 5000, "4300 digits"), ("[" * 100_000 + "]" * 100_000, "nested too deeply")]
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 def test_numbers_and_lists_beyond_what_is_read_are_told(tmp_path: Path, value: str, words: str, suffix: str) -> None:
@@ -187,3 +188,10 @@ def test_a_mark_tells_rows_from_others_and_from_another_order() -> None:
     rows = [{"prompt": str(n), "tags": {n}} for n in range(2500)]
     assert mark_of(rows) == mark_of([dict(row) for row in rows]) and mark_of(rows).startswith("2500 rows, ")
     assert len({mark_of(rows), mark_of(rows[:-1]), mark_of(rows[::-1]), mark_of(rows[:10])}) == 4
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_a_pipe_is_no_file(tmp_path: Path, suffix: str) -> None:
+    """Nobody writes to it: reading would wait without end."""
+    os.mkfifo(tmp_path / f"rows{suffix}")
+    assert "is a pipe or a device, not a file" in refused(tmp_path / f"rows{suffix}")

@@ -45,6 +45,26 @@ def test_missing_file_names_the_absolute_path(source: str, tmp_path: Path, monke
     assert ("Did you mean 'train.jsonl'?" in message) == (source == "trian.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        (
+            "sets/train",
+            "Did you mean 'trains'?",
+        ),  # `sets` is a folder here: no hub is asked for an organisation of that name
+        ("stes/a/b.jsonl", "There is no folder {here}/stes. Did you mean 'sets'?"),
+        ("runs/mine", "There is no folder {here}/runs."),
+        ("my rows", "There is no file {here}/my rows."),
+    ],
+)
+def test_what_no_hub_can_have_is_looked_for_here_alone(
+    source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sets" / "trains").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hint.format(here=tmp_path) in refused(source)
+
+
 def test_options_on_a_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}')

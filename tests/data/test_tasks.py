@@ -151,3 +151,16 @@ def test_bad_option_values_are_named(name: str, options: dict[str, Any]) -> None
 def test_rows_of_no_task_are_refused_by_the_task_reward() -> None:
     with pytest.raises(DataError, match="Use another reward"):
         score_row("4", {"answer": "4"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 10**9}, "option size must be at most 10,000,000, not 1000000000"),
+        ({"difficulty": 10**6}, "option difficulty must be at most 1,000, not 1000000"),
+        ({"difficulty": -(10**5000)}, "not what is too long to write"),
+    ],
+)
+def test_options_that_would_take_hours_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_task("arithmetic", split="train", limit=None, options=options, seed=0)

@@ -53,7 +53,6 @@ def test_lines_of_one_step_are_one_row_and_a_repeated_step_is_a_new_one() -> Non
 def test_values_that_are_no_numbers_are_not_there(tmp_path: Path) -> None:
     lines = [
         '{"step": 1, "a": NaN, "b": Infinity, "c": null, "d": "text", "e": [1], "f": true, "g": 2}',
-        "[1]",
         '{"x": 1}',
     ]
     run = read_record(write(tmp_path, lines))
@@ -92,6 +91,9 @@ def test_settings_of_a_newer_version_do_not_matter(tmp_path: Path) -> None:
         (lambda folder: write(folder, [], "a: [1"), "line 1, column 6: YAML cannot be read: expected"),
         (lambda folder: write(folder, [], "just text"), "holds no settings"),
         (lambda folder: write(folder, ["{", step(1)]), "metrics.jsonl, line 1: not JSON"),
+        (lambda folder: write(folder, ["[1]", step(1)]), "metrics.jsonl, line 1: not an object"),
+        (lambda folder: write(folder, ["[" * 100_000, step(1)]), "metrics.jsonl, line 1: lists or objects are nested"),
+        (lambda folder: write(folder, [], "a: " + "[" * 5000), "cannot be read as YAML"),
     ],
 )
 def test_what_is_no_run_is_named(tmp_path: Path, prepare, message: str) -> None:

@@ -184,3 +184,22 @@ def test_a_row_without_a_step_is_not_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1.0}\n{"step": 1}\n{"step": 9}\n')
     Sinks(tmp_path, Observe(tensorboard=False), 1).close()
     assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", "line 2: not an object with names and values"),
+        ("3", "line 2: not an object with names and values"),
+        ("[" * 100_000, "line 2: lists or objects are nested too deeply"),
+        ('{"step": [2]}', "a row has the step"),
+        ('{"step": "two"}', "a row has the step 'two', which is no number"),
+    ],
+    ids=["list", "number", "deep", "step of a list", "step of a text"],
+)
+def test_a_row_that_no_run_wrote_is_an_error_for_who_resumes(tmp_path, line, message):
+    write_steps(tmp_path, [1])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(DataError, match=message):
+        write_steps(tmp_path, [2], resume_step=1)

@@ -23,6 +23,8 @@ OTHER_NAMES = {
 }
 FROM_PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
 NONE = ("none", "off", "no", "false", "")
+LONGEST_KEY = 200
+"""Characters of a dotted key, parts that are the user's included."""
 
 
 def wrong_value(where: str, value: object) -> Problem:
@@ -103,6 +105,8 @@ def no_stage(value: object) -> Problem:
 
 
 def unknown_key(where: str) -> Problem:
+    if len(where) > LONGEST_KEY:
+        return Problem(f"{where[:57]}...", f"unknown key, of {len(where):,} characters", "Remove it")
     parts = where.split(".")
     depth = next((depth for depth in range(len(parts)) if slot(parts[: depth + 1]) is None), None)
     if depth is None:  # a key of a file with dots in it
@@ -132,6 +136,8 @@ def unknown_key(where: str) -> Problem:
 
 def meant_key(where: str) -> str:
     """The valid key that was probably meant, part by part (`leran.lrr` is learn.lr); empty where nothing is alike."""
+    if len(where) > LONGEST_KEY:
+        return ""
     if elsewhere := _elsewhere(where.split(".")[-1]):
         return elsewhere[0]
     meant = ""
@@ -166,5 +172,8 @@ def quoted(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    text = quoted(value) if isinstance(value, str) else written(value)
+    try:
+        text = quoted(value) if isinstance(value, str) else written(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits (0xfff…), a list that holds itself
+        text = "what is too long to write"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -7,7 +7,8 @@ found, in words for the person who wrote the file. What `resolved_yaml` writes l
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trimtab.config.advice import (
+    LONGEST_KEY,
     REWARD,
     example_of,
     meant_key,
@@ -40,7 +42,7 @@ from trimtab.config.resolved import resolve_config
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
-from trimtab.config.text import dump, parse, plain
+from trimtab.config.text import dump, parse, plain, read_text
 from trimtab.config.text import one_line as one_line
 from trimtab.errors import ConfigError, Problem
 
@@ -48,6 +50,10 @@ Tree = dict[str, Any]
 Offline = SftConfig | RewardModelConfig
 """Configs of stages that learn from a given data set."""
 AnyConfig = Config | Offline
+Finding = tuple[str, Callable[[], Problem]]
+"""A key with something wrong about it, and what works out the words: that takes milliseconds, and keys may be thousands."""
+MOST_PROBLEMS = 20
+"""Problems that are told; more are counted."""
 Schema = TypeVar("Schema", Config, SftConfig, RewardModelConfig)
 SMALLEST: dict[type[Section], str] = {
     Config: 'Write at least model: {path: …}, data: {train: …} and reward: [{fn: "rewards.py:function"}]',
@@ -115,22 +121,29 @@ def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems:
     overrides = _lines(overrides)
     _refuse_other_stage(schema, tree, overrides)
     with reading(schema):
-        problems = [*problems, *(problem for override in overrides for problem in _override(tree, override))]
-        problems += list(_sweep(schema, tree, ""))
-        suspects = {key for problem in problems for key in (problem.where, meant_key(problem.where))}
+        findings = [_found(problem) for problem in problems]
+        for override in overrides:
+            if len(findings) < MOST_PROBLEMS:
+                findings += [_found(problem) for problem in _override(tree, override)]
+        findings += list(_sweep(schema, tree, ""))
+        suspects = {key for where, _ in findings[:MOST_PROBLEMS] for key in (where, meant_key(where))}
         try:
             config = schema.model_validate(tree)
         except ValidationError as error:
             wrong = _explain(error, tree)
-            for problem in wrong:
-                _drop(tree, problem.where)
-            problems += wrong
-            suspects |= {problem.where for problem in wrong}
+            for where, _ in wrong:
+                _drop(tree, where)
+            findings += wrong
+            suspects |= {where for where, _ in wrong}
             config = schema.model_validate(tree)
-        problems += contradictions(config, ignore=suspects - {""})
-    if problems:
-        raise ConfigError(problems)
+        findings += [_found(problem) for problem in contradictions(config, ignore=suspects - {""})]
+        if findings:
+            raise ConfigError([explain() for _, explain in findings[:MOST_PROBLEMS]], len(findings[MOST_PROBLEMS:]))
     return config
+
+
+def _found(problem: Problem) -> Finding:
+    return problem.where, lambda: problem
 
 
 def _refuse_other_stage(schema: type[Section], tree: Tree, overrides: Sequence[str]) -> None:
@@ -140,11 +153,11 @@ def _refuse_other_stage(schema: type[Section], tree: Tree, overrides: Sequence[s
             raise ConfigError([Problem("stage", f"this is a configuration of {command}", f"Run {command}")])
 
 
-def _sweep(section: type[Section], data: Tree, prefix: str) -> Iterator[Problem]:
+def _sweep(section: type[Section], data: Tree, prefix: str) -> Iterator[Finding]:
     """Take out of the tree what pydantic would accept or could not explain, and fill in what may be left out."""
     for name in [name for name in data if name not in section.model_fields]:
-        value = data.pop(name)
-        yield no_stage(value) if f"{prefix}{name}" == "stage" else unknown_key(f"{prefix}{name}")
+        value, where = data.pop(name), f"{prefix}{name}"
+        yield where, partial(no_stage, value) if where == "stage" else partial(unknown_key, where)
     for name, field in section.model_fields.items():
         inner, where, value = nested(field.annotation), f"{prefix}{name}", data.get(name)
         if inner and inner.form == "section":
@@ -160,23 +173,28 @@ def _sweep(section: type[Section], data: Tree, prefix: str) -> Iterator[Problem]
             for place, item in enumerate(value):
                 if isinstance(item, dict):
                     yield from _sweep(inner.section, item, f"{where}.{place}.")
-        elif not inner and name in data and (problem := _unfit(where, field, value)):
+        elif not inner and name in data and (finding := _unfit(where, field, value)):
             data[name] = _stand_in(field)
-            yield problem
+            yield finding
 
 
-def _unfit(where: str, field: FieldInfo, value: object) -> Problem | None:
+def _unfit(where: str, field: FieldInfo, value: object) -> Finding | None:
     """Values that pydantic would take but that cannot be meant: true for a number, and what config.yaml cannot hold."""
     if get_origin(field.annotation) is dict:
         odd = next((key for key in value if not isinstance(key, str)), None) if isinstance(value, dict) else None
         if odd is not None:
-            return Problem(where, f"has the key {written(odd)}, but keys are text", f'Write it in quotes: "{odd}"')
+            return _found(
+                Problem(where, f"has the key {written(odd)}, but keys are text", f'Write it in quotes: "{odd}"')
+            )
         if kind := _unwritable(value):
-            return Problem(where, f"holds {kind}, which config.yaml cannot", "Give text, numbers, lists and mappings")
+            what = f"holds {kind}, which config.yaml cannot"
+            return _found(Problem(where, what, "Give text, numbers, lists and mappings"))
         return None
+    if isinstance(value, int | float) and int in (field.annotation, *get_args(field.annotation)) and value >= 2**64:
+        return _found(Problem(where, f"got {shown(value)}, which is more than {2**64 - 1:,}", "Write a smaller number"))
     holds_bool = any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
     takes_bool = bool in (field.annotation, *get_args(field.annotation))
-    return wrong_value(where, value) if holds_bool and not takes_bool else None
+    return (where, partial(wrong_value, where, value)) if holds_bool and not takes_bool else None
 
 
 def _unwritable(value: object) -> str | None:
@@ -187,9 +205,9 @@ def _unwritable(value: object) -> str | None:
     return None if type(value) in (type(None), bool, int, float, str) else f"a Python {type(value).__name__}"
 
 
-def _explain(error: ValidationError, tree: Tree) -> list[Problem]:
+def _explain(error: ValidationError, tree: Tree) -> list[Finding]:
     """Pydantic's errors, one problem a key, in the words of the reference."""
-    found: dict[str, Problem] = {}
+    found: dict[str, Finding] = {}
     for item in error.errors(include_url=False, include_context=False):
         parts = [str(part) for part in item["loc"]]
         while (here := slot(parts)) is None or (here.kind == "free" and here.field is None):
@@ -197,9 +215,9 @@ def _explain(error: ValidationError, tree: Tree) -> list[Problem]:
         where = ".".join(parts)
         if item["type"] == "missing" and len(parts) == len(item["loc"]) and here.field:
             add = REWARD if where == "reward" else f"Add it: {description(here.field).rstrip('.')}"
-            found.setdefault(where, Problem(where, "is required but missing", add))
+            found.setdefault(where, _found(Problem(where, "is required but missing", add)))
         else:
-            found.setdefault(where, wrong_value(where, _lookup(tree, parts)))
+            found.setdefault(where, (where, partial(wrong_value, where, _lookup(tree, parts))))
     return list(found.values())
 
 
@@ -245,6 +263,8 @@ def _override(tree: Tree, override: str) -> list[Problem]:
         return [no_stage(text)]
     if not key:
         return [Problem(override, "has no key", "Write key=value, such as learn.lr=1e-6")]
+    if len(key) > LONGEST_KEY:
+        return [unknown_key(key)]
     if slot(key.split(".")) is None:
         return [unknown_key(key) if equals or meant_key(key) else _no_equals(override)]
     if not equals:
@@ -326,18 +346,12 @@ def _set(tree: Tree, parts: list[str], value: object) -> list[Problem]:
 def _read(path: Path, schema: type[Section]) -> tuple[Tree, list[Problem]]:
     path = path.expanduser().absolute()
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, "YAML")
     except FileNotFoundError:
         near = nearest(path.name, [other.name for other in path.parent.glob("*.y*ml")], 0.6)
         raise ConfigError(
             [Problem(str(path), "there is no such file", f"Did you mean {near}?" if near else "")]
         ) from None
-    except OSError as error:
-        raise ConfigError(
-            [Problem(str(path), f"cannot be read: {error.strerror}", "Give the path of a YAML file")]
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError([Problem(str(path), f"is not UTF-8 text (byte {error.start})", "Save it as UTF-8")]) from None
     data, problems = parse(text, str(path))
     if data is None:
         raise ConfigError([Problem(str(path), "is empty", SMALLEST[schema])])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -207,9 +208,20 @@ def suggest(prefix: str, name: str) -> str:
 
 def nearest(word: str, candidates: Sequence[str], cutoff: float) -> str:
     """The first of the most alike candidates, or nothing where none reaches the cutoff (1 is equal)."""
-    scores = [_alike(word.lower().replace("-", "_"), candidate) for candidate in candidates]
+    word = word.lower().replace("-", "_")
+    scores = [_alike(word, candidate) if _may_reach(word, candidate, cutoff) else 0.0 for candidate in candidates]
     best = max(scores, default=0.0)
     return candidates[scores.index(best)] if best >= cutoff else ""
+
+
+def _may_reach(a: str, b: str, cutoff: float) -> bool:
+    """Whether `_alike` can reach the cutoff: every letter that only one of them has is an edit. Quick, however long they are."""
+    longer = max(len(a), len(b), 1)
+    edits = longer - min(len(a), len(b))
+    if edits > 1 and 1 - edits / longer < cutoff:
+        return False
+    edits = longer - (Counter(a) & Counter(b)).total()
+    return edits <= 1 or 1 - edits / longer >= cutoff
 
 
 def _alike(a: str, b: str) -> float:

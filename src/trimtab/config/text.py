@@ -2,6 +2,8 @@
 null.
 
 A key written twice is a problem, and what cannot be read is told with its line. What `dump` writes, `parse` reads back.
+Reading takes bounded time and memory: text is refused beyond `LONGEST_TEXT` characters, and beyond `MOST_VALUES` values, those
+that aliases repeat counted as often as they are repeated.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import numbers
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,9 +21,27 @@ from pydantic import BaseModel
 
 from trimtab.errors import ConfigError, Problem
 
+LONGEST_TEXT = 1_000_000
+"""Characters of a configuration, or of a script to convert."""
+MOST_VALUES = 20_000
+"""Keys and values of a YAML text."""
 
-class _Loader(yaml.SafeLoader):
-    """Safe: plain values only."""
+
+class Bounded(yaml.SafeLoader):
+    """Safe: plain values only, and no more than `MOST_VALUES` of them."""
+
+    nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.nodes += 1
+        if self.nodes > MOST_VALUES:
+            raise _too_many(self.name)
+        found: yaml.Node | None = super().compose_node(parent, index)
+        return found
+
+
+class _Loader(Bounded):
+    """Numbers, booleans and null as below."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -49,11 +71,68 @@ for _tag, _pattern, _first in (
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
+def read_text(path: Path, kind: str) -> str:
+    """The text of a file, which is to be a `kind` of file. A pipe that nobody writes to would be waited for without end."""
+    try:
+        if stat.S_ISFIFO(path.stat().st_mode) and not str(path).startswith(("/dev/", "/proc/")):
+            fix = f"Write it to a file, and give the path of that {kind} file"
+            raise ConfigError([Problem(str(path), "is a named pipe, not a file", fix)])
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(LONGEST_TEXT + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        fix = f"Give the path of a {kind} file"
+        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", fix)]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(str(path), f"is not UTF-8 text (byte {error.start})", "Save it as UTF-8")]) from None
+    refuse_long(text, str(path))
+    return text
+
+
+def refuse_long(text: str, source: str) -> None:
+    if len(text) > LONGEST_TEXT:
+        what = f"is longer than {LONGEST_TEXT:,} characters"
+        raise ConfigError([Problem(source, what, "Settings are short: give data as a file that data.train names")])
+
+
+def compose(text: str, source: str, kind: type[Bounded] = Bounded) -> tuple[Bounded, yaml.Node | None]:
+    """The nodes of a YAML text, and what makes values of them. A ConfigError where there are too many."""
+    refuse_long(text, source)
+    loader = kind(text)
+    loader.name = source
+    try:
+        node: yaml.Node | None = loader.get_single_node()
+        size = _size(node, {}) if node is not None else 0
+    except RecursionError:
+        raise ConfigError([Problem(source, "a value holds itself, or lists are nested without end")]) from None
+    if size > MOST_VALUES:
+        raise _too_many(source)
+    return loader, node
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Nodes in this one, each as often as aliases repeat it."""
+    if id(node) not in known:
+        known[id(node)] = 0
+        below = node.value if isinstance(node, yaml.SequenceNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            below = [each for pair in node.value for each in pair]
+        known[id(node)] = 1 + sum(_size(each, known) for each in below)
+    elif known[id(node)] == 0:  # it is being counted: it holds itself
+        raise RecursionError
+    return known[id(node)]
+
+
+def _too_many(source: str) -> ConfigError:
+    what = f"has more than {MOST_VALUES:,} keys and values, counting what aliases (*name) repeat"
+    return ConfigError([Problem(source, what, "Write fewer, without aliases of aliases")])
+
+
 def parse(text: str, source: str, prefix: str = "") -> tuple[Any, list[Problem]]:
     """The value of a YAML text, no part shared with another, and a problem for each key written twice."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
+        loader, node = compose(text, source, _Loader)
         if node is None:
             return None, []
         twice = list(_duplicates(node, source, prefix, set()))  # first: constructing writes merged keys into the nodes

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 _BOM = b"\xef\xbb\xbf"
 
-
+TOO_DEEP = "lists or objects are nested too deeply, thousands in one another."
 MARKED = 1000
 LONGEST_FIELD = 2**31 - 1
 """Characters of one value in a CSV file."""
@@ -38,6 +38,8 @@ def read_rows(path: Path, limit: int | None = None) -> list[Row]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(f"{path} has no known file type. Use one of {', '.join(READERS)}.")
+    if not path.is_file():  # a pipe that nobody writes to would be waited for without end
+        raise DataError(f"{path} is a pipe or a device, not a file. Write the rows to a file, and name that.")
     try:
         rows = list(islice(reader(path), limit))
     except OSError as error:
@@ -60,8 +62,10 @@ def read_jsonl(path: Path) -> Iterator[Row]:
                 f"{path}, line {number}: not valid JSON: {error.msg} (column {error.colno}). "
                 f"The line begins: {_beginning(line)}"
             ) from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+        except ValueError as error:  # a number of thousands of digits
             raise DataError(f"{path}, line {number}: {error}. The line begins: {_beginning(line)}") from error
+        except RecursionError as error:
+            raise DataError(f"{path}, line {number}: {TOO_DEEP} The line begins: {_beginning(line)}") from error
         yield _row(row, f"{path}, line {number}")
 
 
@@ -79,8 +83,10 @@ def read_json(path: Path) -> Iterator[Row]:
             f"{path}, line {error.lineno}: not valid JSON: {error.msg} (column {error.colno}).{hint} "
             f"The line begins: {_beginning(line)}"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{path}: {error}.") from error
+    except RecursionError as error:
+        raise DataError(f"{path}: {TOO_DEEP}") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} holds one {_kind(rows)}, but must hold a list of objects: [{{...}}, {{...}}].")
     for number, row in enumerate(rows, 1):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from trimtab.config.advice import shown
 from trimtab.data.suggest import did_you_mean
 from trimtab.errors import DataError
 
 Split = Literal["train", "eval"]
+MOST_ROWS = 10_000_000
+"""Rows that a generated data set may have: they are all made, and held, before the first step."""
 
 
 def check_options(source: str, options: Mapping[str, Any], valid: list[str]) -> None:
@@ -21,11 +24,13 @@ def check_options(source: str, options: Mapping[str, Any], valid: list[str]) -> 
 def split_size(source: str, split: Split, options: Mapping[str, Any], train: int, eval_: int) -> int:
     """How many rows a split is to have: option `size` for train, `eval_size` for eval."""
     key, default = ("size", train) if split == "train" else ("eval_size", eval_)
-    return whole_number(source, key, options.get(key, default), at_least=1)
+    return whole_number(source, key, options.get(key, default), at_least=1, at_most=MOST_ROWS)
 
 
-def whole_number(source: str, key: str, value: Any, *, at_least: int) -> int:
-    """The option's value, if it is a whole number of at least this."""
+def whole_number(source: str, key: str, value: Any, *, at_least: int, at_most: int = 2**64 - 1) -> int:
+    """The option's value, if it is a whole number of at least and at most these."""
     if type(value) is not int or value < at_least:
-        raise DataError(f"{source}: option {key} must be a whole number of at least {at_least}, not {value!r}.")
+        raise DataError(f"{source}: option {key} must be a whole number of at least {at_least}, not {shown(value)}.")
+    if value > at_most:
+        raise DataError(f"{source}: option {key} must be at most {at_most:,}, not {shown(value)}.")
     return value

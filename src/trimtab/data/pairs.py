@@ -54,6 +54,10 @@ class PairEncoder:
         shared = data.model_dump(exclude={"chosen", "rejected", "margin"})
         self._answers = ExampleEncoder(SftData.model_validate(shared), "last", tokenizer, source_name)
 
+    @property
+    def templated(self) -> bool:
+        return self._answers.templated
+
     def encode(self, ids: Sequence[int], rows: Sequence[Row]) -> list[Pair]:
         """One pair a row; `ids` are the rows' numbers."""
         texts = [self._as_example(row, side) for row in rows for side in (self.data.chosen, self.data.rejected)]
@@ -73,6 +77,10 @@ class PairEncoder:
             margin = 0.0 if self.data.margin is None else float(row[self.data.margin])
             pairs.append(Pair(number, better[:same], better[same:], worse[same:], margin))
         return pairs
+
+    def rendered(self, number: int, row: Row) -> str:
+        sides = (self.data.chosen, self.data.rejected)
+        return "".join(self._answers.rendered(number, self._as_example(row, side)) for side in sides)
 
     def problem(self, row: Row) -> str:
         """What is wrong with a row, or nothing."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trimtab.config.schema import Data
@@ -19,6 +20,7 @@ from trimtab.data.encode import PromptEncoder, Tools
 from trimtab.data.files import Row
 from trimtab.data.prompt import Prompt
 from trimtab.data.suggest import did_you_mean
+from trimtab.data.trial import LONGEST_TEXT, try_template
 from trimtab.errors import DataError
 
 if TYPE_CHECKING:
@@ -104,7 +106,10 @@ def validate_rows(
     if not isinstance(rows[0][data.prompt], str) and not encoder.templated:
         raise _no_template(data, source_name)
     empty = next((i for i, row in enumerate(rows) if row[data.prompt] == ""), 0)
-    for index in sorted({0, empty, *one_of_each([row[data.prompt]] for row in rows)}):
+    chosen = sorted({0, empty, *one_of_each([row[data.prompt]] for row in rows)})
+    if encoder.templated:
+        try_template([partial(encoder.text, index, rows[index]) for index in chosen], source_name)
+    for index in chosen:
         encoder.encode([index], [rows[index]])
 
 
@@ -121,7 +126,7 @@ def _problem(content: Any, data: Data) -> str:
     if isinstance(content, str):
         return text_problem(content)
     if not isinstance(content, list):
-        what = "nothing (null)" if content is None else f"{content!r}, of type {type(content).__name__}"
+        what = "nothing (null)" if content is None else f"{cut(content)}, of type {type(content).__name__}"
         return f"must be a string or a list of {{role, content}} messages, but is {what}."
     if not content:
         return "holds an empty list of messages."
@@ -131,13 +136,22 @@ def _problem(content: Any, data: Data) -> str:
 
 def _message_problem(message: Any, number: int) -> str:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return f"message {number} must be {{role: ..., content: ...}}, but is {message!r}."
+        return f"message {number} must be {{role: ..., content: ...}}, but is {cut(message)}."
     content = message.get("content")
     if isinstance(content, str):
         return text_problem(content)
     if content is None and message.get("tool_calls") and message["role"] != "user":
         return ""
-    return f"message {number} (role {message['role']}) must have a string as its content, but has {content!r}."
+    return f"message {number} (role {message['role']}) must have a string as its content, but has {cut(content)}."
+
+
+def cut(value: Any) -> str:
+    """A value of a row as an error shows it: a row may hold megabytes."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def roles_problem(roles: list[str], data: Data) -> str:
@@ -149,7 +163,9 @@ def roles_problem(roles: list[str], data: Data) -> str:
 
 
 def text_problem(text: str) -> str:
-    """JSON can hold half of a character (a lone surrogate), which no tokenizer accepts."""
+    """JSON can hold half of a character (a lone surrogate), which no tokenizer accepts, and texts that no model can read."""
+    if len(text) > LONGEST_TEXT:
+        return f"has {len(text):,} characters; at most {LONGEST_TEXT:,} are read. Shorten it, or remove the row."
     if text.isascii():
         return ""
     half = _SURROGATE.search(text)
@@ -161,7 +177,7 @@ def _check_task(row: Row, column: str, source_name: str, number: int) -> None:
         raise _missing_column(row, "task", column, source_name, number)
     if not isinstance(row[column], str | int | float) or row[column] == "":
         raise DataError(
-            f"{source_name}, row {number} (from 1), column {column!r}: a task has a name, but this is {row[column]!r}. "
+            f"{source_name}, row {number} (from 1), column {column!r}: a task has a name, but this is {cut(row[column])}. "
             "Name it, or set data.task to the column with the names."
         )
 

@@ -15,7 +15,7 @@ from trimtab.data.files import READERS, Row, read_rows
 from trimtab.data.gym import load_reasoning_gym
 from trimtab.data.hub import load_folder, load_hub
 from trimtab.data.options import Split
-from trimtab.data.suggest import did_you_mean
+from trimtab.data.suggest import did_you_mean, is_local, near_paths
 from trimtab.data.tasks import load_task
 from trimtab.errors import DataError
 
@@ -58,7 +58,7 @@ def load_rows(source: str, *, split: str, limit: int | None, options: Mapping[st
     if path.exists():
         return read_rows(path, limit)
     if _means_a_file(source):
-        raise DataError(f"There is no file {path.absolute()}.{_neighbours(path)}")
+        raise DataError(f"There is no file {path.absolute()}.{near_paths(path)}")
     return load_hub(source, split=split, limit=limit)
 
 
@@ -75,14 +75,6 @@ def _options_for(source: str, data: Data) -> Mapping[str, Any]:
 
 
 def _means_a_file(source: str) -> bool:
-    """A hub name is `name` or `org/name`; a known ending, a leading . / ~, or a deeper path is a file."""
+    """A known ending, or what no hub can have."""
     suffix = Path(source).suffix.lower()
-    return suffix in READERS or suffix in _FOREIGN or source.startswith((".", "/", "~")) or source.count("/") > 1
-
-
-def _neighbours(path: Path) -> str:
-    """What stands where the file was looked for, if a name there is near."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        return f" The folder {folder} does not exist either."
-    return did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
+    return suffix in READERS or suffix in _FOREIGN or is_local(source)

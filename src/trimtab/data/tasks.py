@@ -25,6 +25,8 @@ from trimtab.errors import DataError
 
 TRAIN_SIZE, EVAL_SIZE = 4096, 256
 """Rows generated when `size` and `eval_size` are not set."""
+HARDEST = 1000
+"""The greatest difficulty: digits of a number, letters of a word."""
 
 _EVAL_ONE_IN = 8
 _ENUMERABLE = 100_000
@@ -88,7 +90,8 @@ def load_task(name: str, *, split: Split, limit: int | None, options: Mapping[st
     task = TASKS[name]
     check_options(f"task:{name}", options, ["difficulty", "size", "eval_size", "seed", *task.options])
     size = split_size(f"task:{name}", split, options, TRAIN_SIZE, EVAL_SIZE)
-    difficulty = whole_number(f"task:{name}", "difficulty", options.get("difficulty", task.difficulty), at_least=1)
+    asked = options.get("difficulty", task.difficulty)
+    difficulty = whole_number(f"task:{name}", "difficulty", asked, at_least=1, at_most=HARDEST)
     own = {key: options.get(key, default) for key, default in task.options.items()}
     for key, value in own.items():
         if type(value) is not type(task.options[key]):

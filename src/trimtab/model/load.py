@@ -7,27 +7,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file, logging
 
 from trimtab.config.schema import Model
+from trimtab.data.suggest import is_local
 from trimtab.errors import ModelError
 from trimtab.model.adapters import has_adapters, merged_state
 from trimtab.model.context import SERVED_LAYERS
+from trimtab.model.names import inside_run, near_models
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHTS = ("*.safetensors", "*.bin")
+AGAIN = "Download it again."
 UNDONE = ("fp8", "mxfp4")
 """Quantisation that transformers undoes on loading, where it has no kernels for it."""
 
@@ -47,26 +51,27 @@ class Source:
     def also(self) -> str:
         """What to add where the model could not be read: a hub name may have been meant as a folder."""
         local = Path(self.location).absolute()
-        return "" if local.exists() else f"There is no folder {local} either."
+        near = near_models(local) if local.parent.is_dir() else ""
+        return "" if local.exists() else f"There is no folder {local} either.{near}"
 
 
-def find_source(path: str) -> Source:
-    """Tell a GGUF file, a folder and a hub name apart, and say what is missing where none fits."""
+def find_source(path: str, key: str = "model.path") -> Source:
+    """Tell a GGUF file, a folder and a hub name apart, and say what is missing where none fits. `key` is what holds the path."""
     local = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not local.is_file():
-            raise ModelError(f"model.path: no GGUF file at {local.absolute()}.")
+            raise ModelError(f"{key}: no GGUF file at {local.absolute()}.{near_models(local)}")
         _require_gguf()
         return Source(str(local.parent), local.name)
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ModelError(
-                f"model.path: {local.absolute()} has no config.json, so it is not a Hugging Face model folder."
+                f"{key}: {local.absolute()} has no config.json, so it is not a Hugging Face model folder.{inside_run(local)}"
             )
         return Source(str(local))
-    if local.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if is_local(path):
         raise ModelError(
-            f"model.path: no model folder at {local.absolute()}. Give a folder, a .gguf file or a hub name."
+            f"{key}: no model folder at {local.absolute()}.{near_models(local)} Give a folder, a .gguf file or a hub name."
         )
     return Source(path)
 
@@ -102,8 +107,8 @@ def load_model(model: Model, device: torch.device) -> Any:
 
 def load_tokenizer(model: Model) -> Any:
     """The tokenizer of the model, or the one that `model.tokenizer` names."""
-    source = find_source(model.tokenizer or model.path)
     what = "model.tokenizer" if model.tokenizer else "model.path"
+    source = find_source(model.tokenizer or model.path, what)
     with _failing(
         f"{what}: cannot load a tokenizer from {source.location!r}",
         "Name a folder or hub repository with tokenizer files in model.tokenizer.",
@@ -123,13 +128,25 @@ def refuse_without_weights(model: Model) -> None:
     if folder.is_dir() and not source.gguf_file and not any(found for end in WEIGHTS for found in folder.glob(end)):
         raise ModelError(f"model.path: {folder.absolute()} has no weights: no file {' or '.join(WEIGHTS)}.")
     for index in folder.glob("*.index.json"):
-        named = sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
+        named = _named_files(index)
         missing = [name for name in named if not (folder / name).is_file()]
         if missing:
             raise ModelError(
                 f"model.path: {folder.absolute()} lacks {len(missing)} of its {len(named)} files of weights, such as "
-                f"{missing[0]}. Download it again."
+                f"{missing[0]}. {AGAIN}"
             )
+
+
+def _named_files(index: Path) -> list[str]:
+    """The files of weights that an index names."""
+    try:
+        held = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else None
+    except (ValueError, RecursionError, OSError) as error:
+        raise ModelError(f"model.path: {index.absolute()} is damaged: it is not JSON ({error}). {AGAIN}") from error
+    named = held.get("weight_map", {}) if isinstance(held, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(file, str) and len(file) < 256 for file in named.values()):
+        raise ModelError(f"model.path: {index.absolute()} is damaged: its weight_map names no files. {AGAIN}")
+    return sorted(set(named.values()))
 
 
 def written_words(model: Model) -> dict[str, int] | None:
@@ -217,6 +234,15 @@ def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
         eos = getattr(owner, "eos_token_id", None)
         ids.update([eos] if isinstance(eos, int) else eos or [])
     return sorted(ids)
+
+
+def declared_stops(model: Model, tokenizer: Any) -> list[int]:
+    """The same before the weights are loaded."""
+    source, generation = find_source(model.path), None
+    if not source.gguf_file:
+        with suppress(Exception):  # few models have none, and a damaged one is told when the model is loaded
+            generation = GenerationConfig.from_pretrained(source.location)
+    return stop_token_ids(SimpleNamespace(config=load_config(model), generation_config=generation), tokenizer)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -40,6 +40,8 @@ class StartCard:
     batch: Sequence[tuple[str, str]]
     """What a step takes: (label, words)."""
     data_rows: int
+    prompt: Sequence[tuple[str, str]] = ()
+    """One row as the model reads it, and what ends its answers: (label, words)."""
     eval_rows: int | None = None
     evaluation: str | None = None
     """How evaluation samples and where that differs from training, in words."""
@@ -70,6 +72,7 @@ class StartCard:
             *self.batch,
             ("data", f"{self.data_rows:,} training rows, {_rows(self.eval_rows)}"),
             *([("evaluation", self.evaluation)] if self.evaluation else []),
+            *self.prompt,
             *self._memory(),
             ("run folder", str(self.run_dir)),
         ]

@@ -51,11 +51,18 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError as error:
             if number == len(lines):  # no newline after it: the writer was killed, or is writing now
                 break
-            raise DataError(
-                f"{path}, line {number}: not JSON ({error}). Remove the line, or move the file away to go on without it"
-            ) from error
+            raise _damaged(path, number, f"not JSON ({error})") from error
+        except RecursionError as error:
+            raise _damaged(path, number, "lists or objects are nested too deeply") from error
+        if not isinstance(row, dict):
+            raise _damaged(path, number, "not an object with names and values")
+        rows.append(row)
     return rows
+
+
+def _damaged(path: Path, number: int, what: str) -> DataError:
+    return DataError(f"{path}, line {number}: {what}. Remove the line, or move the file away to go on without it")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config.schema import Observe
-from trimtab.errors import ConfigError, Problem
+from trimtab.errors import ConfigError, DataError, Problem
 from trimtab.observe.events import EventFile
 from trimtab.observe.jsonl import dump_line, finite, read_jsonl, replace_file
 
@@ -77,7 +77,12 @@ def _append(file: io.FileIO, line: bytes) -> None:
 
 def _keep_until(path: Path, resume_step: int | None) -> None:
     """Drop rows after `resume_step` and a torn last line, so that what is appended next continues a whole file."""
-    kept = [row for row in read_jsonl(path) if resume_step is not None and row.get("step", math.inf) <= resume_step]
+    found = read_jsonl(path)
+    for row in found:
+        if not isinstance(row.get("step", 0), int | float):
+            what = f"a row has the step {str(row['step'])[:60]!r}, which is no number"
+            raise DataError(f"{path}: {what}. Remove the line, or move the file away to go on without it")
+    kept = [row for row in found if resume_step is not None and row.get("step", math.inf) <= resume_step]
     replace_file(path, map(dump_line, kept))
 
 

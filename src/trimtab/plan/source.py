@@ -17,8 +17,10 @@ from trimtab.config.load import AnyConfig, Offline
 from trimtab.config.resolved import eval_max_new_tokens
 from trimtab.config.reward_model import PairLearn, RewardModelConfig
 from trimtab.config.schema import Config
+from trimtab.data.suggest import is_local
 from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
 from trimtab.model.context import SERVED_LAYERS
+from trimtab.model.names import near_models
 from trimtab.plan.job import Job
 from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
 
@@ -217,9 +219,10 @@ def lengths_of(run: Path, most: int) -> tuple[float, ...]:
     if not file.is_file():
         raise ConfigError([Problem("--like", f"{run} has no metrics.jsonl", "Name the folder of a run.")])
     rows = []
-    for line in file.read_text().splitlines()[-20:]:
-        with suppress(ValueError):  # the last line of a killed run may be torn
+    for line in file.read_bytes().splitlines()[-20:]:
+        with suppress(ValueError, RecursionError):  # the last line of a killed run may be torn
             rows.append(json.loads(line))
+    rows = [row for row in rows if isinstance(row, dict)]
     names = ("response/length_p50", "response/length_p90", "response/length_max")
     seen = [[row[name] for row in rows if isinstance(row.get(name), int | float)] for name in names]
     if not all(seen):
@@ -247,7 +250,7 @@ def _config_json(path: str) -> dict[str, Any] | None:
             raise ModelError(f"{path} has no config.json: it is not a model's folder.")
         try:
             found = json.loads(file.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise ModelError(f"{file} is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise ModelError(f"{file} is not a model's config: it holds a {type(found).__name__}.")
@@ -256,6 +259,8 @@ def _config_json(path: str) -> dict[str, Any] | None:
         return None
     if _well_known(path) is not None:
         return None
+    if is_local(path):
+        raise ModelError(f"There is no folder {folder.absolute()}.{near_models(folder)}")
     from huggingface_hub import hf_hub_download
 
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from trimtab.config.sft import SftData
 from trimtab.data.examples import ExampleEncoder
+from trimtab.data.trial import try_template
 from trimtab.errors import DataError, ModelError, RewardError
 from trimtab.model.attention import ATTENTION_NAME
 from trimtab.model.context import context_of
@@ -59,6 +61,15 @@ def refuse_other_models(path: str) -> None:
         )
 
 
+def _shift(facts: Path) -> float:
+    try:
+        return float(json.loads(facts.read_text())["shift"])
+    except (ValueError, TypeError, KeyError, RecursionError, OSError) as error:
+        raise RewardError(
+            f"reward.fn: {facts} is damaged: it holds no shift ({type(error).__name__}: {error})"
+        ) from error
+
+
 class Classifier:
     """One reward model."""
 
@@ -68,9 +79,13 @@ class Classifier:
         self.model: Any = AutoModelForSequenceClassification.from_pretrained(location, dtype=dtype).to(device).eval()
         self.model.requires_grad_(False)
         facts = Path(location) / "reward.json"
-        self.shift = float(json.loads(facts.read_text())["shift"]) if facts.is_file() else 0.0
+        self.shift = _shift(facts) if facts.is_file() else 0.0
         tokenizer = AutoTokenizer.from_pretrained(location)
         self._encoder = ExampleEncoder(SftData(train="-"), "last", tokenizer, f"reward {MODEL}{path}")
+        if self._encoder.templated:
+            try_template(
+                [partial(self._encoder.rendered, 0, {"prompt": "1", "completion": "1"})], f"reward {MODEL}{path}"
+            )
         self._device, self._tokens = device, TOKENS
         self._context = context_of(self.model.config.get_text_config())
         self._check(dtype)

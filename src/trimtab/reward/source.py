@@ -120,6 +120,8 @@ def _find_file(place: str, base_dir: Path, naming: Naming) -> Path:
     path = Path(place).expanduser()
     tried = list(dict.fromkeys((folder / path).resolve() for folder in (base_dir, Path.cwd())))
     for candidate in tried:
+        if candidate.is_file() and candidate.suffix != ".py":
+            raise naming.error(f"{naming.key}: {candidate} does not end in .py. Rename it to {candidate.name}.py")
         if candidate.is_file():
             return candidate
     beside = {other.name for folder in {candidate.parent for candidate in tried} for other in folder.glob("*.py")}

@@ -18,9 +18,13 @@ from trimtab.config.convert.settings import Setting, literal
 from trimtab.config.convert.shell import Script
 from trimtab.config.convert.stages import CLASSES
 from trimtab.config.convert.words import settings_of
+from trimtab.config.text import compose, refuse_long
+from trimtab.config.text import read_text as file_text
 from trimtab.errors import ConfigError, Problem
 
 EXAMPLE = "Write the flags after --, or give a script or YAML file with --file"
+MOST_SETTINGS = 2_000
+"""The largest configuration of another framework (verl's) has about 550."""
 PLUMBING = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
 """Arguments of a trainer that name objects made elsewhere in the script; those are read where they are made."""
 CALLS = {
@@ -41,21 +45,25 @@ def read_words(words: Sequence[str]) -> list[Setting]:
 
 def read_file(path: Path) -> list[Setting]:
     try:
-        text = path.expanduser().read_text(encoding="utf-8-sig")
+        text = file_text(path.expanduser(), "script, YAML or Python")
     except FileNotFoundError:
         raise ConfigError([Problem(str(path), "there is no such file", EXAMPLE)]) from None
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        raise ConfigError([Problem(str(path), what, "Give the path of a script, YAML or Python file")]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError([Problem(str(path), f"is not UTF-8 text (byte {error.start})", "Save it as UTF-8")]) from None
     return read_text(text, str(path))
 
 
 def read_text(text: str, source: str) -> list[Setting]:
     """Settings from a text; its kind is seen from its ending, else from its form."""
+    refuse_long(text, source)
     if not text.strip():
         raise ConfigError([Problem(source, "is empty", EXAMPLE)])
+    try:
+        return _settings(text, source)
+    except RecursionError:
+        what = "an expression is nested too deeply, or has too many terms"
+        raise ConfigError([Problem(source, what, "Write its value instead")]) from None
+
+
+def _settings(text: str, source: str) -> list[Setting]:
     ending = Path(source).suffix.lower()
     if ending in (".yaml", ".yml"):
         return _some(_yaml(text, source), source)
@@ -77,6 +85,9 @@ def read_text(text: str, source: str) -> list[Setting]:
 def _some(found: list[Setting], source: str) -> list[Setting]:
     if not found:
         raise ConfigError([Problem(source, "holds no settings", EXAMPLE)])
+    if len(found) > MOST_SETTINGS:
+        what = f"holds {len(found):,} settings; at most {MOST_SETTINGS:,} are converted"
+        raise ConfigError([Problem(source, what, "Give the settings of one training run")])
     return found
 
 
@@ -88,7 +99,7 @@ def _shell(text: str, source: str) -> list[Setting]:
 
 def _yaml(text: str, source: str) -> list[Setting]:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _, node = compose(text, source)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}, line {mark.line + 1}" if mark else source
@@ -125,6 +136,8 @@ def _python_tree(text: str) -> ast.Module | None:
             return ast.parse(text)
     except (SyntaxError, ValueError):
         return None
+    except MemoryError:  # what Python's parser says of brackets nested too deeply
+        raise RecursionError from None
 
 
 def _python(tree: ast.Module, text: str) -> Iterator[Setting]:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import yaml
 
+from trimtab.config.text import compose
+
 Origin = Literal["flag", "variable", "launcher", "command", "program", "stray"]
 
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
@@ -50,7 +52,8 @@ def literal(text: str) -> Any:
 
 def _sequence(word: str) -> Any:
     try:
-        found = yaml.safe_load("[" + word[1:-1] + "]")
-    except yaml.YAMLError:
+        loader, node = compose("[" + word[1:-1] + "]", "a list")
+        found = loader.construct_document(node)
+    except (yaml.YAMLError, ValueError):
         return word
     return [literal(item) if isinstance(item, str) else item for item in found]

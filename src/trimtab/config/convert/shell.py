@@ -2,7 +2,8 @@
 
 Nothing is run. Variables that the text itself sets are put in where they are used; `${NAME:-default}` and whole-number
 arithmetic are worked out; what only a shell could know ($HOME, `$(command)`) stays as it is written. A backslash with a comment
-behind it continues the line, as people write it in guides (a shell would not).
+behind it continues the line, as people write it in guides (a shell would not). Variables that grow with every line, as in
+`A=$A$A`, are refused beyond `LONGEST_EXPANSION`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ DOCUMENT = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
 ALL_OF = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[[@*]\]\}")
 DECLARES = ("export", "local", "readonly", "declare", "env")
 OPENS, CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
+LONGEST_EXPANSION = 1_000_000
+"""Characters that variables may put in, over the whole text."""
+LONGEST_SUM = 1_000
+"""Characters of an arithmetic expression, its variables put in."""
+DEEPEST = 20
+"""Defaults inside defaults: ${A:-${B:-...}}."""
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -41,6 +48,10 @@ class Script:
         self._arrays: dict[str, list[str]] = {}
         self._here = ""
         self._depth = 0
+        self._put = 0
+        """Characters that variables have put in."""
+        self._inside = 0
+        """How deep the text lies in defaults of defaults."""
 
     def commands(self) -> Iterator[list[str]]:
         """Every command's words, in order; then arrays that no command used."""
@@ -101,7 +112,9 @@ class Script:
         raw = self.text[begin : self.at].strip("\"'")
         if whole := ALL_OF.fullmatch(raw):
             self.used.add(whole[1])
-            return self._arrays.get(whole[1], [])
+            words = self._arrays.get(whole[1], [])
+            self._count_in(sum(map(len, words)) + len(words))
+            return words
         if raw in ("$@", "$*"):
             return []
         if self.text[begin] == "$" and re.search(r"\s", text):  # outside quotes, what a variable holds is several words
@@ -124,9 +137,7 @@ class Script:
                 text += here
                 self.at += 1
         if self.at >= len(self.text):
-            where = f"{self.source}, line {self.text.count(chr(10), 0, begin) + 1}"
-            what = f"a quote {quote} is opened and never closed"
-            raise ConfigError([Problem(where, what, "Close it, or write \\ before it")])
+            raise self._wrong(f"a quote {quote} is opened and never closed", "Close it, or write \\ before it", begin)
         self.at += 1
         return text
 
@@ -157,25 +168,40 @@ class Script:
 
     def _expansion(self) -> str:
         """What stands at a dollar sign, worked out; reading goes on behind it."""
-        rest = self.text[self.at :]
-        if rest.startswith("$(("):
-            raw = rest[: _closing(rest, 1, "(", ")")]
-            meant = _arithmetic(NAME.sub(lambda name: self._variable(name[0]), re.sub(r"[${}]", "", raw[3:-2])), raw)
-        elif rest.startswith("$("):
-            raw = meant = rest[: _closing(rest, 1, "(", ")")]
-        elif rest.startswith("${"):
-            raw = rest[: _closing(rest, 1, "{", "}")]
+        text, at = self.text, self.at
+        if text.startswith("$((", at):
+            raw = text[at : _closing(text, at + 1, "(", ")")]
+            inner = NAME.sub(lambda name: self._variable(name[0]), re.sub(r"[${}]", "", raw[3:-2]))
+            if len(inner) > LONGEST_SUM:
+                what = f"$((...)) has {len(inner):,} characters; at most {LONGEST_SUM:,} are worked out"
+                raise self._wrong(what, "Write its value instead")
+            meant = _arithmetic(inner, raw)
+        elif text.startswith("$(", at):
+            raw = meant = text[at : _closing(text, at + 1, "(", ")")]
+        elif text.startswith("${", at):
+            raw = text[at : _closing(text, at + 1, "{", "}")]
             name, dash, default = re.fullmatch(r"(\w*)(:?-)?(.*)", raw[2:-1], re.DOTALL).groups()  # type: ignore[union-attr]
             if name not in self.variables and dash:
                 meant = self._put_in(default)
             else:
                 meant = raw if default and not dash else self._variable(name, raw)
         else:
-            found = NAME.match(rest, 1)
-            raw = rest[: found.end() if found else 1]
+            found = NAME.match(text, at + 1)
+            raw = text[at : found.end() if found else at + 1]
             meant = self._variable(raw[1:], raw)
+        self._count_in(len(meant) - len(raw))
         self.at += len(raw)
         return meant
+
+    def _count_in(self, characters: int) -> None:
+        self._put += max(0, characters)
+        if self._put > LONGEST_EXPANSION:
+            what = f"variables put in more than {LONGEST_EXPANSION:,} characters in all"
+            raise self._wrong(what, "A variable that is set from itself grows with every line: write its value instead")
+
+    def _wrong(self, what: str, fix: str, at: int | None = None) -> ConfigError:
+        line = self.text.count("\n", 0, self.at if at is None else at) + 1
+        return ConfigError([Problem(f"{self.source}, line {line}", what, fix)])
 
     def _variable(self, name: str, unknown: str = "") -> str:
         if name in self.variables:
@@ -185,7 +211,9 @@ class Script:
     def _put_in(self, text: str) -> str:
         """A text with its variables put in."""
         inner, found = Script(text, self.source), ""
-        inner.variables, inner.used = self.variables, self.used
+        inner.variables, inner.used, inner._inside = self.variables, self.used, self._inside + 1
+        if inner._inside > DEEPEST:
+            raise self._wrong(f"defaults lie in defaults, more than {DEEPEST} deep", "Write the value instead")
         while inner.at < len(text):
             if text[inner.at] == "$":
                 found += inner._expansion()
@@ -204,7 +232,7 @@ def _or_end(text: str, at: int) -> int:
 
 
 def _closing(text: str, at: int, opens: str, closes: str) -> int:
-    """The length up to and with the bracket that closes the one at `at`."""
+    """The place behind the bracket that closes the one at `at`."""
     depth = 0
     for place in range(at, len(text)):
         depth += (text[place] == opens) - (text[place] == closes)
@@ -225,5 +253,5 @@ def _arithmetic(text: str, raw: str) -> str:
 
     try:
         return str(value(ast.parse(text.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return raw

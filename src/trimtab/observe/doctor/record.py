@@ -219,7 +219,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise DataError(f"{path}{place}: YAML cannot be read: {error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(settings, dict):
         raise DataError(f"{path} holds no settings; a run's {CONFIG} has at least model, data and reward")
