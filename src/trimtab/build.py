@@ -67,6 +67,13 @@ def load_policy(
     return policy
 
 
+def use_planned_kernels(plan: Plan, *policies: object) -> None:
+    """Leave the fused layers where the plan had to: they are chosen before there is a plan."""
+    for policy in policies:
+        if isinstance(policy, Policy) and plan.run.kernels == "plain":
+            policy.use("plain")
+
+
 def make_updater(policy: Policy, learn: Learn, run: Run, kind: type[Kind]) -> Kind:
     """The updater of a `run` without `auto`: of a policy, a critic or a reward model."""
     assert run.checkpoint_activations != "auto"

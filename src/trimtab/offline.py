@@ -29,6 +29,7 @@ from trimtab.build import (
     returns_memory,
     spare_the_collector,
     take_up,
+    use_planned_kernels,
 )
 from trimtab.checkpoint import RunState, load_optimizer, prune, reading, save_checkpoint
 from trimtab.config.algorithms import resolve
@@ -56,7 +57,7 @@ from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.sinks import Sinks
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor
-from trimtab.plan.here import machine_here, pick_device
+from trimtab.plan.here import load_within, machine_here, memory_limit, pick_device
 from trimtab.plan.job import Job
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import planned
@@ -263,15 +264,18 @@ def open_run(
     console.waiting("reading the tokenizer and the data, counting tokens")
     ready = check(stage, config, inputs, resume=resume)
     config, folder = ready.config, ready.folder
+    stack.enter_context(memory_limit(config.run, ready.device))
     assert config.learn.steps is not None
     console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
     checkpoint, state, _ = take_up(config, ready.device, folder, ready.rows, resume, console)
     console.waiting(f"loading {checkpoint or config.model.path}")
-    policy = load_policy(config.model, config.learn.seed, ready.device, config.run.kernels, checkpoint)
+    source = (config.model, config.learn.seed, ready.device, config.run.kernels, checkpoint)
+    policy = load_within(config.run, ready.device, load_policy, *source)
     learn, asked = as_learn(config.learn, stage.per_step(config)), config.run
     plan = planned(asked, _job(stage, config, policy, ready), machine_here(ready.device))
     torch.set_num_threads(known(plan.run.threads))
+    use_planned_kernels(plan, policy)
     updater, engine = stage.updater(config, policy, learn, plan.run), NoRollout()
     automatic = is_automatic(asked, plan)
     plan = calibrated(plan, asked, updater, engine) if stage.rehearses else plan

@@ -25,6 +25,7 @@ from trimtab.build import (
     refuse_missing_wandb,
     spare_the_collector,
     take_up,
+    use_planned_kernels,
 )
 from trimtab.checkpoint import RunState, load_optimizer, load_part, prune, reading
 from trimtab.config.resolved import eval_in_words, eval_max_new_tokens, resolve_config
@@ -55,7 +56,7 @@ from trimtab.observe.sinks import Sinks
 from trimtab.observe.tasks import Tasks
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor
-from trimtab.plan.here import machine_here, pick_device
+from trimtab.plan.here import load_within, machine_here, memory_limit, pick_device
 from trimtab.plan.job import Job
 from trimtab.plan.planner import Choice, Plan
 from trimtab.plan.refusal import plan_here, planned
@@ -165,6 +166,7 @@ def sampler_on(engine: Engine, talk: Talk | None) -> Sampler:
 def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> Checked:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
     device = pick_device(config.run)
+    stack.enter_context(memory_limit(config.run, device))
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
     refuse_without_engine(config.run, device)
@@ -297,9 +299,10 @@ def assemble(
     """Load the models, plan with them, and build what the plan says. What lost processes of an engine wrote is kept in `logs`;
     what is waited for is told."""
     tell(f"loading {checkpoint or config.model.path}")
-    policy, reference = _load_policies(config, ready.device, checkpoint)
+    policy, reference = load_within(config.run, ready.device, _load_policies, config, ready.device, checkpoint)
     plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
     torch.set_num_threads(known(plan.run.threads))
+    use_planned_kernels(plan, policy, reference)
     tell(f"starting the {plan.run.engine} engine")
     reference = _put_away(reference, plan.run)  # an engine takes its memory when it is made
     plan, engine = open_engine(config, plan, policy, ready.work.tokenizer, logs)
@@ -337,6 +340,7 @@ def open_evaluation(
     if config.data.eval is None and inputs.eval_rows is None:
         raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
     device = pick_device(config.run)
+    stack.enter_context(memory_limit(config.run, device))
     refuse_without_engine(config.run, device)
     console = stack.enter_context(Console(1, file=console_file))
     console.waiting("reading the tokenizer and the data, starting the rewards")
@@ -353,7 +357,7 @@ def open_evaluation(
     stack.callback(scorer.close)
     _tell_of_start(config, console)
     console.waiting(f"loading {config.model.path}")
-    policy = Policy(load_model(config.model, device))
+    policy = Policy(load_within(config.run, device, load_model, config.model, device))
     if scorer.models is not None:
         scorer.models.load(policy.device, policy.dtype)
     job = _measuring_job(config, policy, held_out)

@@ -21,6 +21,7 @@ from trimtab.work import Inputs
 CASES: dict[str, list[Any]] = {
     "device": ["cpu", *(["cuda"] if torch.cuda.is_available() else [])],
     "profile": ["safe", "balanced", "max"],
+    "memory": ["3GiB"],
     "threads": [1, 2],
     "engine": ["native"],  # vllm computes in float32 at most: test_engines.py
     "kernels": ["auto", "plain"],  # native and liger need a GPU and half precision: tests/gpu/test_liger_gpu.py

@@ -265,7 +265,9 @@ def test_refusals_name_the_binding_term_and_changes_that_fit() -> None:
 
 
 def test_a_run_that_cannot_fit_does_not_start() -> None:
-    with pytest.raises(ConfigError, match=r"needs 46\.6 GiB of"):
+    with pytest.raises(
+        ConfigError, match=r"needs 46\.6 GiB, and the limit is 23\.0 GiB \(96 % of 24\.0 GiB; run\.profile max\)"
+    ):
         plan_here(Run(), qwen("qwen2.5-7b"), h(24))
     tight = next(gib for gib in range(8, 40) if make_plan(Run(), qwen("qwen2.5-1.5b"), h(gib), "max").fits)
     assert plan_here(Run(profile="safe"), qwen("qwen2.5-1.5b"), h(tight)).fits
@@ -319,8 +321,8 @@ def test_moments_of_8_bits_are_counted_with_their_scales(itemsize: int) -> None:
 def test_moments_of_8_bits_are_offered_where_nothing_else_of_run_is_left() -> None:
     """In float32 on a CPU, where nothing can wait elsewhere."""
     job = qwen("qwen2.5-0.5b", itemsize=4, fused=False, tiled_head=False)
-    roomy = Machine(nearest("CPU", 512 * GIB), 1, 512 * GIB, 8, cpu=True)
-    tight = Run(token_budget=768, score_token_budget=768, logprob_chunk=64, checkpoint_activations=True)
+    roomy = Machine(nearest("CPU", 512 * GIB), 1, 512 * GIB, 1, cpu=True)
+    tight = Run(token_budget=768, score_token_budget=768, logprob_chunk=1, checkpoint_activations=True)
     need = make_plan(tight, job, roomy).ledger["optimizer"].host_bytes
     short = replace(roomy, host_memory=need)
     words = [change for change, _ in changes_that_fit(job, short, Run(), "balanced")]
@@ -441,7 +443,11 @@ def test_a_short_host_is_named_and_more_of_it_offered() -> None:
     plan = make_plan(Run(), qwen("qwen2.5-7b", rank=16, adapters=qwen("qwen2.5-7b").shape.lora_parameters(16)), machine)
     message = str(refuse(plan, Run(), "balanced"))
     what, fixes = message.split("Any of these would fit")
-    assert not plan.fits and "of host memory; most of it is" in what and "GiB of host memory" in fixes
+    assert (
+        not plan.fits
+        and "of host memory, and the limit is 7.2 GiB (90 % of 8.0 GiB); most of it is" in what
+        and "GiB of host memory" in fixes
+    )
 
 
 def test_a_critic_is_counted_with_its_own_gradients_and_passes() -> None:

@@ -24,7 +24,9 @@ def plan(
         str | None, typer.Option("--device", help="A known device: h200, a100-40, rtx4090, cpu ...")
     ] = None,
     devices: Annotated[int, typer.Option("--devices", min=1, max=1024, help="How many of them.")] = 1,
-    device_memory: Annotated[str | None, typer.Option("--device-memory", help="Of each, such as 40GiB.")] = None,
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", help="Of each, such as 40GiB: the same as run.memory=40GiB.")
+    ] = None,
     host_memory: Annotated[str | None, typer.Option("--host-memory", help="Of each machine, such as 256GiB.")] = None,
     like: Annotated[
         Path | None, typer.Option("--like", help="A run whose completions were as long as these will be.")
@@ -64,7 +66,8 @@ def _view(found: Look) -> RenderableType:
     from trimtab.observe.plan_view import plan_view
     from trimtab.plan.report import offers
 
-    parts: list[RenderableType] = [plan_view(found.plan, offers(found.plan, found.config.run, found.profile))]
+    shown = plan_view(found.plan, offers(found.plan, found.config.run, found.profile), found.profile)
+    parts: list[RenderableType] = [shown]
     parts += [Text(note, style="dim") for note in found.notes]
     if not found.plan.fits:
         parts.append(Text(str(found.refusal()), style="red"))

@@ -138,6 +138,9 @@ class Policy:
             raise ConfigError([Problem("run.kernels", f"fused layers do not serve this run: {why}", "Write auto.")])
         if kernels == "liger":
             self._use_liger()
+        if kernels == "plain" and self._fused is not None:
+            self._fused = None
+            self.description = "the model's own modules"
 
     def _use_liger(self) -> None:
         liger.refuse(self.config.model_type, self.device)

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.observe.card import choices_table, shown
-from trimtab.observe.format import count, gib
+from trimtab.observe.format import MISSING, count, gib
 from trimtab.plan.ledger import GIB, Phase
 from trimtab.plan.planner import Plan
+from trimtab.plan.refusal import limit_words
 from trimtab.plan.report import Offer
 
 WIDTH = 40
@@ -25,9 +26,14 @@ COLOURS = {
 }  # fmt: skip
 
 
-def plan_view(plan: Plan, offers: Sequence[Offer] = ()) -> RenderableType:
-    parts: list[RenderableType] = [_facts(plan), Text(), _bars(plan), Text(), _components(plan), Text()]
-    parts += [choices_table([(c.key, c.value, c.why) for c in plan.choices]), Text(), _times(plan, offers)]
+def plan_view(plan: Plan, offers: Sequence[Offer] = (), profile: str = "balanced") -> RenderableType:
+    parts: list[RenderableType] = [_facts(plan, profile), Text(), _bars(plan), Text(), _components(plan), Text()]
+    if not plan.fits:
+        parts.append(
+            Text("No values of these keys fit. With the following, a run takes the least memory:", style="red")
+        )
+    parts.append(choices_table([(c.key, c.value, c.why) for c in plan.choices]))
+    parts += [Text(), _times(plan, offers)] if plan.fits else []
     title = "Plan" if plan.fits else "Plan: does not fit"
     return Panel(
         Group(*parts),
@@ -39,7 +45,7 @@ def plan_view(plan: Plan, offers: Sequence[Offer] = ()) -> RenderableType:
     )
 
 
-def _facts(plan: Plan) -> Table:
+def _facts(plan: Plan, profile: str) -> Table:
     job, machine = plan.job, plan.machine
     table = Table.grid(padding=(0, 2))
     trained = "" if job.trained == job.shape.parameters else f", {_parameters(job.trained)} trained"
@@ -50,6 +56,9 @@ def _facts(plan: Plan) -> Table:
         where += f"; states over {plan.place.shards}, rollout copies over {plan.place.tensor}"
     table.add_row(Text("model", style="dim"), Text(f"{job.shape.kind}, {_parameters(job.shape.parameters)}{trained}"))
     table.add_row(Text("machine", style="dim"), Text(where))
+    limit = plan.limits.host if machine.cpu else plan.limits.device
+    words = f"{gib(limit / GIB)} may be filled: {limit_words(plan, plan.run, profile, machine.cpu)}"
+    table.add_row(Text("limit", style="dim"), Text(words))
     batch = f"{job.prompts} prompts × {job.samples} samples, prompts up to {job.longest_prompt:,} tokens, {job.completion:,} new"
     table.add_row(Text("step", style="dim"), Text(batch))
     table.add_row(Text("KV cache", style="dim"), Text(f"{job.shape.kv_elements * job.itemsize:,} bytes a token"))
@@ -66,7 +75,7 @@ def _bars(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
     for phase in plan.ledger.phases:
         used = phase.host_bytes if cpu else phase.device_bytes
-        over = used > (plan.limits.host if cpu else plan.limits.device)
+        over = phase in _too_full(plan)
         words = f"{used / GIB:.1f} GiB" + ("  does not fit" if over else "")
         table.add_row(
             Text(phase.name), _bar(phase.host if cpu else phase.device, total), Text(f"{used / total:4.0%}"),
@@ -88,9 +97,15 @@ def _bar(parts: dict[str, int], total: int) -> Text:
     return bar.append("·" * (WIDTH - cells), style="dim")
 
 
+def _too_full(plan: Plan) -> list[Phase]:
+    """Phases that exceed a limit, of the device or of the host."""
+    limits = plan.limits
+    return [p for p in plan.ledger.phases if p.required_bytes > limits.device or p.host_bytes > limits.host]
+
+
 def _components(plan: Plan) -> Table:
-    """Gigabytes by component, of the phases that differ."""
-    shown = _distinct(plan.ledger.phases)
+    """Gigabytes by component, of the phases that differ and of those that decide."""
+    shown = _distinct(plan)
     names: dict[str, None] = {}
     for phase in shown:
         names |= dict.fromkeys(phase.host if plan.machine.cpu else phase.device)
@@ -107,9 +122,16 @@ def _components(plan: Plan) -> Table:
     return table
 
 
-def _distinct(phases: Sequence[Phase]) -> list[Phase]:
-    wanted = ("rollout", "score", "update", "optimizer", "checkpoint")
-    return [phase for phase in phases if phase.name in wanted]
+def _distinct(plan: Plan) -> list[Phase]:
+    """Five phases at most: the fullest is one of them, and one that is too full of host memory."""
+    decisive = [
+        plan.ledger.fullest,
+        *([plan.ledger.fullest_host] if plan.ledger.fullest_host in _too_full(plan) else []),
+    ]
+    usual = ["rollout", "score", "update", "optimizer", "checkpoint"]
+    if any(phase.name not in usual for phase in decisive):
+        usual.remove("checkpoint")
+    return [phase for phase in plan.ledger.phases if phase.name in usual or phase in decisive]
 
 
 def _times(plan: Plan, offers: Sequence[Offer]) -> Text:
@@ -145,7 +167,7 @@ def comparison(plans: Sequence[tuple[str, Plan]]) -> Table:
         table.add_column(name, justify="right")
     found = [plan for _, plan in plans]
     table.add_row("fits", *("yes" if plan.fits else "no" for plan in found))
-    table.add_row("seconds a step", *(f"{plan.times.total:.2f}" for plan in found))
+    table.add_row("seconds a step", *(f"{plan.times.total:.2f}" if plan.fits else MISSING for plan in found))
     for phase in ("rollout", "update"):
         table.add_row(f"{phase}, GiB", *(f"{_size(plan, phase):.1f}" for plan in found))
     values = [{choice.key: choice.value for choice in plan.choices} for plan in found]

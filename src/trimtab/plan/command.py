@@ -57,7 +57,10 @@ class Look:
 def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     config = load_any(file, overrides)
     profile = _profile(asked.profile or config.run.profile)
-    machine, notes = _machine(asked, config.run)
+    memory = _bytes("--device-memory", asked.device_memory)
+    machine, notes = _machine(asked, memory, config.run)
+    if memory is not None and not machine.cpu:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"memory": memory})})
     if not isinstance(config, Config):
         job = offline_job_of(config, machine.cpu, machine.device.tiled_head)
         if config.learn.max_tokens is None:
@@ -88,13 +91,14 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
         raise ConfigError([Problem("run.kernels", what, "Write auto, or name a --device.")])
     refuse_small_kv(config.run, job, machine)
     refuse_what_engines_cannot(config.run, job, machine)
-    plan = place_over(config.run, job, machine, profile)
-    if not plan.fits and asked.profile is None:
-        fuller, filled = widest(config.run, job, machine, profile)
-        if fuller.fits:
-            plan, profile = fuller, filled
-            notes.append("It fits only with more of the memory than run.profile allows; train takes it then.")
-    return Look(plan, config, profile, notes)
+    if asked.profile is not None:
+        return Look(place_over(config.run, job, machine, profile), config, profile, notes)
+    plan, filled = widest(config.run, job, machine, profile)
+    if filled != profile:
+        notes.append(
+            f"It does not fit with run.profile {profile}; as train does then, this plan is made with {filled}."
+        )
+    return Look(plan, config, filled, notes)
 
 
 def _found_models(config: Config, folder: Path) -> Config:
@@ -113,8 +117,9 @@ def _profile(name: str) -> str:
     return name
 
 
-def _machine(asked: Asked, run: Run) -> tuple[Machine, list[str]]:
-    memory, host = _bytes("--device-memory", asked.device_memory), _bytes("--host-memory", asked.host_memory)
+def _machine(asked: Asked, memory: int | None, run: Run) -> tuple[Machine, list[str]]:
+    """The machine that was asked for. `memory`: of each device."""
+    host = _bytes("--host-memory", asked.host_memory)
     cpu = (asked.device or "").lower() == "cpu" or (asked.device is None and memory is None and run.device == "cpu")
     if asked.device is None and memory is None and not cpu:
         return _here(asked.devices, host)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar, TypeVarTuple
 
 import psutil
 import torch
 
 from trimtab.config.run import Run
-from trimtab.errors import ConfigError, Problem
-from trimtab.model.memory import host_memory
+from trimtab.errors import ConfigError, MemoryExhausted, Problem
+from trimtab.model.memory import Shortage, attempt, free, host_memory
 from trimtab.plan.devices import Device, nearest
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import CONTEXT
@@ -24,6 +27,44 @@ def pick_device(run: Run) -> torch.device:
     if run.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError([Problem("run.device", "torch sees no CUDA device on this machine", "Write auto or cpu.")])
     return torch.device(run.device)
+
+
+@contextmanager
+def memory_limit(run: Run, device: torch.device) -> Iterator[None]:
+    """While it is open, this process takes no more of the device than `run.memory`: torch's allocator gets that less the driver's
+    part, and rollout's own memory counts against the same share (model/memory.py). On a CPU the plan alone keeps to it."""
+    if run.memory is None or device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device.index)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(allocator_share(run.memory, total, before), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def allocator_share(memory: int, total: int, before: float = 1.0) -> float:
+    """Share of a device of `total` bytes that torch may allocate so that the process stays within `memory`."""
+    return min(before, max(0, memory - CONTEXT) / total)
+
+
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
+
+
+def load_within(run: Run, device: torch.device, load: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
+    """What `load` gives; a MemoryExhausted that names the limit where memory runs out on the way, before anything is planned."""
+    outcome = attempt(load, *args)
+    if not isinstance(outcome, Shortage):
+        return outcome
+    free(device)
+    limit = "" if run.memory is None else f" within run.memory, {run.memory / 2**30:.1f} GiB"
+    fix = "Take a smaller model" if run.memory is None else "Raise run.memory, or take a smaller model"
+    raise MemoryExhausted(
+        f"model.path: the model's weights do not fit on the device{limit} ({outcome.message}). {fix}."
+    )
 
 
 def pick_reward_workers(run: Run) -> int:

@@ -205,9 +205,9 @@ def step_kv_bytes(job: Job, run: Run, at_once: int, page_tokens: int) -> int:
 
 
 def shared_kv_bytes(job: Job, run: Run, sequences: int, samples: int, new_tokens: int, page_tokens: int) -> int:
-    """Bytes of so many sequences that began with a prompt each `samples` share. The native engine keeps a prompt's pages once, and
-    gives each sample pages of its own from the one on in which the prompt ends. Of other engines this is not known, and a
-    conversation with an environment shares only its first prompt: these are counted whole."""
+    """Bytes of so many sequences, `samples` of each prompt. The native engine keeps a prompt's pages once, and gives each sample
+    pages of its own from the one on in which the prompt ends. Of other engines this is not known, and a conversation with an
+    environment shares only its first prompt: these are counted whole."""
     if run.outside or job.environment:
         return kv_bytes(job, sequences, job.typical_prompt + new_tokens, page_tokens)
     groups = min(sequences, -(-sequences // samples) + (0 if sequences % samples == 0 else 1))
@@ -497,4 +497,7 @@ def _phase(name: str, device: dict[str, int], host: dict[str, int]) -> Phase:
 def _on_host(phase: Phase) -> Phase:
     """The phase on a machine without a device: all of it is host memory."""
     seen = {key: value for key, value in phase.device.items() if key not in (*UNSEEN, "workspaces")}
-    return replace(phase, device={}, host=phase.host | seen)
+    both = {
+        key: phase.host[key] + seen[key] for key in phase.host.keys() & seen.keys()
+    }  # what waits there, and what does not
+    return replace(phase, device={}, host=phase.host | seen | both)

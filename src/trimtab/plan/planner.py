@@ -98,7 +98,13 @@ def _fastest(run: Run, case: Case, fill: bool) -> Plan:
             fastest = min(plan.times.total for plan in fitting)
             # The first within a hundredth of the fastest: plans that recompute and offload least come first.
             return next(plan for plan in fitting if plan.times.total <= 1.01 * fastest)
-    return min(plans, key=lambda plan: plan.missing_bytes)
+    return min(plans, key=_lack)
+
+
+def _lack(plan: Plan) -> tuple[int, int, int]:
+    """What a plan lacks, and then what it takes: of those that do not fit, the one with the least is told."""
+    phases = plan.ledger.phases
+    return plan.missing_bytes, sum(p.required_bytes for p in phases), sum(p.host_bytes for p in phases)
 
 
 def within(machine: Machine, run: Run) -> Machine:
@@ -143,6 +149,7 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
         why = "rollout of a step: " + ", ".join(f"{other} {plans[other].times.rollout:.2g} s" for other in names)
         why += "".join(f"; {other} takes {plans[other].times.start:.0f} s to start" for other in names[1:])
     chosen = plans[name]
+    why = why if chosen.fits else SMALLEST
     after = 1 + max((i for i, choice in enumerate(chosen.choices) if choice.key.startswith("run.rollout.")), default=-1)
     choices = (*chosen.choices[:after], Choice("run.engine", name, why), *chosen.choices[after:])
     return replace(chosen, choices=choices)
@@ -159,10 +166,10 @@ def _with_fewer_processes(run: Run, plan: Plan, case: Case, fill: bool) -> Plan:
         fewer = _fastest(pinned, case, fill)
         if (fewer.missing_bytes, fewer.times.total) < (best.missing_bytes, 0.99 * best.times.total):
             best = fewer
-    count = best.run.rollout.processes
-    if count == most:
+    if best is plan:
         return plan
-    return replace(best, choices=(Choice("run.rollout.processes", count, "more would not fit"), *best.choices))
+    fewer_of = Choice("run.rollout.processes", best.run.rollout.processes, "more would not fit")
+    return replace(best, choices=(fewer_of, *best.choices))
 
 
 def _ways(run: Run, case: Case) -> Iterator[list[Way]]:
@@ -265,6 +272,4 @@ def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced") 
     ]
     plans = [make_plan(run, job, machine, profile, Placement(machine.devices, cut)) for cut in cuts]
     fitting = [plan for plan in plans if plan.fits]
-    return (
-        min(fitting, key=lambda plan: plan.times.total) if fitting else min(plans, key=lambda plan: plan.missing_bytes)
-    )
+    return min(fitting, key=lambda plan: plan.times.total) if fitting else min(plans, key=_lack)

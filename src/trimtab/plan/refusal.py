@@ -4,16 +4,16 @@ then to the machine. Trimtab makes none of them itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from trimtab.config.run import Run
 from trimtab.errors import ConfigError, Problem
 from trimtab.plan.cache import applied, recall
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB, least_kv_bytes, processes_of
-from trimtab.plan.planner import Choice, Plan, make_plan, place_over
-from trimtab.plan.rules import page_tokens
+from trimtab.plan.ledger import GIB, MIB, least_kv_bytes, processes_of
+from trimtab.plan.planner import Choice, Plan, make_plan, place_over, within
+from trimtab.plan.rules import page_tokens, workers_for
 from trimtab.plan.shape import Block
 from trimtab.rollout.outside.kinds import VLLM_RANKS
 
@@ -29,7 +29,8 @@ def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     refuse_small_kv(run, job, machine)
     refuse_what_engines_cannot(run, job, machine)
     plan, profile = widest(run, job, machine, run.profile)
-    if not plan.fits and not machine.cpu:  # host memory can be swapped, and what others hold there comes and goes
+    # Host memory can be swapped, and what others hold there comes and goes; a limit that was set is one.
+    if not plan.fits and (not machine.cpu or run.memory is not None):
         raise refuse(plan, run, profile)
     return plan
 
@@ -104,18 +105,31 @@ def refuse(plan: Plan, run: Run, profile: str) -> ConfigError:
     """Why nothing fits, and the first few of the changes that would."""
     job, machine = plan.job, plan.machine
     host, device = plan.ledger.fullest_host, plan.ledger.fullest
-    on_host = machine.cpu or host.host_bytes - plan.limits.host > device.device_bytes - plan.limits.device
+    on_host = machine.cpu or host.host_bytes - plan.limits.host > device.required_bytes - plan.limits.device
     fullest, parts = (host, host.host) if on_host else (device, device.device)
     have = plan.limits.host if on_host else plan.limits.device
     largest = max(parts, key=lambda name: parts[name])
-    need, where = sum(parts.values()), " of host memory" if on_host and not machine.cpu else ""
+    need, where = fullest.host_bytes if on_host else fullest.required_bytes, " of host memory" if on_host else ""
     what = (
-        f"{fullest.name} needs {need / GIB:.1f} GiB of {have / GIB:.1f}{where}; most of it is {largest} "
-        f"({parts[largest] / GIB:.1f} GiB)"
+        f"{fullest.name} needs {need / GIB:.1f} GiB{where}, and the limit is {have / GIB:.1f} GiB "
+        f"({limit_words(plan, run, profile, on_host)}); most of it is {largest} ({parts[largest] / GIB:.1f} GiB). "
+        "No values of run's open keys need less"
     )
     fixes = [words for words, _ in changes_that_fit(job, machine, run, profile)]
     fix = "Any of these would fit: " + "; ".join(fixes[:4]) if fixes else "No single change would fit"
     return ConfigError([Problem("run", what, fix + ".")])
+
+
+def limit_words(plan: Plan, run: Run, profile: str, on_host: bool) -> str:
+    """What the limit of a plan is a share of, and why of that."""
+    machine = plan.machine
+    have = machine.host_memory if on_host else machine.device.memory
+    limit = plan.limits.host if on_host else plan.limits.device
+    words = f"{limit / have:.0%} of {have / GIB:.1f} GiB".replace("%", " %")
+    if on_host and not machine.cpu:
+        return words
+    words += ", which is run.memory" if run.memory is not None and run.memory - MIB <= have else ""
+    return f"{words}; run.profile {profile}"
 
 
 def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list[tuple[str, int]]:
@@ -143,9 +157,15 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
             if field.default == "auto" and getattr(section, key) != "auto":
                 freed = section.model_copy(update={key: "auto"})
                 attempt(f"leave run.{name}.{key} to auto", run.model_copy(update={name: freed}), job)
-    unpinned = Run(device=run.device, profile=run.profile)
+    unpinned = Run(device=run.device, profile=run.profile, memory=run.memory)
     if run != unpinned:
         attempt("leave all of run to auto", unpinned, job)
+    workers = run.reward_workers if run.reward_workers != "auto" else workers_for(machine.cores)
+    if job.generates and workers > 1:  # they run before there is a plan
+        attempt("run.reward_workers: 1", run.model_copy(update={"reward_workers": 1}), job)
+    if run.kernels == "auto" and not machine.cpu and not job.liger:
+        liger = replace(job, fused=False, liger=True)
+        attempt("run.kernels: liger", run.model_copy(update={"kernels": "liger"}), liger)
     if found:
         return found
     if not job.rank and not any(b.experts for b in job.shape.kinds):
@@ -158,13 +178,24 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
     key, more = ("learn.max_new_tokens", 0) if job.generates else ("learn.max_tokens", 1)
     first((f"{key}: {shorter.completion + more}", run, shorter, machine) for shorter in halves)
     found.sort(key=lambda change: -change[1])
-    larger = [] if machine.cpu else [gib for gib in (24, 32, 40, 48, 80, 141, 192) if gib * GIB > machine.device.memory]
-    first((f"a device with {gib} GiB", run, job, with_memory(machine, gib * GIB)) for gib in larger)
-    hosts = [gib for gib in (32, 64, 128, 256, 512, 1024, 2048) if gib * GIB > machine.host_memory]
-    first((f"{gib} GiB of host memory", run, job, replace(machine, host_memory=gib * GIB)) for gib in hosts)
-    counts = [] if machine.cpu else [2**n for n in range(1, 11) if 2**n > machine.devices]
-    first((f"{count} devices", run, job, replace(machine, devices=count)) for count in counts)
+    _try_machines(first, job, machine, run)
     return found
+
+
+def _try_machines(
+    first: Callable[[Iterable[tuple[str, Run, Job, Machine]]], None], job: Job, machine: Machine, run: Run
+) -> None:
+    """More memory; and more devices only where the plan is of several already: this version trains on one."""
+    machine = within(machine, run)
+    limited, unlimited = run.memory is not None, run.model_copy(update={"memory": None})
+    on_device = "run.memory: {}GiB" if limited else "a device with {} GiB"
+    on_host = "run.memory: {}GiB" if limited and machine.cpu else "{} GiB of host memory"
+    sizes = [] if machine.cpu else [gib for gib in (24, 32, 40, 48, 80, 141, 192) if gib * GIB > machine.device.memory]
+    first((on_device.format(gib), unlimited, job, with_memory(machine, gib * GIB)) for gib in sizes)
+    hosts = [gib for gib in (8, 16, 32, 64, 128, 256, 512, 1024, 2048) if gib * GIB > machine.host_memory]
+    first((on_host.format(gib), unlimited, job, replace(machine, host_memory=gib * GIB)) for gib in hosts)
+    counts = [2**n for n in range(1, 11) if 2**n > machine.devices] if machine.devices > 1 else []
+    first((f"{count} devices", run, job, replace(machine, devices=count)) for count in counts)
 
 
 def with_adapters(job: Job, rank: int) -> Job:

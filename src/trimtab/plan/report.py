@@ -16,6 +16,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         "binding": plan.ledger.binding,
+        "binding_phase": plan.ledger.fullest.name,
         "device": "cpu" if machine.cpu else machine.device.name,
         "devices": machine.devices,
         "device_memory": 0 if machine.cpu else machine.device.memory,
@@ -37,8 +38,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             for phase in plan.ledger.phases
         ],
         "choices": [asdict(choice) for choice in plan.choices],
-        "step_seconds": plan.times.as_dict(),
-        "start_seconds": plan.times.start,
+        "step_seconds": plan.times.as_dict() if plan.fits else None,
+        "start_seconds": plan.times.start if plan.fits else None,
     }
 
 
@@ -52,15 +53,18 @@ class Offer:
 
 
 def offers(plan: Plan, run: Run, profile: str) -> list[Offer]:
-    """A step with a gigabyte more, with half as much again, and with twice the devices."""
+    """A step with a gigabyte more, with half as much again, and, in a plan of several devices, with twice as many: this version
+    trains on one."""
     if plan.machine.cpu or not plan.fits:
         return []
     machine, memory = plan.machine, plan.machine.device.memory
+    run = run.model_copy(update={"memory": None})  # which the plan's machine has no more than already
     tries = [
         ("1 GiB more a device", with_memory(machine, memory + GIB)),
         ("half as much memory again", with_memory(machine, memory * 3 // 2)),
-        ("twice the devices", replace(machine, devices=2 * machine.devices)),
     ]
+    if machine.devices > 1:
+        tries.append(("twice the devices", replace(machine, devices=2 * machine.devices)))
     found = []
     for words, other in tries:
         better = place_over(run, plan.job, other, profile)

@@ -14,10 +14,27 @@ from typing import Any
 from trimtab.config.run import Offload, Recompute, Rollout, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import (
-    GIB, MERGED, MIB, Ledger, Placement, draw_up, least_kv_bytes, processes_of, shared_kv_bytes, step_kv_bytes,
+    GIB,
+    MERGED,
+    MIB,
+    Ledger,
+    Placement,
+    draw_up,
+    least_kv_bytes,
+    processes_of,
+    shared_kv_bytes,
+    step_kv_bytes,
 )  # fmt: skip
 from trimtab.plan.rules import (
-    GRAIN, best_chunk, best_processes, most_at_once, most_prefilled, useful_budget, why_away, why_kernels, workers_for,
+    GRAIN,
+    best_chunk,
+    best_processes,
+    most_at_once,
+    most_prefilled,
+    useful_budget,
+    why_away,
+    why_kernels,
+    workers_for,
 )  # fmt: skip
 
 SPARE = 1.05
@@ -233,9 +250,9 @@ def _widest(fits: Callable[[int], bool], least: int, most: int, why: str) -> tup
 def _grow_rollout(sizes: Sizes, case: Case) -> None:
     """As large a prefill, as many sequences at once, and with them as large a KV cache, as the rest leaves room for. A smaller
     prefill is taken where clearly more sequences then run at once."""
-    most, found = most_prefilled(case.machine), _Batch(0, {}, "")
-    tries = list(_parts(most, 4)) if sizes.free("rollout.prefill_tokens") else [sizes.run.rollout.prefill_tokens]
-    for prefill in tries:
+    most, least, found = most_prefilled(case.machine), sizes.run.rollout.prefill_tokens, _Batch(0, {}, "")
+    assert least != "auto"
+    for prefill in _parts(most, 4) if sizes.free("rollout.prefill_tokens") else (least,):
         run = with_values(sizes.run, {"rollout.prefill_tokens": prefill})
         if not case.fits(run):
             continue
