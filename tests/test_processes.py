@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,6 +159,18 @@ def test_nothing_is_left_when_the_trainer_is_killed(module: dict[str, str], fold
         trainer.kill()
         trainer.wait(30)
     assert not left(everything)
+
+
+def test_a_process_outlives_the_thread_that_started_it(module: dict[str, str], folder: Path) -> None:
+    """The kernel's word that a parent has gone is about threads."""
+    started: list[subprocess.Popen[bytes]] = []
+    thread = threading.Thread(target=lambda: started.append(begin(module, folder)))
+    thread.start()
+    thread.join()
+    everything = started_in(folder)
+    time.sleep(0.2)
+    assert started[0].poll() is None and all(map(runs, everything))
+    kill_all(started[0])
 
 
 def test_nothing_is_left_of_a_process_that_forks_away(module: dict[str, str], folder: Path) -> None:
