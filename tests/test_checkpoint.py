@@ -313,11 +313,14 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.flushed: list[int] = []
         self.renamed: dict[str, int] = {}
+        self.sizes: list[int] = []
         fsync, rename = os.fsync, Path.rename
 
         def flush(handle: int) -> None:
             fsync(handle)
-            self.flushed.append(os.fstat(handle).st_ino)
+            found = os.fstat(handle)
+            self.flushed.append(found.st_ino)
+            self.sizes.append(found.st_size)
 
         def renamed(path: Path, target: Path) -> Path:
             self.renamed[Path(target).name] = len(self.flushed)
@@ -343,8 +346,9 @@ def test_what_is_saved_is_on_disk_before_it_has_its_name(
     train({"path": str(model_folder), "lora": lora}, run, {"steps": 1})
     for folder in (run / "checkpoints/step-1", run / "final"):
         disk.assert_flushed_then_renamed(folder)
-    row, saved = (disk.flushed.index((run / path).stat().st_ino) for path in ("metrics.jsonl", "checkpoints/step-1"))
-    assert row < saved, "a checkpoint may be there without its row"
+    metrics, saved = (run / "metrics.jsonl").stat(), disk.flushed.index((run / "checkpoints/step-1").stat().st_ino)
+    sizes = [size for inode, size in zip(disk.flushed[:saved], disk.sizes) if inode == metrics.st_ino]
+    assert max(sizes) == metrics.st_size, "the checkpoint was on disk before its row"
     monkeypatch.undo()
     disk = Disk(monkeypatch)
     export_run(run, tmp_path / "out", "last", "same")

@@ -207,8 +207,8 @@ def test_a_save_is_finished_whatever_signals_come(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: int, begun: bool
 ) -> None:
     """One that was due when the first signal came, and one that the first signal has begun."""
-    write = at_step(1, checkpoint.save_file, lambda: send(signum))
-    monkeypatch.setattr(checkpoint, "save_file", write)
+    monkeypatch.setattr(checkpoint, "save_file", at_step(1, checkpoint.save_file, lambda: send(signum)))
+    monkeypatch.setattr(loop, "save_checkpoint", at_step(2, loop.save_checkpoint, fail(AssertionError("begun again"))))
     if begun:
         monkeypatch.setattr(loop, "sample", at_step(3, loop.sample, lambda: send(signum, 1)))
     with pytest.raises(KeyboardInterrupt):
@@ -224,8 +224,8 @@ def test_an_update_that_fails_half_way_is_not_kept(
     """The second of the third step's two updates: the weights are those of no step."""
     monkeypatch.setattr(Updater, "step", at_step(2 * 2 + 2, Updater.step, fail(TrainingError("out of memory"))))
     with pytest.raises(TrainingError, match="out of memory"):
-        train(model_folder, tmp_path / "run", observe={"checkpoint_every": 1})
-    assert list(checkpoints(tmp_path / "run")) == [1, 2]
+        train(model_folder, tmp_path / "run", observe={"eval_every": 0})
+    assert list(checkpoints(tmp_path / "run")) == []
 
 
 def test_weights_that_are_of_no_use_are_not_kept(
@@ -235,13 +235,13 @@ def test_weights_that_are_of_no_use_are_not_kept(
 
     def spoiled(self: NativeEngine, requests: Any) -> Iterator[Any]:
         for group in whole(self, requests):
-            group.trajectories[-1].logprobs[-1] = float("nan") if requests[0].step == 2 else 0.0
+            group.trajectories[-1].logprobs[-1] = float("nan") if requests[0].step == 3 else 0.0
             yield group
 
     monkeypatch.setattr(NativeEngine, "generate", spoiled)
     with pytest.raises(TrainingError, match="log-probs that are no numbers"):
-        train(model_folder, tmp_path / "run", observe={"checkpoint_every": 1, "keep_checkpoints": 1, "eval_every": 0})
-    assert list(checkpoints(tmp_path / "run")) == [2], "and the one before it is still there"
+        train(model_folder, tmp_path / "run", observe={"checkpoint_every": 2, "keep_checkpoints": 1, "eval_every": 0})
+    assert list(checkpoints(tmp_path / "run")) == [2], "which is the last that was due"
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt("mine")])
