@@ -152,7 +152,7 @@ def test_a_copy_of_merged_weights_that_would_stay_is_kept_out_by_a_larger_cache(
 
 
 def test_a_70b_on_48_devices_gets_the_cache_that_fits() -> None:
-    """The engine holds its KV cache while new weights are handed over: then a whole step's does not fit, but a smaller one does."""
+    """The engine holds its KV cache while new weights are handed over: a whole step's does not fit then, a smaller one does."""
     job = qwen(
         "llama-3.1-70b", prompts=128, samples=8, longest_prompt=512, typical_prompt=512, completion=1024, reference=True,
         compared=True, tiled_head=False,
