@@ -115,6 +115,42 @@ def test_what_does_not_fit_says_what_would_and_exits_with_1(config: Path) -> Non
     assert code == 1 and json.loads(out.splitlines()[-1])["fits"] is False
 
 
+def test_a_refused_plan_contradicts_nothing(config: Path) -> None:
+    """No time of a step that cannot run, no reason of a plan that fits; one limit, with what it is a share of."""
+    code, out, _ = plan(config, "model.path=Qwen/Qwen2.5-7B", "--device-memory", "24GiB")
+    words = " ".join(out.replace("│", " ").split())
+    assert code == 1 and "a step takes" not in words and "devices" not in words
+    assert "all activations fit" not in words and "fits on the device" not in words and "they fit" not in words
+    assert "a run takes the least memory" in words and "run.checkpoint_activations True takes the least memory" in words
+    assert (
+        words.count("96 % of 24.0 GiB, which is run.memory; run.profile max") == 2
+    )  # beside the plan and in the refusal
+    code, out, _ = plan(config, "model.path=Qwen/Qwen2.5-7B", "--device-memory", "24GiB", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert found["step_seconds"] is None and found["start_seconds"] is None and found["binding_phase"] == "optimizer"
+    code, out, _ = plan(config, "model.path=Qwen/Qwen2.5-7B", "--device-memory", "24GiB", "--compare", config)
+    assert code == 1 and next(line for line in out.splitlines() if "seconds a step" in line).split()[3] == "-"
+
+
+def test_the_phase_that_decides_has_a_column(config: Path) -> None:
+    """Publishing, where another engine has its KV cache and its weights beside what is gathered for it."""
+    changes = ["model.path=meta-llama/Llama-3.1-70B", "learn.kl.coef=0.01", "learn.max_new_tokens=1024"]
+    code, out, _ = plan(config, *changes, "learn.prompts_per_step=128", "--device", "a100-80", "--devices", "48")
+    header = next(line for line in out.splitlines() if line.strip("│ ").startswith("GiB"))
+    assert code == 0 and "decided by engine's processes in publish" in " ".join(out.split())
+    assert "publish" in header and "update" in header
+
+
+def test_memory_is_limited_by_a_key_or_by_the_option_alike(config: Path) -> None:
+    by_key, by_option = (
+        json.loads(plan(config, "--device", "h200", "--json", *more)[1].splitlines()[-1])
+        for more in (["run.memory=20GiB"], ["--device-memory", "20GiB"])
+    )
+    assert by_key == by_option and by_key["device_memory"] == 20 * 2**30
+    code, _, error = plan(config, "--device", "h200", "run.memory=lots")
+    assert code == 2 and "takes a size such as" in error
+
+
 def test_two_configs_are_compared(config: Path, tmp_path: Path) -> None:
     other = tmp_path / "longer.yaml"
     other.write_text(yaml.safe_dump(CONFIG | {"learn": CONFIG["learn"] | {"max_new_tokens": 4096}}))

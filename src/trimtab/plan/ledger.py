@@ -213,7 +213,7 @@ def shared_kv_bytes(job: Job, run: Run, sequences: int, samples: int, new_tokens
     groups = min(sequences, -(-sequences // samples) + (0 if sequences % samples == 0 else 1))
     shared = -(-job.typical_prompt // page_tokens)
     own = -(-(min(job.typical_prompt, page_tokens - 1) + new_tokens) // page_tokens)
-    return (groups * shared + sequences * own + 1) * page_tokens * job.shape.kv_elements * job.itemsize
+    return (groups * shared + sequences * own) * page_tokens * job.shape.kv_elements * job.itemsize
 
 
 def optimizer_bytes(job: Job) -> int:
