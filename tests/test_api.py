@@ -15,6 +15,7 @@ import yaml
 
 import trimtab
 from trimtab import build
+from trimtab.config.load import load_config
 from trimtab.errors import ConfigError, DataError
 from trimtab.observe.sinks import read_metrics
 
@@ -288,3 +289,33 @@ def test_two_parts_that_were_given_one_name_are_told(here: Path, model_folder: P
     one: dict[str, Any] = {"fn": lambda completions: [0.0] * len(completions), "name": "same"}
     with pytest.raises(ConfigError, match=r"same is already the name of reward\.0"):
         trimtab.train(model=model_folder, data=ROWS, reward=[one, one], learn=LEARN, run=RUN)
+
+
+@pytest.mark.parametrize("call", [trimtab.train, trimtab.evaluate, trimtab.sft, trimtab.reward_model])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lr", 1e-6, "lr: unknown key. Did you mean learn.lr?"),
+        ("lr", None, "lr: unknown key. Did you mean learn.lr?"),
+        ("learning_rate", 1e-6, "learning_rate: unknown key. Here it is learn.lr"),
+        ("modle", "m", "modle: unknown key. Did you mean model?"),
+        ("stage", "sft", "stage: has no effect here. Leave it out"),
+    ],
+)
+def test_a_key_given_as_a_keyword_is_answered_as_the_command_line_answers(
+    call: Any, name: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError) as told:
+        call(model="m", data="rows.jsonl", **{name: value})
+    assert message in str(told.value)
+    if name != "stage":
+        with pytest.raises(ConfigError) as cli:
+            load_config(None, [f"{name}=1"])
+        assert any(message in str(problem) for problem in cli.value.problems)
+
+
+def test_a_section_that_a_call_has_no_use_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^observe: has no effect here"):
+        trimtab.evaluate(model="m", data="rows.jsonl", observe={"dir": "x"})
+    with pytest.raises(ConfigError, match=r"^reward: has no effect here"):
+        trimtab.sft(model="m", data="rows.jsonl", reward="exact_match")

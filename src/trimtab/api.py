@@ -48,6 +48,7 @@ def train(
     overrides: Sequence[str] = (),
     resume: bool = False,
     callbacks: Sequence[Callback] | None = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """Train, and return the summary (`run_dir`, `eval`, `reward_last`, `seconds`, ...).
 
@@ -56,8 +57,9 @@ def train(
     `reward` is a function, its path, a `reward` section, or a list of these. `environment` is a class, its path, a list of tools
     (functions or their paths), or an `environment` section with any of these in it. Each of `callbacks` is called after every
     step with its number and its metrics, when these and a checkpoint that is due are written; what it raises ends the run.
+    Any other keyword is an unknown key, and is told with the one that was probably meant, as on the command line.
     """
-    sections = {"model": model, "learn": learn, "run": run, "eval": eval, "observe": observe}
+    sections = {"model": model, "learn": learn, "run": run, "eval": eval, "observe": observe, **_unknown(unknown)}
     checked, inputs = _gather(config, sections, data, eval_data, reward, overrides, environment)
     inputs.callbacks = _callable(callbacks)
     return run_training(checked, inputs, resume=resume)
@@ -74,12 +76,13 @@ def evaluate(
     run: Section | None = None,
     eval: Section | None = None,
     overrides: Sequence[str] = (),
+    **unknown: Any,
 ) -> dict[str, float]:
     """Held-out scores (`eval/pass@1`, ...) of a model as it is; nothing is trained and nothing is written.
 
     Arguments as for `train`, but `data` is what to evaluate on.
     """
-    sections = {"model": model, "learn": learn, "run": run, "eval": eval}
+    sections = {"model": model, "learn": learn, "run": run, "eval": eval, **_unknown(unknown)}
     if data is not None and not isinstance(data, Mapping):
         data = {"eval": data}
     checked, inputs = _gather(config, sections, data, None, reward, overrides, environment, untrained=True)
@@ -101,12 +104,13 @@ def sft(
     overrides: Sequence[str] = (),
     resume: bool = False,
     callbacks: Sequence[Callback] | None = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """Learn from worked answers, and return the summary (`run_dir`, `loss_last`, `eval`, `seconds`, ...).
 
     Arguments as for `train`; rows are conversations, prompts with completions, or texts.
     """
-    sections = {"model": model, "learn": learn, "run": run, "observe": observe}
+    sections = {"model": model, "learn": learn, "run": run, "observe": observe, **_unknown(unknown)}
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
     inputs.callbacks = _callable(callbacks)
     return run_sft(load_as(SftConfig, path, overrides, base, tree), inputs, resume=resume)
@@ -124,12 +128,13 @@ def reward_model(
     overrides: Sequence[str] = (),
     resume: bool = False,
     callbacks: Sequence[Callback] | None = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """Learn which of two answers is better, and return the summary (`run_dir`, `accuracy`, `eval`, ...).
 
     Arguments as for `train`; rows are pairs: a prompt, the chosen and the rejected answer.
     """
-    sections = {"model": model, "learn": learn, "run": run, "observe": observe}
+    sections = {"model": model, "learn": learn, "run": run, "observe": observe, **_unknown(unknown)}
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
     inputs.callbacks = _callable(callbacks)
     return run_reward_model(load_as(RewardModelConfig, path, overrides, base, tree), inputs, resume=resume)
@@ -214,6 +219,14 @@ def _arguments(
         inputs.train_rows = _take_rows(tree["data"], "train")
         inputs.eval_rows = _take_rows(tree["data"], "eval")
     return inputs, path, base, tree
+
+
+def _unknown(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keywords that name no argument, as keys at the top of a configuration: there they are told with the key that was meant."""
+    for name in given:
+        if name in (*Config.model_fields, "stage"):  # a section, but none that this function has a use for
+            raise ConfigError([Problem(name, "has no effect here", "Leave it out")])
+    return {name: "" if value is None else value for name, value in given.items()}  # None is left out of sections
 
 
 def _callable(callbacks: Sequence[Callback] | None) -> Sequence[Callback]:
