@@ -14,7 +14,7 @@ from trimtab.config.run import Run
 from trimtab.data.prompt import Prompt
 from trimtab.model.memory import free
 from trimtab.model.policy import Policy
-from trimtab.plan.here import machine_here
+from trimtab.plan.here import machine_here, memory_limit
 from trimtab.plan.job import Job
 from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import Plan, make_plan
@@ -107,6 +107,16 @@ def test_this_machine_is_seen_as_it_is() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert limited < 0.26 * total + GIB
+
+
+def test_run_memory_bounds_the_plan_and_the_allocator() -> None:
+    run, before = Run(memory=4 * GIB), torch.cuda.get_per_process_memory_fraction()
+    free(DEVICE)
+    with memory_limit(run, DEVICE):
+        assert machine_here(DEVICE).device.memory <= 4 * GIB
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(4 * GIB, dtype=torch.uint8, device=DEVICE)
+    assert torch.cuda.get_per_process_memory_fraction() == before
 
 
 def test_sizes_are_timed_and_those_that_do_not_fit_are_told() -> None:

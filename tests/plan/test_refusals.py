@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.invariants.test_gradient_invariance import step
 from tests.plan.test_planner import h, qwen
+from trimtab.build import use_planned_kernels
 from trimtab.config.run import Offload, Rollout, Run
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, MemoryExhausted
+from trimtab.model.policy import Policy
 from trimtab.plan.devices import find_device, nearest, of_size
-from trimtab.plan.here import allocator_share
+from trimtab.plan.here import allocator_share, load_within
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import CONTEXT, GIB, MERGED, draw_up, least_kv_bytes
 from trimtab.plan.planner import PROFILES, limits_of, make_plan, place_over
@@ -225,3 +233,43 @@ def test_the_allocator_gets_run_memory_less_the_drivers_part(memory: int, before
     total = 160 * GIB
     assert allocator_share(memory * GIB + CONTEXT, total, before) == pytest.approx(share)
     assert allocator_share(CONTEXT // 2, total) == 0
+
+
+@pytest.mark.parametrize("limit", [None, 8 * GIB])
+def test_a_model_that_runs_out_of_memory_while_it_is_loaded_is_told_the_limit(limit: int | None) -> None:
+    def load(size: int) -> None:
+        raise torch.OutOfMemoryError(f"tried to allocate {size}")
+
+    named = "within run.memory, 8.0 GiB .* Raise run.memory" if limit else "on the device .tried"
+    with pytest.raises(MemoryExhausted, match=named):
+        load_within(Run(memory=limit), torch.device("cpu"), load, 7)
+    assert load_within(Run(), torch.device("cpu"), str, 7) == "7"
+
+
+def test_fused_layers_are_left_where_the_plan_says_so() -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    policy = Policy(AutoModelForCausalLM.from_config(config), check=False)
+    policy._fused = object()  # type: ignore[assignment]
+    plan = make_plan(Run(), qwen(), h(140))
+    use_planned_kernels(plan, policy, None)
+    assert policy.fused
+    use_planned_kernels(replace(plan, run=plan.run.model_copy(update={"kernels": "plain"})), policy, None)
+    assert not policy.fused and policy.description == "the model's own modules"
+
+
+def test_a_run_keeps_to_run_memory(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans with it, holds the allocator to it, and refuses what does not fit."""
+    entered: list[int | None] = []
+
+    @contextmanager
+    def noted(run: Run, device: torch.device) -> Iterator[None]:
+        entered.append(run.memory)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr("trimtab.session.memory_limit", noted)
+    with pytest.raises(ConfigError, match=r"of host memory, and the limit is 0\.5 GiB .* which is run\.memory"):
+        step(model_folder, tmp_path, "memory", "512MiB")
+    assert entered == [GIB // 2, None]
