@@ -266,8 +266,10 @@ def test_a_run_keeps_to_run_memory(model_folder: Path, tmp_path: Path, monkeypat
     @contextmanager
     def noted(run: Run, device: torch.device) -> Iterator[None]:
         entered.append(run.memory)
-        yield
-        entered.append(None)
+        try:
+            yield
+        finally:
+            entered.append(None)
 
     monkeypatch.setattr("trimtab.session.memory_limit", noted)
     with pytest.raises(ConfigError, match=r"of host memory, and the limit is 0\.5 GiB .* which is run\.memory"):
