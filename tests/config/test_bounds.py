@@ -162,7 +162,7 @@ def test_an_expression_of_20_000_terms() -> None:
 
 def test_more_settings_than_any_framework_has() -> None:
     flags = " ".join(f"--flag{n} 1" for n in range(MOST_SETTINGS + 1))
-    assert "holds 2,001 settings; at most 2,000 are converted" in not_converted(f"trl grpo {flags}\n")
+    assert "settings; at most 2,000 are converted" in not_converted(f"trl grpo {flags}\n")
 
 
 @pytest.mark.parametrize(("schema", "key"), [(SftConfig, "sequences_per_step"), (RewardModelConfig, "pairs_per_step")])

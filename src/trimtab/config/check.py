@@ -21,6 +21,7 @@ from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.run import Run
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig, SftData
+from trimtab.config.sizes import too_large
 from trimtab.errors import Problem
 
 Offline = SftConfig | RewardModelConfig
@@ -28,9 +29,6 @@ TASK_SOURCES = ("task:", "reasoning_gym:")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 LEAST_TEMPERATURE = 1e-4
 """Logits are float32: over a smaller number their rounding is all that is left of them, and in the end they overflow."""
-
-MOST_SEQUENCES = 1_000_000
-"""A step's completions are held in memory, kilobytes each: more would fill any machine before the first is learned from."""
 
 
 def contradictions(config: Config | Offline, ignore: Collection[str] = ()) -> list[Problem]:
@@ -45,18 +43,7 @@ def clashes(config: Config | Offline) -> list[Contradiction]:
         learn = resolve(config.learn)
         return [clash for check in CHECKS for clash in check(config, learn)]
     shared = (_offload, _kernels, _data, _texts, _observe)
-    return [clash for check in shared for clash in check(config, None)] + list(_supervised(config))
-
-
-def _sizes(config: Config, learn: Learn) -> Iterator[Contradiction]:
-    if learn.sequences_per_step > MOST_SEQUENCES:
-        keys = ["learn.samples_per_prompt", "learn.prompts_per_step"]
-        larger = keys if learn.samples_per_prompt > learn.prompts_per_step else keys[::-1]
-        what = f"{learn.prompts_per_step:,} prompts × {learn.samples_per_prompt:,} samples are {learn.sequences_per_step:,}"
-        yield clash(" ".join(larger), f"{what} sequences a step; at most {MOST_SEQUENCES:,} are held", "Lower it")
-    if config.eval.samples_per_prompt > MOST_SEQUENCES:
-        what = f"{config.eval.samples_per_prompt:,} sequences of one prompt; at most {MOST_SEQUENCES:,} are held"
-        yield clash("eval.samples_per_prompt", what, "Lower it")
+    return [clash for check in shared for clash in check(config, None)] + [*too_large(config), *_supervised(config)]
 
 
 def _groups(config: Config, learn: Learn) -> Iterator[Contradiction]:
@@ -441,9 +428,6 @@ def _observe(config: Config | Offline, learn: Learn | None) -> Iterator[Contradi
 
 def _supervised(config: Offline) -> Iterator[Contradiction]:
     learn, data, run = config.learn, config.data, config.run
-    size = "sequences_per_step" if isinstance(config, SftConfig) else "pairs_per_step"
-    if getattr(learn, size) > MOST_SEQUENCES:
-        yield clash(f"learn.{size}", f"is {getattr(learn, size):,}; at most {MOST_SEQUENCES:,} are held", "Lower it")
     if learn.steps is not None and changed(learn, "epochs"):
         yield clash("learn.steps learn.epochs", "learn.epochs is given as well", "Keep one of the two")
     if learn.steps is not None and learn.schedule.warmup_steps >= learn.steps:
@@ -489,7 +473,7 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
 
 
 CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
-    _sizes,
+    too_large,
     _groups,
     _critic,
     _updates,
