@@ -32,7 +32,7 @@ from trimtab.update.optimizer import MasterAdamW
 
 FORMAT = 1
 CONFIG, STATE, OPTIMIZER = "config.yaml", "state.json", "optimizer.safetensors"
-WEIGHTS_MARK = "weights"
+FACTS, WEIGHTS_MARK = "trimtab", "weights"
 MOST = 2**62
 """No run counts as far."""
 
@@ -122,8 +122,9 @@ def save_checkpoint(
         else:
             save_model(model, tokenizer, aside)
         for name, tensors in parts.items():
-            of_step = {"step": str(state.step), **facts.get(name, {})}
-            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name, of_step)
+            # One entry: safetensors writes several in any order, and a run that is repeated writes the same bytes.
+            said = {FACTS: json.dumps({"step": state.step, **facts.get(name, {})})}
+            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name, said)
         if has_config:
             shutil.copy(run_dir / CONFIG, aside)
         write_state(aside, state)
@@ -279,10 +280,10 @@ def load_optimizer(checkpoint: Path, optimizer: MasterAdamW) -> None:
         optimizer.load_state_tensors(saved)
 
 
-def _facts(file: Path) -> dict[str, str]:
-    """What is said in a file of tensors beside them."""
+def _facts(file: Path) -> dict[str, Any]:
+    """What is said in a file of tensors beside them; nothing in those of earlier versions."""
     with safe_open(file, "pt") as opened:
-        return opened.metadata() or {}
+        return dict(json.loads((opened.metadata() or {}).get(FACTS, "{}")))
 
 
 @contextmanager
