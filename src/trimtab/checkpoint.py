@@ -32,7 +32,8 @@ from trimtab.update.optimizer import MasterAdamW
 
 FORMAT = 1
 CONFIG, STATE, OPTIMIZER = "config.yaml", "state.json", "optimizer.safetensors"
-WEIGHTS_MARK = "weights"
+FACTS, WEIGHTS_MARK = "trimtab", "weights"
+"""What a file of tensors says of itself. One entry: safetensors writes several in any order, and equal runs write equal files."""
 MOST = 2**62
 """No run counts as far."""
 
@@ -122,7 +123,7 @@ def save_checkpoint(
         else:
             save_model(model, tokenizer, aside)
         for name, tensors in parts.items():
-            of_step = {"step": str(state.step), **facts.get(name, {})}
+            of_step = {FACTS: json.dumps({"step": state.step, **facts.get(name, {})})}
             save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name, of_step)
         if has_config:
             shutil.copy(run_dir / CONFIG, aside)
@@ -279,10 +280,11 @@ def load_optimizer(checkpoint: Path, optimizer: MasterAdamW) -> None:
         optimizer.load_state_tensors(saved)
 
 
-def _facts(file: Path) -> dict[str, str]:
+def _facts(file: Path) -> dict[str, Any]:
     """What is said in a file of tensors beside them."""
     with safe_open(file, "pt") as opened:
-        return opened.metadata() or {}
+        found: dict[str, Any] = json.loads((opened.metadata() or {}).get(FACTS, "{}"))
+    return found
 
 
 @contextmanager
