@@ -282,6 +282,12 @@ def test_adapters_of_another_step_are_told(model_folder: Path, tmp_path: Path) -
     assert train(model, tmp_path / "run", {"steps": 3}, resume=True)["steps"] == 3
 
 
+def test_equal_checkpoints_are_equal_byte_for_byte(tmp_path: Path, tokenizer) -> None:
+    model = made()
+    saved = (save(tmp_path, 1, tokenizer, model=model) / "optimizer.safetensors" for _ in range(8))
+    assert len({file.read_bytes() for file in saved}) == 1
+
+
 def test_a_checkpoint_from_before_parts_named_their_step_is_resumed(
     two_checkpoints: Path, model_folder: Path, tmp_path: Path
 ) -> None:

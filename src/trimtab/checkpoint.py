@@ -33,6 +33,7 @@ from trimtab.update.optimizer import MasterAdamW
 FORMAT = 1
 CONFIG, STATE, OPTIMIZER = "config.yaml", "state.json", "optimizer.safetensors"
 FACTS, WEIGHTS_MARK = "trimtab", "weights"
+"""What a file of tensors says of itself. One entry: safetensors writes several in any order, and equal runs write equal files."""
 MOST = 2**62
 """No run counts as far."""
 
@@ -122,9 +123,8 @@ def save_checkpoint(
         else:
             save_model(model, tokenizer, aside)
         for name, tensors in parts.items():
-            # One entry: safetensors writes several in any order, and a run that is repeated writes the same bytes.
-            said = {FACTS: json.dumps({"step": state.step, **facts.get(name, {})})}
-            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name, said)
+            of_step = {FACTS: json.dumps({"step": state.step, **facts.get(name, {})})}
+            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name, of_step)
         if has_config:
             shutil.copy(run_dir / CONFIG, aside)
         write_state(aside, state)
@@ -281,9 +281,10 @@ def load_optimizer(checkpoint: Path, optimizer: MasterAdamW) -> None:
 
 
 def _facts(file: Path) -> dict[str, Any]:
-    """What is said in a file of tensors beside them; nothing in those of earlier versions."""
+    """What is said in a file of tensors beside them."""
     with safe_open(file, "pt") as opened:
-        return dict(json.loads((opened.metadata() or {}).get(FACTS, "{}")))
+        found: dict[str, Any] = json.loads((opened.metadata() or {}).get(FACTS, "{}"))
+    return found
 
 
 @contextmanager
