@@ -10,7 +10,8 @@ from trimtab.config.run import Run
 from trimtab.plan.activations import Row, UpdatePath, update_peak
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB, MIB, kv_bytes
+from trimtab.plan.kv import kv_bytes
+from trimtab.plan.ledger import GIB, MIB
 from trimtab.plan.planner import make_plan, place_over
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN

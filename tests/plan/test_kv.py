@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.plan.test_planner import h, qwen
 from trimtab.config.run import Rollout, Run
 from trimtab.plan.job import Machine
-from trimtab.plan.ledger import GIB, kv_bytes, step_kv_bytes
+from trimtab.plan.kv import kv_bytes, step_kv_bytes
+from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import make_plan
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.scheduler import PromptGroup, Scheduler

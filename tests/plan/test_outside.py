@@ -14,7 +14,8 @@ from trimtab.config.run import Rollout, Run
 from trimtab.errors import ConfigError
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ASLEEP, AWAKE, ENGINE, GIB, PROCESS, SLACK, Placement, draw_up, kv_bytes
+from trimtab.plan.kv import kv_bytes
+from trimtab.plan.ledger import ASLEEP, AWAKE, ENGINE, GIB, PROCESS, SLACK, Placement, draw_up
 from trimtab.plan.planner import Plan, make_plan, place_over
 from trimtab.plan.refusal import plan_here
 from trimtab.plan.shape import read_shape

@@ -18,7 +18,8 @@ from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.here import pick_device, pick_reward_workers
 from trimtab.plan.job import COUNTED, Correction, Job, Machine
-from trimtab.plan.ledger import GIB, MIB, UNSEEN, draw_up, kv_bytes
+from trimtab.plan.kv import kv_bytes
+from trimtab.plan.ledger import GIB, MIB, UNSEEN, draw_up
 from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
 from trimtab.plan.probe import corrected
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse

@@ -25,7 +25,8 @@ from trimtab.model.policy import Policy
 from trimtab.plan.devices import find_device, nearest, of_size
 from trimtab.plan.here import allocator_share, load_within
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import CONTEXT, GIB, MERGED, draw_up, least_kv_bytes
+from trimtab.plan.kv import least_kv_bytes
+from trimtab.plan.ledger import CONTEXT, GIB, MERGED, draw_up
 from trimtab.plan.planner import PROFILES, limits_of, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse, with_memory
 from trimtab.plan.report import offers

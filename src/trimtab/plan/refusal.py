@@ -11,7 +11,8 @@ from trimtab.config.run import Run
 from trimtab.errors import ConfigError, Problem
 from trimtab.plan.cache import applied, recall
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB, MIB, least_kv_bytes, processes_of
+from trimtab.plan.kv import least_kv_bytes
+from trimtab.plan.ledger import GIB, MIB, processes_of
 from trimtab.plan.planner import Choice, Plan, make_plan, place_over, within
 from trimtab.plan.rules import page_tokens, workers_for
 from trimtab.plan.shape import Block

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import MIB, least_kv_bytes
+from trimtab.plan.kv import least_kv_bytes
+from trimtab.plan.ledger import MIB
 from trimtab.plan.times import launch_s, outside_step, product_share
 
 GRAIN = 128

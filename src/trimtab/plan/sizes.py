@@ -13,18 +13,8 @@ from typing import Any
 
 from trimtab.config.run import Offload, Recompute, Rollout, Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import (
-    GIB,
-    MERGED,
-    MIB,
-    Ledger,
-    Placement,
-    draw_up,
-    least_kv_bytes,
-    processes_of,
-    shared_kv_bytes,
-    step_kv_bytes,
-)  # fmt: skip
+from trimtab.plan.kv import least_kv_bytes, shared_kv_bytes, step_kv_bytes
+from trimtab.plan.ledger import GIB, MERGED, MIB, Ledger, Placement, draw_up, processes_of
 from trimtab.plan.rules import (
     GRAIN,
     best_chunk,

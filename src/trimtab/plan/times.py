@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ALONE, Placement, optimizer_bytes, parts_of, processes_of, shared_kv_bytes, through_host
+from trimtab.plan.kv import shared_kv_bytes
+from trimtab.plan.ledger import ALONE, Placement, optimizer_bytes, parts_of, processes_of, through_host
 
 LAUNCH = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
