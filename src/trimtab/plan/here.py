@@ -38,11 +38,11 @@ def memory_limit(run: Run, device: torch.device) -> Iterator[None]:
         return
     before = torch.cuda.get_per_process_memory_fraction(device.index)
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(allocator_share(run.memory, total, before), device)
+    torch.cuda.set_per_process_memory_fraction(allocator_share(run.memory, total, before), device.index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
+        torch.cuda.set_per_process_memory_fraction(before, device.index)
 
 
 def allocator_share(memory: int, total: int, before: float = 1.0) -> float:
