@@ -211,7 +211,7 @@ def test_an_interrupted_run_says_where_it_stands(here: Path, model_folder: Path,
             model=model_folder, data=ROWS, reward="exact_match", learn=LEARN, run=RUN,
             observe={"dir": "r", "checkpoint_every": 1},
         )  # fmt: skip
-    assert "ended after step 2 of 2; to go on, resume it: its last checkpoint is step-1" in " ".join(
+    assert "ended after step 2 of 2; to go on, resume it: its last checkpoint is step-2" in " ".join(
         capsys.readouterr().out.split()
     )
 
