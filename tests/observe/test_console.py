@@ -216,6 +216,7 @@ def test_the_summary_leaves_nothing_out():
     assert summary_facts({"eval": 0.5}) == [("eval", "pass@1 50.0%")]
     assert summary_facts({"eval": {"before": 0.1, "after": None}}) == [("eval", "pass@1 10.0% → -")]
     scored = {"before": -0.25, "after": 1.5, "measure": "score"}
+    assert summary_facts({"eval": {"before": None, "after": None, "measure": "score"}}) == []
     assert summary_facts({"eval": scored}) == [("eval", "score -0.250 → 1.500")], "no share of anything"
     assert summary_facts({"eval": {"loss before": None, "loss after": None}}) == [], "there is no evaluation set"
     assert summary_facts({}) == []

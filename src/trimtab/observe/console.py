@@ -164,8 +164,10 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         "seconds": ("time", duration),
         "run_dir": ("run folder", str),
     }
-    if isinstance(rest.get("eval"), Mapping) and not any(finite(value) is not None for value in rest["eval"].values()):
-        del rest["eval"]  # without an evaluation set there is nothing to show
+    if isinstance(rest.get("eval"), Mapping):
+        measured = [value for name, value in rest["eval"].items() if name != "measure"]
+        if all(finite(value) is None for value in measured):
+            del rest["eval"]  # without an evaluation set there is nothing to show
     for key, (label, show) in shown.items():
         if key in rest:
             lines.append((label, show(rest.pop(key))))
