@@ -12,9 +12,11 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,11 @@ class Places:
 
     def get(self) -> str:
         return self.memory[:].decode().strip()
+
+
+def append(file: Path, line: str) -> None:
+    with file.open("a") as out:
+        out.write(f"{line}\n")
 
 
 def attempt(config: dict[str, Any], log: Path, prepare: Callable[[], None]) -> int:
@@ -90,20 +97,37 @@ def _ours(process: psutil.Process) -> bool:
         return False
 
 
-def watch_phases(places: Places) -> None:
-    """Have the timeline say where the child is."""
+def watch_phases(arrive: Callable[[str], None]) -> None:
+    """Have the timeline say whenever the child comes to another place: in a phase, or after it."""
     from trimtab.observe.timeline import Timeline
 
     original = Timeline.phase
 
     @contextmanager
     def phase(self: Timeline, name: str):  # type: ignore[no-untyped-def]
-        places.set(name)
+        arrive(name)
         with original(self, name):
             yield
-        places.set(f"after {name}")
+        arrive(f"after {name}")
 
     Timeline.phase = phase  # type: ignore[method-assign]
+
+
+def die_soon_after(arrivals: int, delay_s: float, places: Places) -> None:
+    """Arrange for the child's death, a moment after it came to its n-th place, fast or slow."""
+    left = arrivals
+
+    def arrive(place: str) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            places.set(place)
+            threading.Timer(delay_s, die).start()
+
+    watch_phases(arrive)
+    if arrivals == 0:
+        places.set("starting")
+        threading.Timer(delay_s, die).start()
 
 
 def die_at(point: str) -> None:
@@ -134,17 +158,14 @@ def die_at(point: str) -> None:
 
 
 def random_lives(spec: dict[str, Any], config_of: Callable[[str], dict[str, Any]], log: Path) -> list[dict[str, Any]]:
-    """Whole runs, each attempt killed after a random time, until there were enough kills."""
+    """Whole runs, each attempt killed soon after a place drawn at random, until there were enough kills."""
     draw, lives, kills = random.Random(spec["seed"]), [], 0
     while kills < spec["kills"]:
         name, places, seen = f"random-{len(lives)}", Places(), []
         finished = False
         while not finished:
-            places.set("starting")
-            pid = attempt(config_of(name), log, lambda places=places: watch_phases(places))
-            time.sleep(draw.uniform(0.1, 1.0) * spec["seconds"])
-            os.kill(pid, signal.SIGKILL)
-            finished = end(pid)
+            arrivals, delay_s = draw.randrange(spec["arrivals"] // 3), draw.uniform(0, 0.1)
+            finished = end(attempt(config_of(name), log, partial(die_soon_after, arrivals, delay_s, places)))
             if not finished:
                 seen.append(places.get())
                 kills += 1
@@ -175,11 +196,11 @@ def main(spec_file: Path) -> None:
     def config_of(name: str) -> dict[str, Any]:
         return {**spec["config"], "observe": {**spec["config"]["observe"], "dir": str(folder / name)}}
 
-    start = time.monotonic()
-    assert end(attempt(config_of("whole"), log, lambda: None))
-    spec["seconds"] = time.monotonic() - start
+    arrivals = folder / "arrivals.txt"
+    assert end(attempt(config_of("whole"), log, lambda: watch_phases(lambda place: append(arrivals, place))))
+    spec["arrivals"] = len(arrivals.read_text().splitlines())
     lives = [pointed_life(spec["points"], config_of("pointed"), log), *random_lives(spec, config_of, log)]
-    print(json.dumps({"seconds": spec["seconds"], "lives": lives}))
+    print(json.dumps({"arrivals": spec["arrivals"], "lives": lives}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Law 6: kill anywhere, resume, same weights. SIGKILL at random moments and at every named point of saving."""
+"""Law 6: kill anywhere, resume, same weights. SIGKILL at random places and at every named point of saving."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple
     log = (folder / "log.txt").read_text()[-4000:] if (folder / "log.txt").exists() else ""
     assert done.returncode == 0, f"{done.stderr}\n{log}"
     report = json.loads(done.stdout.splitlines()[-1])
-    print(f"whole run {report['seconds']:.2f} s; kills {[life['kills'] for life in report['lives']]}")
+    print(f"{report['arrivals']} places; kills {[life['kills'] for life in report['lives']]}")
     return folder, report["lives"]
 
 
