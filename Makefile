@@ -55,7 +55,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m trimtab.config.reference --check
-	$(BIN)/python -m trimtab.config.convert.page --check
+	$(BIN)/python -m trimtab.convert.page --check
 
 types: install
 	$(BIN)/mypy
@@ -66,7 +66,7 @@ format: install
 
 docs: install
 	$(BIN)/python -m trimtab.config.reference
-	$(BIN)/python -m trimtab.config.convert.page
+	$(BIN)/python -m trimtab.convert.page
 
 slow: install
 	$(BIN)/python -m pytest -m slow

@@ -30,7 +30,7 @@ from trimtab import demo
 from trimtab.data.tasks import TASKS
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
-from trimtab.observe.jsonl import read_jsonl
+from trimtab.record.jsonl import read_jsonl
 
 DIFFICULTY, STEPS, WARM = 8, 100, 60
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -28,10 +28,10 @@ from trimtab.data.prompt import Prompt
 from trimtab.model.adapters import add_adapters
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine, Request
+from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.find import interpreter
+from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.rollout.outside.engine import OutsideEngine
-from trimtab.rollout.outside.find import interpreter
-from trimtab.rollout.outside.kinds import KINDS
 
 RESULTS = Path(__file__).parent / "results"
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,

@@ -31,24 +31,24 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trimtab.base.errors import ConfigError
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn, Sampling
 from trimtab.config.run import Run
 from trimtab.config.schema import Lora
 from trimtab.data.prompt import Prompt
-from trimtab.errors import ConfigError
 from trimtab.model.adapters import add_adapters
 from trimtab.model.policy import Policy
-from trimtab.plan.here import machine_here
 from trimtab.plan.job import COUNTED, Job
 from trimtab.plan.planner import Plan, make_plan
-from trimtab.plan.probe import probe
 from trimtab.plan.shape import shape_of_model
 from trimtab.plan.source import WELL_KNOWN
-from trimtab.plan.tuner import longest_samples
 from trimtab.plan.watch import PlanWatch
 from trimtab.rollout.engine import Request
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.run.calibrate import probe
+from trimtab.run.machine import machine_here
+from trimtab.run.tuner import longest_samples
 from trimtab.update.updater import Updater
 
 GIB = 2**30

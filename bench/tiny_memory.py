@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from tiny import tiny_tokenizer  # noqa: E402
 
 import trimtab  # noqa: E402
-from trimtab.observe.sinks import read_metrics  # noqa: E402
+from trimtab.record.sinks import read_metrics  # noqa: E402
 
 LEARN = {"steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 64, "lr": 1e-6}
 WIDE = {"hidden_size": 1408, "intermediate_size": 3840, "num_hidden_layers": 2, "vocab_size": 50021}

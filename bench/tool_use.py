@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import trimtab
-from trimtab.observe.jsonl import read_jsonl
+from trimtab.record.jsonl import read_jsonl
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "calculator"
 

@@ -38,17 +38,17 @@ import torch
 from memory import Case, build, plan_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trimtab.base.errors import ConfigError
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.run import Run
-from trimtab.errors import ConfigError
 from trimtab.model.policy import Policy
-from trimtab.plan.here import machine_here
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import shape_of_model
-from trimtab.plan.tuner import longest_samples, time_decode, time_update
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.run.machine import machine_here
+from trimtab.run.tuner import longest_samples, time_decode, time_update
 from trimtab.update.updater import Updater
 
 GIB = 2**30

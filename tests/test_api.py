@@ -14,10 +14,10 @@ import torch
 import yaml
 
 import trimtab
-from trimtab import build
+from trimtab.base.errors import ConfigError, DataError
 from trimtab.config.load import load_config
-from trimtab.errors import ConfigError, DataError
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
+from trimtab.run import build
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
 LEARN = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 6, "lr": 1e-3}

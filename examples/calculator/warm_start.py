@@ -36,9 +36,9 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.data.tasks import TASKS
 from trimtab.demo import build_model
-from trimtab.environment.tools import END, OPEN, as_text
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
+from trimtab.rollout.conversations.tools import END, OPEN, as_text
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
 

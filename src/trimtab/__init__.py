@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trimtab.api import reward_model as reward_model
     from trimtab.api import sft as sft
     from trimtab.api import train as train
-    from trimtab.environment.observation import Observation as Observation
+    from trimtab.rollout.conversations.observation import Observation as Observation
 
 
 def __getattr__(name: str) -> Any:
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     if name == "Observation":
-        from trimtab.environment.observation import Observation
+        from trimtab.rollout.conversations.observation import Observation
 
         return Observation
     raise AttributeError(f"module 'trimtab' has no attribute {name!r}")

@@ -8,21 +8,21 @@ from os import PathLike
 from pathlib import Path
 from typing import IO, Any
 
-from trimtab import loop
-from trimtab.build import own_modes, returns_memory
+from trimtab.base.errors import ConfigError, Problem, TrimtabError
+from trimtab.base.signals import take_signals
 from trimtab.config.load import load_as, load_config
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
-from trimtab.endings import where_it_stands
-from trimtab.errors import ConfigError, Problem, TrimtabError
-from trimtab.evaluation import measure
 from trimtab.observe.format import scores
-from trimtab.preferences import run_reward_model
-from trimtab.session import open_evaluation, open_session
-from trimtab.stopping import take_signals
-from trimtab.supervised import run_sft
-from trimtab.work import GIVEN_ROWS, Callback, Inputs
+from trimtab.run import loop
+from trimtab.run.build import own_modes, returns_memory
+from trimtab.run.endings import where_it_stands
+from trimtab.run.evaluation import measure
+from trimtab.run.inputs import GIVEN_ROWS, Callback, Inputs
+from trimtab.run.reward_model import run_reward_model
+from trimtab.run.session import open_evaluation, open_session
+from trimtab.run.sft import run_sft
 
 Source = str | PathLike[str]
 Section = Mapping[str, Any]

@@ -18,20 +18,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trimtab.api import run_training
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.load import config_from_dict
 from trimtab.data.tasks import TASKS
-from trimtab.errors import ConfigError, Problem
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.observe.curve import CURVE_FILE
-from trimtab.observe.jsonl import read_jsonl
 from trimtab.observe.waiting import waiting
-from trimtab.plan.here import physical_cores
+from trimtab.record.jsonl import read_jsonl
+from trimtab.run.inputs import Inputs
+from trimtab.run.machine import physical_cores
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
-from trimtab.work import Inputs
 
 SPECIAL = ["<pad>", "<eos>"]
 CHARACTERS = string.digits + "+-=" + string.ascii_lowercase + " :"

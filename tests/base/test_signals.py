@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trimtab.stopping import (
+from trimtab.base.signals import (
     STOP_SIGNALS,
     Terminated,
     hold_stops,
@@ -130,7 +130,7 @@ def test_a_process_that_was_stopped_ends_as_it_wants_to(signum: int) -> None:
     """Also where repeats come while the interpreter ends."""
     code = f"""
 import atexit, os, signal, sys
-from trimtab.stopping import take_signals
+from trimtab.base.signals import take_signals
 signal.signal({signum:d}, signal.default_int_handler if {signum:d} == signal.SIGINT else signal.SIG_DFL)
 atexit.register(lambda: os.kill(os.getpid(), {signum:d}))
 with take_signals(until_exit=True):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.base.streams import hold_standard_streams, outlet
 from trimtab.observe.console import Console
-from trimtab.streams import hold_standard_streams, outlet
 
 CONFIG = """
 model: {{path: {model}}}

@@ -20,7 +20,7 @@ from trimtab.cli import app
 from trimtab.demo import asked_steps, demo_config
 from trimtab.model.load import save_model
 from trimtab.observe.console import Console
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
 
 Trimtab = Callable[..., Any]
 SUMMARY = ["run_dir", "steps", "reward_first", "reward_last", "eval", "tokens_per_s", "peak_gib", "seconds"]
@@ -129,7 +129,7 @@ def test_resume_of_a_run_that_was_killed_before_its_first_checkpoint(trimtab: Tr
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("trimtab.loop.sample", interrupt)
+        patched.setattr("trimtab.run.loop.sample", interrupt)
         assert trimtab("train").code == 130
     assert not (here / "runs/it/checkpoints").exists()
     assert trimtab("train", "--resume", "learn.lr=0.5").code == 0, "from the beginning, so nothing has changed"
@@ -196,7 +196,7 @@ def test_a_run_that_nohup_started_outlives_its_terminal(trimtab: Trimtab, here: 
 def test_the_best_checkpoint_is_kept_whenever_it_comes(trimtab: Trimtab, here: Path, monkeypatch) -> None:
     """Evaluations and checkpoints have their own rhythms; `best` must exist all the same."""
     accuracies = iter([0.1, 0.5, 0.3, 0.2])
-    monkeypatch.setattr("trimtab.loop.measure", lambda *_: ({"eval/pass@1": next(accuracies)}, []))
+    monkeypatch.setattr("trimtab.run.loop.measure", lambda *_: ({"eval/pass@1": next(accuracies)}, []))
     arguments = ["data.eval=rows.jsonl", "learn.steps=3", "observe.eval_every=1", "observe.checkpoint_every=0"]
     outcome = trimtab("train", *arguments, "--json")
     assert outcome.code == 0, outcome.err

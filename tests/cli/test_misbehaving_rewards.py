@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
 
 Trimtab = Callable[..., Any]
 FAILING = {

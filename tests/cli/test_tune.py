@@ -44,7 +44,7 @@ def test_a_file_that_is_there_is_never_written_over(config: Path, monkeypatch) -
     def measured(*_: object) -> None:
         raise AssertionError("measured before the place was looked at")
 
-    monkeypatch.setattr("trimtab.tuning.run_tuning", measured)
+    monkeypatch.setattr("trimtab.run.tune.run_tuning", measured)
     before = config.read_text()
     result = CliRunner().invoke(app, ["tune", str(config), "--out", str(config), "--json"])
     assert result.exit_code == 2 and "is there already. Remove it, or give --out another name" in result.stderr

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config import advice
 from trimtab.config import load as loading
-from trimtab.config.convert.read import MOST_SETTINGS, read_file, read_text
 from trimtab.config.load import MOST_PROBLEMS, config_from_dict, load_as, load_config
 from trimtab.config.reference import _alike, _may_reach, nearest
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.sft import SftConfig
 from trimtab.config.text import LONGEST_TEXT, MOST_VALUES
-from trimtab.errors import ConfigError, Problem
+from trimtab.convert.read import MOST_SETTINGS, read_file, read_text
 
 TEXT = "model: {path: m}\ndata: {train: a.jsonl}\nreward: [{fn: exact_match}]\n"
 LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn": "exact_match"}]}

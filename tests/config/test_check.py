@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.base.errors import ConfigError
 from trimtab.config.algorithms import RECIPES
 from trimtab.config.check import contradictions
 from trimtab.config.load import config_from_dict, load_as, load_config, resolved_yaml
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
-from trimtab.errors import ConfigError
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn": "exact_match"}]}
 

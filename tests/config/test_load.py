@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from trimtab.base.errors import ConfigError
 from trimtab.config.learn import Learn, Sampling
 from trimtab.config.load import config_from_dict, load_as, load_config
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.run import Run
 from trimtab.config.schema import Config, EvalSampling
 from trimtab.config.sft import SftConfig
-from trimtab.errors import ConfigError
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn": "exact_match"}]}
 TEXT = "model: {path: m}\ndata: {train: a.jsonl}\nreward: [{fn: exact_match}]\n"

@@ -12,12 +12,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.base.errors import ConfigError
 from trimtab.config.algorithms import RECIPES
 from trimtab.config.load import config_from_dict, load_config, resolved_yaml
 from trimtab.config.reference import entries, slot
 from trimtab.config.resolved import resolve_config
 from trimtab.config.schema import Config
-from trimtab.errors import ConfigError
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn": "exact_match"}]}
 KEYS = [entry.name.replace(".N.", ".0.") for entry in entries()]

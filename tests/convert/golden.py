@@ -1,6 +1,6 @@
 """Commands and settings as people write them, and what they are converted to.
 
-`python -m tests.config.convert.golden` writes what the code says now; read the difference before it is committed.
+`python -m tests.convert.golden` writes what the code says now; read the difference before it is committed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trimtab.config.convert import Conversion, convert
+from trimtab.convert import Conversion, convert
 
 FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in FOLDER.glob("*.txt"))

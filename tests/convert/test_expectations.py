@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.config.convert.expectations import EXPECTED
-from trimtab.config.convert import FRAMEWORKS, convert
+from tests.convert.expectations import EXPECTED
+from trimtab.convert import FRAMEWORKS, convert
 
 PROGRAMS = {"trl": ["trl", "grpo"]}
 """What keeps a single flag of PPO's or of supervised training from being taken for a sign of it."""

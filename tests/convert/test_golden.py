@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.convert.golden import CASES, FOLDER, as_json, converted
+from tests.convert.golden import CASES, FOLDER, as_json, converted
+from trimtab.base.errors import ConfigError
 from trimtab.config.load import config_from_dict, load_config
-from trimtab.errors import ConfigError
-from trimtab.plan.command import Asked, look
+from trimtab.run.plan_command import Asked, look
 
 REWARD_MODELS = {"OpenRLHF/Llama-3-8b-rm-700k": "llama-3.1-8b"}
 """Of the guides, and a model of the same shape that is known without the hub."""
@@ -32,7 +32,7 @@ def overrides(case: str) -> list[str]:
 
 
 def test_it_is_what_was_reviewed(case: str) -> None:
-    again = "read the difference, then python -m tests.config.convert.golden"
+    again = "read the difference, then python -m tests.convert.golden"
     assert as_json(case) == (FOLDER / f"{case}.json").read_text(encoding="utf-8"), again
     assert converted(case).yaml == (FOLDER / f"{case}.yaml").read_text(encoding="utf-8"), again
 

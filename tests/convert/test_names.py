@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.config.convert import convert
+from trimtab.convert import convert
 
 A = "actor_rollout_ref."
 REAL = [

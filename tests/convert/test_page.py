@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config.convert import FRAMEWORKS, convert, page
+from trimtab.convert import FRAMEWORKS, convert, page
 
 
 def test_the_page_in_docs_is_current() -> None:
-    assert page.main(["--check"]) == 0, "run python -m trimtab.config.convert.page"
+    assert page.main(["--check"]) == 0, "run python -m trimtab.convert.page"
 
 
 def test_every_name_is_on_the_page() -> None:

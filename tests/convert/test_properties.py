@@ -10,10 +10,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.config.convert import FRAMEWORKS, Conversion, convert
-from trimtab.config.convert.shell import Script
+from trimtab.base.errors import ConfigError
 from trimtab.config.load import load_as
-from trimtab.errors import ConfigError
+from trimtab.convert import FRAMEWORKS, Conversion, convert
+from trimtab.convert.shell import Script
 
 KINDS = st.sampled_from(sorted(FRAMEWORKS))
 VALUES = st.one_of(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config.convert.read import read_file, read_text, read_words
-from trimtab.config.convert.settings import Setting, literal
-from trimtab.errors import ConfigError
+from trimtab.base.errors import ConfigError
+from trimtab.convert.read import read_file, read_text, read_words
+from trimtab.convert.settings import Setting, literal
 
 
 def pairs(found: list[Setting]) -> list[tuple[str, object]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.config.convert import Conversion, convert
+from trimtab.convert import Conversion, convert
 
 
 def keys(found: Conversion) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from trimtab.config.convert import Conversion, convert
+from trimtab.base.errors import ConfigError
 from trimtab.config.load import load_as
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.sft import SftConfig
-from trimtab.errors import ConfigError
+from trimtab.convert import Conversion, convert
 
 
 def keys(found: Conversion) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from trimtab.config.convert import FRAMEWORKS, convert
-from trimtab.config.convert.sheet import Framework
+from trimtab.base.errors import ConfigError
 from trimtab.config.reference import reading, slot
-from trimtab.errors import ConfigError
+from trimtab.convert import FRAMEWORKS, convert
+from trimtab.convert.sheet import Framework
 
 
 @pytest.fixture(params=list(FRAMEWORKS))
@@ -74,5 +74,5 @@ def test_every_flag_alone_is_converted_to_a_config_that_loads(framework: Framewo
 
 
 def test_conversion_needs_no_torch() -> None:
-    code = "import sys, trimtab.config.convert as c; c.convert('verl', words=['a=1']); sys.exit('torch' in sys.modules)"
+    code = "import sys, trimtab.convert as c; c.convert('verl', words=['a=1']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from trimtab.config.convert import FRAMEWORKS, Conversion, convert
-from trimtab.config.convert.versions import ABSENT, Was, defaults_of
-from trimtab.errors import ConfigError
+from trimtab.base.errors import ConfigError
+from trimtab.convert import FRAMEWORKS, Conversion, convert
+from trimtab.convert.versions import ABSENT, Was, defaults_of
 
 
 def keys(found: Conversion) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from tokenizers import AddedToken, normalizers
 
+from trimtab.base.errors import DataError
 from trimtab.config.sft import SftData
 from trimtab.data.encode import PromptEncoder
 from trimtab.data.examples import Example, ExampleEncoder, _common, measure_examples, validate_examples
-from trimtab.errors import DataError
 
 CHAT = (
     "{% for m in messages %}({{ m['role'] }}:{{ m['content'] }}<eos>\n{% endfor %}"

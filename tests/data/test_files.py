@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from trimtab.base.errors import DataError
 from trimtab.data.files import READERS, mark_of, read_rows
-from trimtab.errors import DataError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "hi",\nplease é你\u2028', "answer": ""}]
 

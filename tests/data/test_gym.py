@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
+from trimtab.base.errors import DataError
 from trimtab.data import gym
 from trimtab.data.gym import _settings, load_reasoning_gym, score_reasoning_gym
 from trimtab.data.scoring import score_row
-from trimtab.errors import DataError
 
 
 def load(name: str, **keys: Any) -> list[dict[str, Any]]:

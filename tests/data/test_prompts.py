@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from trimtab.base.errors import DataError
 from trimtab.config.schema import Data
 from trimtab.data.prompts import PromptSet, build_prompts, validate_rows
-from trimtab.errors import DataError
 
 from .conftest import make_tokenizer
 

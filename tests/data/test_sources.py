@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from trimtab.base.errors import DataError
 from trimtab.config.schema import Data
 from trimtab.data.sources import eval_rows, load_rows, train_rows
-from trimtab.errors import DataError
 
 ROWS = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(5)]
 

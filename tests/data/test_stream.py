@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from trimtab.base.errors import DataError
 from trimtab.config.schema import Data
 from trimtab.data.encode import PromptEncoder
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream, row_order
-from trimtab.errors import DataError
 
 from .conftest import make_tokenizer
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.base.errors import DataError
 from trimtab.data.scoring import score_row
 from trimtab.data.tasks import TASKS, load_task, split_of
-from trimtab.errors import DataError
 
 names = pytest.mark.parametrize("name", list(TASKS))
 

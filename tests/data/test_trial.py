@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.data.conftest import make_tokenizer
+from trimtab.base.errors import DataError
 from trimtab.config.reward_model import PairData
 from trimtab.config.schema import Data
 from trimtab.config.sft import SftData
@@ -18,7 +19,6 @@ from trimtab.data import trial
 from trimtab.data.examples import ExampleEncoder, validate_examples
 from trimtab.data.pairs import PairEncoder
 from trimtab.data.prompts import validate_rows
-from trimtab.errors import DataError
 
 ROWS = [{"prompt": "1", "completion": "2", "chosen": "3", "rejected": "4"}]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -14,8 +14,8 @@ from trimtab.config.load import config_from_dict, load_as
 from trimtab.config.reference import STAGES, reading, slot
 from trimtab.config.run import Rollout, Run
 from trimtab.data.tasks import TASKS
-from trimtab.environment.tools import BUILTINS as TOOLS
 from trimtab.reward.builtins import BUILTINS
+from trimtab.rollout.conversations.tools import BUILTINS as TOOLS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -17,7 +17,7 @@ from tests.reward.local_judge import MODEL, LocalJudge
 from trimtab.cli import app
 from trimtab.config.algorithms import RECIPES
 from trimtab.config.load import load_config
-from trimtab.observe.jsonl import read_jsonl
+from trimtab.record.jsonl import read_jsonl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SFT = EXAMPLES / "sft.yaml"
@@ -78,7 +78,7 @@ def test_every_file_has_a_test() -> None:
     code = {
         EXAMPLES / "rewards.py",
         CALCULATOR.parent / "warm_start.py",
-    }  # the second: tests/environment/test_learning.py
+    }  # the second: tests/rollout/conversations/test_learning.py
     assert there == {*CONFIGS, SFT, PAIRS, *FIRST_SFT, *FIRST_PAIRS, *code}
 
 

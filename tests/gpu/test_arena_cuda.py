@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trimtab.errors import EngineError
+from trimtab.base.errors import EngineError
 from trimtab.rollout.native.arena import Arena, ArenaMemoryError, CudaDriver
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

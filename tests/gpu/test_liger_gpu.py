@@ -13,13 +13,13 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 from tests.gpu.test_update_gpu import distance, gradients
-from trimtab import loop
 from trimtab.config.load import config_from_dict
 from trimtab.model.policy import Policy
 from trimtab.plan.activations import Row, UpdatePath, update_peak
 from trimtab.plan.shape import shape_of_model
-from trimtab.session import open_session
-from trimtab.work import Inputs
+from trimtab.run import loop
+from trimtab.run.inputs import Inputs
+from trimtab.run.session import open_session
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

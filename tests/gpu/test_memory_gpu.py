@@ -14,15 +14,15 @@ from trimtab.config.run import Run
 from trimtab.data.prompt import Prompt
 from trimtab.model.memory import free
 from trimtab.model.policy import Policy
-from trimtab.plan.here import machine_here, memory_limit
 from trimtab.plan.job import Job
 from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.shape import shape_of_model
-from trimtab.plan.tuner import longest_samples, time_update
 from trimtab.plan.watch import PlanWatch
 from trimtab.rollout.engine import Request
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.run.machine import machine_here, memory_limit
+from trimtab.run.tuner import longest_samples, time_update
 from trimtab.update.updater import Updater
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

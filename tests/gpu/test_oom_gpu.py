@@ -15,9 +15,9 @@ from rollout.test_engine import assert_same, engine, generate, prompts
 from tiny import VOCABULARY, tiny_model
 from update.test_guard import FakeEngine
 
+from trimtab.base.errors import MemoryExhausted
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
-from trimtab.errors import MemoryExhausted
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.policy import Policy
 from trimtab.update.batch import Sample

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
-from tests.environment.worlds import Chance, Moody
 from tests.invariants.test_gradient_invariance import CASES, TOLERANCE, assert_same_gradient, step
-from trimtab.errors import RewardError
-from trimtab.observe.jsonl import read_jsonl
-from trimtab.observe.sinks import read_metrics
+from tests.rollout.conversations.worlds import Chance, Moody
+from trimtab.base.errors import RewardError
+from trimtab.record.jsonl import read_jsonl
+from trimtab.record.sinks import read_metrics
 from trimtab.update.updater import Updater
 
 TALKS = {"environment": {"fn": "worlds.py:Chance", "max_turns": 3}}

@@ -19,17 +19,17 @@ from safetensors.torch import load_file
 from tiny import tiny_tokenizer
 
 import trimtab
-import trimtab.session as session
+import trimtab.run.session as session
 from tests.rollout.contract.engines import OUTSIDE, PYTHONS, small_model, vllm_python
+from trimtab.base.errors import ConfigError, EngineError
 from trimtab.config.run import Run
-from trimtab.errors import ConfigError, EngineError
 from trimtab.model.load import save_model
-from trimtab.observe.jsonl import read_jsonl
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import Plan
-from trimtab.rollout.outside.engine import OutsideEngine
-from trimtab.rollout.outside.kinds import KINDS
-from trimtab.rollout.outside.messages import Done
+from trimtab.record.jsonl import read_jsonl
+from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.kinds import KINDS
+from trimtab.rollout.external.messages import Done
 
 WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
 
@@ -75,7 +75,7 @@ def assert_same_learned(one: tuple[list[dict], dict], two: tuple[list[dict], dic
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang needs a GPU, but for tests, where its kernels are interpreted (rollout/sglang/on_cpu.py)."""
+    """SGLang needs a GPU, but for tests, where its kernels are interpreted (rollout/external/sglang/on_cpu.py)."""
     monkeypatch.setitem(KINDS, "sglang", replace(KINDS["sglang"], needs_gpu=False))
 
 
@@ -132,7 +132,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
 def test_an_engine_that_is_not_there_is_told_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, settings: dict, words: str
 ) -> None:
-    monkeypatch.setattr("trimtab.session.load_policy", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("trimtab.run.session.load_policy", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match=words):
         run(folder, tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import trimtab
-from trimtab import loop
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
+from trimtab.run import loop
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(5)]
 STEPS, PROMPTS, SAMPLES = 3, 4, 4

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from trimtab import loop
 from trimtab.config.load import config_from_dict
 from trimtab.config.run import Run
-from trimtab.session import open_session
-from trimtab.work import Inputs
+from trimtab.run import loop
+from trimtab.run.inputs import Inputs
+from trimtab.run.session import open_session
 
 CASES: dict[str, list[Any]] = {
     "device": ["cpu", *(["cuda"] if torch.cuda.is_available() else [])],
@@ -102,7 +102,7 @@ def step(
         section[name] = value
     inputs = Inputs(
         train_rows=[{"prompt": word} for word in WORDS],
-        base_dir=Path(__file__).parents[1] / "environment",
+        base_dir=Path(__file__).parents[1] / "rollout" / "conversations",
         rewards={"reward": lambda completions, **_: [len(set(c)) / 10 + c.count("a") for c in completions]},
     )
     with ExitStack() as stack:

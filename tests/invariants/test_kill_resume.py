@@ -12,28 +12,28 @@ from typing import Any
 
 import pytest
 
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
 
 pytestmark = pytest.mark.timeout(960)  # two dozen runs one after the other, beside whatever else the machine does
 DRIVER = Path(__file__).with_name("killing.py")
 STEPS = 6
 RANDOM_KILLS = 20
 POINTS = [
-    "trimtab.loop.save_checkpoint before",
-    "trimtab.checkpoint.save_model before",
-    "trimtab.checkpoint.save_model after",
-    "trimtab.checkpoint.save_file half",
-    "trimtab.checkpoint.save_file after",
-    "trimtab.checkpoint.flush_to_disk before",
-    "trimtab.checkpoint.flush_to_disk after",
+    "trimtab.run.loop.save_checkpoint before",
+    "trimtab.record.checkpoint.save_model before",
+    "trimtab.record.checkpoint.save_model after",
+    "trimtab.record.checkpoint.save_file half",
+    "trimtab.record.checkpoint.save_file after",
+    "trimtab.record.checkpoint.flush_to_disk before",
+    "trimtab.record.checkpoint.flush_to_disk after",
     "Path.rename before",
     "Path.rename after",  # from here on each of these costs the run a step
-    "trimtab.checkpoint.prune before",
-    "trimtab.checkpoint.remove_whole before",
-    "trimtab.checkpoint.remove_whole after",
-    "trimtab.endings.save_model after",
-    "trimtab.endings.put_in_place before",
-    "trimtab.endings.put_in_place after",
+    "trimtab.record.checkpoint.prune before",
+    "trimtab.record.checkpoint.remove_whole before",
+    "trimtab.record.checkpoint.remove_whole after",
+    "trimtab.run.endings.save_model after",
+    "trimtab.run.endings.put_in_place before",
+    "trimtab.run.endings.put_in_place after",
 ]
 REWARD = """
 def reward(completions, **_):  # differs within groups from the first step on, for a model that writes noise

@@ -17,18 +17,19 @@ from invariants.test_gradient_invariance import WORDS, assert_same_gradient
 from safetensors.torch import load_file
 
 import trimtab
-from trimtab import checkpoint, endings, loop
-from trimtab.checkpoint import load_state, newest_checkpoint
+from trimtab.base.errors import MemoryExhausted
 from trimtab.config.load import config_from_dict
-from trimtab.errors import MemoryExhausted
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
-from trimtab.observe.sinks import read_metrics
+from trimtab.record import checkpoint
+from trimtab.record.checkpoint import load_state, newest_checkpoint
+from trimtab.record.sinks import read_metrics
 from trimtab.rollout.native.cache import DecodePlan, PrefillPlan
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.session import Session, open_session
+from trimtab.run import endings, loop
+from trimtab.run.inputs import Inputs
+from trimtab.run.session import Session, open_session
 from trimtab.update.optimizer import MasterAdamW
-from trimtab.work import Inputs
 
 Inject = Callable[[Session], None]
 

@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 import trimtab
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
 
 STEPS = 3
 TOLERANCE = 1e-5

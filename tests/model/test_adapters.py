@@ -7,8 +7,8 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from trimtab.base.errors import ConfigError
 from trimtab.config.schema import Lora
-from trimtab.errors import ConfigError
 from trimtab.model.adapters import (
     add_adapters,
     load_adapters,

@@ -18,13 +18,13 @@ from peft import LoraConfig, get_peft_model
 from transformers.models.llama import modeling_llama
 
 from tests.tiny import tiny_model
-from trimtab.build import refuse_kernels
+from trimtab.base.errors import ConfigError
 from trimtab.config.run import Run
 from trimtab.config.schema import Model
-from trimtab.errors import ConfigError
 from trimtab.model import liger, policy
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
+from trimtab.run.build import refuse_kernels
 
 LENGTHS = [9, 14, 5]
 

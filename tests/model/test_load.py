@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from trimtab.base.errors import ModelError
 from trimtab.config.schema import Model
-from trimtab.errors import ModelError
 from trimtab.model import load
 from trimtab.plan.source import shape_of
 

@@ -11,8 +11,8 @@ import torch
 from tiny import ARCHITECTURES, VOCABULARY, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trimtab.base.errors import ModelError
 from trimtab.config.schema import Model
-from trimtab.errors import ModelError
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy, refuse_other_layers
 

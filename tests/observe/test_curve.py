@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
+from trimtab.base.errors import ConfigError, DataError
 from trimtab.config.schema import Observe
-from trimtab.errors import ConfigError, DataError
 from trimtab.observe.curve import binned, plot_curve, reward_parts, series, small_panels, smooth, title
-from trimtab.observe.sinks import Sinks
+from trimtab.record.sinks import Sinks
 
 
 def write_run(run_dir, rows):

@@ -18,7 +18,7 @@ from trimtab.observe.doctor.environment import Surroundings, environment_finding
 from trimtab.observe.doctor.machine import Disk, Driver, Machine, container_limit_gib, find_nvcc, look_at_machine
 from trimtab.observe.doctor.probe import ask_torch, torch_facts
 from trimtab.observe.doctor.report import machine_report, print_report
-from trimtab.rollout.outside.kinds import KINDS
+from trimtab.rollout.external.kinds import KINDS
 
 PACKAGES = {"trimtab": "0.1.0", "torch": "2.11.0", "transformers": "5.17.0", "peft": "0.18.0", "nvidia-ml-py": "13.0"}
 GPU = {

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.errors import DataError
+from trimtab.base.errors import DataError
 from trimtab.observe.doctor.record import Record, merge, read_record
 from trimtab.observe.doctor.trend import kendall_z, stretches, trend
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from tests.plan.test_planner import engine_of, h, qwen
+from trimtab.base.errors import ConfigError
 from trimtab.config.run import Rollout, Run
-from trimtab.errors import ConfigError
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import kv_bytes
@@ -21,8 +21,8 @@ from trimtab.plan.refusal import plan_here
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import outside_step
-from trimtab.rollout.outside.messages import Setup
-from trimtab.rollout.sglang.arguments import least_kv_tokens
+from trimtab.rollout.external.messages import Setup
+from trimtab.rollout.external.sglang.arguments import least_kv_tokens
 
 
 def test_vllm_has_weights_and_a_context_of_its_own() -> None:

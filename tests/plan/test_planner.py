@@ -11,21 +11,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.base.errors import ConfigError
 from trimtab.config.learn import Learn
 from trimtab.config.run import Offload, Rollout, Run
-from trimtab.errors import ConfigError
 from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
-from trimtab.plan.here import pick_device, pick_reward_workers
 from trimtab.plan.job import COUNTED, Correction, Job, Machine
 from trimtab.plan.kv import kv_bytes
 from trimtab.plan.ledger import GIB, MIB, UNSEEN, draw_up
 from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
-from trimtab.plan.probe import corrected
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import predict
+from trimtab.run.calibrate import corrected
+from trimtab.run.machine import pick_device, pick_reward_workers
 from trimtab.update import conveyor, eightbit, optimizer
 
 
@@ -396,7 +396,7 @@ def test_a_missing_device_is_refused_by_name(monkeypatch) -> None:
 
 
 def test_reward_workers_are_the_number_that_is_reported() -> None:
-    from trimtab.plan.here import physical_cores
+    from trimtab.run.machine import physical_cores
 
     machine = replace(h(80), cores=physical_cores())
     assert make_plan(Run(), qwen(), machine).run.reward_workers == pick_reward_workers(Run())

@@ -18,12 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.invariants.test_gradient_invariance import step
 from tests.plan.test_planner import h, qwen
-from trimtab.build import use_planned_kernels
+from trimtab.base.errors import ConfigError, MemoryExhausted
 from trimtab.config.run import Offload, Rollout, Run
-from trimtab.errors import ConfigError, MemoryExhausted
 from trimtab.model.policy import Policy
 from trimtab.plan.devices import find_device, nearest, of_size
-from trimtab.plan.here import allocator_share, load_within
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes
 from trimtab.plan.ledger import CONTEXT, GIB, MERGED, draw_up
@@ -31,6 +29,8 @@ from trimtab.plan.planner import PROFILES, limits_of, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse, with_memory
 from trimtab.plan.report import offers
 from trimtab.plan.shape import Block, ModelShape
+from trimtab.run.build import use_planned_kernels
+from trimtab.run.machine import allocator_share, load_within
 
 SHARE = PROFILES["balanced"]
 
@@ -272,7 +272,7 @@ def test_a_run_keeps_to_run_memory(model_folder: Path, tmp_path: Path, monkeypat
         finally:
             entered.append(None)
 
-    monkeypatch.setattr("trimtab.session.memory_limit", noted)
+    monkeypatch.setattr("trimtab.run.session.memory_limit", noted)
     with pytest.raises(ConfigError, match=r"of host memory, and the limit is 0\.5 GiB .* which is run\.memory"):
         step(model_folder, tmp_path, "memory", "512MiB")
     assert entered == [GIB // 2, None]

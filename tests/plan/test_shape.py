@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig
 
 from tests.tiny import ARCHITECTURES, BASE, tiny_model
+from trimtab.base.errors import ModelError
 from trimtab.config.schema import Lora
-from trimtab.errors import ModelError
 from trimtab.model.adapters import add_adapters
 from trimtab.model.parts import KNOWN
 from trimtab.model.policy import Policy

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 
 import trimtab
-from trimtab import checkpoint
-from trimtab.checkpoint import (
+from trimtab.base.errors import DivergedError, TrainingError
+from trimtab.config.learn import Learn
+from trimtab.record import checkpoint
+from trimtab.record.checkpoint import (
     RunState,
     checkpoints,
     clear,
@@ -28,10 +30,8 @@ from trimtab.checkpoint import (
     remove_whole,
     save_checkpoint,
 )
-from trimtab.config.learn import Learn
-from trimtab.errors import DivergedError, TrainingError
-from trimtab.export import export_run
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.run.export import export_run
 from trimtab.update.optimizer import MasterAdamW
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from trimtab.base.errors import ConfigError
 from trimtab.config.load import config_from_dict, load_config
 from trimtab.config.schema import Config
-from trimtab.errors import ConfigError
-from trimtab.folder import begin, changes, claim, find_folder, refuse_existing, write_whole
+from trimtab.record.folder import begin, changes, claim, find_folder, refuse_existing, write_whole
 
 
 def config(**learn: Any) -> Config:
@@ -60,7 +60,7 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
     hold = (
-        "import sys; from pathlib import Path; from trimtab.folder import claim\n"
+        "import sys; from pathlib import Path; from trimtab.record.folder import claim\n"
         "with claim(Path(sys.argv[1]), True): print('held', flush=True); sys.stdin.read()"
     )
     run = run_in(tmp_path / "run")

@@ -5,7 +5,7 @@ import json
 import torch
 
 from trimtab.data.prompt import Prompt
-from trimtab.observe.samples import choose_samples, write_samples
+from trimtab.record.samples import choose_samples, write_samples
 from trimtab.rollout.trajectory import Group, Trajectory
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from trimtab.base.errors import ConfigError, DataError
 from trimtab.config.schema import Observe
-from trimtab.errors import ConfigError, DataError
-from trimtab.observe import sinks as sinks_module
-from trimtab.observe.jsonl import read_jsonl, replace_file
-from trimtab.observe.sinks import Sinks, read_metrics
+from trimtab.record import sinks as sinks_module
+from trimtab.record.jsonl import read_jsonl, replace_file
+from trimtab.record.sinks import Sinks, read_metrics
 
 PLAIN = Observe(tensorboard=False)
 

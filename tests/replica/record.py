@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import trimtab
-from trimtab import loop, offline
-from trimtab.preferences import Preferences
-from trimtab.supervised import Supervised
+from trimtab.run import loop, offline
+from trimtab.run.reward_model import Preferences
+from trimtab.run.sft import Supervised
 
 Weights = dict[str, torch.Tensor]
 DISTURBANCE = 0.3

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.base.errors import RewardError
 from trimtab.config.schema import RewardPart
 from trimtab.data.tasks import TASKS
-from trimtab.errors import RewardError
 from trimtab.reward import builtins
 from trimtab.reward.builtins import BUILTINS, answer_number, numbers_in
 

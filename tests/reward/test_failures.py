@@ -14,8 +14,8 @@ import pytest
 from tests.reward.misbehave import CHILDREN
 from tests.running import left
 from trimtab.config.schema import RewardPart
-from trimtab.reward.wire import Failure
 from trimtab.reward.worker import checked_entry
+from trimtab.workers.messages import Failure
 
 HANGS = ["sleep_forever", "busy_loop", "ignore_sigterm", "hang_with_children", "stop_itself"]
 CRASHES = {

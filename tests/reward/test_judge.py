@@ -14,15 +14,15 @@ import pytest
 
 from tests.reward.local_judge import LocalJudge
 from tests.running import guarded
+from trimtab.base.errors import RewardError
 from trimtab.config.schema import RewardPart
-from trimtab.errors import RewardError
 from trimtab.reward import lane
 from trimtab.reward.judge import reward
 from trimtab.reward.judge.client import Judge
 from trimtab.reward.judge.options import Options, read_options
 from trimtab.reward.scorer import Scorer, check_failures
-from trimtab.reward.wire import Tally
 from trimtab.rollout.trajectory import Group
+from trimtab.workers.messages import Tally
 
 PATIENCE_S = 60.0
 """Far above every deadline here: a test that takes longer hangs."""

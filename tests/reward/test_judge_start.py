@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.reward.local_judge import LocalJudge
+from trimtab.base.errors import RewardError
 from trimtab.config.schema import RewardPart
-from trimtab.errors import RewardError
 from trimtab.reward.scorer import Scorer
 
 GIVEN = {"url": "http://localhost:1/v1", "model": "m", "prompt": "{completion}"}

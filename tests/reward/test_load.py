@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.base.errors import RewardError
 from trimtab.config.schema import RewardPart
-from trimtab.errors import RewardError
 from trimtab.reward import load
 from trimtab.reward.scorer import Scorer
 

@@ -12,12 +12,12 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 import trimtab
-from trimtab.errors import RewardError
+from trimtab.base.errors import RewardError
 from trimtab.model.load import save_model
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
 from trimtab.reward import models
 from trimtab.reward.models import TOKENS, Classifier
-from trimtab.reward.wire import Failure
+from trimtab.workers.messages import Failure
 
 CPU = torch.device("cpu")
 
@@ -221,5 +221,5 @@ def test_saving_a_policy_does_not_need_it(model_folder: Path, tmp_path: Path, to
     """The folder of a policy is no reward model, and one of a reward model no policy."""
     folder = reward_model(tmp_path / "rm")
     save_model(tiny_model("llama"), tokenizer, tmp_path / "policy")
-    with pytest.raises(trimtab.errors.TrimtabError):
+    with pytest.raises(trimtab.base.errors.TrimtabError):
         run_with(folder, tmp_path, "length")

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trimtab.base.errors import RewardError
 from trimtab.config.schema import RewardPart
-from trimtab.errors import RewardError
 from trimtab.reward.scorer import Scorer, check_failures
 
 

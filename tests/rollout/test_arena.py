@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from trimtab.errors import EngineError
+from trimtab.base.errors import EngineError
 from trimtab.rollout.native.arena import Arena, ArenaMemoryError, piece_bytes
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, VOCABULARY, tiny_model, tiny_tokenizer
 
+from trimtab.base.errors import EngineError
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
-from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 from trimtab.rollout.engine import Request

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollout.test_engine import SMALL, assert_same, engine, generate, prompts
 from tiny import tiny_model
 
-from trimtab.errors import MemoryExhausted
+from trimtab.base.errors import MemoryExhausted
 from trimtab.model.policy import Policy
 from trimtab.rollout.native.cache import DecodePlan, PrefillPlan
 from trimtab.rollout.native.engine import NativeEngine

@@ -19,7 +19,7 @@ from trimtab.data.tasks import TASKS
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 
-FILE = Path(__file__).parents[1] / "bench" / "algorithms.py"
+FILE = Path(__file__).parents[2] / "bench" / "algorithms.py"
 DIGITS, STEPS = 2, 16
 NAMED = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo")
 

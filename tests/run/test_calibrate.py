@@ -12,15 +12,15 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.run import Run
 from trimtab.model.policy import Policy
-from trimtab.plan import probe as probing
 from trimtab.plan.activations import Row, update_peak
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import COUNTED, Correction, Job, Machine
 from trimtab.plan.ledger import GIB, MIB, update_path
 from trimtab.plan.planner import Plan, make_plan
-from trimtab.plan.probe import corrected, probe
 from trimtab.plan.shape import read_shape, shape_of_model
 from trimtab.plan.source import WELL_KNOWN
+from trimtab.run import calibrate as probing
+from trimtab.run.calibrate import corrected, probe
 from trimtab.update.batch import MicroBatch
 from trimtab.update.updater import Updater
 

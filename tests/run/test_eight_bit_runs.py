@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.test_loop import adapted, train
+from tests.run.test_loop import adapted, train
 from trimtab import demo
+from trimtab.base.errors import ConfigError
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.data.tasks import TASKS
-from trimtab.errors import ConfigError
 from trimtab.model.policy import Policy
 from trimtab.update.updater import Updater
 

@@ -17,9 +17,9 @@ import trimtab
 from trimtab.config.load import config_from_dict
 from trimtab.config.schema import Eval
 from trimtab.data.prompt import Prompt
-from trimtab.evaluation import ks, pass_at_k, scores, success_threshold
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
+from trimtab.run.evaluation import ks, pass_at_k, scores, success_threshold
 
 PROMPT = Prompt(0, "q", [1])
 

@@ -11,15 +11,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import tiny_model
 
-from trimtab import export
-from trimtab.checkpoint import RunState, save_checkpoint
+from trimtab.base.errors import ConfigError
 from trimtab.config.learn import Learn
 from trimtab.config.load import config_from_dict
 from trimtab.config.schema import Lora
-from trimtab.errors import ConfigError
-from trimtab.export import export_run, find_checkpoint
-from trimtab.folder import begin
 from trimtab.model.adapters import add_adapters
+from trimtab.record.checkpoint import RunState, save_checkpoint
+from trimtab.record.folder import begin
+from trimtab.run import export
+from trimtab.run.export import export_run, find_checkpoint
 from trimtab.update.optimizer import MasterAdamW
 
 CONFIG = config_from_dict({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "reward": [{"fn": "exact_match"}]})

@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
-from trimtab import checkpoint, loop, offline
-from trimtab.checkpoint import checkpoints
-from trimtab.errors import EnvError, RewardError, TrainingError
-from trimtab.observe.sinks import read_metrics
+from trimtab.base.errors import EnvError, RewardError, TrainingError
+from trimtab.base.signals import STOP_SIGNALS
+from trimtab.record import checkpoint
+from trimtab.record.checkpoint import checkpoints
+from trimtab.record.sinks import read_metrics
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.stopping import STOP_SIGNALS
-from trimtab.supervised import Supervised
+from trimtab.run import loop, offline
+from trimtab.run.sft import Supervised
 from trimtab.update import optimizer
 from trimtab.update.optimizer import MasterAdamW
 from trimtab.update.updater import Updater

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
-from trimtab import loop
-from trimtab.checkpoint import checkpoints
+from trimtab.base.errors import ConfigError, RewardError, TrainingError
 from trimtab.config.load import load_any
-from trimtab.errors import ConfigError, RewardError, TrainingError
-from trimtab.export import export_run
 from trimtab.observe.doctor.examine import examine
 from trimtab.observe.doctor.record import read_record
 from trimtab.observe.meters import MemoryMeter
-from trimtab.observe.sinks import read_metrics
 from trimtab.plan.governor import Governor, Move
+from trimtab.record.checkpoint import checkpoints
+from trimtab.record.sinks import read_metrics
+from trimtab.run import loop
+from trimtab.run.export import export_run
 from trimtab.update.updater import Updater
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(5)]

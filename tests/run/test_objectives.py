@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import trimtab
 from tests.reward.local_judge import LocalJudge
-from trimtab.errors import ConfigError, DataError, RewardError
-from trimtab.observe.sinks import read_metrics
+from trimtab.base.errors import ConfigError, DataError, RewardError
+from trimtab.record.sinks import read_metrics
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "kind": f"from {a % 2}"} for a in range(6) for b in range(5)]
 LEARN = {"steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "lr": 1e-2}
@@ -78,7 +78,7 @@ def test_tasks_without_a_reference_have_no_kl(model_folder: Path, tmp_path: Path
 def test_what_is_wrong_with_tasks_is_said_before_any_weight_is_loaded(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, data: Any, observe: Any, message: str
 ) -> None:
-    monkeypatch.setattr("trimtab.session.load_model", None)
+    monkeypatch.setattr("trimtab.run.session.load_model", None)
     with pytest.raises((DataError, ConfigError), match=message):
         train(
             model_folder,
@@ -140,7 +140,7 @@ def test_a_judge_is_one_of_two_parts(model_folder: Path, tmp_path: Path, server:
 
 def dying(server: LocalJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is gone after the first step."""
-    from trimtab import loop
+    from trimtab.run import loop
 
     original = loop.update
 

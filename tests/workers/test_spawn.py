@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.running import guarded, left, runs, wait_for
-from trimtab.processes import KILL_EARLY, KILL_FIRST, how_it_ended, kill_all, start
+from trimtab.workers.spawn import KILL_EARLY, KILL_FIRST, how_it_ended, kill_all, start
 
 STARTER = """
     import os, signal, subprocess, sys, time
@@ -77,7 +77,7 @@ def module(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "starter.py").write_text(textwrap.dedent(STARTER))
     (tmp_path / "hopper.py").write_text("from starter import hop as main")
     (tmp_path / "ender.py").write_text("from starter import reap_none as main")
-    source = str(Path(__file__).parents[1] / "src")
+    source = str(Path(__file__).parents[2] / "src")
     return {**os.environ, "PYTHONPATH": os.pathsep.join((source, str(tmp_path)))}
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_left_when_one_is_killed(module: dict[str, str], folder: Path
 
 TRAINER = """
 import os, sys, time
-from trimtab.processes import start
+from trimtab.workers.spawn import start
 start("starter", ["", sys.argv[1]], fds=[], env=os.environ)
 time.sleep(600)
 """
@@ -209,7 +209,7 @@ def test_memory_that_is_short_costs_the_process_before_its_guardians(
 
 def test_what_is_no_guardian_and_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script in Python's place, as of an engine."""
-    monkeypatch.setattr("trimtab.processes.END_S", 0.2)
+    monkeypatch.setattr("trimtab.workers.spawn.END_S", 0.2)
     said = tmp_path / "said"
     script = f"trap '' TERM; sleep 600 & echo $! > {said}; while :; do sleep 600; done"
     process = start("none", [], fds=[], env=os.environ, python=["sh", "-c", script])

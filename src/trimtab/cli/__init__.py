@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from trimtab.base.signals import take_signals
 from trimtab.cli import convert, demo, doctor, evaluate, export, plan, reward_model, sft, train, tune
-from trimtab.stopping import take_signals
 
 app = typer.Typer(
     add_completion=False,

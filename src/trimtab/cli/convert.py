@@ -32,9 +32,9 @@ def convert(
     with user_errors(as_json):
         import sys
 
-        from trimtab.config.convert import convert as converted
-        from trimtab.config.convert.write import write_new
-        from trimtab.observe.convert_view import print_conversion
+        from trimtab.convert import convert as converted
+        from trimtab.convert.view import print_conversion
+        from trimtab.convert.write import write_new
 
         found = converted(kind, words=flags, file=file, version=version)
         if out is not None:

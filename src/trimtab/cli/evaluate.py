@@ -22,7 +22,7 @@ def evaluate(
 
             checked = load_config(config, overrides or [])
             from trimtab.api import run_evaluation
-            from trimtab.work import Inputs
+            from trimtab.run.inputs import Inputs
 
         inputs = Inputs(base_dir=config.absolute().parent, name=config.stem)
         result = run_evaluation(checked, inputs, console_file=console_file(as_json))

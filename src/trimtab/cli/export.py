@@ -20,7 +20,7 @@ def export(
     """Write a checkpoint of a run as a Hugging Face folder."""
     with user_errors(as_json):
         with loading(as_json):
-            from trimtab.export import export_run
+            from trimtab.run.export import export_run
 
         with loading(as_json, f"writing {to}"):
             source = export_run(run, to, checkpoint, dtype)

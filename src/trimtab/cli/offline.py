@@ -39,10 +39,10 @@ def run_stage(
                 config = load_as(SftConfig, file, overrides or [])
             else:
                 config = load_as(RewardModelConfig, file, overrides or [])
-            from trimtab import offline
-            from trimtab.preferences import Preferences
-            from trimtab.supervised import Supervised
-            from trimtab.work import Inputs
+            from trimtab.run import offline
+            from trimtab.run.inputs import Inputs
+            from trimtab.run.reward_model import Preferences
+            from trimtab.run.sft import Supervised
 
         kind = Supervised() if stage == "sft" else Preferences()
         inputs = Inputs(base_dir=file.absolute().parent, name=file.stem, verbose=verbose)

@@ -13,10 +13,10 @@ from typing import IO, Any, NoReturn
 
 import typer
 
-from trimtab.errors import TrimtabError, is_no_space
+from trimtab.base.errors import TrimtabError, is_no_space
+from trimtab.base.signals import Terminated, take_signals
+from trimtab.base.streams import hold_standard_streams, let_go, outlet
 from trimtab.observe.waiting import waiting
-from trimtab.stopping import Terminated, take_signals
-from trimtab.streams import hold_standard_streams, let_go, outlet
 
 
 def console_file(as_json: bool) -> IO[str]:

@@ -12,7 +12,7 @@ from trimtab.cli.output import console_file, loading, print_json, user_errors
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from trimtab.plan.command import Look
+    from trimtab.run.plan_command import Look
 
 
 def plan(
@@ -40,7 +40,7 @@ def plan(
         with loading(as_json):
             from rich.console import Console
 
-            from trimtab.plan.command import Asked, look
+            from trimtab.run.plan_command import Asked, look
 
         asked = Asked(device, devices, device_memory, host_memory, profile, like)
         with loading(as_json, "planning"):

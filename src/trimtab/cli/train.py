@@ -31,11 +31,11 @@ def train(
 
             checked = load_config(config, overrides or [])
             from trimtab.api import run_training
-            from trimtab.work import Inputs
+            from trimtab.run.inputs import Inputs
 
         inputs = Inputs(base_dir=config.absolute().parent, name=config.stem, verbose=verbose)
         if dry_run:
-            from trimtab.dry_run import dry_run as look
+            from trimtab.run.dry_run import dry_run as look
 
             with loading(as_json, "checking the model, data and rewards", aside=True):
                 result = look(checked, inputs, console_file(as_json), resume=resume)

@@ -24,10 +24,10 @@ def tune(
     """Measure the run's sizes on this machine, with sequences as long as they may be, and keep the fastest for later runs."""
     with user_errors(as_json):
         with loading(as_json):
-            from trimtab.config.convert.write import write_new
             from trimtab.config.load import load_config
-            from trimtab.tuning import run_tuning
-            from trimtab.work import Inputs
+            from trimtab.convert.write import write_new
+            from trimtab.run.inputs import Inputs
+            from trimtab.run.tune import run_tuning
 
         checked = load_config(config, overrides or [])
         if out is not None:
@@ -41,7 +41,7 @@ def tune(
 
 def _refuse_taken(out: Path) -> None:
     """Measuring takes minutes: what could not be written after it is told before."""
-    from trimtab.errors import ConfigError, Problem
+    from trimtab.base.errors import ConfigError, Problem
 
     if not out.absolute().parent.is_dir():
         raise ConfigError([Problem("--out", f"{out.parent} is not a folder", "Name a file in one that exists.")])

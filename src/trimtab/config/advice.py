@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
+from trimtab.base.errors import Problem
 from trimtab.config.base import Section
 from trimtab.config.reference import choices, default, nearest, slot, suggest, words, written
 from trimtab.config.text import one_line
-from trimtab.errors import Problem
 
 REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
 OTHER_NAMES = {
@@ -151,7 +151,7 @@ def meant_key(where: str) -> str:
 
 def _elsewhere(name: str) -> tuple[str, str] | None:
     """The key for what other frameworks and scripts call by this name, and how to say so."""
-    from trimtab.config.convert import script, trl_table  # they read configs themselves
+    from trimtab.convert import script, trl_table  # they read configs themselves
 
     for rule in (*script.RULES, *trl_table.RULES):
         parts = rule.key.split(".")

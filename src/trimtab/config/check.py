@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 
+from trimtab.base.errors import Problem
 from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
 from trimtab.config.contradiction import Contradiction, changed, clash, reward_name
 from trimtab.config.conversation import conversation
@@ -22,7 +23,6 @@ from trimtab.config.run import Run
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig, SftData
 from trimtab.config.sizes import too_large
-from trimtab.errors import Problem
 
 Offline = SftConfig | RewardModelConfig
 TASK_SOURCES = ("task:", "reasoning_gym:")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.advice import (
     LONGEST_KEY,
     REWARD,
@@ -44,7 +45,6 @@ from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 from trimtab.config.text import dump, parse, plain, read_text
 from trimtab.config.text import one_line as one_line
-from trimtab.errors import ConfigError, Problem
 
 Tree = dict[str, Any]
 Offline = SftConfig | RewardModelConfig

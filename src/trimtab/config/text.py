@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from trimtab.errors import ConfigError, Problem
+from trimtab.base.errors import ConfigError, Problem
 
 LONGEST_TEXT = 1_000_000
 """Characters of a configuration, or of a script to convert."""

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.config.convert import nanochat, openrlhf, script, trl, trl_offline, trl_ppo, trl_rloo, verl
-from trimtab.config.convert.common import needs, other
-from trimtab.config.convert.read import EXAMPLE, read_file, read_text, read_words
-from trimtab.config.convert.settings import Setting
-from trimtab.config.convert.sheet import Framework, Line, Sheet
-from trimtab.config.convert.stages import kind_of
-from trimtab.config.convert.versions import chosen
-from trimtab.config.convert.write import yaml_text
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.reference import nearest, reading
-from trimtab.errors import ConfigError, Problem
+from trimtab.convert import nanochat, openrlhf, script, trl, trl_offline, trl_ppo, trl_rloo, verl
+from trimtab.convert.common import needs, other
+from trimtab.convert.read import EXAMPLE, read_file, read_text, read_words
+from trimtab.convert.settings import Setting
+from trimtab.convert.sheet import Framework, Line, Sheet
+from trimtab.convert.stages import kind_of
+from trimtab.convert.versions import chosen
+from trimtab.convert.write import yaml_text
 
 FRAMEWORKS: dict[str, Framework] = {
     framework.kind: framework

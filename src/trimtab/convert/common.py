@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import ceil
 
-from trimtab.config.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, whole
-from trimtab.config.convert.settings import Setting
-from trimtab.config.convert.sheet import Line, Sheet
 from trimtab.config.reference import nearest
 from trimtab.config.schema import Config
+from trimtab.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, whole
+from trimtab.convert.settings import Setting
+from trimtab.convert.sheet import Line, Sheet
 
 ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
     "NCCL_CUMEM_ENABLE": (

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trimtab.config.convert.rules import A_SLIP, Rule
 from trimtab.config.reference import nearest
+from trimtab.convert.rules import A_SLIP, Rule
 
 FAMILY = ".*"
 THE_SAME_END = 0.85

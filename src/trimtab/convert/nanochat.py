@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trimtab.config.convert.common import GSM8K_ROWS
-from trimtab.config.convert.rules import (
+from trimtab.convert.common import GSM8K_ROWS
+from trimtab.convert.rules import (
     Rule,
     automatic,
     each,
@@ -15,7 +15,7 @@ from trimtab.config.convert.rules import (
     unsupported,
     whole,
 )
-from trimtab.config.convert.sheet import Framework, Sheet
+from trimtab.convert.sheet import Framework, Sheet
 
 DEFAULTS = {
     "device_batch_size": 8,

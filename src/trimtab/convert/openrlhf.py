@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.config.convert.common import (
+from trimtab.convert.common import (
     adapters,
     as_the_policy,
     choice,
@@ -17,10 +17,10 @@ from trimtab.config.convert.common import (
     split_updates,
     steps_from_epochs,
 )
-from trimtab.config.convert.openrlhf_table import CRITIC_FLAGS, REWARD_MODEL_FLAGS, RULES, STAGE_FLAGS
-from trimtab.config.convert.rules import PPO, number, one_of, pair, real, text, whole, yes
-from trimtab.config.convert.sheet import Framework, Sheet
-from trimtab.config.convert.versions import ABSENT, Was
+from trimtab.convert.openrlhf_table import CRITIC_FLAGS, REWARD_MODEL_FLAGS, RULES, STAGE_FLAGS
+from trimtab.convert.rules import PPO, number, one_of, pair, real, text, whole, yes
+from trimtab.convert.sheet import Framework, Sheet
+from trimtab.convert.versions import ABSENT, Was
 
 DEFAULTS = {
     "rollout.batch_size": 1024,

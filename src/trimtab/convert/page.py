@@ -1,4 +1,4 @@
-"""The tables of docs/convert.md, written from the code's: `python -m trimtab.config.convert.page [--check]`.
+"""The tables of docs/convert.md, written from the code's: `python -m trimtab.convert.page [--check]`.
 
 Guarantees that the page says of a flag what the command says; the words around the tables are not touched.
 """
@@ -9,14 +9,14 @@ import re
 import sys
 from pathlib import Path
 
-from trimtab.config.convert import FRAMEWORKS
-from trimtab.config.convert.common import ENVIRONMENT, PREFIXES
-from trimtab.config.convert.rules import Rule
-from trimtab.config.convert.sheet import Framework
-from trimtab.config.convert.versions import ABSENT
 from trimtab.config.reference import written
+from trimtab.convert import FRAMEWORKS
+from trimtab.convert.common import ENVIRONMENT, PREFIXES
+from trimtab.convert.rules import Rule
+from trimtab.convert.sheet import Framework
+from trimtab.convert.versions import ABSENT
 
-PAGE = Path(__file__).parents[4] / "docs" / "convert.md"
+PAGE = Path(__file__).parents[3] / "docs" / "convert.md"
 START, END = "<!-- tables:start -->\n", "<!-- tables:end -->"
 TITLES = {
     "mapped": "Goes into the config",
@@ -90,12 +90,12 @@ def page(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--check"]):
-        print("usage: python -m trimtab.config.convert.page [--check]", file=sys.stderr)
+        print("usage: python -m trimtab.convert.page [--check]", file=sys.stderr)
         return 2
     text = PAGE.read_text(encoding="utf-8")
     if arguments == ["--check"]:
         current = page(text) == text
-        print(f"{PAGE} is {'current' if current else 'stale: run python -m trimtab.config.convert.page'}")
+        print(f"{PAGE} is {'current' if current else 'stale: run python -m trimtab.convert.page'}")
         return 0 if current else 1
     PAGE.write_text(page(text), encoding="utf-8")
     print(f"wrote {PAGE}")

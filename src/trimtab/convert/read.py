@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from trimtab.config.convert.settings import Setting, literal
-from trimtab.config.convert.shell import Script
-from trimtab.config.convert.stages import CLASSES
-from trimtab.config.convert.words import settings_of
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.text import compose, refuse_long
 from trimtab.config.text import read_text as file_text
-from trimtab.errors import ConfigError, Problem
+from trimtab.convert.settings import Setting, literal
+from trimtab.convert.shell import Script
+from trimtab.convert.stages import CLASSES
+from trimtab.convert.words import settings_of
 
 EXAMPLE = "Write the flags after --, or give a script or YAML file with --file"
 MOST_SETTINGS = 2_000

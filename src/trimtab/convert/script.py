@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trimtab.config.convert.common import adapters, clip
-from trimtab.config.convert.rules import (
+from trimtab.convert.common import adapters, clip
+from trimtab.convert.rules import (
     SFT,
     Rule,
     automatic,
@@ -19,7 +19,7 @@ from trimtab.config.convert.rules import (
     unsupported,
     whole,
 )
-from trimtab.config.convert.sheet import Framework, Sheet
+from trimtab.convert.sheet import Framework, Sheet
 
 SFT_CONSTANTS: tuple[Rule, ...] = (
     *each(unsupported, "sft_maxlen sft_max_length sft_batch_size sft_epochs sft_lr sft_steps sft_learning_rate", SFT),

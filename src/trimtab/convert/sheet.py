@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.check import clashes
-from trimtab.config.convert.names import FAMILY, Names
-from trimtab.config.convert.rules import NULL, OutcomeName, Rule
-from trimtab.config.convert.settings import Setting
-from trimtab.config.convert.versions import Was, defaults_of, earlier
 from trimtab.config.load import load_as
 from trimtab.config.reference import default
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
-from trimtab.errors import ConfigError, Problem
+from trimtab.convert.names import FAMILY, Names
+from trimtab.convert.rules import NULL, OutcomeName, Rule
+from trimtab.convert.settings import Setting
+from trimtab.convert.versions import Was, defaults_of, earlier
 
 MASK = "***"
 REFERENCE = re.compile(r"\$\{(oc\.|\.|\w+\.)")

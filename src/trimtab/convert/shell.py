@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Iterator
 
-from trimtab.errors import ConfigError, Problem
+from trimtab.base.errors import ConfigError, Problem
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)

@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from trimtab.config.convert.rules import A_SLIP
-from trimtab.config.convert.settings import Setting
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.reference import nearest
-from trimtab.errors import ConfigError, Problem
+from trimtab.convert.rules import A_SLIP
+from trimtab.convert.settings import Setting
 
 PAIRS = (
     "Train a reward model on the same pairs (trimtab reward-model), then name it as the reward of trimtab train with grpo or "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trimtab.config.convert import trl_ppo
-from trimtab.config.convert.common import choice, clip, optimizer
-from trimtab.config.convert.rules import one_of, real, yes
-from trimtab.config.convert.sheet import Framework, Sheet
-from trimtab.config.convert.trl_common import (
+from trimtab.convert import trl_ppo
+from trimtab.convert.common import choice, clip, optimizer
+from trimtab.convert.rules import one_of, real, yes
+from trimtab.convert.sheet import Framework, Sheet
+from trimtab.convert.trl_common import (
     NEWEST,
     TRAINER_DEFAULTS,
     data,
@@ -17,8 +17,8 @@ from trimtab.config.convert.trl_common import (
     spelling,
     steps_and_rates,
 )
-from trimtab.config.convert.trl_table import RULES
-from trimtab.config.convert.versions import Was
+from trimtab.convert.trl_table import RULES
+from trimtab.convert.versions import Was
 
 CORRECTION = "vllm_importance_sampling_correction"
 MODE, CAP = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"

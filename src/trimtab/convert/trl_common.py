@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.config.convert.common import adapters, processes, reward_model, schedule, scored_by, steps_from_epochs
-from trimtab.config.convert.rules import mapping, real, text, texts, whole, yes
-from trimtab.config.convert.sheet import Sheet
+from trimtab.convert.common import adapters, processes, reward_model, schedule, scored_by, steps_from_epochs
+from trimtab.convert.rules import mapping, real, text, texts, whole, yes
+from trimtab.convert.sheet import Sheet
 
 NEWEST = "1.16.0"
 TRAINER_DEFAULTS: dict[str, Any] = {

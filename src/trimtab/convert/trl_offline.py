@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from trimtab.config.convert.common import choice, optimizer, processes
-from trimtab.config.convert.rules import (
+from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.sft import SftConfig
+from trimtab.convert.common import choice, optimizer, processes
+from trimtab.convert.rules import (
     Rule,
     automatic,
     dead,
@@ -19,8 +21,8 @@ from trimtab.config.convert.rules import (
     whole,
     yes,
 )
-from trimtab.config.convert.sheet import Framework, Sheet
-from trimtab.config.convert.trl_common import (
+from trimtab.convert.sheet import Framework, Sheet
+from trimtab.convert.trl_common import (
     NEWEST,
     TRAINER_DEFAULTS,
     logs,
@@ -30,10 +32,8 @@ from trimtab.config.convert.trl_common import (
     spelling,
     text_as_it_is,
 )
-from trimtab.config.convert.trl_table import RULES as TABLE
-from trimtab.config.convert.versions import Was
-from trimtab.config.reward_model import RewardModelConfig
-from trimtab.config.sft import SftConfig
+from trimtab.convert.trl_table import RULES as TABLE
+from trimtab.convert.versions import Was
 
 FROM_TABLE = (
     "model_name_or_path trust_remote_code learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from trimtab.config.convert.common import clip, critic, optimizer, processes, reward_model, steps_from_epochs
-from trimtab.config.convert.rules import (
+from trimtab.convert.common import clip, critic, optimizer, processes, reward_model, steps_from_epochs
+from trimtab.convert.rules import (
     NORMALISED,
     REWARD_MODEL,
     Rule,
@@ -20,11 +20,11 @@ from trimtab.config.convert.rules import (
     unsupported,
     whole,
 )
-from trimtab.config.convert.sheet import Framework, Sheet
-from trimtab.config.convert.stages import OF_GRPO
-from trimtab.config.convert.trl_common import TRAINER_DEFAULTS, data, logs, lora, periods, rates, rewards, spelling
-from trimtab.config.convert.trl_table import OF_GRPO_ALONE
-from trimtab.config.convert.trl_table import RULES as TABLE
+from trimtab.convert.sheet import Framework, Sheet
+from trimtab.convert.stages import OF_GRPO
+from trimtab.convert.trl_common import TRAINER_DEFAULTS, data, logs, lora, periods, rates, rewards, spelling
+from trimtab.convert.trl_table import OF_GRPO_ALONE
+from trimtab.convert.trl_table import RULES as TABLE
 
 DEFAULTS: dict[str, Any] = {
     **TRAINER_DEFAULTS,

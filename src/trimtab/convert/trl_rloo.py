@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trimtab.config.convert.common import clip, optimizer
-from trimtab.config.convert.rules import Rule, dead, each, mapped, pair, real, some, together, unsupported, whole, yes
-from trimtab.config.convert.sheet import Framework, Sheet
-from trimtab.config.convert.trl_common import (
+from trimtab.convert.common import clip, optimizer
+from trimtab.convert.rules import Rule, dead, each, mapped, pair, real, some, together, unsupported, whole, yes
+from trimtab.convert.sheet import Framework, Sheet
+from trimtab.convert.trl_common import (
     NEWEST,
     TRAINER_DEFAULTS,
     data,
@@ -16,9 +16,9 @@ from trimtab.config.convert.trl_common import (
     spelling,
     steps_and_rates,
 )
-from trimtab.config.convert.trl_table import OF_GRPO_ALONE
-from trimtab.config.convert.trl_table import RULES as TABLE
-from trimtab.config.convert.versions import Was
+from trimtab.convert.trl_table import OF_GRPO_ALONE
+from trimtab.convert.trl_table import RULES as TABLE
+from trimtab.convert.versions import Was
 
 DEFAULTS = {**TRAINER_DEFAULTS, "num_generations": 2, "max_completion_length": 512, "beta": 0.05}
 WAS = (Was("1.10", "max_completion_length", 256), Was("0.27", "max_prompt_length", 512))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.config.convert.rules import (
+from trimtab.convert.rules import (
     LIGER,
     PAIRS,
     REWARD_MODEL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import floor
 
-from trimtab.config.convert.common import (
+from trimtab.convert.common import (
     adapters,
     as_the_policy,
     choice,
@@ -17,11 +17,11 @@ from trimtab.config.convert.common import (
     split_updates,
     steps_from_epochs,
 )
-from trimtab.config.convert.rules import PPO, one_of, pair, real, text, texts, whole, yes
-from trimtab.config.convert.sheet import Framework, Sheet
-from trimtab.config.convert.verl_run_table import RUN_RULES
-from trimtab.config.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_MODEL_KEYS
-from trimtab.config.convert.versions import ABSENT, Was
+from trimtab.convert.rules import PPO, one_of, pair, real, text, texts, whole, yes
+from trimtab.convert.sheet import Framework, Sheet
+from trimtab.convert.verl_run_table import RUN_RULES
+from trimtab.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_MODEL_KEYS
+from trimtab.convert.versions import ABSENT, Was
 
 DEFAULTS = {
     "data.train_batch_size": 1024,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from trimtab.config.convert.rules import LIGER, SFT, Rule, automatic, dead, each, unsupported
+from trimtab.convert.rules import LIGER, SFT, Rule, automatic, dead, each, unsupported
 
 MICRO = "follows from the token budget. In verl it changes the loss: token means are taken in each micro-batch there"
 SCORE = "passes without a gradient have a cap of their own. In verl, other sizes than the update's move the ratio off 1"

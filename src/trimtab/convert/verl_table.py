@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.config.convert.rules import (
+from trimtab.convert.rules import (
     AS_THE_POLICY,
     NORMALISED,
     REWARD_MODEL,
@@ -25,7 +25,7 @@ from trimtab.config.convert.rules import (
     whole,
     yes,
 )
-from trimtab.config.convert.verl_run_table import ONE_DEVICE
+from trimtab.convert.verl_run_table import ONE_DEVICE
 
 CRITIC_KEYS: tuple[Rule, ...] = (
     together(

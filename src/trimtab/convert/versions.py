@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.errors import ConfigError, Problem
+from trimtab.base.errors import ConfigError, Problem
 
 
 class Absent:

@@ -11,9 +11,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.config.convert import Conversion
-from trimtab.config.convert.sheet import Line
 from trimtab.config.reference import written
+from trimtab.convert import Conversion
+from trimtab.convert.sheet import Line
 from trimtab.observe.doctor.report import print_report
 
 STYLE = {"mapped": "green", "automatic": "cyan", "dead": "yellow", "unsupported": "red"}

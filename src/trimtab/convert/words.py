@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.config.convert.settings import Origin, Setting, literal
-from trimtab.config.convert.shell import ASSIGNMENT, CLOSES, DECLARES, OPENS
+from trimtab.convert.settings import Origin, Setting, literal
+from trimtab.convert.shell import ASSIGNMENT, CLOSES, DECLARES, OPENS
 
 FLAG = re.compile(r"--?[A-Za-z_][^=\s]*")
 PAIR = re.compile(r"((?:\+{1,2}|~)?[A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trimtab.config.convert.sheet import Missing, Put, Sheet
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.load import one_line
 from trimtab.config.reference import entries
-from trimtab.errors import ConfigError, Problem
+from trimtab.convert.sheet import Missing, Put, Sheet
 
 
 def yaml_text(sheet: Sheet) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trimtab.base.errors import DataError, ModelError
 from trimtab.config.schema import Data
 from trimtab.data.files import Row
 from trimtab.data.prompt import Message, Prompt
-from trimtab.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trimtab.base.errors import DataError
+from trimtab.base.suggestions import did_you_mean
 from trimtab.config.schema import Data
 from trimtab.config.sft import SftData
 from trimtab.data.encode import PromptEncoder
@@ -23,9 +25,7 @@ from trimtab.data.pieces import AFTER_THE_END, Pieces
 from trimtab.data.prompt import Message
 from trimtab.data.prompts import cut, one_of_each, roles_problem, text_problem
 from trimtab.data.stream import Encoder, Item
-from trimtab.data.suggest import did_you_mean
 from trimtab.data.trial import try_template
-from trimtab.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

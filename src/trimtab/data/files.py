@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import DataError
+from trimtab.base.errors import DataError
 
 Row = dict[str, Any]
 

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from trimtab.base.errors import DataError
+from trimtab.base.suggestions import did_you_mean
 from trimtab.data.files import Row
 from trimtab.data.options import Split, check_options, split_size, whole_number
-from trimtab.data.suggest import did_you_mean
-from trimtab.errors import DataError
 
 TRAIN_SIZE, EVAL_SIZE = 1024, 128
 """Rows generated when `size` and `eval_size` are not set; some tasks take a second a row."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trimtab.base.errors import DataError
+from trimtab.base.suggestions import did_you_mean
 from trimtab.data.files import Row
-from trimtab.data.suggest import did_you_mean
-from trimtab.errors import DataError
 
 
 def load_folder(folder: Path, *, split: str, limit: int | None) -> list[Row]:

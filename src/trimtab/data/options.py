@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from trimtab.base.errors import DataError
+from trimtab.base.suggestions import did_you_mean
 from trimtab.config.advice import shown
-from trimtab.data.suggest import did_you_mean
-from trimtab.errors import DataError
 
 Split = Literal["train", "eval"]
 MOST_ROWS = 10_000_000

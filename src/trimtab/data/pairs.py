@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trimtab.base.errors import DataError
+from trimtab.base.suggestions import did_you_mean
 from trimtab.config.reward_model import PairData
 from trimtab.config.sft import SftData
 from trimtab.data.examples import NO_TEMPLATE, ExampleEncoder, completion_problem, messages_problem
 from trimtab.data.files import Row
-from trimtab.data.suggest import did_you_mean
-from trimtab.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trimtab.base.errors import DataError
+from trimtab.base.suggestions import did_you_mean
 from trimtab.config.schema import Data
 from trimtab.data.encode import PromptEncoder, Tools
 from trimtab.data.files import Row
 from trimtab.data.prompt import Prompt
-from trimtab.data.suggest import did_you_mean
 from trimtab.data.trial import LONGEST_TEXT, try_template
-from trimtab.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

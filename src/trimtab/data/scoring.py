@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trimtab.base.errors import DataError
 from trimtab.data.gym import score_reasoning_gym
 from trimtab.data.tasks import TASKS
-from trimtab.errors import DataError
 
 
 def score_row(completion: str, row: Mapping[str, Any]) -> float:

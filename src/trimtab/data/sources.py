@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.base.errors import DataError
+from trimtab.base.suggestions import did_you_mean, is_local, near_paths
 from trimtab.config.schema import Data
 from trimtab.data.files import READERS, Row, read_rows
 from trimtab.data.gym import load_reasoning_gym
 from trimtab.data.hub import load_folder, load_hub
 from trimtab.data.options import Split
-from trimtab.data.suggest import did_you_mean, is_local, near_paths
 from trimtab.data.tasks import load_task
-from trimtab.errors import DataError
 
 _GENERATORS = {"task": load_task, "reasoning_gym": load_reasoning_gym}
 

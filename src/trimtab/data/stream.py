@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
+from trimtab.base.errors import DataError
 from trimtab.config.schema import Data
 from trimtab.data.encode import PromptEncoder, Tools
 from trimtab.data.files import Row
 from trimtab.data.prompt import Prompt
 from trimtab.data.prompts import all_too_long
-from trimtab.errors import DataError
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from trimtab.base.errors import DataError
+from trimtab.base.suggestions import did_you_mean
 from trimtab.data.files import Row
 from trimtab.data.options import Split, check_options, split_size, whole_number
-from trimtab.data.suggest import did_you_mean
-from trimtab.errors import DataError
 
 TRAIN_SIZE, EVAL_SIZE = 4096, 256
 """Rows generated when `size` and `eval_size` are not set."""

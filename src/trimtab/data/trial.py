@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 
-from trimtab.errors import DataError
+from trimtab.base.errors import DataError
 
 LONGEST_TEXT = 10_000_000
 """Characters of a text that becomes a prompt or an example: several times the longest context there is. More take minutes to

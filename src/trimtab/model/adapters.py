@@ -14,8 +14,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, Problem
 from trimtab.config.schema import Lora
-from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, Problem
 
 
 def has_adapters(model: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from trimtab.errors import ConfigError, Problem
+from trimtab.base.errors import ConfigError, Problem
 
 ROTATION = "apply_rotary_pos_emb"
 

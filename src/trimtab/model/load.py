@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file, logging
 
+from trimtab.base.errors import ModelError
+from trimtab.base.suggestions import is_local
 from trimtab.config.schema import Model
-from trimtab.data.suggest import is_local
-from trimtab.errors import ModelError
 from trimtab.model.adapters import has_adapters, merged_state
 from trimtab.model.context import SERVED_LAYERS
 from trimtab.model.names import inside_run, near_models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trimtab.data.suggest import near_paths
+from trimtab.base.suggestions import near_paths
 
 
 def near_models(path: Path) -> str:

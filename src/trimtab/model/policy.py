@@ -18,9 +18,9 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 
+from trimtab.base.errors import ConfigError, ModelError, Problem
 from trimtab.config.run import Kernels
 from trimtab.config.schema import Model
-from trimtab.errors import ConfigError, ModelError, Problem
 from trimtab.model import liger
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.context import context_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trimtab.errors import ModelError
+from trimtab.base.errors import ModelError
 from trimtab.model.attention import Rules
 from trimtab.model.context import config_of_layer
 from trimtab.model.packed import PackedPlan

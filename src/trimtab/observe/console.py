@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from trimtab.base.streams import outlet
 from trimtab.observe.card import StartCard
 from trimtab.observe.format import MISSING, count, duration, finite, gib, number, percent, scores
 from trimtab.observe.history import History
@@ -24,7 +25,6 @@ from trimtab.observe.notebook import NotebookView, notebook_display
 from trimtab.observe.panel import LivePanel, phase_table, step_line
 from trimtab.observe.signal import SignalWatch
 from trimtab.observe.waiting import Waiting
-from trimtab.streams import outlet
 
 PLAIN_WIDTH = 120
 REFRESHES_A_SECOND = 1

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.errors import ConfigError, DataError
+from trimtab.base.errors import ConfigError, DataError
 from trimtab.observe.format import percent
 from trimtab.observe.history import SHOWN_PHASES
-from trimtab.observe.sinks import read_metrics
+from trimtab.record.sinks import read_metrics
 
 Series = tuple[np.ndarray, np.ndarray]
 """(steps, values), finite only, in step order."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from trimtab.observe.jsonl import finite
+from trimtab.record.jsonl import finite
 
 MISSING = "-"
 BARS = "▁▂▃▄▅▆▇█"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from trimtab.reward.wire import Tally
+from trimtab.workers.messages import Tally
 
 COUNTS = ("requests", "retries", "cache_hits", "scored", "failed")
 """Reported also where they are 0. Every completion is one of the last three."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import trimtab
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.run import Run
-from trimtab.errors import ConfigError, Problem
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
 from trimtab.plan.trials import Tuned

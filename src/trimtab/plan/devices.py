@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from trimtab.errors import ConfigError, Problem
+from trimtab.base.errors import ConfigError, Problem
 
 GIB = 2**30
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.run import Run
-from trimtab.errors import ConfigError, Problem
 from trimtab.plan.cache import applied, recall
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes
@@ -16,7 +16,7 @@ from trimtab.plan.ledger import GIB, MIB, processes_of
 from trimtab.plan.planner import Choice, Plan, make_plan, place_over, within
 from trimtab.plan.rules import page_tokens, workers_for
 from trimtab.plan.shape import Block
-from trimtab.rollout.outside.kinds import VLLM_RANKS
+from trimtab.rollout.external.kinds import VLLM_RANKS
 
 
 def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from trimtab.errors import ModelError
+from trimtab.base.errors import ModelError
 from trimtab.model.context import config_of_layer, context_of
 
 

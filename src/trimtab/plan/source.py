@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
+from trimtab.base.suggestions import is_local
 from trimtab.config.algorithms import resolve
 from trimtab.config.load import AnyConfig, Offline
 from trimtab.config.resolved import eval_max_new_tokens
 from trimtab.config.reward_model import PairLearn, RewardModelConfig
 from trimtab.config.schema import Config
-from trimtab.data.suggest import is_local
-from trimtab.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
 from trimtab.model.context import SERVED_LAYERS
 from trimtab.model.names import near_models
 from trimtab.plan.job import Job

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from trimtab.errors import ConfigError, DivergedError, TrainingError, is_no_space
+from trimtab.base.errors import ConfigError, DivergedError, TrainingError, is_no_space
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.model.memory import is_out_of_memory

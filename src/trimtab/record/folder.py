@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint import CONFIG, clear
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.load import AnyConfig, resolved, resolved_yaml
-from trimtab.errors import ConfigError, Problem
+from trimtab.record.checkpoint import CONFIG, clear
 
 PLAN, FINAL, LOCK = "plan.json", "final", ".lock"
 ENGINE_LOGS = "engines"

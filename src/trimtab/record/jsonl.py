@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import DataError
+from trimtab.base.errors import DataError
 
 
 def finite(value: Any) -> float | int | None:

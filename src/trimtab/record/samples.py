@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.observe.jsonl import dump_line, finite, replace_file
+from trimtab.record.jsonl import dump_line, finite, replace_file
 
 if TYPE_CHECKING:  # trajectory.py needs torch; reading samples must not
     from trimtab.rollout.trajectory import Group, Trajectory

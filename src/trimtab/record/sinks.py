@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.base.errors import ConfigError, DataError, Problem
 from trimtab.config.schema import Observe
-from trimtab.errors import ConfigError, DataError, Problem
-from trimtab.observe.events import EventFile
-from trimtab.observe.jsonl import dump_line, finite, read_jsonl, replace_file
+from trimtab.record.jsonl import dump_line, finite, read_jsonl, replace_file
+from trimtab.record.tensorboard import EventFile
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb-id.txt"

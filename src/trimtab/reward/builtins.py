@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from trimtab.errors import RewardError
+from trimtab.base.errors import RewardError
 from trimtab.reward.judge.reward import judge
 from trimtab.reward.text import text_of
 

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import RewardError
-from trimtab.reward.crew import LOAD_ATTEMPTS, LOAD_TIMEOUT_S, Reply
+from trimtab.base.errors import RewardError
 from trimtab.reward.pool import Request, import_path
-from trimtab.reward.process import SLICE_S, Stopped, Worker
-from trimtab.reward.source import Source
-from trimtab.reward.wire import Answer, Cell, Failure, Tally
+from trimtab.workers.messages import Answer, Cell, Failure, Tally
+from trimtab.workers.pool import LOAD_ATTEMPTS, LOAD_TIMEOUT_S, Reply
+from trimtab.workers.process import SLICE_S, Stopped, Worker
+from trimtab.workers.user_code import Source
 
 PROCESS = "trimtab.reward.judge.process"
 SILENCE_S = 30.0

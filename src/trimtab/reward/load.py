@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import RewardError
-from trimtab.reward.source import REWARD, Source, import_object, locate_object, nearest
+from trimtab.base.errors import RewardError
+from trimtab.workers.user_code import REWARD, Source, import_object, locate_object, nearest
 
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments that every call offers, besides the row's columns."""

@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from trimtab.base.errors import DataError, ModelError, RewardError
 from trimtab.config.sft import SftData
 from trimtab.data.examples import ExampleEncoder
 from trimtab.data.trial import try_template
-from trimtab.errors import DataError, ModelError, RewardError
 from trimtab.model.attention import ATTENTION_NAME
 from trimtab.model.context import context_of
 from trimtab.model.load import find_source
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.packed import PackedPlan
-from trimtab.reward.crew import Reply
 from trimtab.reward.pool import Request
-from trimtab.reward.wire import Cell, Failure
+from trimtab.workers.messages import Cell, Failure
+from trimtab.workers.pool import Reply
 
 MODEL = "model:"
 TOKENS = 8192

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import RewardError
-from trimtab.reward.crew import Crew, Job, Reply
-from trimtab.reward.source import Source
+from trimtab.base.errors import RewardError
+from trimtab.workers.pool import Crew, Job, Reply
+from trimtab.workers.user_code import Source
 
 PRELOAD = {"task": "reasoning_gym"}
 """Slow imports of built-ins. Where the trainer has made them a worker makes them at its start, not under a deadline."""

@@ -27,15 +27,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trimtab.errors import RewardError
-from trimtab.reward.crew import Reply
+from trimtab.base.errors import RewardError
 from trimtab.reward.lane import Lane
 from trimtab.reward.load import GIVEN, PLAYED, locate
 from trimtab.reward.pool import Pool, Request
-from trimtab.reward.process import SLICE_S
-from trimtab.reward.source import nearest
-from trimtab.reward.wire import Cell, Failure, Tally
 from trimtab.reward.worker import checked_entry
+from trimtab.workers.messages import Cell, Failure, Tally
+from trimtab.workers.pool import Reply
+from trimtab.workers.process import SLICE_S
+from trimtab.workers.user_code import nearest
 
 if TYPE_CHECKING:
     from trimtab.config.schema import RewardPart

@@ -23,11 +23,11 @@ import socket
 import sys
 from typing import Any
 
-from trimtab.errors import RewardError
+from trimtab.base.errors import RewardError
+from trimtab.base.streams import outlet
 from trimtab.reward.load import Function, load
-from trimtab.reward.source import told, user_traceback
-from trimtab.reward.wire import Cell, Failure, receive, send
-from trimtab.streams import outlet
+from trimtab.workers.messages import Cell, Failure, receive, send
+from trimtab.workers.user_code import told, user_traceback
 
 
 def set_up(channel_fd: int, trace_fd: int) -> socket.socket:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from trimtab.base.errors import EngineError
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
-from trimtab.errors import EngineError
 from trimtab.rollout.stops import decode_all
 from trimtab.rollout.trajectory import Group, Trajectory
 

@@ -13,23 +13,23 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 import torch
 
-from trimtab.checkpoint import CONFIG, RunState, load_state, newest_checkpoint, reading
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.learn import Learn
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
 from trimtab.config.run import Kernels, Run
 from trimtab.config.schema import Model, Observe
 from trimtab.data.files import mark_of
-from trimtab.errors import ConfigError, Problem
-from trimtab.folder import changes
 from trimtab.model import liger
 from trimtab.model.adapters import add_adapters, load_adapters
 from trimtab.model.load import load_config, load_model, resolve_dtype
 from trimtab.model.policy import Policy
 from trimtab.observe.console import Console
 from trimtab.plan.planner import Plan
-from trimtab.plan.probe import corrected, probe
+from trimtab.record.checkpoint import CONFIG, RunState, load_state, newest_checkpoint, reading
+from trimtab.record.folder import changes
 from trimtab.rollout.engine import Engine
+from trimtab.run.calibrate import corrected, probe
 from trimtab.update.updater import Updater
 
 GIB = 2**30

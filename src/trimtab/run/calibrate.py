@@ -17,7 +17,7 @@ from trimtab.plan.activations import Row, update_peak
 from trimtab.plan.job import COUNTED, Correction, Job
 from trimtab.plan.ledger import update_path
 from trimtab.plan.planner import Choice, Plan, make_plan, recompute_when_wider
-from trimtab.plan.tuner import longest_samples, settle
+from trimtab.run.tuner import longest_samples, settle
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.updater import Updater
 

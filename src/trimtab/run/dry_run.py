@@ -8,8 +8,8 @@ from typing import IO, Any
 from trimtab.config.load import resolved_yaml
 from trimtab.config.schema import Config
 from trimtab.model.load import declared_stops
-from trimtab.session import check
-from trimtab.work import Inputs
+from trimtab.run.inputs import Inputs
+from trimtab.run.session import check
 
 
 def dry_run(config: Config, inputs: Inputs, file: IO[str], *, resume: bool = False) -> dict[str, Any]:

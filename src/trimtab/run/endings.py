@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trimtab.checkpoint import CONFIG, RunState, folder_is_gone, newest_checkpoint, put_in_place
+from trimtab.base.errors import TrainingError, TrimtabError
 from trimtab.config.load import AnyConfig
-from trimtab.errors import TrainingError, TrimtabError
-from trimtab.folder import FINAL
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
@@ -20,13 +18,15 @@ from trimtab.observe.doctor.examine import examine
 from trimtab.observe.doctor.record import read_record
 from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
-from trimtab.observe.sinks import Sinks
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor, Move
 from trimtab.plan.watch import PlanWatch
+from trimtab.record.checkpoint import CONFIG, RunState, folder_is_gone, newest_checkpoint, put_in_place
+from trimtab.record.folder import FINAL
+from trimtab.record.sinks import Sinks
+from trimtab.run.inputs import Callback
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater, UpdateStats
-from trimtab.work import Callback
 
 MAX_SKIPPED_IN_A_ROW = 5
 MOST_FINDINGS_NAMED = 3

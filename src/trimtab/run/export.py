@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from trimtab.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoints, load_state, put_in_place, reading
+from trimtab.base.errors import ConfigError, Problem, is_no_space
 from trimtab.config.load import load_any
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config, Model
 from trimtab.config.sft import SftConfig
-from trimtab.errors import ConfigError, Problem, is_no_space
-from trimtab.folder import FINAL
 from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
 from trimtab.observe.doctor.record import run_of_checkpoint
+from trimtab.record.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoints, load_state, put_in_place, reading
+from trimtab.record.folder import FINAL
 
 
 def find_checkpoint(run: Path, which: str) -> Path:

@@ -7,23 +7,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.base.errors import ConfigError, DataError, ModelError, Problem
+from trimtab.base.suggestions import did_you_mean
 from trimtab.config.schema import Config
 from trimtab.data.encode import PromptEncoder, Tools, templated
 from trimtab.data.prompt import Prompt
 from trimtab.data.prompts import all_too_long, build_prompts, validate_rows
 from trimtab.data.sources import eval_rows, train_rows
-from trimtab.data.suggest import did_you_mean
 from trimtab.data.view import View, endless_turns, view
-from trimtab.environment.hosts import Hosts, locate_environment
-from trimtab.environment.replies import ReplyEncoder, refuse_hidden_tools
-from trimtab.errors import ConfigError, DataError, ModelError, Problem
 from trimtab.model.context import context_of
 from trimtab.model.load import load_config, load_tokenizer, written_words
 from trimtab.observe.task_names import MOST_TASKS
 from trimtab.observe.tasks import Tasks
-from trimtab.plan.here import pick_reward_workers
 from trimtab.reward.load import PLAYED, locate
 from trimtab.reward.scorer import Scorer
+from trimtab.rollout.conversations.hosts import Hosts, locate_environment
+from trimtab.rollout.conversations.replies import ReplyEncoder, refuse_hidden_tools
+from trimtab.run.machine import pick_reward_workers
 
 MEASURED_CHARACTERS = 8_000_000
 """A training set up to this size is tokenised once at the start, a few seconds, so that sizes come from its real lengths."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trimtab.checkpoint import CONFIG, RunState, checkpoints, newest_checkpoint, write_state
-from trimtab.endings import Stepping, account, refuse_without_folder
-from trimtab.errors import DivergedError
-from trimtab.stopping import hold_stops, raise_waiting
+from trimtab.base.errors import DivergedError
+from trimtab.base.signals import hold_stops, raise_waiting
+from trimtab.record.checkpoint import CONFIG, RunState, checkpoints, newest_checkpoint, write_state
+from trimtab.run.endings import Stepping, account, refuse_without_folder
 from trimtab.update.optimizer import MasterAdamW
 
 

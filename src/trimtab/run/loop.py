@@ -15,26 +15,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.checkpoint import RunState, save_checkpoint
+from trimtab.base.errors import DivergedError
+from trimtab.base.signals import newly_waiting
 from trimtab.config.algorithms import GROUP_ADVANTAGES
 from trimtab.data.prompt import Prompt
-from trimtab.endings import export, is_due, look_back, note_outcome
-from trimtab.errors import DivergedError
-from trimtab.evaluation import measure, success_threshold
-from trimtab.keeping import Keeper, keeping
 from trimtab.learn.kl import kl_controller
 from trimtab.learn.parts import Part
 from trimtab.observe.conversations import conversation_metrics
 from trimtab.observe.judges import gather, judge_metrics
 from trimtab.observe.metrics import reward_metrics, rollout_metrics, update_metrics, value_metrics
-from trimtab.observe.samples import write_samples
 from trimtab.observe.tasks import task_kl, task_metrics
+from trimtab.record.checkpoint import RunState, save_checkpoint
+from trimtab.record.samples import write_samples
 from trimtab.reward.scorer import check_failures
-from trimtab.reward.wire import Tally
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.trajectory import Group
-from trimtab.session import Session
-from trimtab.stopping import newly_waiting
+from trimtab.run.endings import export, is_due, look_back, note_outcome
+from trimtab.run.evaluation import measure, success_threshold
+from trimtab.run.keeping import Keeper, keeping
+from trimtab.run.session import Session
 from trimtab.update.batch import Sample
 from trimtab.update.critic import critic_files
 from trimtab.update.objective import (
@@ -48,6 +47,7 @@ from trimtab.update.objective import (
 )
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import UpdateStats
+from trimtab.workers.messages import Tally
 
 
 def train(run: Session) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from typing import TypeVar, TypeVarTuple
 import psutil
 import torch
 
+from trimtab.base.errors import ConfigError, MemoryExhausted, Problem
 from trimtab.config.run import Run
-from trimtab.errors import ConfigError, MemoryExhausted, Problem
 from trimtab.model.memory import Shortage, attempt, free, host_memory
 from trimtab.plan.devices import Device, nearest
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import CONTEXT
 from trimtab.plan.rules import workers_for
-from trimtab.rollout.outside.find import engines_here
+from trimtab.rollout.external.find import engines_here
 
 
 def pick_device(run: Run) -> torch.device:

@@ -17,7 +17,39 @@ from typing import IO, Any, Protocol
 
 import torch
 
-from trimtab.build import (
+from trimtab.base.errors import ConfigError, Problem, TrimtabError
+from trimtab.base.signals import take_signals
+from trimtab.config.algorithms import resolve
+from trimtab.config.learn import Learn
+from trimtab.config.load import Offline, resolved_yaml
+from trimtab.config.reward_model import PairLearn
+from trimtab.config.run import Run as RunKeys
+from trimtab.config.sft import SftLearn
+from trimtab.data.examples import Checking, ExampleSet, measure_examples, validate_examples
+from trimtab.data.sources import eval_rows, train_rows
+from trimtab.data.stream import Stream
+from trimtab.data.view import View, view_example
+from trimtab.model.adapters import refuse_unknown_targets
+from trimtab.model.context import context_of
+from trimtab.model.load import declared_stops, load_config, load_tokenizer, refuse_without_weights, stop_token_ids
+from trimtab.model.policy import Policy, refuse_other_layers
+from trimtab.observe.card import StartCard
+from trimtab.observe.console import Console
+from trimtab.observe.host import HostWatch
+from trimtab.observe.meters import MemoryMeter
+from trimtab.observe.timeline import Timeline
+from trimtab.plan.governor import Governor
+from trimtab.plan.job import Job
+from trimtab.plan.planner import Plan
+from trimtab.plan.refusal import planned
+from trimtab.plan.report import as_dict
+from trimtab.plan.shape import shape_of_model
+from trimtab.plan.watch import PlanWatch
+from trimtab.record.checkpoint import RunState, load_optimizer, prune, reading, save_checkpoint
+from trimtab.record.folder import begin, claim, find_folder, refuse_existing
+from trimtab.record.sinks import Sinks
+from trimtab.rollout.no_rollout import NoRollout
+from trimtab.run.build import (
     calibrated,
     card_facts,
     is_automatic,
@@ -31,47 +63,15 @@ from trimtab.build import (
     take_up,
     use_planned_kernels,
 )
-from trimtab.checkpoint import RunState, load_optimizer, prune, reading, save_checkpoint
-from trimtab.config.algorithms import resolve
-from trimtab.config.learn import Learn
-from trimtab.config.load import Offline, resolved_yaml
-from trimtab.config.reward_model import PairLearn
-from trimtab.config.run import Run as RunKeys
-from trimtab.config.sft import SftLearn
-from trimtab.data.examples import Checking, ExampleSet, measure_examples, validate_examples
-from trimtab.data.sources import eval_rows, train_rows
-from trimtab.data.stream import Stream
-from trimtab.data.view import View, view_example
-from trimtab.endings import is_due, look_back, note_outcome, where_it_stands
-from trimtab.errors import ConfigError, Problem, TrimtabError
-from trimtab.folder import begin, claim, find_folder, refuse_existing
-from trimtab.keeping import Keeper, keeping
-from trimtab.model.adapters import refuse_unknown_targets
-from trimtab.model.context import context_of
-from trimtab.model.load import declared_stops, load_config, load_tokenizer, refuse_without_weights, stop_token_ids
-from trimtab.model.policy import Policy, refuse_other_layers
-from trimtab.observe.card import StartCard
-from trimtab.observe.console import Console
-from trimtab.observe.host import HostWatch
-from trimtab.observe.meters import MemoryMeter
-from trimtab.observe.sinks import Sinks
-from trimtab.observe.timeline import Timeline
-from trimtab.plan.governor import Governor
-from trimtab.plan.here import load_within, machine_here, memory_limit, pick_device
-from trimtab.plan.job import Job
-from trimtab.plan.planner import Plan
-from trimtab.plan.refusal import planned
-from trimtab.plan.report import as_dict
-from trimtab.plan.shape import shape_of_model
-from trimtab.plan.watch import PlanWatch
-from trimtab.recovery import open_guard
-from trimtab.rollout.none import NoRollout
-from trimtab.stopping import take_signals
+from trimtab.run.endings import is_due, look_back, note_outcome, where_it_stands
+from trimtab.run.inputs import Callback, Inputs, given_rows
+from trimtab.run.keeping import Keeper, keeping
+from trimtab.run.machine import load_within, machine_here, memory_limit, pick_device
+from trimtab.run.recovery import open_guard
 from trimtab.update.batch import Sample
 from trimtab.update.guard import Guard
 from trimtab.update.optimizer import learning_rate
 from trimtab.update.updater import Updater, UpdateStats
-from trimtab.work import Callback, Inputs, given_rows
 
 CHARACTERS = 200_000_000
 """A training set up to this size is tokenised once at the start, a minute or two; of a larger one the longest texts are."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.run import Run, parse_bytes
 from trimtab.config.schema import Config
-from trimtab.errors import ConfigError, Problem
 from trimtab.plan.devices import find_device, of_size
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import GIB
@@ -135,7 +135,7 @@ def _machine(asked: Asked, memory: int | None, run: Run) -> tuple[Machine, list[
 def _here(devices: int, host: int | None, cpu: bool = False) -> tuple[Machine, list[str]]:
     import torch
 
-    from trimtab.plan.here import machine_here
+    from trimtab.run.machine import machine_here
 
     machine = machine_here(torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu"))
     if machine.cpu and devices > 1:

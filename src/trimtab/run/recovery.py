@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from trimtab.checkpoint import RunState
 from trimtab.observe.console import Console
 from trimtab.observe.timeline import Timeline
+from trimtab.record.checkpoint import RunState
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.none import NoRollout
+from trimtab.rollout.no_rollout import NoRollout
 from trimtab.update.critic import Critic
 from trimtab.update.guard import Guard, Recovery
 from trimtab.update.updater import Updater

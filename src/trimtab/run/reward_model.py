@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from trimtab.build import make_updater
-from trimtab.checkpoint import load_part, put_in_place
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.learn import Learn
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.run import Run as RunKeys
 from trimtab.data.pairs import Pair, PairEncoder
-from trimtab.errors import ConfigError, Problem
-from trimtab.folder import FINAL
 from trimtab.learn.preferences import preference_loss
 from trimtab.model.adapters import has_adapters, merged_state, save_adapters
 from trimtab.model.load import load_config
 from trimtab.model.policy import Policy
-from trimtab.offline import Run, run_offline
+from trimtab.record.checkpoint import load_part, put_in_place
+from trimtab.record.folder import FINAL
+from trimtab.run.build import make_updater
+from trimtab.run.offline import Run, run_offline
 from trimtab.update.batch import Sample
 from trimtab.update.scores import Answer, Scores, to_samples
 from trimtab.update.updater import Updater, UpdateStats

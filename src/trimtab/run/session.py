@@ -14,30 +14,12 @@ from typing import IO, Any
 
 import torch
 
-from trimtab.build import (
-    calibrated,
-    card_facts,
-    is_automatic,
-    known,
-    load_policy,
-    make_updater,
-    refuse_kernels,
-    refuse_missing_wandb,
-    spare_the_collector,
-    take_up,
-    use_planned_kernels,
-)
-from trimtab.checkpoint import RunState, load_optimizer, load_part, prune, reading
+from trimtab.base.errors import ConfigError, EngineError, Problem
 from trimtab.config.resolved import eval_in_words, eval_max_new_tokens, resolve_config
 from trimtab.config.run import Run
 from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
-from trimtab.environment.episodes import Episodes
-from trimtab.environment.hosts import Hosts
-from trimtab.environment.replies import ReplyEncoder
-from trimtab.errors import ConfigError, EngineError, Problem
-from trimtab.folder import ENGINE_LOGS, begin, claim, find_folder, refuse_existing
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.load import (
     load_config,
@@ -52,11 +34,9 @@ from trimtab.observe.card import StartCard, rollout_batch
 from trimtab.observe.console import Console
 from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
-from trimtab.observe.sinks import Sinks
 from trimtab.observe.tasks import Tasks
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor
-from trimtab.plan.here import load_within, machine_here, memory_limit, pick_device
 from trimtab.plan.job import Job
 from trimtab.plan.planner import Choice, Plan
 from trimtab.plan.refusal import plan_here, planned
@@ -64,17 +44,32 @@ from trimtab.plan.report import as_dict
 from trimtab.plan.shape import ModelShape, shape_of_model
 from trimtab.plan.source import shape_of
 from trimtab.plan.watch import PlanWatch
-from trimtab.recovery import open_critic_guard, open_guard
+from trimtab.record.checkpoint import RunState, load_optimizer, load_part, prune, reading
+from trimtab.record.folder import ENGINE_LOGS, begin, claim, find_folder, refuse_existing
+from trimtab.record.sinks import Sinks
 from trimtab.reward.scorer import Scorer
+from trimtab.rollout.conversations.episodes import Episodes
+from trimtab.rollout.conversations.hosts import Hosts
+from trimtab.rollout.conversations.replies import ReplyEncoder
 from trimtab.rollout.engine import Engine, Sampler
+from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.find import interpreter, refuse_without_engine
+from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.rollout.outside.engine import OutsideEngine
-from trimtab.rollout.outside.find import interpreter, refuse_without_engine
-from trimtab.rollout.outside.kinds import KINDS
-from trimtab.update.critic import Critic, restore_critic
-from trimtab.update.guard import Guard
-from trimtab.update.updater import Updater
-from trimtab.work import (
+from trimtab.run.build import (
+    calibrated,
+    card_facts,
+    is_automatic,
+    known,
+    load_policy,
+    make_updater,
+    refuse_kernels,
+    refuse_missing_wandb,
+    spare_the_collector,
+    take_up,
+    use_planned_kernels,
+)
+from trimtab.run.inputs import (
     Callback,
     EvalSet,
     Inputs,
@@ -90,6 +85,11 @@ from trimtab.work import (
     reward_models,
     with_found_rewards,
 )
+from trimtab.run.machine import load_within, machine_here, memory_limit, pick_device
+from trimtab.run.recovery import open_critic_guard, open_guard
+from trimtab.update.critic import Critic, restore_critic
+from trimtab.update.guard import Guard
+from trimtab.update.updater import Updater
 
 
 @dataclass

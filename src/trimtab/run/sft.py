@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from trimtab.build import make_updater
 from trimtab.config.learn import Learn
 from trimtab.config.run import Run as RunKeys
 from trimtab.config.sft import SftConfig
 from trimtab.data.examples import Example, ExampleEncoder
-from trimtab.endings import export
 from trimtab.model.policy import Policy
-from trimtab.offline import Run, run_offline
+from trimtab.run.build import make_updater
+from trimtab.run.endings import export
+from trimtab.run.offline import Run, run_offline
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater, UpdateStats
 

@@ -15,9 +15,9 @@ from trimtab.observe.waiting import waiting
 from trimtab.plan.cache import applied, keep, prepare
 from trimtab.plan.planner import make_plan
 from trimtab.plan.trials import Trial
-from trimtab.plan.tuner import tune
-from trimtab.session import assemble, check
-from trimtab.work import Inputs
+from trimtab.run.inputs import Inputs
+from trimtab.run.session import assemble, check
+from trimtab.run.tuner import tune
 
 
 def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.learn import Learn
-from trimtab.errors import ConfigError, Problem
 from trimtab.learn.values import value_loss
 from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Policy

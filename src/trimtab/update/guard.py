@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trimtab.errors import MemoryExhausted
+from trimtab.base.errors import MemoryExhausted
 from trimtab.model.memory import Shortage, attempt, free, host_memory
 from trimtab.model.policy import AnyPolicy
 from trimtab.rollout.engine import Engine

@@ -1,4 +1,4 @@
-"""The guardians of a process that a trainer starts: `python -m trimtab.guardian TRAINER_PID OOM_SCORE MODULE
+"""The guardians of a process that a trainer starts: `python -m trimtab.workers.guardian TRAINER_PID OOM_SCORE MODULE
 ARGUMENT...`.
 
     trainer ── guardian ── guardian ── MODULE.main(ARGUMENT...) ── whatever that starts

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
-from trimtab.errors import cut
+from trimtab.base.errors import cut
 
 T = TypeVar("T")
 HEADER = struct.Struct("!Q")

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
-from trimtab.errors import TrimtabError
-from trimtab.reward.process import Stopped, Worker
-from trimtab.reward.wire import Failure, Tally
+from trimtab.base.errors import TrimtabError
+from trimtab.workers.messages import Failure, Tally
+from trimtab.workers.process import Stopped, Worker
 
 LOAD_TIMEOUT_S = 300.0
 """For the imports of the user's code; it may load a model of its own."""

@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from trimtab.processes import how_it_ended, kill_all, start
-from trimtab.reward.wire import Failure, receive, send
+from trimtab.workers.messages import Failure, receive, send
+from trimtab.workers.spawn import how_it_ended, kill_all, start
 
 SLICE_S = 0.1
 """How often a waiting thread looks at the deadline, at the worker's life and at `close`."""
@@ -111,7 +111,7 @@ class Worker:
 
     def _stack(self) -> str:
         text = os.pread(self._trace.fileno(), 1 << 16, 0).decode(errors="replace")
-        ours = ("/reward/worker.py", "/reward/load.py", "/environment/", "/guardian.py")
+        ours = ("/reward/worker.py", "/reward/load.py", "/rollout/conversations/", "/workers/guardian.py")
         names = (*(f"trimtab{name}" for name in ours), "<frozen runpy>")
         return "\n".join(line for line in text.splitlines() if not any(name in line for name in names)).strip()
 

@@ -35,7 +35,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a process that calls `main` of a module with the arguments, as text. What is returned is its first guardian, which
     ends when it does and in the same way."""
-    command = [*python, "-m", "trimtab.guardian", *map(str, (os.getpid(), oom_score, module, *arguments))]
+    command = [*python, "-m", "trimtab.workers.guardian", *map(str, (os.getpid(), oom_score, module, *arguments))]
     return subprocess.Popen(
         command, pass_fds=fds, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
     )

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from trimtab.data.suggest import did_you_mean
-from trimtab.errors import RewardError, TrimtabError, cut
+from trimtab.base.errors import RewardError, TrimtabError, cut
+from trimtab.base.suggestions import did_you_mean
 
 LONGEST_LINE = 500
 """Characters of an error in one line."""
@@ -198,7 +198,7 @@ def told(error: BaseException) -> str:
 def user_traceback(error: BaseException) -> str:
     """The traceback from the first frame that is the user's."""
     package = os.path.dirname(os.path.dirname(__file__))
-    ours = (os.path.join(package, "reward") + os.sep, os.path.join(package, "environment") + os.sep)
+    ours = tuple(os.path.join(package, *room, "") for room in (["reward"], ["workers"], ["rollout", "conversations"]))
     frame = error.__traceback__
     while frame is not None and (
         frame.tb_frame.f_code.co_filename.startswith((*ours, "<frozen importlib", os.path.dirname(importlib.__file__)))

@@ -16,9 +16,9 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine
+from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.rollout.outside.engine import OutsideEngine
-from trimtab.rollout.outside.kinds import KINDS
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 """vLLM's CPU attention wants heads of at least 32 numbers, SGLang's adapters on a CPU layers of 64."""

@@ -12,10 +12,10 @@ from tests.rollout.contract.test_contract import ask, collect, flat, prompts, to
 from trimtab.config.schema import Lora
 from trimtab.model.adapters import add_adapters
 from trimtab.model.policy import Policy
-from trimtab.rollout.outside.agreement import trainer_logprobs
-from trimtab.rollout.outside.weights import SharedWeights, named_weights
+from trimtab.rollout.external.agreement import trainer_logprobs
+from trimtab.rollout.external.vllm.core import lora_room
+from trimtab.rollout.external.weights import SharedWeights, named_weights
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.rollout.vllm.core import lora_room
 
 
 def adapted(rank: int = 4, dtype: torch.dtype = torch.float32) -> Policy:

@@ -21,10 +21,10 @@ from tests.rollout.contract.engines import (
     vllm_python,
 )
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
-from trimtab.errors import EngineError
+from trimtab.base.errors import EngineError
 from trimtab.model.policy import Policy
-from trimtab.rollout.outside.reading import Reader
-from trimtab.rollout.outside.weights import SharedWeights, named_weights
+from trimtab.rollout.external.reading import Reader
+from trimtab.rollout.external.weights import SharedWeights, named_weights
 
 needs_vllm = pytest.mark.skipif(vllm_python() is None, reason=NO_VLLM)
 

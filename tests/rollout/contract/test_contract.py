@@ -13,9 +13,9 @@ import torch
 from tiny import VOCABULARY, tiny_tokenizer
 
 from tests.rollout.contract.engines import DEVICE, LONGEST, OUTSIDE, STOP, make_engine, small_model, small_policy
+from trimtab.base.errors import EngineError
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
-from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine, Request
 from trimtab.rollout.trajectory import Group, Trajectory

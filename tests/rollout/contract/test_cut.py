@@ -12,7 +12,7 @@ from tests.rollout.contract.test_adapters import adapted, change
 from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
 from tests.running import guarded
 from trimtab.model.policy import Policy
-from trimtab.rollout.outside.engine import OutsideEngine
+from trimtab.rollout.external.engine import OutsideEngine
 
 pytestmark = [
     pytest.mark.skipif(PYTHONS["vllm"]() is None, reason=NO_VLLM),

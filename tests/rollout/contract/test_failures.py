@@ -16,14 +16,14 @@ from tiny import tiny_tokenizer
 from tests.rollout.contract.engines import OUTSIDE, make_engine, small_model, small_policy
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from tests.running import guarded, left
-from trimtab.errors import EngineError
+from trimtab.base.errors import EngineError
 from trimtab.model.policy import Policy
-from trimtab.rollout.outside import engine as engines
-from trimtab.rollout.outside import members
-from trimtab.rollout.outside.engine import OutsideEngine
-from trimtab.rollout.outside.kinds import VLLM
-from trimtab.rollout.outside.messages import Done, Generate, Ready, Settled, Sleep
-from trimtab.rollout.outside.process import EngineLost, EngineProcess
+from trimtab.rollout.external import engine as engines
+from trimtab.rollout.external import members
+from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.kinds import VLLM
+from trimtab.rollout.external.messages import Done, Generate, Ready, Settled, Sleep
+from trimtab.rollout.external.process import EngineLost, EngineProcess
 
 BROKEN = """#!/bin/sh
 echo "a library is missing" >&2
@@ -89,7 +89,7 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: 
 
 IDLE = """
 import sys, time
-from trimtab.rollout.outside.process import EngineProcess
+from trimtab.rollout.external.process import EngineProcess
 print(EngineProcess('vllm', sys.executable, {}).pid, flush=True)
 time.sleep(600)
 """

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.environment.calculator import DIGITS, calculator
+from trimtab.rollout.conversations.calculator import DIGITS, calculator
 
 
 @pytest.mark.parametrize(

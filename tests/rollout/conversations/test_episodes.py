@@ -16,17 +16,17 @@ from tiny import tiny_model, tiny_tokenizer
 from trimtab.config.learn import Sampling
 from trimtab.config.schema import Environment
 from trimtab.data.prompt import Prompt
-from trimtab.environment.episodes import Episodes
-from trimtab.environment.hosts import Answer, Hosts, Seat
-from trimtab.environment.observation import Observation
-from trimtab.environment.replies import ReplyEncoder
-from trimtab.environment.wire import Loaded, Opened, Said
 from trimtab.model.policy import Policy
-from trimtab.reward.wire import Failure
+from trimtab.rollout.conversations.episodes import Episodes
+from trimtab.rollout.conversations.hosts import Answer, Hosts, Seat
+from trimtab.rollout.conversations.observation import Observation
+from trimtab.rollout.conversations.replies import ReplyEncoder
+from trimtab.rollout.conversations.wire import Loaded, Opened, Said
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.sampler import stream_key, uniforms
 from trimtab.rollout.trajectory import Group, Trajectory
+from trimtab.workers.messages import Failure
 
 HERE = Path(__file__).parent
 TOKENIZER = tiny_tokenizer()

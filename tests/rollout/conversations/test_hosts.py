@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from tests.running import runs, wait_for
+from trimtab.base.errors import EnvError
 from trimtab.config.schema import Environment
-from trimtab.environment.hosts import Hosts
-from trimtab.environment.wire import Opened, Said
-from trimtab.errors import EnvError
-from trimtab.reward.wire import Failure
+from trimtab.rollout.conversations.hosts import Hosts
+from trimtab.rollout.conversations.wire import Opened, Said
+from trimtab.workers.messages import Failure
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,7 @@ def hosts() -> Iterator[Callable[..., Hosts]]:
     left = [
         p
         for p in psutil.process_iter(["cmdline"])
-        if {"trimtab.environment.worker", mine} <= set(p.info["cmdline"] or [])
+        if {"trimtab.rollout.conversations.worker", mine} <= set(p.info["cmdline"] or [])
     ]
     _, alive = psutil.wait_procs(left, timeout=30)
     assert not alive
@@ -176,7 +176,7 @@ def test_failures_have_a_kind_and_a_reason(hosts, fn: str, text: str, kind: str,
     assert words in str(failure)
     if kind == "raised":
         assert "worlds.py" in failure.detail
-        assert "trimtab/environment/worker.py" not in failure.detail
+        assert "trimtab/rollout/conversations/worker.py" not in failure.detail
 
 
 def test_numpy_is_seeded_where_an_environment_imports_it_in_a_call(hosts) -> None:
@@ -231,7 +231,7 @@ def test_the_end_of_a_run_waits_for_conversations_to_be_closed(hosts, tmp_path: 
 
 
 def test_the_end_of_a_run_does_not_wait_for_a_conversation_that_hangs(hosts, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("trimtab.environment.hosts.PATIENCE_S", 0.2)
+    monkeypatch.setattr("trimtab.rollout.conversations.hosts.PATIENCE_S", 0.2)
     host = hosts("Slow", workers=1, timeout_s=1000.0)
     seat = host.seat()
     host.reset("a", seat, 0, {"hang": 1})

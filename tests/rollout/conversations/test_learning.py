@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
-from tests.environment.worlds import Echo
-from trimtab.observe.sinks import read_metrics
+from tests.rollout.conversations.worlds import Echo
+from trimtab.record.sinks import read_metrics
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "calculator"
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(5)]
 
 

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
-from trimtab.environment.observation import MEASURED, Observation, Refused, checked_observation, checked_opening
 from trimtab.observe.conversations import conversation_metrics
+from trimtab.rollout.conversations.observation import (
+    MEASURED,
+    Observation,
+    Refused,
+    checked_observation,
+    checked_opening,
+)
 from trimtab.rollout.trajectory import Group, Played, Trajectory
 
 

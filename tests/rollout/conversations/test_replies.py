@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.environment.templates import ALTERNATES, DEAF, LLAMA2, QWEN, THINKS, chat_tokenizer
-from trimtab.environment.replies import ReplyEncoder, refuse_hidden_tools
-from trimtab.errors import EnvError
+from tests.rollout.conversations.templates import ALTERNATES, DEAF, LLAMA2, QWEN, THINKS, chat_tokenizer
+from trimtab.base.errors import EnvError
+from trimtab.rollout.conversations.replies import ReplyEncoder, refuse_hidden_tools
 
 SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"properties": {}}}}
 

@@ -10,15 +10,15 @@ import pytest
 from tiny import tiny_model
 
 import trimtab
-from tests.environment.templates import DEAF, QWEN, chat_tokenizer
-from tests.environment.worlds import Echo, add
+from tests.rollout.conversations.templates import DEAF, QWEN, chat_tokenizer
+from tests.rollout.conversations.worlds import Echo, add
+from trimtab.base.errors import ConfigError, DataError, EnvError, TrimtabError
 from trimtab.config.load import config_from_dict, load_config
-from trimtab.dry_run import dry_run
-from trimtab.errors import ConfigError, DataError, EnvError, TrimtabError
 from trimtab.model.load import save_model
-from trimtab.observe.jsonl import read_jsonl
-from trimtab.observe.sinks import read_metrics
-from trimtab.work import Inputs
+from trimtab.record.jsonl import read_jsonl
+from trimtab.record.sinks import read_metrics
+from trimtab.run.dry_run import dry_run
+from trimtab.run.inputs import Inputs
 
 HERE = Path(__file__).parent
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
@@ -205,7 +205,7 @@ def test_dry_run_names_files_by_their_whole_path(chat_folder, tmp_path) -> None:
 def test_what_cannot_work_is_refused_before_weights_are_loaded(
     chat_folder, tmp_path, monkeypatch, sections: Any, rows: Any, error: str
 ) -> None:
-    monkeypatch.setattr("trimtab.session.load_policy", None)
+    monkeypatch.setattr("trimtab.run.session.load_policy", None)
     with pytest.raises((EnvError, DataError)) as caught, (tmp_path / "out").open("w") as out:
         dry_run(
             config_from_dict(config(chat_folder, tmp_path, **sections)), Inputs(train_rows=rows, base_dir=HERE), out

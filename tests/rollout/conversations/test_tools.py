@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.environment.observation import checked_observation
-from trimtab.environment.tools import BUILTINS, ToolBox
-from trimtab.environment.wire import TOOL
-from trimtab.errors import EnvError
-from trimtab.reward.source import locate_object
+from trimtab.base.errors import EnvError
+from trimtab.rollout.conversations.observation import checked_observation
+from trimtab.rollout.conversations.tools import BUILTINS, ToolBox
+from trimtab.rollout.conversations.wire import TOOL
+from trimtab.workers.user_code import locate_object
 
 HERE = Path(__file__).parent
 

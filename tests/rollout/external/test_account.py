@@ -10,8 +10,8 @@ import torch
 from tiny import tiny_tokenizer
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.account import Account, stop_strings
-from trimtab.rollout.outside.messages import Beat
+from trimtab.rollout.external.account import Account, stop_strings
+from trimtab.rollout.external.messages import Beat
 
 
 def test_a_call_is_counted_from_its_beginning_and_not_anew_where_it_goes_on() -> None:

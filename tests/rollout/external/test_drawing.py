@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.drawing import KeyedSampler, Row
+from trimtab.rollout.external.drawing import KeyedSampler, Row
+from trimtab.rollout.external.sglang.rows import draw_batch
 from trimtab.rollout.sampler import sample
-from trimtab.rollout.sglang.rows import draw_batch
 
 VOCABULARY = 50
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

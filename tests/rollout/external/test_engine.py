@@ -16,15 +16,15 @@ from tests.rollout.contract.engines import make_engine, small_policy
 from tests.rollout.contract.test_adapters import adapted
 from tests.rollout.contract.test_contract import ask, collect, flat, plain_logprobs, prompts
 from tests.rollout.contract.test_failures import Scripted, done, scripted
+from trimtab.base.errors import EngineError
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
-from trimtab.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Request
-from trimtab.rollout.outside import engine as engines
-from trimtab.rollout.outside import members, weights
-from trimtab.rollout.outside.agreement import lengths
-from trimtab.rollout.outside.messages import (
+from trimtab.rollout.external import engine as engines
+from trimtab.rollout.external import members, weights
+from trimtab.rollout.external.agreement import lengths
+from trimtab.rollout.external.messages import (
     Abort,
     Beat,
     Done,
@@ -36,8 +36,8 @@ from trimtab.rollout.outside.messages import (
     Sleep,
     Unread,
 )
-from trimtab.rollout.outside.process import EngineLost
-from trimtab.rollout.outside.weights import SharedWeights
+from trimtab.rollout.external.process import EngineLost
+from trimtab.rollout.external.weights import SharedWeights
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Trajectory
 
@@ -327,7 +327,7 @@ def test_what_is_tried_goes_beyond_a_window_that_sequences_grow_out_of(
 def test_what_is_tried_is_as_long_as_the_models_window_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, made = small_policy(), list[Computing]()
     policy.config.sliding_window = 20
-    monkeypatch.setattr("tests.rollout.outside.test_engine.small_policy", lambda: policy)
+    monkeypatch.setattr("tests.rollout.external.test_engine.small_policy", lambda: policy)
     engine = computing(monkeypatch, little, made)
     assert isinstance(engine, engines.OutsideEngine)
     assert {len(a.tokens) for order in made[0].sent if isinstance(order, Generate) for a in order.asks} == {40}

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trimtab.base.errors import ConfigError
 from trimtab.config.run import Rollout, Run
-from trimtab.errors import ConfigError
-from trimtab.rollout.outside.find import engines_here, interpreter, refuse_without_engine
+from trimtab.rollout.external.find import engines_here, interpreter, refuse_without_engine
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from trimtab.rollout.outside import ipc
-from trimtab.rollout.outside.ipc import HANDLE_BYTES, NotShared, Opened, export
-from trimtab.rollout.outside.messages import Weight, Weights
-from trimtab.rollout.outside.reading import Reader
+from trimtab.rollout.external import ipc
+from trimtab.rollout.external.ipc import HANDLE_BYTES, NotShared, Opened, export
+from trimtab.rollout.external.messages import Weight, Weights
+from trimtab.rollout.external.reading import Reader
 
 BASE = 1_000_000
 

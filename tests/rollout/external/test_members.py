@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trimtab.rollout.outside import members
-from trimtab.rollout.outside.members import keep_log
+from trimtab.rollout.external import members
+from trimtab.rollout.external.members import keep_log
 
 
 def test_logs_are_numbered_on_and_of_many_the_oldest_goes(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.running import runs
-from trimtab.rollout.outside import process as processes
-from trimtab.rollout.outside import worker
-from trimtab.rollout.outside.messages import Failed
-from trimtab.rollout.outside.process import EngineLost, EngineProcess
+from trimtab.rollout.external import process as processes
+from trimtab.rollout.external import worker
+from trimtab.rollout.external.messages import Failed
+from trimtab.rollout.external.process import EngineLost, EngineProcess
 
 LARGE = bytes(2**24)
 """More than a socket holds."""
@@ -83,7 +83,7 @@ def main(kind, descriptor):
     if kind == "crashes" and link.recv():
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
-stand_in = sys.modules["trimtab.rollout.outside.worker"] = types.ModuleType("stand_in")
+stand_in = sys.modules["trimtab.rollout.external.worker"] = types.ModuleType("stand_in")
 stand_in.main = main
 guardian.main(int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
 """

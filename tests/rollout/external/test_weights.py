@@ -16,10 +16,10 @@ import torch
 from tests.rollout.contract.engines import small_policy
 from tests.rollout.contract.test_failures import scripted
 from trimtab.model.policy import Policy
-from trimtab.rollout.outside import ipc, members, weights
-from trimtab.rollout.outside.messages import Publish, Settled, Unread
-from trimtab.rollout.outside.reading import Reader
-from trimtab.rollout.outside.weights import SharedWeights
+from trimtab.rollout.external import ipc, members, weights
+from trimtab.rollout.external.messages import Publish, Settled, Unread
+from trimtab.rollout.external.reading import Reader
+from trimtab.rollout.external.weights import SharedWeights
 
 ROOT = Path(__file__).parents[3]
 
@@ -102,7 +102,7 @@ def test_another_process_sees_the_weights_where_they_lie() -> None:
 
 SUMS = """
 import json, pickle, sys
-from trimtab.rollout.outside.reading import Reader
+from trimtab.rollout.external.reading import Reader
 reader = Reader()
 for line in sys.stdin:
     reader.take(pickle.loads(bytes.fromhex(line.strip())))

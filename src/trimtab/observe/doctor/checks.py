@@ -10,7 +10,7 @@ from trimtab.observe.doctor.environment import Surroundings, environment_finding
 from trimtab.observe.doctor.finding import LEVELS, Finding, Level
 from trimtab.observe.doctor.machine import Machine
 from trimtab.observe.format import gib, percent
-from trimtab.rollout.outside.kinds import KINDS
+from trimtab.rollout.external.kinds import KINDS
 
 LEAST_CAPABILITY = (8, 0)
 LEAST_DISK_GIB, LOW_DISK_GIB = 2.0, 20.0

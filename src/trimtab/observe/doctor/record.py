@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from trimtab.errors import DataError
+from trimtab.base.errors import DataError
 from trimtab.observe.doctor.shift import Shift, lasting_change
 from trimtab.observe.doctor.trend import Trend, trend
-from trimtab.observe.sinks import METRICS_FILE, read_metrics
+from trimtab.record.sinks import METRICS_FILE, read_metrics
 
 CONFIG, FINAL, CHECKPOINTS = "config.yaml", "final", "checkpoints"
 RECENT = 20

@@ -28,11 +28,11 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import RewardError
+from trimtab.base.errors import RewardError
 from trimtab.reward.judge.cache import ScoreCache
 from trimtab.reward.judge.options import Options
 from trimtab.reward.judge.words import read_score
-from trimtab.reward.wire import Cell, Failure, Kind, Tally
+from trimtab.workers.messages import Cell, Failure, Kind, Tally
 
 if TYPE_CHECKING:
     import httpx2

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import regex
 
-from trimtab.errors import RewardError
+from trimtab.base.errors import RewardError
 from trimtab.reward.judge.words import Template
 
 MAX_CONCURRENCY = 1024

@@ -12,13 +12,13 @@ import socket
 import sys
 from typing import Any
 
-from trimtab.errors import RewardError
+from trimtab.base.errors import RewardError
 from trimtab.reward.judge import reward
 from trimtab.reward.judge.client import Call, current
 from trimtab.reward.load import Function, load
-from trimtab.reward.source import told, user_traceback
-from trimtab.reward.wire import HEADER, Answer, Failure
 from trimtab.reward.worker import checked, set_up
+from trimtab.workers.messages import HEADER, Answer, Failure
+from trimtab.workers.user_code import told, user_traceback
 
 TICK_S = 1.0
 

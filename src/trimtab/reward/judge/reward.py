@@ -10,9 +10,9 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trimtab.data.suggest import did_you_mean
-from trimtab.errors import RewardError
-from trimtab.reward.wire import Cell
+from trimtab.base.errors import RewardError
+from trimtab.base.suggestions import did_you_mean
+from trimtab.workers.messages import Cell
 
 if TYPE_CHECKING:
     from trimtab.reward.judge.client import Judge, Trouble

@@ -27,7 +27,7 @@ from typing import Any
 
 import regex
 
-from trimtab.errors import RewardError
+from trimtab.base.errors import RewardError
 from trimtab.reward.text import text_of
 
 OWN = ("prompt", "completion")

@@ -21,19 +21,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from trimtab.base.errors import EnvError
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
-from trimtab.environment.hosts import Answer, Hosts, Seat
-from trimtab.environment.observation import Observation
-from trimtab.environment.replies import ReplyEncoder
-from trimtab.environment.tools import END
-from trimtab.environment.wire import Opened
-from trimtab.errors import EnvError
-from trimtab.reward.wire import Failure
+from trimtab.rollout.conversations.hosts import Answer, Hosts, Seat
+from trimtab.rollout.conversations.observation import Observation
+from trimtab.rollout.conversations.replies import ReplyEncoder
+from trimtab.rollout.conversations.tools import END
+from trimtab.rollout.conversations.wire import Opened
 from trimtab.rollout.engine import Request, RolloutStats, Sampler
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.stops import decode_all
 from trimtab.rollout.trajectory import Finish, Group, Played, Trajectory
+from trimtab.workers.messages import Failure
 
 SEEDS = (1 << 63) - 1
 

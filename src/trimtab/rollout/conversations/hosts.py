@@ -20,15 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trimtab.base.errors import EnvError
 from trimtab.config.schema import Environment
-from trimtab.environment.tools import BUILTINS
-from trimtab.environment.wire import CLASS, TOOL, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
-from trimtab.errors import EnvError
-from trimtab.reward.crew import Crew, Job, Reply
 from trimtab.reward.pool import import_path
-from trimtab.reward.process import SLICE_S
-from trimtab.reward.source import Source, locate_object, nearest
-from trimtab.reward.wire import Failure
+from trimtab.rollout.conversations.tools import BUILTINS
+from trimtab.rollout.conversations.wire import CLASS, TOOL, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
+from trimtab.workers.messages import Failure
+from trimtab.workers.pool import Crew, Job, Reply
+from trimtab.workers.process import SLICE_S
+from trimtab.workers.user_code import Source, locate_object, nearest
 
 PATIENCE_S = 20.0
 """How long the end of a run waits for a conversation to be closed."""
@@ -103,7 +103,8 @@ class Hosts:
         self.settings = settings
         self.stateful = found.made is not None
         self._crew = Crew(
-            Job("trimtab.environment.worker", lambda: setup, "environment", "the environment", EnvError), workers
+            Job("trimtab.rollout.conversations.worker", lambda: setup, "environment", "the environment", EnvError),
+            workers,
         )
         self.loaded: Loaded = self._crew.loaded
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trimtab.base.errors import EnvError
 from trimtab.data.pieces import AFTER_THE_END, Pieces
 from trimtab.data.prompt import Message
-from trimtab.environment.observation import Reply
-from trimtab.environment.tools import END, OPEN
-from trimtab.errors import EnvError
+from trimtab.rollout.conversations.observation import Reply
+from trimtab.rollout.conversations.tools import END, OPEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

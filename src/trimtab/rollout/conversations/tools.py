@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.environment.calculator import calculator
-from trimtab.environment.observation import Message, Observation
-from trimtab.environment.wire import TOOL
-from trimtab.errors import EnvError
-from trimtab.reward.source import Source, import_object
+from trimtab.base.errors import EnvError
 from trimtab.reward.worker import await_
+from trimtab.rollout.conversations.calculator import calculator
+from trimtab.rollout.conversations.observation import Message, Observation
+from trimtab.rollout.conversations.wire import TOOL
+from trimtab.workers.user_code import Source, import_object
 
 OPEN, END = "<tool_call>", "</tool_call>"
 CALL = re.compile(rf"{OPEN}(.*?)(?:{END}|(?={OPEN})|\Z)", re.DOTALL)

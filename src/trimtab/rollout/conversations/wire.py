@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.environment.observation import Observation, Reply
-from trimtab.errors import EnvError
-from trimtab.reward.source import Naming, Source
+from trimtab.base.errors import EnvError
+from trimtab.rollout.conversations.observation import Observation, Reply
+from trimtab.workers.user_code import Naming, Source
 
 CLASS = Naming("environment.fn", "environment", "class", EnvError)
 TOOL = Naming("environment.tools", "tool", "function", EnvError)

@@ -22,13 +22,13 @@ from typing import Any
 import cloudpickle
 import numpy  # here, for an environment may import it in the middle of a call, when it is too late to seed it
 
-from trimtab.environment.observation import Refused, checked_observation, checked_opening
-from trimtab.environment.tools import ToolBox
-from trimtab.environment.wire import CLASS, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
-from trimtab.errors import EnvError
-from trimtab.reward.source import Source, import_object, nearest, told, user_traceback
-from trimtab.reward.wire import Failure, receive, send
+from trimtab.base.errors import EnvError
 from trimtab.reward.worker import await_, set_up
+from trimtab.rollout.conversations.observation import Refused, checked_observation, checked_opening
+from trimtab.rollout.conversations.tools import ToolBox
+from trimtab.rollout.conversations.wire import CLASS, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
+from trimtab.workers.messages import Failure, receive, send
+from trimtab.workers.user_code import Source, import_object, nearest, told, user_traceback
 
 LARGEST_COPY = 1 << 22
 """Bytes of a copy above which none is kept."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.messages import Beat, Done, Ready
+from trimtab.rollout.external.messages import Beat, Done, Ready
 from trimtab.rollout.stops import StopStrings
 
 

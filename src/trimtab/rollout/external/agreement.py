@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from trimtab.base.errors import EngineError
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
-from trimtab.errors import EngineError
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import TOLERANCE_NATS, Policy
 from trimtab.rollout.engine import Request, Sampler

@@ -22,11 +22,11 @@ import torch
 from trimtab.model.adapters import has_adapters
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while, whole_group
-from trimtab.rollout.outside.agreement import refuse_other_logprobs
-from trimtab.rollout.outside.kinds import Kind
-from trimtab.rollout.outside.members import Member, Members
-from trimtab.rollout.outside.messages import Abort, Ask, Beat, Done, Generate, Sleep
-from trimtab.rollout.outside.process import SILENT_S, EngineLost, wait_for
+from trimtab.rollout.external.agreement import refuse_other_logprobs
+from trimtab.rollout.external.kinds import Kind
+from trimtab.rollout.external.members import Member, Members
+from trimtab.rollout.external.messages import Abort, Ask, Beat, Done, Generate, Sleep
+from trimtab.rollout.external.process import SILENT_S, EngineLost, wait_for
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.run import Run
-from trimtab.errors import ConfigError, Problem
-from trimtab.rollout.outside.kinds import KINDS
+from trimtab.rollout.external.kinds import KINDS
 
 SECONDS = 120.0
 LOOK = """

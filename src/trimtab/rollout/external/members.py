@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from trimtab.errors import EngineError
+from trimtab.base.errors import EngineError
 from trimtab.model.adapters import has_adapters
 from trimtab.model.memory import free
 from trimtab.model.policy import Policy
-from trimtab.rollout.outside.kinds import Kind
-from trimtab.rollout.outside.messages import Ask, Beat, Publish, Ready, Settled, Setup, Unread
-from trimtab.rollout.outside.process import SILENT_S, EngineLost, EngineProcess
-from trimtab.rollout.outside.weights import SharedWeights
+from trimtab.rollout.external.kinds import Kind
+from trimtab.rollout.external.messages import Ask, Beat, Publish, Ready, Settled, Setup, Unread
+from trimtab.rollout.external.process import SILENT_S, EngineLost, EngineProcess
+from trimtab.rollout.external.weights import SharedWeights
 
 START_S = 600.0
 """Imports, kernels, graphs."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import trimtab
-from trimtab.processes import KILL_EARLY, how_it_ended, kill_all, start
-from trimtab.rollout.outside.messages import Failed
+from trimtab.rollout.external.messages import Failed
+from trimtab.workers.spawn import KILL_EARLY, how_it_ended, kill_all, start
 
 SLICE_S = 0.2
 LAST_LINES = 25
@@ -57,7 +57,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         with self.log.open("wb") as out, theirs:
             self._process = start(
-                "trimtab.rollout.outside.worker", [kind, theirs.fileno()], fds=[theirs.fileno()], python=[python], out=out,
+                "trimtab.rollout.external.worker", [kind, theirs.fileno()], fds=[theirs.fileno()], python=[python], out=out,
                 env=self._environment(variables), oom_score=KILL_EARLY,
             )  # fmt: skip
         self.link = Connection(ours.detach())

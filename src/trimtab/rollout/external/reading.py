@@ -8,8 +8,8 @@ from typing import cast
 
 import torch
 
-from trimtab.rollout.outside.ipc import Opened
-from trimtab.rollout.outside.messages import Weight, Weights
+from trimtab.rollout.external.ipc import Opened
+from trimtab.rollout.external.messages import Weight, Weights
 
 
 class Reader:

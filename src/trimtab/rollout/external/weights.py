@@ -21,9 +21,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.policy import Policy
-from trimtab.rollout.outside.ipc import NotShared, export
-from trimtab.rollout.outside.messages import Weight, Weights
-from trimtab.rollout.outside.reading import count, view
+from trimtab.rollout.external.ipc import NotShared, export
+from trimtab.rollout.external.messages import Weight, Weights
+from trimtab.rollout.external.reading import count, view
 
 ALIGNED = 256
 

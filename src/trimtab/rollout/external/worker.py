@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from trimtab.errors import cut
+from trimtab.base.errors import cut
 from trimtab.model.memory import is_out_of_memory
-from trimtab.rollout.outside.account import Account
-from trimtab.rollout.outside.ipc import NotShared
-from trimtab.rollout.outside.messages import (
+from trimtab.rollout.external.account import Account
+from trimtab.rollout.external.ipc import NotShared
+from trimtab.rollout.external.messages import (
     Abort,
     Done,
     Failed,

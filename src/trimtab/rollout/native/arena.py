@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trimtab.errors import EngineError
+from trimtab.base.errors import EngineError
 
 ALIGNMENT = 256
 GIB = 1 << 30

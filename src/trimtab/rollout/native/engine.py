@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from trimtab.base.errors import EngineError, MemoryExhausted
 from trimtab.config.learn import Sampling
-from trimtab.errors import EngineError, MemoryExhausted
 from trimtab.model.memory import Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape, layer_shapes

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trimtab.rollout.outside.drawing import KeyedSampler
-from trimtab.rollout.outside.messages import Setup
-from trimtab.rollout.sglang.rows import draw_batch
+from trimtab.rollout.external.drawing import KeyedSampler
+from trimtab.rollout.external.messages import Setup
+from trimtab.rollout.external.sglang.rows import draw_batch
 
 VOCABULARY = 40
 
@@ -203,5 +203,5 @@ def modules(kept: list[Scheduler]) -> dict[str, Any]:
         "sglang.srt.managers.io_struct": messages,
         "sglang.srt.sampling": SimpleNamespace(),
         "sglang.srt.sampling.sampling_params": SimpleNamespace(SamplingParams=SamplingParams),
-        "trimtab.rollout.sglang.driver": SimpleNamespace(start=start, quiet=nullcontext),
+        "trimtab.rollout.external.sglang.driver": SimpleNamespace(start=start, quiet=nullcontext),
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.rollout.outside.messages import Ask
-from trimtab.rollout.sglang.admission import Admission
+from trimtab.rollout.external.messages import Ask
+from trimtab.rollout.external.sglang.admission import Admission
 
 
 def asks(*sizes: int) -> list[Ask]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.rollout.outside.messages import Setup
-from trimtab.rollout.sglang.arguments import (
+from trimtab.rollout.external.messages import Setup
+from trimtab.rollout.external.sglang.arguments import (
     BACKEND,
     CONTEXT_ROOM,
     adapted_layers,

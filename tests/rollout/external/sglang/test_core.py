@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 from tiny import tiny_tokenizer
 
-from tests.rollout.sglang.fake import VOCABULARY, Model, Scheduler, modules
-from tests.rollout.sglang.test_arguments import SETUP
+from tests.rollout.external.sglang.fake import VOCABULARY, Model, Scheduler, modules
+from tests.rollout.external.sglang.test_arguments import SETUP
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.messages import Ask, Done, Generate, Publish, Weight, Weights
+from trimtab.rollout.external.messages import Ask, Done, Generate, Publish, Weight, Weights
+from trimtab.rollout.external.sglang.arguments import NEEDED
+from trimtab.rollout.external.sglang.core import Core
 from trimtab.rollout.sampler import sample
-from trimtab.rollout.sglang.arguments import NEEDED
-from trimtab.rollout.sglang.core import Core
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 
 STOP = 2
@@ -35,7 +35,8 @@ def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Core:
 def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Core:
     for name, module in modules([]).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("trimtab.rollout.sglang.driver", sys.modules["trimtab.rollout.sglang.driver"], raising=False)
+    driver = "trimtab.rollout.external.sglang.driver"
+    monkeypatch.setattr(driver, sys.modules[driver], raising=False)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in {*os.environ, *NEEDED}:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.sglang.test_arguments import SETUP
-from trimtab.rollout.sglang.arguments import NEEDED, UNWANTED, server_arguments
+from tests.rollout.external.sglang.test_arguments import SETUP
+from trimtab.rollout.external.sglang.arguments import NEEDED, UNWANTED, server_arguments
 
 SOURCES = os.environ.get("TRIMTAB_SGLANG_SOURCES")
 pytestmark = pytest.mark.skipif(SOURCES is None, reason="name the folder of SGLang's package in TRIMTAB_SGLANG_SOURCES")

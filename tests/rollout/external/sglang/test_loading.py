@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.rollout.outside.bare import without_adapters
-from trimtab.rollout.sglang.loading import load_weights
+from trimtab.rollout.external.bare import without_adapters
+from trimtab.rollout.external.sglang.loading import load_weights
 
 
 class Wrapped(nn.Module):

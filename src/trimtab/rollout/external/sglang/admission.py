@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from trimtab.rollout.outside.messages import Ask
+from trimtab.rollout.external.messages import Ask
 
 
 class Admission:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.rollout.outside.messages import Setup
+from trimtab.rollout.external.messages import Setup
 
 BACKEND = "trimtab"
 """Under which name Trimtab's sampler is registered."""

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.account import Account, stop_strings
-from trimtab.rollout.outside.messages import Ask, Done, Generate, Publish, Setup
-from trimtab.rollout.outside.reading import Reader
-from trimtab.rollout.sglang import on_cpu
-from trimtab.rollout.sglang.admission import Admission
-from trimtab.rollout.sglang.arguments import environment
-from trimtab.rollout.sglang.loading import load_weights
+from trimtab.rollout.external.account import Account, stop_strings
+from trimtab.rollout.external.messages import Ask, Done, Generate, Publish, Setup
+from trimtab.rollout.external.reading import Reader
+from trimtab.rollout.external.sglang import on_cpu
+from trimtab.rollout.external.sglang.admission import Admission
+from trimtab.rollout.external.sglang.arguments import environment
+from trimtab.rollout.external.sglang.loading import load_weights
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 
 WEIGHTS, KV = "weights", "kv_cache"
@@ -50,7 +50,7 @@ class Core:
         os.environ.update(wanted)
         import sglang
 
-        from trimtab.rollout.sglang import driver
+        from trimtab.rollout.external.sglang import driver
 
         self._setup, self._driver = setup, driver
         self._scheduler = driver.start(setup)

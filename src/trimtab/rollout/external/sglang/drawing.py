@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.sampler import Sampler
 
-from trimtab.rollout.outside.drawing import KeyedSampler
-from trimtab.rollout.sglang.rows import draw_batch
+from trimtab.rollout.external.drawing import KeyedSampler
+from trimtab.rollout.external.sglang.rows import draw_batch
 
 
 class DrawingSampler(Sampler):

@@ -21,11 +21,11 @@ from sglang.srt.runtime_context import publish as publish_settings
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils import DynamicGradMode
 
-from trimtab.rollout.outside.drawing import KeyedSampler
-from trimtab.rollout.outside.messages import Setup
-from trimtab.rollout.sglang import on_cpu
-from trimtab.rollout.sglang.arguments import BACKEND, least_kv_tokens, server_arguments
-from trimtab.rollout.sglang.drawing import DrawingSampler
+from trimtab.rollout.external.drawing import KeyedSampler
+from trimtab.rollout.external.messages import Setup
+from trimtab.rollout.external.sglang import on_cpu
+from trimtab.rollout.external.sglang.arguments import BACKEND, least_kv_tokens, server_arguments
+from trimtab.rollout.external.sglang.drawing import DrawingSampler
 
 quiet = DynamicGradMode
 """What SGLang's own loop runs under."""

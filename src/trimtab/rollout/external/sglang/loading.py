@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trimtab.rollout.outside.bare import without_adapters
+from trimtab.rollout.external.bare import without_adapters
 
 
 def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]], check: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trimtab.rollout.sglang.arguments import BACKEND
+from trimtab.rollout.external.sglang.arguments import BACKEND
 
 NEEDED = {"TRITON_INTERPRET": "1"}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trimtab.rollout.outside.drawing import KeyedSampler, Row
+from trimtab.rollout.external.drawing import KeyedSampler, Row
 
 
 def draw_batch(

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.account import Account, stop_strings
-from trimtab.rollout.outside.kinds import VLLM_RANKS
-from trimtab.rollout.outside.messages import Done, Generate, Publish, Setup
+from trimtab.rollout.external.account import Account, stop_strings
+from trimtab.rollout.external.kinds import VLLM_RANKS
+from trimtab.rollout.external.messages import Done, Generate, Publish, Setup
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -51,8 +51,8 @@ class Core:
         os.environ.update(usual | NEEDED | setup.exact | (CUT if setup.tensor_parallel > 1 else {}))
         import vllm
 
-        from trimtab.rollout.vllm import inside
-        from trimtab.rollout.vllm.drawing import DrawingProcessor
+        from trimtab.rollout.external.vllm import inside
+        from trimtab.rollout.external.vllm.drawing import DrawingProcessor
 
         self._setup, self._inside = setup, inside
         arguments: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from trimtab.rollout.outside.drawing import KeyedSampler, Row
+from trimtab.rollout.external.drawing import KeyedSampler, Row
 
 
 class DrawingProcessor(LogitsProcessor):

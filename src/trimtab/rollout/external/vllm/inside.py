@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.outside.bare import without_adapters
-from trimtab.rollout.outside.messages import Weights
-from trimtab.rollout.outside.reading import Reader
-from trimtab.rollout.vllm.drawing import DrawingProcessor
+from trimtab.rollout.external.bare import without_adapters
+from trimtab.rollout.external.messages import Weights
+from trimtab.rollout.external.reading import Reader
+from trimtab.rollout.external.vllm.drawing import DrawingProcessor
 
 READER = Reader()
 """A worker's process has one engine."""
