@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from trimtab.base.package import VERSION
+
 if "OMP_WAIT_POLICY" not in os.environ:
     # OpenMP threads spin while they wait; with one other busy process on the machine (a reward worker is one) they then hold the
     # cores from each other and small products take 60 times as long. Spinning about 0.1 ms keeps an idle machine's speed and
     # costs a loaded one a factor of four. Read when torch is first imported. Measured: docs/log.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from trimtab.api import evaluate as evaluate

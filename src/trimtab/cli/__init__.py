@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.base.package import VERSION
 from trimtab.base.signals import take_signals
 from trimtab.cli import convert, demo, doctor, evaluate, export, plan, reward_model, sft, train, tune
 
@@ -20,9 +21,7 @@ app = typer.Typer(
 
 def _tell_version(asked: bool) -> None:
     if asked:
-        from trimtab import __version__
-
-        typer.echo(f"trimtab {__version__}")
+        typer.echo(f"trimtab {VERSION}")
         raise typer.Exit
 
 

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import trimtab
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.base.package import VERSION
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
@@ -52,7 +52,7 @@ def key_of(job: Job, machine: Machine, run: Run) -> str:
         "engines": list(machine.engines) if run.engine == "auto" else [],
         "memory": None if machine.cpu else machine.device.memory // (8 * GIB),
         "run": pinned,
-        "versions": [trimtab.__version__, *map(_version, ("torch", "transformers"))],
+        "versions": [VERSION, *map(_version, ("torch", "transformers"))],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
 

@@ -111,7 +111,7 @@ def test_an_engine_finds_this_package_and_nothing_that_is_installed_beside_it(
     """Where the package is installed, all of the trainer's libraries lie in the same folder."""
     for name in ("trimtab", "torch"):
         (tmp_path / "site" / name).mkdir(parents=True)
-    monkeypatch.setattr("trimtab.__file__", str(tmp_path / "site" / "trimtab" / "__init__.py"))
+    monkeypatch.setattr("trimtab.rollout.external.process.PACKAGE", tmp_path / "site" / "trimtab")
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nls "${PYTHONPATH%%:*}"\n')
     python.chmod(0o755)

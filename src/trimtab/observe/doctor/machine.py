@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from trimtab import __version__
+from trimtab.base.package import VERSION
 from trimtab.observe.doctor.conflicts import SHOWN, installed_packages
 from trimtab.observe.doctor.environment import told_variables
 from trimtab.observe.doctor.probe import ask_torch
@@ -68,7 +68,7 @@ class Machine:
 
     def as_json(self) -> dict[str, Any]:
         shown = {name: self.packages[name] for name in SHOWN if name in self.packages}
-        return asdict(self) | {"trimtab": __version__, "packages": shown, "variables": told_variables(self.variables)}
+        return asdict(self) | {"trimtab": VERSION, "packages": shown, "variables": told_variables(self.variables)}
 
 
 def look_at_machine(torch: Callable[[], Mapping[str, Any]] = ask_torch) -> Machine:
@@ -83,7 +83,7 @@ def look_at_machine(torch: Callable[[], Mapping[str, Any]] = ask_torch) -> Machi
         disks=disks(),
         driver=ask_driver(),
         torch=torch(),
-        packages=installed_packages() | {"trimtab": __version__},
+        packages=installed_packages() | {"trimtab": VERSION},
         variables=dict(os.environ),
         nvcc=find_nvcc(os.environ),
     )

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import trimtab
+from trimtab.base.package import PACKAGE
 from trimtab.rollout.external.messages import Failed
 from trimtab.workers.spawn import KILL_EARLY, how_it_ended, kill_all, start
 
@@ -124,7 +124,7 @@ class EngineProcess:
         torch."""
         beside = Path(self._folder.name) / "path"
         beside.mkdir()
-        (beside / "trimtab").symlink_to(Path(trimtab.__file__).parent)
+        (beside / "trimtab").symlink_to(PACKAGE)
         found = os.environ | variables
         found["PYTHONPATH"] = os.pathsep.join([str(beside), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {
