@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from running import wait_for
 
 from tests.reward.local_judge import LocalJudge
 from tests.running import guarded
@@ -123,7 +124,8 @@ def test_a_server_that_hangs_costs_no_more_than_the_deadline(judged, group) -> N
     with pytest.raises(RewardError, match="6 of 6 samples have no reward because reward calls failed"):
         check_failures(given, 0.5)
     server.become("good")
-    assert rate(one, numbered(group, 1, 2))[0] == [[0.1, 0.2]], "it goes on when the server does"
+    # A busy machine may let the deadline pass once more.
+    assert wait_for(lambda: rate(one, numbered(group, 1, 2))[0] == [[0.1, 0.2]]), "it goes on when the server does"
 
 
 def test_a_request_that_hangs_is_tried_again_while_there_is_time(scorer, group, local_judge) -> None:
