@@ -11,10 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from running import wait_for
 
 from tests.reward.local_judge import LocalJudge
-from tests.running import guarded
+from tests.running import guarded, wait_for
 from trimtab.base.errors import RewardError
 from trimtab.config.schema import RewardPart
 from trimtab.reward import lane
