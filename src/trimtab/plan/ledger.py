@@ -42,7 +42,7 @@ WORKER = GIB // 4
 """Host memory of a reward worker."""
 EMBEDDING_GRADIENT = "embedding gradient"
 ENGINE = "engine's processes"
-MERGED = "merged copy"
+MERGED, MERGING = "merged copy", "merging adapters"
 UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
 """Components that the meters of torch and of the native engine do not see."""
 PIECE, SLOTS = 2**26, 3
@@ -51,6 +51,8 @@ REWARD_TOKENS = 8192
 """Tokens of a row that a reward model scores at a time."""
 BLOCK = 256
 """Elements that share a scale where moments have 8 bits."""
+MERGED_AT_ONCE = 2**23
+"""Elements of a weight that are in float32 at a time while adapters are added to a copy (rollout/native/fused.py)."""
 CHUNK = 2**22
 """Elements whose 8-bit moments are widened at a time: to full precision, as shares of a block's largest, and as code numbers."""
 
@@ -92,7 +94,9 @@ class Phase:
     @property
     def required_bytes(self) -> int:
         """`device_bytes` without what rollout takes only where there is room for it twice."""
-        return self.device_bytes - (self.device.get(MERGED, 0) if self.name == "rollout" else 0)
+        if self.name != "rollout":
+            return self.device_bytes
+        return self.device_bytes - self.device.get(MERGED, 0) - self.device.get(MERGING, 0)
 
     @property
     def host_bytes(self) -> int:
@@ -141,7 +145,7 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
     if job.generates:
         rollout = _phase("rollout", resident | _rollout(job, machine, run, place) | _rewarding(job), host)
         merged = {} if run.outside else _merged_copy(rollout, job, machine)
-        phases.append(replace(rollout, device=rollout.device | merged))
+        phases.append(replace(rollout, device=rollout.device | merged | (_merging(rollout, job) if merged else {})))
     if job.training:
         stays = {} if run.rollout.lend_memory is True else merged
         phases += _training_phases(job, machine, run, place, states | stays, resident | stays)
@@ -298,6 +302,24 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     if not alone or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {MERGED: size}
+
+
+def _merging(phase: Phase, job: Job) -> dict[str, int]:
+    """What merging takes beyond what a pass over prompts or a reward model takes after it, in the same memory."""
+    taken = phase.device.get("prefill", 0) + phase.device.get("reward models' work", 0)
+    more = merging_bytes(job) - taken
+    return {MERGING: more} if more > 0 else {}
+
+
+def merging_bytes(job: Job) -> int:
+    """Most bytes that exist while adapters are added to a copy of the weights, a piece at a time, in float32: the piece, what is
+    added to it, and the rows of B times the scale that this is the product of."""
+    pieces = [
+        (inputs, min(outputs, max(1, MERGED_AT_ONCE // inputs)))
+        for block in job.shape.kinds
+        for inputs, outputs in job.shape.linears(block).values()
+    ]
+    return max(4 * rows * (2 * inputs + job.rank) for inputs, rows in pieces)
 
 
 def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: UpdatePath) -> dict[str, int]:

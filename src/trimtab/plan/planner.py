@@ -18,7 +18,7 @@ from trimtab.config.run import Offload, Recompute, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import ALONE, Ledger, Placement, draw_up
 from trimtab.plan.rules import lends, page_tokens, small_page, useful_budget
-from trimtab.plan.sizes import SMALLEST, WHAT_FITS, Case, Limits, Way, grow, smallest
+from trimtab.plan.sizes import KV_FIFTHS, SHARED, SMALLEST, WHAT_FITS, Case, Limits, Way, grow, smallest
 from trimtab.plan.times import Times, predict
 
 PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
@@ -94,11 +94,25 @@ def _fastest(run: Run, case: Case, fill: bool) -> Plan:
     plans: list[Plan] = []
     for ways in _ways(run, case):
         plans += [_plan(run, case, way, fill) for way in ways]
+        plans += _with_other_shares(run, case, ways, plans, fill)
         if fitting := [plan for plan in plans if plan.fits]:
             fastest = min(plan.times.total for plan in fitting)
             # The first within a hundredth of the fastest: plans that recompute and offload least come first.
             return next(plan for plan in fitting if plan.times.total <= 1.01 * fastest)
     return min(plans, key=_lack)
+
+
+def _with_other_shares(run: Run, case: Case, ways: list[Way], plans: list[Plan], fill: bool) -> list[Plan]:
+    """The same with more or less of the memory for the KV cache, where it shares that with micro-batches."""
+    shared = (run.rollout.kv_memory == "auto" and case.job.generates) and not ways[0].lend_memory[0]
+    sharing = [
+        way for way, plan in zip(ways, plans[-len(ways) :]) if shared and plan.fits and SHARED in _whys(plan)
+    ]
+    return [_plan(run, case, replace(way, kv_fifths=n), fill) for n in KV_FIFTHS[1:] for way in sharing]
+
+
+def _whys(plan: Plan) -> set[str]:
+    return {choice.why for choice in plan.choices}
 
 
 def _lack(plan: Plan) -> tuple[int, int, int]:

@@ -110,26 +110,32 @@ class ModelShape:
         """Elements that one token stores in all layers."""
         return sum(b.kv_elements for b in self.blocks)
 
+    def linears(self, block: Block) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of a block that adapters are put on, by name."""
+        kv = block.kv_heads * block.head_size, block.kv_heads * block.value_size
+        layers = {
+            "self_attn.q_proj": (self.hidden, block.query_width),
+            "self_attn.o_proj": (block.attended, self.hidden),
+        }
+        layers |= {"self_attn.k_proj": (self.hidden, kv[0]), "self_attn.v_proj": (self.hidden, kv[1])}
+        if not block.experts:
+            layers |= {"mlp.up_proj": (self.hidden, block.width), "mlp.down_proj": (block.width, self.hidden)}
+            layers |= {"mlp.gate_proj": (self.hidden, block.width)} if block.gated else {}
+        if self.kind == "phi3":  # what reads one input is one layer there
+            layers |= {"self_attn.qkv_proj": (self.hidden, block.query_width + sum(kv))}
+            layers |= {"mlp.gate_up_proj": (self.hidden, 2 * block.width)}
+            parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+            layers = {name: sizes for name, sizes in layers.items() if name not in parts}
+        return layers
+
     def lora_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
         """Parameters of adapters on every linear layer of the blocks, or on those whose names end with one of `targets`."""
         total = 0
         for block, count in self.kinds.items():
-            kv = block.kv_heads * block.head_size, block.kv_heads * block.value_size
-            layers = {
-                "self_attn.q_proj": (self.hidden, block.query_width),
-                "self_attn.o_proj": (block.attended, self.hidden),
-            }
-            layers |= {"self_attn.k_proj": (self.hidden, kv[0]), "self_attn.v_proj": (self.hidden, kv[1])}
-            if not block.experts:
-                layers |= {"mlp.up_proj": (self.hidden, block.width), "mlp.down_proj": (block.width, self.hidden)}
-                layers |= {"mlp.gate_proj": (self.hidden, block.width)} if block.gated else {}
-            if self.kind == "phi3":  # what reads one input is one layer there
-                layers |= {"self_attn.qkv_proj": (self.hidden, block.query_width + sum(kv))}
-                layers |= {"mlp.gate_up_proj": (self.hidden, 2 * block.width)}
-                parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-                layers = {name: sizes for name, sizes in layers.items() if name not in parts}
             chosen = [
-                sizes for name, sizes in layers.items() if targets is None or any(name.endswith(end) for end in targets)
+                sizes
+                for name, sizes in self.linears(block).items()
+                if targets is None or any(name.endswith(end) for end in targets)
             ]
             total += count * rank * sum(map(sum, chosen))
         return total

@@ -29,14 +29,15 @@ from trimtab.plan.rules import (
 
 SPARE = 1.05
 """The KV cache of a whole step gets so many times what its sequences need: later prompts may be longer than those seen."""
-KV_SHARE = (2, 5)
-"""Share of the free memory that goes to a KV cache that is not lent; micro-batches grow into the rest."""
+KV_FIFTHS = (2, 4, 3, 1, 5)
+"""Fifths of the free memory that are tried for a KV cache that is not lent; micro-batches grow into the rest."""
 MORE_AT_ONCE = 1.1
 """How many times as many sequences must run at once before a smaller prefill is taken for them."""
 SMALL_PREFILL = 1024
 """Tokens of the smallest prefill that is taken for more sequences at once: with less, weights are read too often. Even less is
 taken only where nothing else fits."""
 SMALLEST, WHAT_FITS = "takes the least memory", "what fits"
+SHARED = "its share of the free memory: micro-batches take the rest"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Way:
     offload: Offload
     page_tokens: tuple[int, str]
     lend_memory: tuple[bool, str]
+    kv_fifths: int = KV_FIFTHS[0]
+    """Fifths of the free memory that the KV cache may take where it is not lent."""
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Sizes:
     asked: Run
     run: Run
     why: dict[str, str]
+    kv_fifths: int
 
     def free(self, key: str) -> bool:
         return bool(attrgetter(key)(self.asked) == "auto")
@@ -141,7 +145,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "threads": "one a physical core",
         "reward_workers": "one a core, at most eight",
     }
-    return Sizes(run, filled, why)
+    return Sizes(run, filled, why, way.kv_fifths)
 
 
 def _open(section: Run | Rollout, values: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +283,7 @@ def _largest_batch(run: Run, sizes: Sizes, case: Case) -> _Batch:
         tried = with_values(run, {"rollout.max_sequences": batch})
         if batch > least and not case.fits(tried):
             continue
-        kv, why = _kv_memory(tried, case) if sizes.free("rollout.kv_memory") else (tried.rollout.kv_memory, "")
+        kv, why = _kv_memory(tried, case, sizes.kv_fifths) if sizes.free("rollout.kv_memory") else (tried.rollout.kv_memory, "")
         assert kv != "auto"
         at_once = min(batch, _sequences_in(kv, tried, case))
         if at_once > best.at_once:
@@ -298,9 +302,9 @@ def _sequences_in(kv: int, run: Run, case: Case) -> int:
     return max(1, int(kv * case.place.tensor / one))
 
 
-def _kv_memory(run: Run, case: Case) -> tuple[int, str]:
+def _kv_memory(run: Run, case: Case, fifths: int) -> tuple[int, str]:
     """Bytes for the KV cache: what the sequences need that may run at once, where that fits. Where memory is lent, all that the
-    rest leaves; where it is not, two fifths of that: micro-batches grow into the remainder."""
+    rest leaves; where it is not, so many fifths of that: micro-batches grow into the remainder."""
     job, machine, rollout = case.job, case.machine, run.rollout
     assert rollout.page_tokens != "auto" and rollout.kv_memory != "auto" and rollout.max_sequences != "auto"
     least = rollout.kv_memory
@@ -310,12 +314,12 @@ def _kv_memory(run: Run, case: Case) -> tuple[int, str]:
     room, lent = _kv_room(run, case), rollout.lend_memory is True
     if not lent:
         two = least_kv_bytes(job, run, max(2, processes_of(run)), rollout.page_tokens)
-        room = max(room * KV_SHARE[0] // KV_SHARE[1], min(room, two))
+        room = max(room * fifths // 5, min(room, two))
     if wanted <= room:
         return wanted, "the whole step at once" if at_once == job.in_flight else "as many sequences as run at once"
     if room <= least:
         return least, "the longest sequence has to fit"
-    return room, "what the fullest phase leaves, lent to the update" if lent else "two fifths of the free memory"
+    return room, "what the fullest phase leaves, lent to the update" if lent else SHARED
 
 
 def _kv_room(run: Run, case: Case) -> int:
