@@ -68,3 +68,16 @@ def test_only_a_notebooks_own_output_is_replaced(displayed: list[Handle], monkey
     assert notebook_display(sys.stdout) is None
     monkeypatch.delitem(sys.modules, "IPython")
     assert notebook_display(sys.stdout) is None
+
+
+def test_there_are_no_escape_sequences_though_kernels_force_colours(
+    displayed: list[Handle], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Console(9) as console:
+        console.step(1, {"reward/mean": 0.5, "time/total": 1.0})
+        console.warn("look")
+        console.finish({"steps": 1})
+    (handle,) = displayed
+    shown = capsys.readouterr().out + "".join(part for bundle in handle.shown for part in bundle.values())
+    assert "warning: look" in shown and "Trimtab · step 1/9" in shown and "\x1b" not in shown

@@ -55,7 +55,11 @@ class Console:
         file = outlet(sys.stdout if file is None else file)
         terminal = file.isatty()
         width = None if terminal else PLAIN_WIDTH
-        self._rich = RichConsole(file=file, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False)
+        # In a notebook Rich would display every print as an output of its own, with escape sequences in its plain text.
+        self._rich = RichConsole(
+            file=file, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False, force_jupyter=False,
+            force_terminal=None if display is None else False,
+        )  # fmt: skip
         self.history = History(total_steps)
         self._panel = LivePanel(self.history, clock)
         self._signal = SignalWatch()

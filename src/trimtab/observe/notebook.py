@@ -43,6 +43,9 @@ class NotebookView:
 
 
 def as_text(thing: RenderableType) -> str:
+    """Without colours, which Rich would write as escape sequences: kernels set FORCE_COLOR."""
     out = io.StringIO()
-    RichConsole(file=out, width=WIDTH, markup=False, emoji=False, highlight=False, force_jupyter=False).print(thing)
+    RichConsole(
+        file=out, width=WIDTH, markup=False, emoji=False, highlight=False, force_jupyter=False, force_terminal=False
+    ).print(thing)
     return out.getvalue()
