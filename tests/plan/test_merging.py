@@ -9,16 +9,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.plan.live import Live  # noqa: E402
-from tests.plan.test_planner import h, qwen  # noqa: E402
-from trimtab.config.run import Rollout, Run  # noqa: E402
-from trimtab.model.parts import Adapter, Linears  # noqa: E402
-from trimtab.plan import ledger  # noqa: E402
-from trimtab.plan.job import Job  # noqa: E402
-from trimtab.plan.ledger import MERGED, MERGING, MIB, merging_bytes  # noqa: E402
-from trimtab.plan.planner import make_plan  # noqa: E402
-from trimtab.plan.shape import Block, ModelShape  # noqa: E402
-from trimtab.rollout.native import fused  # noqa: E402
+from tests.plan.live import Live
+from tests.plan.test_planner import h, qwen
+from trimtab.config.run import Rollout, Run
+from trimtab.model.parts import Adapter, Linears
+from trimtab.plan import ledger
+from trimtab.plan.job import Job
+from trimtab.plan.ledger import MERGED, MERGING, MIB, merging_bytes
+from trimtab.plan.planner import make_plan
+from trimtab.plan.shape import Block, ModelShape
+from trimtab.rollout.native import fused
 
 
 def small(rank: int = 16, **changes: int) -> Job:

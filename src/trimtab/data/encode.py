@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trimtab.base.errors import DataError, ModelError
 from trimtab.config.schema import Data
+from trimtab.data.deadline import render_within
 from trimtab.data.files import Row
 from trimtab.data.prompt import Message, Prompt
 
@@ -102,22 +104,24 @@ class PromptEncoder:
 
     def _render(self, id_: int, messages: list[Message]) -> str:
         """A conversation that ends with the assistant's turn is continued; any other is answered."""
-        unfinished = messages[-1]["role"] == "assistant"
+        unfinished, where = messages[-1]["role"] == "assistant", f"{self.source_name}, row {id_ + 1} (from 1)"
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            messages,
+            tools=self._tools or None,
+            tokenize=False,
+            add_generation_prompt=not unfinished,
+            continue_final_message=unfinished,
+        )
         try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                messages,
-                tools=self._tools or None,
-                tokenize=False,
-                add_generation_prompt=not unfinished,
-                continue_final_message=unfinished,
-            )
+            return render_within(render, where)
+        except DataError:
+            raise
         except Exception as error:  # templates are foreign code: Gemma's, for one, refuses system messages
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"{self.source_name}, row {id_ + 1} (from 1): the tokenizer's chat template refuses a conversation of {roles}: "
-                f"{error}"
+                f"{where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
             ) from error
-        return rendered
 
 
 def _said(message: Message) -> Message:

@@ -19,6 +19,7 @@ from trimtab.base.errors import DataError
 from trimtab.base.suggestions import did_you_mean
 from trimtab.config.schema import Data
 from trimtab.config.sft import SftData
+from trimtab.data.deadline import render_within
 from trimtab.data.encode import PromptEncoder
 from trimtab.data.files import Row
 from trimtab.data.pieces import AFTER_THE_END, Pieces
@@ -204,15 +205,17 @@ class ExampleEncoder:
     def _render(self, number: int, messages: list[Message], answer: bool) -> str:
         if not messages:
             return ""
+        where = f"{self.source_name}, row {number + 1} (from 1)"
+        render = partial(self.tokenizer.apply_chat_template, messages, tokenize=False, add_generation_prompt=answer)
         try:
-            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+            return render_within(render, where)
+        except DataError:
+            raise
         except Exception as error:  # templates are foreign code
             roles = ", ".join(message["role"] for message in messages)
-            where = f"{self.source_name}, row {number + 1} (from 1)"
             raise DataError(
                 f"{where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
             ) from error
-        return text
 
 
 def _common(one: str, two: str) -> str:

@@ -23,6 +23,7 @@ SECONDS_EACH = 0.1
 """Time that a template has: a rendering takes a millisecond or so."""
 MEMORY = 4 * 2**30
 """Bytes that a rendering may need besides what the process has."""
+TEMPLATE_FIX = "Name another tokenizer (model.tokenizer), mend its chat_template, or write data.chat_template: never."
 _LONG, _MEMORY = 3, 4
 _POLL_S = 0.002
 
@@ -38,13 +39,12 @@ def try_template(renderings: Sequence[Callable[[], object]], source_name: str, s
         os._exit(_render(renderings, seconds))
     status = _wait(child, time.monotonic() + seconds)
     what = f"{source_name}: the tokenizer's chat template"
-    fix = "Name another tokenizer (model.tokenizer), mend its chat_template, or write data.chat_template: never."
     if status is None or status == -signal.SIGXCPU:
-        raise DataError(f"{what} has not rendered a conversation after {seconds:.0f} s: it loops. {fix}")
+        raise DataError(f"{what} has not rendered a conversation after {seconds:.0f} s: it loops. {TEMPLATE_FIX}")
     if status == _LONG:
-        raise DataError(f"{what} writes more than {LONGEST_TEXT:,} characters for one conversation. {fix}")
+        raise DataError(f"{what} writes more than {LONGEST_TEXT:,} characters for one conversation. {TEMPLATE_FIX}")
     if status == _MEMORY or status < 0:
-        raise DataError(f"{what} needs more than {MEMORY / 2**30:.0f} GiB to render a conversation. {fix}")
+        raise DataError(f"{what} needs more than {MEMORY / 2**30:.0f} GiB to render a conversation. {TEMPLATE_FIX}")
 
 
 def _render(renderings: Sequence[Callable[[], object]], seconds: float) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
+from trimtab.data.deadline import render_within
 from trimtab.data.examples import Checking
 from trimtab.data.files import Row
 from trimtab.data.pieces import AFTER_THE_END, Pieces
@@ -122,7 +123,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None] | No
     """What a template writes behind an answer, and the token that it is; None where it writes nothing, or cannot be asked."""
     asked = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
     try:
-        text = str(tokenizer.apply_chat_template(asked, tokenize=False))
+        text = render_within(lambda: str(tokenizer.apply_chat_template(asked, tokenize=False)), "model.tokenizer")
     except Exception:  # templates are foreign code; what the data needs of it has been tried
         return None
     behind = text[text.rindex(ANSWERED) + len(ANSWERED) :] if ANSWERED in text else ""

@@ -32,6 +32,8 @@ CLEARLY = 1.25
 in processes that can die."""
 LONG_RUN = 1000
 """Steps that a run is taken to have where nobody says how many."""
+CLOSE = 1.1
+"""Plans whose step is at most this many times as long as the shortest are tried with other shares of memory for the KV cache."""
 LITTLE = 1.05
 """Recomputing some activations is accepted if the predicted step is at most this many times as long."""
 
@@ -93,8 +95,8 @@ def make_plan(run: Run, job: Job, machine: Machine, profile: str = "balanced", p
 def _fastest(run: Run, case: Case, fill: bool) -> Plan:
     plans: list[Plan] = []
     for ways in _ways(run, case):
-        plans += [_plan(run, case, way, fill) for way in ways]
-        plans += _with_other_shares(run, case, ways, plans, fill)
+        tried = [_plan(run, case, way, fill) for way in ways]
+        plans += tried + _with_other_shares(run, case, ways, tried, fill)
         if fitting := [plan for plan in plans if plan.fits]:
             fastest = min(plan.times.total for plan in fitting)
             # The first within a hundredth of the fastest: plans that recompute and offload least come first.
@@ -103,12 +105,17 @@ def _fastest(run: Run, case: Case, fill: bool) -> Plan:
 
 
 def _with_other_shares(run: Run, case: Case, ways: list[Way], plans: list[Plan], fill: bool) -> list[Plan]:
-    """The same with more or less of the memory for the KV cache, where it shares that with micro-batches."""
-    shared = (run.rollout.kv_memory == "auto" and case.job.generates) and not ways[0].lend_memory[0]
-    sharing = [
-        way for way, plan in zip(ways, plans[-len(ways) :]) if shared and plan.fits and SHARED in _whys(plan)
-    ]
-    return [_plan(run, case, replace(way, kv_fifths=n), fill) for n in KV_FIFTHS[1:] for way in sharing]
+    """The same with more or less of the memory for the KV cache, where it shares that with micro-batches: first all of it, then
+    what lies between for those that come close to the fastest."""
+    sharing = [(way, [plan]) for way, plan in zip(ways, plans) if plan.fits and SHARED in _whys(plan)]
+    for number, fifths in enumerate(KV_FIFTHS[1:]):
+        if number == 1:
+            fastest = min((plan.times.total for plan in plans if plan.fits), default=0.0)
+            fastest = min([fastest, *(plan.times.total for _, found in sharing for plan in found)])
+            sharing = [(way, found) for way, found in sharing if min(p.times.total for p in found) <= CLOSE * fastest]
+        for way, found in sharing:
+            found.append(_plan(run, case, replace(way, kv_fifths=fifths), fill))
+    return [plan for _, found in sharing for plan in found[1:]]
 
 
 def _whys(plan: Plan) -> set[str]:
@@ -173,7 +180,11 @@ def _with_fewer_processes(run: Run, plan: Plan, case: Case, fill: bool) -> Plan:
     """The plan, or a faster one with fewer engine processes where memory has cut down what so many can run at once."""
     most = plan.run.rollout.processes
     assert most != "auto"
-    cut = {choice.why for choice in plan.choices if choice.key.startswith("run.rollout.")} & {WHAT_FITS, SMALLEST}
+    cut = {choice.why for choice in plan.choices if choice.key.startswith("run.rollout.")} & {
+        WHAT_FITS,
+        SMALLEST,
+        SHARED,
+    }
     best = plan
     for count in range(most - 1, 0, -1) if cut or not plan.fits else ():
         pinned = run.model_copy(update={"rollout": run.rollout.model_copy(update={"processes": count})})
@@ -187,20 +198,23 @@ def _with_fewer_processes(run: Run, plan: Plan, case: Case, fill: bool) -> Plan:
 
 
 def _ways(run: Run, case: Case) -> Iterator[list[Way]]:
-    """Every combination of what is recomputed and what waits on the host, the least first; then the same with smaller pages, and
-    with a KV cache that is given up after each rollout where that is not the rule: these are for want of memory alone."""
+    """Every combination of what is recomputed and what waits on the host, the least first, and where that is not the rule, the
+    same with a KV cache that is given up after each rollout; then all that with smaller pages, for want of memory alone."""
     job, machine = case.job, case.machine
     usual, lend = page_tokens(run, job, machine), lends(run, machine)
     pages, lent = [usual], [lend]
     small = small_page(run, machine)
-    if run.rollout.page_tokens == "auto" and small < usual[0]:
+    if job.generates and run.rollout.page_tokens == "auto" and small < usual[0]:
         pages.append((small, "less is lost at the end of a sequence"))
-    if run.rollout.lend_memory == "auto" and machine.cpu:
+    if job.generates and run.rollout.lend_memory == "auto" and machine.cpu:
         lent.append((True, "rollout and update use the same memory in turn"))
-    if not job.generates:
-        pages, lent = [usual], [lend]
-    for page, lending in product(pages, lent):
-        yield [Way(recompute, offload, page, lending) for recompute, offload in _savings(run, job, machine)]
+    copies = bool(job.rank and job.generates and not (machine.cpu or lend[0]))
+    savings = list(_savings(run, job, machine))
+    for page in pages:
+        yield [
+            Way(recompute, offload, page, lending, crowd_out=crowd_out)
+            for lending, crowd_out, (recompute, offload) in product(lent, (False, True)[: 1 + copies], savings)
+        ]
 
 
 def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, Offload]]:

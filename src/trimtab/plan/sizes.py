@@ -29,7 +29,7 @@ from trimtab.plan.rules import (
 
 SPARE = 1.05
 """The KV cache of a whole step gets so many times what its sequences need: later prompts may be longer than those seen."""
-KV_FIFTHS = (2, 4, 3, 1, 5)
+KV_FIFTHS = (2, 5, 4, 3, 1)
 """Fifths of the free memory that are tried for a KV cache that is not lent; micro-batches grow into the rest."""
 MORE_AT_ONCE = 1.1
 """How many times as many sequences must run at once before a smaller prefill is taken for them."""
@@ -79,6 +79,8 @@ class Way:
     lend_memory: tuple[bool, str]
     kv_fifths: int = KV_FIFTHS[0]
     """Fifths of the free memory that the KV cache may take where it is not lent."""
+    crowd_out: bool = False
+    """The KV cache leaves no room for a copy of the weights with adapters merged in, which would stay beside the update."""
 
 
 @dataclass
@@ -136,7 +138,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         }
     )
     if job.generates and filled.rollout.kv_memory == "auto":
-        filled = with_values(filled, {"rollout.kv_memory": _least_kv(filled, case)})
+        filled = with_values(filled, {"rollout.kv_memory": _least_kv(filled, case, way.crowd_out)})
     why = {
         "rollout.page_tokens": way.page_tokens[1],
         "rollout.lend_memory": way.lend_memory[1],
@@ -153,9 +155,10 @@ def _open(section: Run | Rollout, values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if getattr(section, key) == "auto"}
 
 
-def _least_kv(draft: Run, case: Case) -> int:
+def _least_kv(draft: Run, case: Case, crowd_out: bool) -> int:
     """Bytes of the smallest KV cache: one of the longest sequences in each process. Where memory is not lent and adapters would
-    be merged into a copy of the weights that stays, as much more as leaves no room for that copy, if that is less."""
+    be merged into a copy of the weights that stays, as much more as leaves no room for that copy: where it is not wanted, or would
+    not fit and takes more."""
     rollout = draft.rollout
     assert rollout.page_tokens != "auto"
     least = least_kv_bytes(case.job, draft, processes_of(draft), rollout.page_tokens)
@@ -165,7 +168,7 @@ def _least_kv(draft: Run, case: Case) -> int:
     phase = case.ledger(filled)["rollout"]
     size = phase.device.get(MERGED, 0)
     more = case.machine.device.memory - phase.required_bytes - 2 * size + MIB
-    return least + more if size and more < size and not case.fits(filled) else least
+    return least + more if size and (crowd_out or (more < size and not case.fits(filled))) else least
 
 
 def grow(sizes: Sizes, case: Case, fill: bool) -> None:
@@ -283,7 +286,11 @@ def _largest_batch(run: Run, sizes: Sizes, case: Case) -> _Batch:
         tried = with_values(run, {"rollout.max_sequences": batch})
         if batch > least and not case.fits(tried):
             continue
-        kv, why = _kv_memory(tried, case, sizes.kv_fifths) if sizes.free("rollout.kv_memory") else (tried.rollout.kv_memory, "")
+        kv, why = (
+            _kv_memory(tried, case, sizes.kv_fifths)
+            if sizes.free("rollout.kv_memory")
+            else (tried.rollout.kv_memory, "")
+        )
         assert kv != "auto"
         at_once = min(batch, _sequences_in(kv, tried, case))
         if at_once > best.at_once:
@@ -311,13 +318,14 @@ def _kv_memory(run: Run, case: Case, fifths: int) -> tuple[int, str]:
     at_once = min(job.in_flight, rollout.max_sequences * machine.devices)
     wanted = int(step_kv_bytes(job, run, at_once, rollout.page_tokens) * SPARE) + MIB
     wanted = max(least, wanted // max(1, machine.devices))
-    room, lent = _kv_room(run, case), rollout.lend_memory is True
+    whole, lent = _kv_room(run, case), rollout.lend_memory is True
+    room = whole
     if not lent:
         two = least_kv_bytes(job, run, max(2, processes_of(run)), rollout.page_tokens)
-        room = max(room * fifths // 5, min(room, two))
+        room = max(least, whole * fifths // 5, min(whole, two))
     if wanted <= room:
         return wanted, "the whole step at once" if at_once == job.in_flight else "as many sequences as run at once"
-    if room <= least:
+    if whole <= least:
         return least, "the longest sequence has to fit"
     return room, "what the fullest phase leaves, lent to the update" if lent else SHARED
 

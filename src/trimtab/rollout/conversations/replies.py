@@ -9,9 +9,11 @@ it. Without a template a reply is its text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trimtab.base.errors import EnvError
+from trimtab.base.errors import DataError, EnvError
+from trimtab.data.deadline import render_within
 from trimtab.data.pieces import AFTER_THE_END, Pieces
 from trimtab.data.prompt import Message
 from trimtab.rollout.conversations.observation import Reply
@@ -98,16 +100,22 @@ class ReplyEncoder:
         return self._pieces.tokens([text], [True])[0] if text else []
 
     def _render(self, messages: list[Message], *, answer: bool) -> str:
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            messages,
+            tools=self._tools or None,
+            tokenize=False,
+            add_generation_prompt=answer,
+        )
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tools=self._tools or None, tokenize=False, add_generation_prompt=answer
-            )
+            return render_within(render, "environment")
+        except DataError as error:
+            raise EnvError(str(error)) from None
         except Exception as error:  # templates are foreign code
             roles = ", ".join(message["role"] for message in messages)
             raise EnvError(
                 f"environment: the tokenizer's chat template refuses a conversation of {roles}: {error}"
             ) from error
-        return text
 
     def _try(self, role: str) -> None:
         asked = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
