@@ -20,11 +20,12 @@ from trimtab.data.deadline import render_within
 from trimtab.data.examples import ExampleEncoder, validate_examples
 from trimtab.data.prompts import validate_rows
 from trimtab.data.stream import PromptStream, Stream
+from trimtab.record.checkpoint import checkpoints
 
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LOOPS = "{% if 'loop' in messages[0].content %}" + FOREVER + "{% endif %}{{ messages[0].content }}"
 WRITES = "{% if 'loop' in messages[0].content %}{{ 'x' * 10000001 }}{% endif %}{{ messages[0].content }}"
-ROWS = [{"prompt": "loop" if number == 69 else f"{number}"} for number in range(90)]
+ROWS = [{"prompt": "loop" if number == 69 else f"number {number}"} for number in range(90)]
 FOUND = r"data\.train, row 70 \(from 1\): the tokenizer's chat template has not rendered a conversation after 0 s: it loops"
 
 
@@ -99,10 +100,15 @@ def test_a_forked_child_renders_though_the_lock_was_held() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_run_ends_with_the_row_and_goes_on_once_the_template_is_mended(tmp_path: Path) -> None:
+def test_a_run_ends_with_the_row_and_goes_on_once_the_template_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small data set is read whole before the run, which then ends at once; of a large one, only the longest texts."""
+    monkeypatch.setattr("trimtab.run.inputs.MEASURED_CHARACTERS", 0)
+    monkeypatch.setattr("trimtab.run.inputs.PROBED_ROWS", 4)
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer(LOOPS).save_pretrained(tmp_path / "model")
-    observe = {"dir": str(tmp_path / "run"), "tensorboard": False, "checkpoint_every": 4}
+    observe = {"dir": str(tmp_path / "run"), "tensorboard": False, "checkpoint_every": 100}
 
     def train(**more: Any) -> dict[str, Any]:
         return trimtab.train(
@@ -113,6 +119,6 @@ def test_a_run_ends_with_the_row_and_goes_on_once_the_template_is_mended(tmp_pat
 
     with pytest.raises(DataError, match=FOUND):
         train()
-    assert (tmp_path / "run" / "checkpoints").is_dir()
+    assert list(checkpoints(tmp_path / "run")) == [8]  # 64 prompts were read before the batch that row 70 is in
     tiny_tokenizer("{{ messages[0].content }}").save_pretrained(tmp_path / "model")
     assert train(resume=True)["steps"] == 11
