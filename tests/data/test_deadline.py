@@ -26,7 +26,9 @@ FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 LOOPS = "{% if 'loop' in messages[0].content %}" + FOREVER + "{% endif %}{{ messages[0].content }}"
 WRITES = "{% if 'loop' in messages[0].content %}{{ 'x' * 10000001 }}{% endif %}{{ messages[0].content }}"
 ROWS = [{"prompt": "loop" if number == 69 else f"number {number}"} for number in range(90)]
-FOUND = r"data\.train, row 70 \(from 1\): the tokenizer's chat template has not rendered a conversation after 0 s: it loops"
+FOUND = (
+    r"data\.train, row 70 \(from 1\): the tokenizer's chat template has not rendered a conversation after 0 s: it loops"
+)
 
 
 @pytest.fixture(autouse=True)
