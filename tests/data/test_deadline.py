@@ -1,4 +1,4 @@
-"""A template that loops on one row alone, which the trial before a run does not meet: ended where it runs, with the row's name."""
+"""A template that loops on one row alone, which the trial before a run does not meet: ended where it runs, and the row named."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_was_ended_leaves_nothing_behind() -> None:
             pass
 
     for _ in range(3):
-        with pytest.raises(DataError, match="^here: .* it loops"):
+        with pytest.raises(DataError, match=r"^here: .* it loops"):
             render_within(forever, "here")
         assert [render_within(lambda: "text", "here") for _ in range(1000)] == ["text"] * 1000
     assert not deadline._watchdog._going

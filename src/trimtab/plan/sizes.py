@@ -157,8 +157,8 @@ def _open(section: Run | Rollout, values: dict[str, Any]) -> dict[str, Any]:
 
 def _least_kv(draft: Run, case: Case, crowd_out: bool) -> int:
     """Bytes of the smallest KV cache: one of the longest sequences in each process. Where memory is not lent and adapters would
-    be merged into a copy of the weights that stays, as much more as leaves no room for that copy: where it is not wanted, or would
-    not fit and takes more."""
+    be merged into a copy of the weights that stays, as much more as leaves no room for that copy: where it is not wanted, or
+    would not fit and takes more."""
     rollout = draft.rollout
     assert rollout.page_tokens != "auto"
     least = least_kv_bytes(case.job, draft, processes_of(draft), rollout.page_tokens)
