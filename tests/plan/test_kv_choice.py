@@ -47,8 +47,11 @@ CASES: dict[str, tuple[Job, Machine, str]] = {
         unlent(16), "vllm",
     ),
     "1.5B, adapters, vLLM on a CPU": (
-        adapted("qwen2.5-1.5b", itemsize=4, fused=False, tiled_head=False, prompts=64, samples=8, completion=1024),
-        Machine(nearest("CPU", 64 * GIB), 1, 34 * GIB, 8, cpu=True), "vllm",
+        adapted(
+            "qwen2.5-1.5b", itemsize=4, fused=False, tiled_head=False, compared=True, prompts=256, samples=4, longest_prompt=512,
+            typical_prompt=512, completion=1024,
+        ),
+        Machine(nearest("CPU", 64 * GIB), 1, int(32.9 * GIB), 8, cpu=True), "vllm",
     ),
 }  # fmt: skip
 
