@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Job, Machine, str]] = {
             "qwen2.5-1.5b", itemsize=4, fused=False, tiled_head=False, compared=True, prompts=256, samples=4, longest_prompt=512,
             typical_prompt=512, completion=1024,
         ),
-        Machine(nearest("CPU", 64 * GIB), 1, int(32.9 * GIB), 8, cpu=True), "vllm",
+        Machine(nearest("CPU", 64 * GIB), 1, 33 * GIB, 8, cpu=True), "vllm",
     ),
 }  # fmt: skip
 
