@@ -1,0 +1,28 @@
+"""The site has the repository's layout: README, CONTRIBUTING, bench/ and examples/ are pages beside docs/.
+
+So a relative link means the same on GitHub, on disk and on the site. MkDocs calls `on_files` (mkdocs.yml names this file).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+
+PUBLISHED = ("*.md", "LICENSE", "docs/*.md", "docs/*.css", "bench/*.md", "bench/results/*", "examples/**/*.*")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Files of docs/ by their names in the repository, the other pages beside them, and the theme's own files."""
+    root = Path(config.config_file_path).parent
+    published = [path for pattern in PUBLISHED for path in sorted(root.glob(pattern))]
+    own = [
+        File(path.relative_to(root).as_posix(), str(root), config.site_dir, config.use_directory_urls)
+        for path in published
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    return Files([*own, *(file for file in files if file.src_dir != config.docs_dir)])
