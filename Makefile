@@ -16,7 +16,7 @@ endif
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 NEWEST := .venv-newest
 
-.PHONY: install demo test test-newest lint format types docs slow vllm clean
+.PHONY: install demo test test-newest lint format types docs site slow vllm clean
 
 install: $(STAMP)
 
@@ -67,6 +67,11 @@ format: install
 docs: install
 	$(BIN)/python -m trimtab.config.reference
 	$(BIN)/python -m trimtab.convert.page
+
+# The documentation as a site, in build/site. Strict: a broken link or a page outside the navigation is an error.
+site: docs
+	$(BIN)/python -c 'import material' 2> /dev/null || $(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 slow: install
 	$(BIN)/python -m pytest -m slow
