@@ -120,6 +120,12 @@ def test_the_architecture_is_short_and_drawn() -> None:
     assert len(blocks(page, "mermaid")) == 4
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_diagrams_have_no_semicolon(page: Path) -> None:
+    """It ends a statement in Mermaid: a sentence with one is a syntax error, which only a browser would show."""
+    assert [block for block in blocks(page, "mermaid") if ";" in block] == []
+
+
 def test_moved_modules_are_where_the_page_of_changes_says() -> None:
     rows = re.findall(
         r"^\| `(trimtab\.[\w.*]+)` \| `(trimtab\.[\w.*]+)` \|$", prose(ROOT / "docs" / "changes.md"), re.MULTILINE
