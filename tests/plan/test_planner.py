@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from trimtab.base.errors import ConfigError
 from trimtab.config.learn import Learn
 from trimtab.config.run import Offload, Rollout, Run
-from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.job import COUNTED, Correction, Job, Machine
 from trimtab.plan.kv import kv_bytes
@@ -26,7 +25,6 @@ from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import predict
 from trimtab.run.calibrate import corrected
 from trimtab.run.machine import pick_device, pick_reward_workers
-from trimtab.update import conveyor, eightbit, optimizer
 
 
 @st.composite
@@ -284,11 +282,6 @@ def test_devices_share_states() -> None:
     assert not one.fits and eight.fits
     assert eight.ledger["optimizer"].device["optimizer state"] == 8 * qwen("qwen2.5-7b").shape.parameters // 8
     assert predict(qwen("qwen2.5-7b"), eight.machine, eight.run, eight.place).publish > 0
-
-
-def test_pieces_on_the_way_are_those_of_the_optimizer() -> None:
-    assert (ledger.PIECE, ledger.SLOTS) == (optimizer.PIECE, conveyor.SLOTS)
-    assert (ledger.BLOCK, ledger.CHUNK) == (eightbit.BLOCK, eightbit.CHUNK)
 
 
 def test_what_waits_on_the_host_is_counted_there() -> None:

@@ -1,8 +1,8 @@
 """The sections in which `auto` may stand, once every value is known: `learn` by its algorithm, `run` by the planner.
 
-Each is the section that the user writes (learn.py, run.py) with the `auto` taken out of its types, and nothing else: keys, defaults
-and documentation are there (a test compares them). So whoever reads a known section never asks about `auto`, and whoever takes
-either kind takes a known one too.
+Each is the section that the user writes (learn.py, run.py) with `auto` taken out of its types, and nothing else: keys and their
+documentation are there (a test compares them). So whoever reads a known section never asks about `auto`, and whoever takes what
+the user writes takes a known section too.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ strings and stop tokens. How tokens are drawn is evaluation's own; greedy unless
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 from trimtab.config.algorithms import resolve
 from trimtab.config.known import ResolvedLearn, ResolvedRun
@@ -44,10 +43,7 @@ def with_plan(config: ResolvedConfig, run: ResolvedRun) -> PlannedConfig:
     return PlannedConfig.model_validate(dict(config) | {"run": run})
 
 
-Offline = TypeVar("Offline", SftConfig, RewardModelConfig)
-
-
-def with_offline_plan(config: Offline, run: ResolvedRun) -> Offline:
+def with_offline_plan(config: SftConfig | RewardModelConfig, run: ResolvedRun) -> SftConfig | RewardModelConfig:
     """The same for a run that generates nothing: what only a rollout would use stays as the user wrote it."""
     unused = {"rollout": config.run.rollout, "reward_workers": config.run.reward_workers}
     return config.with_values({"run": Run.model_validate(dict(run) | unused)})

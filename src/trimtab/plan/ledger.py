@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
+from trimtab.model.sizes import BLOCK, CHUNK, PIECE, REWARD_TOKENS, SLOTS
 from trimtab.plan.activations import Row, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import COUNTED, Job, Machine
 
@@ -46,14 +47,6 @@ ENGINE = "engine's processes"
 MERGED = "merged copy"
 UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
 """Components that the meters of torch and of the native engine do not see."""
-PIECE, SLOTS = 2**26, 3
-"""Elements of a piece of an offloaded optimizer's state, and how many pieces are on the device while it steps."""
-REWARD_TOKENS = 8192
-"""Tokens of a row that a reward model scores at a time."""
-BLOCK = 256
-"""Elements that share a scale where moments have 8 bits."""
-CHUNK = 2**22
-"""Elements whose 8-bit moments are widened at a time: to full precision, as shares of a block's largest, and as code numbers."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +292,9 @@ def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     return {MERGED: size}
 
 
-def _scoring(job: Job, run: ResolvedRun, place: Placement, resident: dict[str, int], path: UpdatePath) -> dict[str, int]:
+def _scoring(
+    job: Job, run: ResolvedRun, place: Placement, resident: dict[str, int], path: UpdatePath
+) -> dict[str, int]:
     if not (job.compared or job.old_logprobs or job.critic):
         return resident
     budget = min(run.score_token_budget, max(job.step_row.tokens, job.longest_trained))
