@@ -25,6 +25,7 @@ from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import predict
 from trimtab.run.calibrate import corrected
 from trimtab.run.machine import pick_device, pick_reward_workers
+from trimtab.update.optimizer import MasterAdamW
 
 
 @st.composite
@@ -308,7 +309,7 @@ def test_moments_of_8_bits_are_counted_with_their_scales(itemsize: int) -> None:
     assert away["optimizer"].device["pieces on the way"] == 3 * 2**26 * (6 + 8 / 256)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     named = [("a", torch.nn.Parameter(torch.zeros(300, 1000, dtype=dtype)))]
-    small = optimizer.MasterAdamW(named, Learn(optimizer={"states": "8bit"}))
+    small = MasterAdamW(named, Learn(optimizer={"states": "8bit"}))
     assert small.state_bytes == pytest.approx(300_000 * (one + (4 if itemsize == 2 else 0)), rel=1e-3)
 
 

@@ -38,7 +38,7 @@ class Lengths:
     """The data of a run."""
 
     longest: int
-    """Tokens of the longest prompt that is accepted. Where answers are given: of the longest example, or both answers of a pair."""
+    """Tokens of the longest prompt that is accepted; where answers are given, of the longest example or pair of answers."""
     typical: int
     """Tokens of the longest one that was seen."""
     held_out: int = 0
