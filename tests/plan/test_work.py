@@ -44,9 +44,8 @@ def test_plan_and_train_have_the_same_job(model_folder: Path, overrides: list[st
 
 
 def test_a_job_follows_from_its_config(model_folder: Path) -> None:
-    config = config_of(
-        model_folder, "learn.kl.coef=0.1", "learn.algorithm=ppo", "eval.samples_per_prompt=3", "data.eval=b"
-    )
+    sampled = ["eval.samples_per_prompt=3", "eval.sampling.temperature=1.0", "data.eval=b.jsonl"]
+    config = config_of(model_folder, "learn.kl.coef=0.1", "learn.algorithm=ppo", *sampled)
     shape = shape_of(str(model_folder))
     job = job_of(config, stated_models(config, shape, cpu=True), LENGTHS)
     assert (job.longest_prompt, job.typical_prompt, job.completion) == (40, 30, config.learn.max_new_tokens)
