@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from trimtab.base.errors import ConfigError
 from trimtab.config.learn import Learn
 from trimtab.config.run import Offload, Rollout, Run
-from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.job import COUNTED, Correction, Job, Machine
 from trimtab.plan.kv import kv_bytes
@@ -26,7 +25,7 @@ from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import predict
 from trimtab.run.calibrate import corrected
 from trimtab.run.machine import pick_device, pick_reward_workers
-from trimtab.update import conveyor, eightbit, optimizer
+from trimtab.update.optimizer import MasterAdamW
 
 
 @st.composite
@@ -286,11 +285,6 @@ def test_devices_share_states() -> None:
     assert predict(qwen("qwen2.5-7b"), eight.machine, eight.run, eight.place).publish > 0
 
 
-def test_pieces_on_the_way_are_those_of_the_optimizer() -> None:
-    assert (ledger.PIECE, ledger.SLOTS) == (optimizer.PIECE, conveyor.SLOTS)
-    assert (ledger.BLOCK, ledger.CHUNK) == (eightbit.BLOCK, eightbit.CHUNK)
-
-
 def test_what_waits_on_the_host_is_counted_there() -> None:
     job = qwen("qwen2.5-7b", fused=True)
     run = make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run
@@ -315,7 +309,7 @@ def test_moments_of_8_bits_are_counted_with_their_scales(itemsize: int) -> None:
     assert away["optimizer"].device["pieces on the way"] == 3 * 2**26 * (6 + 8 / 256)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     named = [("a", torch.nn.Parameter(torch.zeros(300, 1000, dtype=dtype)))]
-    small = optimizer.MasterAdamW(named, Learn(optimizer={"states": "8bit"}))
+    small = MasterAdamW(named, Learn(optimizer={"states": "8bit"}))
     assert small.state_bytes == pytest.approx(300_000 * (one + (4 if itemsize == 2 else 0)), rel=1e-3)
 
 

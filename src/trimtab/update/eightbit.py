@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import torch
 
-BLOCK = 256
-CHUNK = 2**22
-"""Elements whose moments exist in full at one time."""
+from trimtab.model.sizes import BLOCK
+
 DECADES = 7
 
 

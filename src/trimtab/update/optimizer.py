@@ -25,13 +25,11 @@ from torch.utils.hooks import RemovableHandle
 
 from trimtab.config.learn import Learn
 from trimtab.model.gradients import Gradients
+from trimtab.model.sizes import BLOCK, CHUNK, PIECE
 from trimtab.model.transfer import HostMemory
 from trimtab.update.conveyor import Conveyor
-from trimtab.update.eightbit import BLOCK, CHUNK, Room
+from trimtab.update.eightbit import Room
 from trimtab.update.states import Group, Member, flat, is_dense, make_group, needs_master
-
-PIECE = 2**26
-"""Elements of a group of parameters, at most, that an offloaded step has in one piece; see conveyor.py for how many of these."""
 
 
 @dataclass(frozen=True)
