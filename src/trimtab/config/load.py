@@ -1,7 +1,7 @@
 """From YAML text, dictionaries and `key=value` overrides to a valid Config, and back to YAML.
 
 Guarantees: a Config that is returned is valid and free of contradictions; otherwise one ConfigError holds every problem
-found, in words for the person who wrote the file. What `resolved_yaml` writes loads back to an equal Config.
+found, in words for the person who wrote the file. What `resolved_yaml` writes loads back to the same values.
 """
 
 from __future__ import annotations

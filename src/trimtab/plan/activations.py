@@ -3,7 +3,7 @@
 For the fused layers the figures are counted from what model/layer.py, head.py and packed.py allocate: a test runs that code with
 kernels that only allocate, over random shapes, and compares. For a model's own modules they are what autograd saves for
 transformers' usual layers. Both are affine in the tokens of a micro-batch, so that two measurements on a device correct them
-(probe.py).
+(run/calibrate.py).
 
 Shapes: T tokens of a packed row, prompts once; R of them predict a token that is trained on; S keys that attention sees, where
 prompts are laid out once a sample. E hidden, X queries, keys and values together, F feed-forward, V vocabulary, L layers.

@@ -1,5 +1,5 @@
-"""What a plan depends on: the model, the work of a step, and the machine. Plain numbers, made from a config (source.py) or from a
-loaded model (session.py)."""
+"""What a plan depends on: the model, the work of a step, and the machine. Plain numbers; a job is made
+by work.py, from a config alone or for a run that has loaded its model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Correction:
-    """What was measured of micro-batches (probe.py): one takes factor * counted + rest bytes."""
+    """What was measured of micro-batches (run/calibrate.py): one takes factor * counted + rest bytes."""
 
     factor: float = 1.0
     rest: int = 0
