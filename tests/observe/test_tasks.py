@@ -14,7 +14,7 @@ from trimtab.observe.metrics import reward_metrics
 from trimtab.observe.task_names import MOST_TASKS, OTHER, metric_names
 from trimtab.observe.tasks import Tasks, task_kl, task_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
-from trimtab.update.objective import Ledger, to_samples, usable
+from trimtab.update.samples import Ledger, to_samples, usable
 from trimtab.update.updater import UpdateStats
 
 

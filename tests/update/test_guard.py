@@ -25,6 +25,7 @@ from trimtab.update import guard as guards
 from trimtab.update import ladder
 from trimtab.update.batch import Sample
 from trimtab.update.guard import Guard
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 
@@ -66,7 +67,9 @@ def guarded(dtype: torch.dtype = torch.float64, engine: FakeEngine | None = None
         changes.pop("alloc_retries", None),
         resolve(Learn(optimizer={"states": changes.pop("states", "full")})),
     )
-    updater = Updater(Policy(tiny_model("llama", dtype), check=False), learn, **{**values, **changes})
+    updater = Updater(
+        Policy(tiny_model("llama", dtype), check=False), PolicyGradient(learn), learn, **{**values, **changes}
+    )
     said: list[str] = []
     guard = Guard(
         updater,
@@ -404,7 +407,7 @@ def test_a_resumed_run_starts_where_this_one_has_come_to(monkeypatch: pytest.Mon
     failing_forward(first.updater.policy, lambda number, _: number < 7)
     first.step(batch([20] * 4), 1e-3, 0.0)
     first.ladder.engine.lowered = {"prefill_tokens": 64}
-    state = json.loads(json.dumps(first.state()))
+    state = json.loads(json.dumps(first.memory()))
     second = guarded(torch.float32, token_budget=100)
     second.ladder.own_memory = True
     lowered = second.restore(state)
@@ -417,7 +420,7 @@ def test_a_resumed_run_starts_where_this_one_has_come_to(monkeypatch: pytest.Mon
     }
     assert second.ceiling == first.ceiling
     assert second.updater.token_budget == 32 and second.updater.optimizer.offloaded
-    assert second.state()["update"] == first.state()["update"], "and the one after that"
+    assert second.memory()["update"] == first.memory()["update"], "and the one after that"
     monkeypatch.setattr(guards, "machine", lambda device: "another")
     assert guarded().restore(state) == {}
     assert guarded().restore({}) == {}

@@ -16,7 +16,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.observe.task_names import OTHER, metric_names
 from trimtab.rollout.trajectory import Group
 from trimtab.update.batch import Sample
-from trimtab.update.objective import usable
+from trimtab.update.samples import usable
 from trimtab.update.updater import UpdateStats
 
 
