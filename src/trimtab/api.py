@@ -15,10 +15,11 @@ from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 from trimtab.observe.format import scores
+from trimtab.observe.observer import Callback
 from trimtab.run import loop
 from trimtab.run.build import own_modes, returns_memory
 from trimtab.run.evaluation import measure
-from trimtab.run.inputs import GIVEN_ROWS, Callback, Inputs
+from trimtab.run.inputs import GIVEN_ROWS, Inputs
 from trimtab.run.open_evaluation import open_evaluation
 from trimtab.run.reward_model import run_reward_model
 from trimtab.run.session import open_session

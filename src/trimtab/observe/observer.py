@@ -20,8 +20,7 @@ from trimtab.record.checkpoint import RunState
 from trimtab.record.samples import write_samples
 from trimtab.record.sinks import Sinks
 from trimtab.rollout.trajectory import Group
-from trimtab.update.stats import UpdateStats
-from trimtab.update.trainer import PassSettings
+from trimtab.update.stats import PassSettings, UpdateStats
 
 Callback = Callable[[int, Mapping[str, float]], object]
 """Called after every step with its number and its metrics; what it raises ends the run, as an error of the run would."""

@@ -21,8 +21,7 @@ from trimtab.reward.scorer import Stats
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.update.batch import Sample
-from trimtab.update.stats import Applied, UpdateStats
-from trimtab.update.trainer import PassSettings, Scored, Trained
+from trimtab.update.stats import Applied, PassSettings, Scored, Trained, UpdateStats
 
 
 class Trainer(Protocol):

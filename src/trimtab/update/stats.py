@@ -1,12 +1,29 @@
-"""What one optimizer step came to, in numbers."""
+"""What one optimizer step came to, in numbers, and what it ran with: plain data that a Trainer takes and gives."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
+from trimtab.config.run import Recompute
 from trimtab.update.batch import Sample
+
+Scored = Literal["policy", "reference", "critic"]
+"""Models that say something of samples."""
+Trained = Literal["policy", "critic"]
+"""Models that learn."""
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """What micro-batches run with now."""
+
+    token_budget: int
+    recompute: Recompute
+    logprob_chunk: int
+    offload_activations: bool
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,11 @@ a run goes on. Its methods take and give plain data, so that several devices can
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from trimtab.config.run import Recompute
 from trimtab.model.policy import AnyPolicy
 from trimtab.plan.governor import Governor, Move
 from trimtab.record.checkpoint import RunState, load_optimizer, load_part, reading, save_checkpoint
@@ -24,23 +22,10 @@ from trimtab.update.critic import critic_files, restore_critic
 from trimtab.update.export import export_classifier, export_model
 from trimtab.update.guard import Guard, Recovery
 from trimtab.update.objectives.preferences import BradleyTerry
-from trimtab.update.stats import Applied, UpdateStats
+from trimtab.update.stats import Applied, PassSettings, Scored, Trained, UpdateStats
 from trimtab.update.updater import Updater
 
 REWARD_HEAD = "reward_head.safetensors"
-Scored = Literal["policy", "reference", "critic"]
-"""Which model says something of samples."""
-Trained = Literal["policy", "critic"]
-
-
-@dataclass(frozen=True)
-class PassSettings:
-    """What micro-batches run with now."""
-
-    token_budget: int
-    recompute: Recompute
-    logprob_chunk: int
-    offload_activations: bool
 
 
 class LocalTrainer:
