@@ -38,14 +38,15 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
         score(run.trainer, samples, learn)
         set_advantages(batch.groups, batch.samples, learn, state.kl_coef, parts)
     with run.observer.phase("update", memory="update"):
-        done, valued = _optimize(run, batch)
+        steps, valued = _optimize(run, batch)
+    done = [stats for _, stats in steps]
     if valued:
         metrics |= value_metrics(samples, valued)
     if done and has_reference(learn):
         metrics["policy/kl_coef"] = state.kl_coef
         state.kl_coef = next_kl_coef(learn.kl, state.kl_coef, done[0], len(samples))
         if tasks is not None:
-            metrics |= task_kl(tasks, batch.groups, batch.samples, done[: len(done) // learn.epochs_per_step])
+            metrics |= task_kl(tasks, batch.groups, batch.samples, steps[: len(steps) // learn.epochs_per_step])
     if done:
         last = learn.updates_per_batch - 1
         metrics |= update_metrics(done) | {"policy/lr": learning_rate(learn, state.step, last)}
@@ -74,10 +75,11 @@ def next_kl_coef(kl: KL, coef: float, first: UpdateStats, trained: int) -> float
     return kl_controller(coef, kl.target, kl.horizon).update(found, trained).coef
 
 
-def _optimize(run: Session, batch: Batch) -> tuple[list[UpdateStats], list[UpdateStats]]:
-    """All optimizer steps of the batch, of the policy and of the critic. In the critic's warm-up the policy has none."""
+def _optimize(run: Session, batch: Batch) -> tuple[list[tuple[list[Sample], UpdateStats]], list[UpdateStats]]:
+    """All optimizer steps of the batch: those of the policy with their samples, and those of the critic. In the critic's warm-up
+    the policy has none."""
     learn, state, trainer, observer = run.config.learn, run.state, run.trainer, run.observer
-    done: list[UpdateStats] = []
+    done: list[tuple[list[Sample], UpdateStats]] = []
     valued: list[UpdateStats] = []
     for number, samples in optimizer_steps(batch, learn):
         if has_critic(learn):
@@ -87,10 +89,11 @@ def _optimize(run: Session, batch: Batch) -> tuple[list[UpdateStats], list[Updat
                 observer.warn(f"step {state.step + 1}: the critic's gradient is not finite; it is unchanged")
             if state.step < learn.critic.warmup_steps:
                 continue
-        stats = trainer.accumulate(samples, state.kl_coef)
-        done.append(stats.complete(trainer.apply(learning_rate(learn, state.step, number))))
-        note_outcome(state, done[-1], observer, "at RUN/samples for what the model has come to write")
+        rate = learning_rate(learn, state.step, number)
+        stats = trainer.accumulate(samples, state.kl_coef).complete(trainer.apply(rate))
+        done.append((samples, stats))
+        note_outcome(state, stats, observer, "at RUN/samples for what the model has come to write")
         if stop := newly_waiting():
             observer.note(f"{stop}: the run stops when the updates of step {state.step + 1} are done")
-        observer.saw(done[-1], trainer.settings)
+        observer.saw(stats, trainer.settings)
     return done, valued

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 
 from trimtab.config.run import Recompute
-from trimtab.update.batch import Sample
 
 Scored = Literal["policy", "reference", "critic"]
 """Models that say something of samples."""
@@ -54,8 +53,9 @@ class UpdateStats:
     applied: bool = True
     behind: float | None = None
     """As in `Applied`."""
-    kl_ref_of: list[tuple[list[Sample], torch.Tensor]] = field(default_factory=list)
-    """For each micro-batch its samples, and each one's KL to the reference, summed over its tokens. Stays on the device."""
+    kl_ref_of: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
+    """For each micro-batch the places of its samples among those of the step, and each one's KL to the reference, summed over its
+    tokens. Stays on the device."""
 
     def add(self, **values_R: torch.Tensor) -> None:
         for name, values in values_R.items():

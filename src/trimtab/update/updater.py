@@ -137,9 +137,10 @@ class Updater:
         sizes = [row_tokens(part) for part in parts]
         packed = pack(sizes, max([budget, *sizes]))
         loads = [sum(sizes[i] for i in indices) for indices in packed]
+        place_of = {id(sample): place for place, sample in enumerate(samples)}
         for number, (indices, load) in enumerate(zip(packed, loads), 1):
             self.progress = Progress("forward", number, len(packed), load, max(loads))
-            yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device)
+            yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device, place_of)
 
     def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
         return self.objective.loss(self.policy, batch, stats, chunk=self.logprob_chunk, kl_coef=kl_coef)

@@ -70,7 +70,7 @@ class PolicyGradient(OverTokens):
         reference = batch.gather("ref_logprobs")
         found = ESTIMATORS[kl.estimator](logp, reference)
         stats.add(kl_ref=found)
-        stats.kl_ref_of.append((batch.samples, sum_by(found.detach().double(), sequence, sequences)))
+        stats.kl_ref_of.append((batch.places, sum_by(found.detach().double(), sequence, sequences)))
         if kl.where != "loss" or not kl.corrected:
             return found
         return corrected(
