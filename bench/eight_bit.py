@@ -27,6 +27,7 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.data.tasks import TASKS
 from trimtab.model.policy import Policy
+from trimtab.update.objectives.likelihood import Likelihood
 from trimtab.update.updater import Updater
 
 STEPS, BATCH, RATE = 100, 64, 2e-3
@@ -45,7 +46,7 @@ def supervised(states: str = "full", budget: int = 4096, factor: float = 1.0) ->
     policy = Policy(demo.build_model(tokenizer, 0))
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", optimizer={"states": states}))
     sizes = {"token_budget": budget, "score_token_budget": budget, "logprob_chunk": budget}
-    updater = Updater(policy, learn, **sizes, checkpoint_activations=False)
+    updater = Updater(policy, Likelihood(), learn, **sizes, checkpoint_activations=False)
     rows = TASKS[demo.TASK].generate(demo.TRAIN_ROWS, 4, 0, "train")
     losses, weights = [], [flat(policy)]
     for step in range(STEPS):

@@ -49,6 +49,7 @@ from trimtab.run.calibrate import probe
 from trimtab.run.machine import machine_here
 from trimtab.run.shapes import shape_of_model
 from trimtab.run.tuner import longest_samples
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 GIB = 2**30
@@ -171,6 +172,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     )
     updater = Updater(
         policy,
+        PolicyGradient(resolve(Learn(steps=1))),
         resolve(Learn(steps=1)),
         token_budget=case.budget,
         score_token_budget=case.budget,

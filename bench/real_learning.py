@@ -71,6 +71,7 @@ def read_answers(folder: Path, out: Path, rows: list[dict[str, Any]], task: str,
     from trimtab.model.load import load_model, load_tokenizer, save_model
     from trimtab.model.policy import Policy
     from trimtab.update.batch import Sample
+    from trimtab.update.objectives.likelihood import Likelihood
     from trimtab.update.updater import Updater
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,7 +86,13 @@ def read_answers(folder: Path, out: Path, rows: list[dict[str, Any]], task: str,
     steps = passes * len(rows) // batch
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", lr=rate, steps=steps))
     updater = Updater(
-        policy, learn, token_budget=16384, score_token_budget=16384, logprob_chunk=2048, checkpoint_activations=False
+        policy,
+        Likelihood(),
+        learn,
+        token_budget=16384,
+        score_token_budget=16384,
+        logprob_chunk=2048,
+        checkpoint_activations=False,
     )
     order = [i for n in range(passes) for i in random.Random(n).sample(range(len(rows)), len(rows))]
     losses, started = [], time.monotonic()

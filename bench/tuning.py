@@ -49,6 +49,7 @@ from trimtab.rollout.native.engine import NativeEngine
 from trimtab.run.machine import machine_here
 from trimtab.run.shapes import shape_of_model
 from trimtab.run.tuner import longest_samples, time_decode, time_update
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 GIB = 2**30
@@ -84,6 +85,7 @@ def grid(shape: str, device: torch.device, budgets: list[int], batches: list[int
     engine.lend()
     updater = Updater(
         policy,
+        PolicyGradient(resolve(Learn(steps=1))),
         resolve(Learn(steps=1)),
         token_budget=10**9,
         score_token_budget=10**9,
@@ -247,6 +249,7 @@ def gradient_distance(folder: Path, work: dict[str, Any], device: torch.device) 
         settings = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
         updater = Updater(
             policy,
+            PolicyGradient(settings),
             settings,
             token_budget=budget,
             score_token_budget=budget,

@@ -35,7 +35,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture takes most of a second, as long as a tiny run: only tests marked `curve` draw it."""
     if not request.node.get_closest_marker("curve"):
-        monkeypatch.setattr("trimtab.run.endings.draw_curve", lambda folder, console: None)
+        monkeypatch.setattr("trimtab.observe.look_back.draw_curve", lambda folder, console: None)
 
 
 @pytest.fixture(scope="session")

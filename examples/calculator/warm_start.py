@@ -40,6 +40,7 @@ from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.rollout.conversations.tools import END, OPEN, as_text
 from trimtab.update.batch import Sample
+from trimtab.update.objectives.likelihood import Likelihood
 from trimtab.update.updater import Updater
 
 Phases = Sequence[tuple[int, float]]
@@ -90,7 +91,13 @@ def warm_start(
     rows = TASKS["arithmetic"].generate(16_384, DIFFICULTY, seed, "train", ops="*")
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", lr=RATE))
     updater = Updater(
-        policy, learn, token_budget=8192, score_token_budget=8192, logprob_chunk=4096, checkpoint_activations=False
+        policy,
+        Likelihood(),
+        learn,
+        token_budget=8192,
+        score_token_budget=8192,
+        logprob_chunk=4096,
+        checkpoint_activations=False,
     )
     random, losses = Random(seed), list[float]()
     total_steps, started = sum(steps for steps, _ in phases), time.monotonic()

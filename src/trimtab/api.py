@@ -15,13 +15,14 @@ from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 from trimtab.observe.format import scores
+from trimtab.observe.observer import Callback
 from trimtab.run import loop
 from trimtab.run.build import own_modes, returns_memory
-from trimtab.run.endings import where_it_stands
 from trimtab.run.evaluation import measure
-from trimtab.run.inputs import GIVEN_ROWS, Callback, Inputs
+from trimtab.run.inputs import GIVEN_ROWS, Inputs
+from trimtab.run.open_evaluation import open_evaluation
 from trimtab.run.reward_model import run_reward_model
-from trimtab.run.session import open_evaluation, open_session
+from trimtab.run.session import open_session
 from trimtab.run.sft import run_sft
 
 Source = str | PathLike[str]
@@ -150,8 +151,7 @@ def run_training(
         try:
             return loop.train(session)
         except (KeyboardInterrupt, TrimtabError):
-            session.console.close()
-            session.console.warn(where_it_stands(session.folder, session.state, session.config.learn.steps))
+            session.observer.stopped(session.state, session.config.learn.steps)
             raise
 
 
@@ -161,7 +161,7 @@ def run_evaluation(config: Config, inputs: Inputs, *, console_file: IO[str] | No
     with own_modes(), ExitStack() as stack:
         session = open_evaluation(config, inputs, stack, console_file=console_file)
         session.console.waiting(f"evaluating {len(session.prompts):,} prompts")
-        result, _ = measure(session.config, session.prompts, session.sampler, session.scorer, session.tasks)
+        result, _ = measure(session.config, session.prompts, session.generator, session.rewarder, session.tasks)
         session.console.note(f"{config.model.path} | {scores(result)}")
         return result
 

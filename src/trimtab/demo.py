@@ -31,6 +31,7 @@ from trimtab.record.jsonl import read_jsonl
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import physical_cores
 from trimtab.update.batch import Sample
+from trimtab.update.objectives.likelihood import Likelihood
 from trimtab.update.updater import Updater
 
 SPECIAL = ["<pad>", "<eos>"]
@@ -107,7 +108,13 @@ def warm_start(
     """Supervised steps on rows with an answer; returns the loss of each, in nats per token."""
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", lr=lr, steps=steps))
     updater = Updater(
-        policy, learn, token_budget=4096, score_token_budget=4096, logprob_chunk=4096, checkpoint_activations=False
+        policy,
+        Likelihood(),
+        learn,
+        token_budget=4096,
+        score_token_budget=4096,
+        logprob_chunk=4096,
+        checkpoint_activations=False,
     )
     order, losses = np.random.default_rng(learn.seed), []
     for step in range(steps):

@@ -129,7 +129,7 @@ def test_resume_of_a_run_that_was_killed_before_its_first_checkpoint(trimtab: Tr
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("trimtab.run.loop.sample", interrupt)
+        patched.setattr("trimtab.run.rollout_step.sample", interrupt)
         assert trimtab("train").code == 130
     assert not (here / "runs/it/checkpoints").exists()
     assert trimtab("train", "--resume", "learn.lr=0.5").code == 0, "from the beginning, so nothing has changed"

@@ -13,7 +13,8 @@ from trimtab.config.learn import Learn, Sampling
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
 from trimtab.rollout.trajectory import Group
-from trimtab.update.objective import to_samples
+from trimtab.update.objectives.policy_gradient import PolicyGradient
+from trimtab.update.samples import to_samples
 from trimtab.update.updater import Updater
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -89,6 +90,7 @@ def test_engine_logprobs_equal_the_trainers(dtype: torch.dtype, tolerance: float
     found = generate(engine(policy), prompts(6), sampling=Sampling())
     updater = Updater(
         policy,
+        PolicyGradient(resolve(Learn())),
         resolve(Learn()),
         token_budget=200,
         score_token_budget=200,
@@ -107,6 +109,7 @@ def test_bf16_gradient_points_where_the_float64_one_does(checkpointed: bool, bud
     def gradient(policy: Policy) -> torch.Tensor:
         updater = Updater(
             policy,
+            PolicyGradient(resolve(Learn())),
             resolve(Learn()),
             token_budget=budget,
             score_token_budget=200,
@@ -136,7 +139,13 @@ def test_bf16_gradient_points_where_the_float64_one_does(checkpointed: bool, bud
 def test_a_step_trains_and_leaves_no_page_behind() -> None:
     policy = on_cuda("qwen2", torch.bfloat16)
     updater = Updater(
-        policy, resolve(Learn()), token_budget=64, score_token_budget=64, logprob_chunk=16, checkpoint_activations=False
+        policy,
+        PolicyGradient(resolve(Learn())),
+        resolve(Learn()),
+        token_budget=64,
+        score_token_budget=64,
+        logprob_chunk=16,
+        checkpoint_activations=False,
     )
     before = [p.detach().clone() for p in policy.parameters()]
     batch = samples()

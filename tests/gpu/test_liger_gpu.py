@@ -77,14 +77,16 @@ def test_a_whole_step_is_the_same(model_folder: Path, tmp_path: Path, recompute:
             session = open_session(config_from_dict(tree), inputs, stack)
             kept = kept or loop.rollout(session)[0]
             own = found.setdefault(kernels, {})
-            apply = session.updater.optimizer.step
+            apply = session.trainer.updater.optimizer.step
 
             def capture(lr: float, session: Any = session, own: Any = own, apply: Any = apply) -> Any:
-                for (name, _), grad in zip(session.policy.model.named_parameters(), session.updater.optimizer.grads()):
+                for (name, _), grad in zip(
+                    session.trainer.updater.policy.model.named_parameters(), session.trainer.updater.optimizer.grads()
+                ):
                     own[name] = grad.double().clone()
                 return apply(lr)
 
-            session.updater.optimizer.step = capture
+            session.trainer.updater.optimizer.step = capture
             loop.update(session, kept)
     for kernels in ("native", "liger"):
         assert distance(found[kernels], found["plain"]) < 0.05

@@ -23,6 +23,7 @@ from trimtab.rollout.native.engine import NativeEngine
 from trimtab.run.machine import machine_here, memory_limit
 from trimtab.run.shapes import shape_of_model
 from trimtab.run.tuner import longest_samples, time_update
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -53,9 +54,14 @@ def planned(kept: bool | str, budget: int = 8192) -> tuple[Policy, Plan]:
 def updater_of(policy: Policy, plan: Plan) -> Updater:
     run = plan.run
     return Updater(
-        policy, resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1)), token_budget=run.token_budget,
-        score_token_budget=run.token_budget, logprob_chunk=run.logprob_chunk, checkpoint_activations=run.checkpoint_activations,
-    )  # fmt: skip
+        policy,
+        PolicyGradient(resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))),
+        resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1)),
+        token_budget=run.token_budget,
+        score_token_budget=run.token_budget,
+        logprob_chunk=run.logprob_chunk,
+        checkpoint_activations=run.checkpoint_activations,
+    )
 
 
 @pytest.mark.parametrize("kept", [False, "some", True])

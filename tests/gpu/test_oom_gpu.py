@@ -22,6 +22,7 @@ from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.policy import Policy
 from trimtab.update.batch import Sample
 from trimtab.update.guard import Guard
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -64,9 +65,14 @@ def guarded(dtype: torch.dtype, fused: bool) -> tuple[Guard, list[str]]:
         policy.fuse()
         assert policy.fused
     updater = Updater(
-        policy, resolve(Learn()), token_budget=32768, score_token_budget=32768, logprob_chunk=4096,
+        policy,
+        PolicyGradient(resolve(Learn())),
+        resolve(Learn()),
+        token_budget=32768,
+        score_token_budget=32768,
+        logprob_chunk=4096,
         checkpoint_activations=False,
-    )  # fmt: skip
+    )
     said: list[str] = []
     return Guard(updater, FakeEngine(), least_kv_tokens=64, report=lambda r: said.append(str(r))), said
 

@@ -18,6 +18,7 @@ from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import FromHost, Policy
 from trimtab.update import optimizer as optimizers
 from trimtab.update.batch import Sample
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -135,7 +136,7 @@ def step_of(policy: Policy, **settings) -> tuple[list[torch.Tensor], Updater]:
     """Working weights after two optimizer steps on three samples, two of them of one prompt."""
     learn = resolve(Learn(lr=1e-3))
     sizes = {"token_budget": 40, "score_token_budget": 40, "logprob_chunk": 16}
-    updater = Updater(policy, learn, **{"checkpoint_activations": False} | sizes | settings)
+    updater = Updater(policy, PolicyGradient(learn), learn, **{"checkpoint_activations": False} | sizes | settings)
     draw = torch.Generator().manual_seed(0)
     samples = []
     for prompt, length in (([3, 5, 7], 9), ([3, 5, 7], 14), ([11, 4], 20)):

@@ -74,16 +74,16 @@ def test_sampled_equals_trained_plus_dropped_and_only_own_tokens_are_trained_on(
     model_folder, tmp_path, monkeypatch
 ) -> None:
     learned: list[int] = []
-    original = Updater.step
+    original = Updater.accumulate
 
-    def watched(self, samples, lr, kl_coef):
-        stats = original(self, samples, lr, kl_coef)
+    def watched(self, samples, kl_coef):
+        stats = original(self, samples, kl_coef)
         assert stats.tokens == sum(len(s.engine_logprobs) for s in samples)
         assert any(s.own is not None for s in samples)
         learned.append(len(samples))
         return stats
 
-    monkeypatch.setattr(Updater, "step", watched)
+    monkeypatch.setattr(Updater, "accumulate", watched)
     metrics = [row for row in train(model_folder, tmp_path / "run", Moody) if row["step"] > 0]
     for row, trained in zip(metrics, learned, strict=True):
         dropped = {key: value for key, value in row.items() if key.startswith("run/dropped_")}

@@ -11,7 +11,8 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn, Sampling
 from trimtab.model.policy import Policy
 from trimtab.rollout.trajectory import Group
-from trimtab.update.objective import to_samples
+from trimtab.update.objectives.policy_gradient import PolicyGradient
+from trimtab.update.samples import to_samples
 from trimtab.update.updater import Updater
 
 
@@ -20,7 +21,13 @@ def gap(policy: Policy, temperature: float) -> torch.Tensor:
     found = generate(engine(policy), prompts(6), sampling=sampling)
     learn = resolve(Learn(sampling=sampling))
     updater = Updater(
-        policy, learn, token_budget=200, score_token_budget=200, logprob_chunk=16, checkpoint_activations=False
+        policy,
+        PolicyGradient(learn),
+        learn,
+        token_budget=200,
+        score_token_budget=200,
+        logprob_chunk=16,
+        checkpoint_activations=False,
     )
     samples = to_samples([Group(t.prompt, [t]) for t in found.values()])
     flat = [s for group in samples for s in group]

@@ -33,21 +33,21 @@ def run(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **l
     original = loop.update
 
     def watched(session, groups):
-        step = session.updater.step
+        step = session.trainer.updater.accumulate
         trained.append([])
         sampled.append(
             [(tuple(t.prompt.tokens), tuple(t.tokens.tolist()), t.sample) for g in groups for t in g.trajectories]
         )
 
-        def record(samples, lr, kl_coef):
+        def record(samples, kl_coef):
             trained[-1] += [(tuple(s.prompt_tokens), tuple(s.tokens.tolist())) for s in samples]
-            return step(samples, lr, kl_coef)
+            return step(samples, kl_coef)
 
-        session.updater.step = record
+        session.trainer.updater.accumulate = record
         try:
             return original(session, groups)
         finally:
-            session.updater.step = step
+            session.trainer.updater.accumulate = step
 
     monkeypatch.setattr(loop, "update", watched)
     summary = trimtab.train(

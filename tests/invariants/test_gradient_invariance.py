@@ -108,19 +108,22 @@ def step(
     with ExitStack() as stack:
         session = open_session(config_from_dict(tree), inputs, stack)
         gradients: dict[str, torch.Tensor] = {}
-        apply = session.updater.optimizer.step
+        apply = session.trainer.updater.optimizer.step
 
         def capture(lr: float):
-            for name, parameter in session.policy.model.named_parameters():
+            for name, parameter in session.trainer.updater.policy.model.named_parameters():
                 if name not in gradients:
                     gradients[name] = parameter.grad.clone().cpu()
             return apply(lr)
 
-        session.updater.optimizer.step = capture
+        session.trainer.updater.optimizer.step = capture
         groups, _ = loop.rollout(session)
         loop.update(session, groups)
         if weights is not None:
-            weights |= {name: parameter.detach().clone() for name, parameter in session.policy.model.named_parameters()}
+            weights |= {
+                name: parameter.detach().clone()
+                for name, parameter in session.trainer.updater.policy.model.named_parameters()
+            }
     tokens = {(g.prompt.id, t.sample): t.tokens.tolist() for g in groups for t in g.trajectories}
     return tokens, gradients
 

@@ -19,7 +19,7 @@ DRIVER = Path(__file__).with_name("killing.py")
 STEPS = 6
 RANDOM_KILLS = 20
 POINTS = [
-    "trimtab.run.loop.save_checkpoint before",
+    "trimtab.update.trainer.save_checkpoint before",
     "trimtab.record.checkpoint.save_model before",
     "trimtab.record.checkpoint.save_model after",
     "trimtab.record.checkpoint.save_file half",
@@ -31,9 +31,9 @@ POINTS = [
     "trimtab.record.checkpoint.prune before",
     "trimtab.record.checkpoint.remove_whole before",
     "trimtab.record.checkpoint.remove_whole after",
-    "trimtab.run.endings.save_model after",
-    "trimtab.run.endings.put_in_place before",
-    "trimtab.run.endings.put_in_place after",
+    "trimtab.update.export.save_model after",
+    "trimtab.update.export.put_in_place before",
+    "trimtab.update.export.put_in_place after",
 ]
 REWARD = """
 def reward(completions, **_):  # differs within groups from the first step on, for a model that writes noise

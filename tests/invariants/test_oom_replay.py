@@ -26,9 +26,11 @@ from trimtab.record.checkpoint import load_state, newest_checkpoint
 from trimtab.record.sinks import read_metrics
 from trimtab.rollout.native.cache import DecodePlan, PrefillPlan
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.run import endings, loop
+from trimtab.run import loop
 from trimtab.run.inputs import Inputs
-from trimtab.run.session import Session, open_session
+from trimtab.run.roles import Session
+from trimtab.run.session import open_session
+from trimtab.update import export
 from trimtab.update.optimizer import MasterAdamW
 
 Inject = Callable[[Session], None]
@@ -57,21 +59,21 @@ def in_forward(kind: type, number: int, *, gradient: bool = False) -> Inject:
         def counts(tokens, positions, plan) -> bool:
             return isinstance(plan, kind) and torch.is_grad_enabled() == gradient
 
-        run.policy.hidden = at_call(run.policy.hidden, number, counts)
+        run.trainer.updater.policy.hidden = at_call(run.trainer.updater.policy.hidden, number, counts)
 
     return inject
 
 
 def in_reference(number: int) -> Inject:
     def inject(run: Session) -> None:
-        run.reference.hidden = at_call(run.reference.hidden, number)
+        run.trainer.reference.hidden = at_call(run.trainer.reference.hidden, number)
 
     return inject
 
 
 def in_backward(number: int) -> Inject:
     def inject(run: Session) -> None:
-        forward, calls = run.policy.hidden, [0]
+        forward, calls = run.trainer.updater.policy.hidden, [0]
 
         def hidden(*arguments: Any) -> torch.Tensor:
             out: torch.Tensor = forward(*arguments)
@@ -80,13 +82,13 @@ def in_backward(number: int) -> Inject:
                 out.register_hook(short)
             return out
 
-        run.policy.hidden = hidden
+        run.trainer.updater.policy.hidden = hidden
 
     return inject
 
 
 def before_the_optimizer_applies(run: Session) -> None:
-    optimizer = run.updater.optimizer
+    optimizer = run.trainer.updater.optimizer
     optimizer._lay_out_gradients = at_call(optimizer._lay_out_gradients, 1)
 
 
@@ -121,21 +123,21 @@ def step(model_folder: Path, folder: Path, learn: dict[str, Any], inject: Inject
     with ExitStack() as stack:
         session = open_session(config_from_dict(tree(model_folder, folder, learn)), INPUTS, stack)
         gradients: dict[str, torch.Tensor] = {}
-        apply = session.updater.optimizer.step
+        apply = session.trainer.updater.optimizer.step
 
         def capture(lr: float):
-            outcome_grads = {n: p.grad.clone() for n, p in session.policy.model.named_parameters()}
+            outcome_grads = {n: p.grad.clone() for n, p in session.trainer.updater.policy.model.named_parameters()}
             outcome = apply(lr)
             if not gradients:
                 gradients.update(outcome_grads)
             return outcome
 
-        session.updater.optimizer.step = capture
+        session.trainer.updater.optimizer.step = capture
         if inject is not None:
             inject(session)
         groups, _ = loop.rollout(session)
         metrics = loop.update(session, groups)
-        weights = {n: p.detach().clone() for n, p in session.policy.model.named_parameters()}
+        weights = {n: p.detach().clone() for n, p in session.trainer.updater.policy.model.named_parameters()}
         recoveries = session.state.oom_recoveries
     tokens = {(g.prompt.id, t.sample): t.tokens.tolist() for g in groups for t in g.trajectories}
     return tokens, gradients, weights, metrics, recoveries
@@ -219,7 +221,7 @@ def test_phases_around_the_update_are_repeated(
     elif phase == "checkpoint":
         monkeypatch.setattr(checkpoint, "save_file", at_call(checkpoint.save_file, 2))
     else:
-        monkeypatch.setattr(endings, "save_model", at_call(endings.save_model, 1))
+        monkeypatch.setattr(export, "save_model", at_call(export.save_model, 1))
     folder, metrics = train(model_folder, tmp_path / "run")
     assert_same_weights(folder, whole)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-2", "step-3"]

@@ -18,6 +18,7 @@ from trimtab.model.policy import Policy
 from trimtab.plan.activations import Row, UpdatePath, update_peak
 from trimtab.plan.shape import read_shape
 from trimtab.update.batch import MicroBatch, Sample
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater, UpdateStats
 
 LOWEST, HIGHEST = 0.93, 1.5
@@ -41,7 +42,13 @@ def test_an_update_takes_what_was_predicted(kind: str, dtype: torch.dtype, group
     policy = Policy(AutoModelForCausalLM.from_config(config, dtype=dtype), check=False)
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
     updater = Updater(
-        policy, learn, token_budget=10**9, score_token_budget=10**9, logprob_chunk=128, checkpoint_activations=kept
+        policy,
+        PolicyGradient(learn),
+        learn,
+        token_budget=10**9,
+        score_token_budget=10**9,
+        logprob_chunk=128,
+        checkpoint_activations=kept,
     )
     samples = [
         Sample([number] * prompt, torch.zeros(n, dtype=torch.long), torch.ones(n), torch.ones(n), torch.zeros(n))

@@ -34,7 +34,8 @@ from trimtab.data.prompt import Prompt
 from trimtab.model.policy import Policy
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.batch import Sample
-from trimtab.update.objective import set_advantages, set_weights, to_samples, usable
+from trimtab.update.objectives.policy_gradient import PolicyGradient
+from trimtab.update.samples import set_advantages, set_weights, to_samples, usable
 from trimtab.update.updater import Updater
 
 FILE = Path(__file__).with_name("trl.safetensors")
@@ -134,7 +135,7 @@ def run(name: str, token_budget: int) -> tuple[list[Sample], float, torch.Tensor
     flat = [s for group in samples for s in group]
     trained = policy("start")
     sizes = {"token_budget": token_budget, "score_token_budget": 60, "logprob_chunk": 7}
-    updater = Updater(trained, learn, **sizes, checkpoint_activations=False)
+    updater = Updater(trained, PolicyGradient(learn), learn, **sizes, checkpoint_activations=False)
     if not facts["cases"][name].get("on_policy"):
         updater.score(flat, trained, "old_logprobs")
     if learn.kl.coef:
@@ -234,7 +235,13 @@ def test_log_probs_of_old_and_reference_policy_are_trls() -> None:
     start = policy("start")
     learn = resolve(Learn(**LEARN["grpo, kl"]))
     updater = Updater(
-        start, learn, token_budget=40, score_token_budget=40, logprob_chunk=5, checkpoint_activations=False
+        start,
+        PolicyGradient(learn),
+        learn,
+        token_budget=40,
+        score_token_budget=40,
+        logprob_chunk=5,
+        checkpoint_activations=False,
     )
     updater.score(flat, start, "old_logprobs")
     for key in ("old_per_token_logps", "ref_per_token_logps"):

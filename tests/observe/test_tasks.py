@@ -14,7 +14,7 @@ from trimtab.observe.metrics import reward_metrics
 from trimtab.observe.task_names import MOST_TASKS, OTHER, metric_names
 from trimtab.observe.tasks import Tasks, task_kl, task_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
-from trimtab.update.objective import Ledger, to_samples, usable
+from trimtab.update.samples import Ledger, to_samples, usable
 from trimtab.update.updater import UpdateStats
 
 
@@ -97,9 +97,9 @@ def test_rewards_that_failed_add_up_to_those_of_the_step() -> None:
 
 def test_kl_is_the_mean_over_a_tasks_tokens() -> None:
     samples = to_samples(GROUPS)
-    first = ([samples[0][1], samples[2][0]], torch.tensor([0.8, 0.1]))
-    second = ([samples[0][0], samples[2][1]], torch.tensor([0.4, 0.5]))
-    found = task_kl(TASKS, GROUPS, samples, [UpdateStats(kl_ref_of=[first]), UpdateStats(kl_ref_of=[second])])
+    first = [samples[2][0], samples[0][1]], UpdateStats(kl_ref_of=[([1, 0], torch.tensor([0.8, 0.1]))])
+    second = [samples[0][0], samples[2][1]], UpdateStats(kl_ref_of=[([0, 1], torch.tensor([0.4, 0.5]))])
+    found = task_kl(TASKS, GROUPS, samples, [first, second])
     # sums: (0.8 + 0.4) over 4 + 2 tokens; 7: (0.1 + 0.5) over 1 + 3.
     assert found == {
         "policy/task/sums/kl_ref": pytest.approx(0.2),

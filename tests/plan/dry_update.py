@@ -22,6 +22,7 @@ from trimtab.config.learn import Learn
 from trimtab.model import head, packed
 from trimtab.model.policy import Policy
 from trimtab.update.batch import MicroBatch, Sample
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater, UpdateStats
 
 
@@ -112,7 +113,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
     policy._fused = FusedForward(policy)
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
     updater = Updater(
-        policy, learn, token_budget=10**9, score_token_budget=10**9, logprob_chunk=case["chunk"],
+        policy, PolicyGradient(learn), learn, token_budget=10**9, score_token_budget=10**9, logprob_chunk=case["chunk"],
         checkpoint_activations=case["kept"],
     )  # fmt: skip
     samples = [

@@ -62,14 +62,14 @@ def record_training(patch: pytest.MonkeyPatch, **arguments: Any) -> Record:
 
     def watched(session: Any, groups: list[Any]) -> dict[str, float]:
         if not record.start:
-            record.start = snapshot(session.policy.model)
+            record.start = snapshot(session.trainer.updater.policy.model)
         for group in groups:
             for t in group.trajectories:
                 t.logprobs = t.logprobs + DISTURBANCE * torch.randn(t.logprobs.shape, generator=noise)
         record.steps.append([[_completion(t, len(g.prompt.tokens)) for t in g.trajectories] for g in groups])
         metrics = update(session, groups)
-        record.end = snapshot(session.policy.model)
-        record.critic_end = {} if session.critic is None else snapshot(session.critic.policy.model)
+        record.end = snapshot(session.trainer.updater.policy.model)
+        record.critic_end = {} if session.trainer.critic is None else snapshot(session.trainer.critic.policy.model)
         record.kl_coefs.append(session.state.kl_coef)
         return metrics
 
@@ -99,10 +99,10 @@ def record_offline(patch: pytest.MonkeyPatch, kind: str, **arguments: Any) -> Re
 
     def watched(run: Any) -> dict[str, float]:
         if not record.start:
-            record.start = snapshot(run.policy.model)
+            record.start = snapshot(run.trainer.updater.policy.model)
         metrics = step(run)
         record.steps += latest
-        record.end = snapshot(run.policy.model)
+        record.end = snapshot(run.trainer.updater.policy.model)
         return metrics
 
     with patch.context() as patched:

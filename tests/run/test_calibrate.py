@@ -23,6 +23,7 @@ from trimtab.run import calibrate as probing
 from trimtab.run.calibrate import corrected, probe
 from trimtab.run.shapes import shape_of_model
 from trimtab.update.batch import MicroBatch
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 
@@ -66,9 +67,14 @@ def test_where_nothing_would_fit_the_plan_stays_and_the_guard_has_its_turn() -> 
 def updater_of(budget: int) -> tuple[Updater, Job]:
     policy = Policy(tiny_model("llama", torch.float32, max_position_embeddings=8192))
     updater = Updater(
-        policy, resolve(Learn()), token_budget=budget, score_token_budget=budget, logprob_chunk=512,
+        policy,
+        PolicyGradient(resolve(Learn())),
+        resolve(Learn()),
+        token_budget=budget,
+        score_token_budget=budget,
+        logprob_chunk=512,
         checkpoint_activations=False,
-    )  # fmt: skip
+    )
     return updater, Job(shape_of_model(policy.model), 4, 4, 4, 64, 64, 256, fused=False, tiled_head=False)
 
 

@@ -16,6 +16,7 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.data.tasks import TASKS
 from trimtab.model.policy import Policy
+from trimtab.update.objectives.likelihood import Likelihood
 from trimtab.update.updater import Updater
 
 SMALL = {"optimizer": {"states": "8bit"}}
@@ -52,7 +53,7 @@ def supervised(states: str, budget: int = 4096, steps: int = 24) -> tuple[list[f
     before = torch.cat([p.detach().flatten().clone() for p in policy.model.parameters()])
     settings = Learn(loss="on_policy", aggregate="token_mean", optimizer={"states": states})
     sizes = {"token_budget": budget, "score_token_budget": budget, "logprob_chunk": budget}
-    updater = Updater(policy, resolve(settings), **sizes, checkpoint_activations=False)
+    updater = Updater(policy, Likelihood(), resolve(settings), **sizes, checkpoint_activations=False)
     rows = TASKS[demo.TASK].generate(512, 4, 0, "train")
     losses = []
     for step in range(steps):

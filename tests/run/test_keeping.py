@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 import trimtab
 from trimtab.base.errors import EnvError, RewardError, TrainingError
 from trimtab.base.signals import STOP_SIGNALS
+from trimtab.observe import observer
 from trimtab.record import checkpoint
 from trimtab.record.checkpoint import checkpoints
 from trimtab.record.sinks import read_metrics
 from trimtab.rollout.native.engine import NativeEngine
-from trimtab.run import loop, offline
+from trimtab.run import loop, offline, rollout_step
 from trimtab.run.sft import Supervised
-from trimtab.update import optimizer
+from trimtab.update import optimizer, trainer
 from trimtab.update.optimizer import MasterAdamW
 from trimtab.update.updater import Updater
 
@@ -124,13 +125,13 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 # Where, and in which call of it; two updates a step. The steps that are kept.
 PLACES: dict[str, tuple[object, str, int, int]] = {
-    "rollout": (loop, "sample", 4, 3),
-    "update, before anything is applied": (Updater, "step", 2 * 3 + 1, 3),
+    "rollout": (rollout_step, "sample", 4, 3),
+    "update, before anything is applied": (Updater, "accumulate", 2 * 3 + 1, 3),
     "publish": (NativeEngine, "publish", 1 + 3, 3),
     "evaluation": (loop, "measure", 2, 2),
     "last evaluation": (loop, "measure", 3, 4),
-    "samples": (loop, "write_samples", 3 + 2, 4),  # of three evaluations, of the first step, and of the last
-    "export": (loop, "export", 1, 4),
+    "samples": (observer, "write_samples", 3 + 2, 4),  # of three evaluations, of the first step, and of the last
+    "export": (trainer, "export_model", 1, 4),
 }
 ERRORS: dict[str, Callable[[], object]] = {
     "Ctrl-C": lambda: send(signal.SIGINT),
@@ -209,9 +210,11 @@ def test_a_save_is_finished_whatever_signals_come(
 ) -> None:
     """One that was due when the first signal came, and one that the first signal has begun."""
     monkeypatch.setattr(checkpoint, "save_file", at_step(1, checkpoint.save_file, lambda: send(signum)))
-    monkeypatch.setattr(loop, "save_checkpoint", at_step(2, loop.save_checkpoint, fail(AssertionError("begun again"))))
+    monkeypatch.setattr(
+        trainer, "save_checkpoint", at_step(2, trainer.save_checkpoint, fail(AssertionError("begun again")))
+    )
     if begun:
-        monkeypatch.setattr(loop, "sample", at_step(3, loop.sample, lambda: send(signum, 1)))
+        monkeypatch.setattr(rollout_step, "sample", at_step(3, rollout_step.sample, lambda: send(signum, 1)))
     with pytest.raises(KeyboardInterrupt):
         train(model_folder, tmp_path / "run", observe={"checkpoint_every": 0 if begun else 2, "eval_every": 0})
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
@@ -223,7 +226,9 @@ def test_an_update_that_fails_half_way_is_not_kept(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of the third step's two updates: the weights are those of no step."""
-    monkeypatch.setattr(Updater, "step", at_step(2 * 2 + 2, Updater.step, fail(TrainingError("out of memory"))))
+    monkeypatch.setattr(
+        Updater, "accumulate", at_step(2 * 2 + 2, Updater.accumulate, fail(TrainingError("out of memory")))
+    )
     with pytest.raises(TrainingError, match="out of memory"):
         train(model_folder, tmp_path / "run", observe={"eval_every": 0})
     assert list(checkpoints(tmp_path / "run")) == []
@@ -259,7 +264,7 @@ def test_what_a_callback_raises_costs_no_step(model_folder: Path, tmp_path: Path
 def test_a_save_that_fails_on_the_way_out_is_told_and_hides_nothing(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loop, "sample", at_step(3, loop.sample, fail(RewardError("all failed"))))
+    monkeypatch.setattr(rollout_step, "sample", at_step(3, rollout_step.sample, fail(RewardError("all failed"))))
     monkeypatch.setattr(checkpoint, "save_file", lambda *_: fail(OSError(28, "No space left on device"))())
     with pytest.raises(RewardError, match="all failed"):
         train(model_folder, tmp_path / "run", observe={"eval_every": 0})
@@ -269,7 +274,7 @@ def test_a_save_that_fails_on_the_way_out_is_told_and_hides_nothing(
 
 
 OFFLINE: dict[str, tuple[object, str, int, int]] = {
-    "update, before anything is applied": (Updater, "step", 4, 3),
+    "update, before anything is applied": (Updater, "accumulate", 4, 3),
     "evaluation": (offline, "evaluate", 2, 2),
     "last evaluation": (offline, "evaluate", 3, 4),
 }

@@ -133,14 +133,14 @@ def test_adapters_resume_exactly_and_only_with_their_own_rank(model_folder, tmp_
 
 
 def test_what_lives_as_long_as_a_run_is_not_collected_again_and_again(model_folder, tmp_path) -> None:
-    frozen, update = [], Updater.step
+    frozen, update = [], Updater.accumulate
 
     def watched(self, *arguments):
         frozen.append(gc.get_freeze_count())
         return update(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updater, "step", watched)
+        patch.setattr(Updater, "accumulate", watched)
         train(model_folder, tmp_path, learn={"steps": 1})
     assert frozen[0] > 10_000
     assert gc.get_freeze_count() == 0
@@ -188,17 +188,17 @@ def test_memory_is_measured_phase_by_phase(model_folder, tmp_path, monkeypatch) 
 
 
 def test_a_kl_that_is_no_number_moves_nothing(model_folder, tmp_path, monkeypatch) -> None:
-    original = Updater.step
+    original = Updater.accumulate
     calls = {"count": 0}
 
-    def poisoned(self, samples, lr, kl_coef):
+    def poisoned(self, samples, kl_coef):
         calls["count"] += 1
         if calls["count"] == 2:
             for sample in samples:
                 sample.ref_logprobs = torch.full_like(sample.ref_logprobs, float("nan"))
-        return original(self, samples, lr, kl_coef)
+        return original(self, samples, kl_coef)
 
-    monkeypatch.setattr(Updater, "step", poisoned)
+    monkeypatch.setattr(Updater, "accumulate", poisoned)
     _, metrics = train(model_folder, tmp_path, learn={"kl": {"coef": 0.1, "target": 1e-4, "horizon": 16}})
     assert metrics[1]["policy/kl_coef"] != metrics[2]["policy/kl_coef"] == metrics[3]["policy/kl_coef"]
 
@@ -236,7 +236,7 @@ def test_a_resume_that_died_before_its_first_checkpoint_is_not_what_the_run_lear
     train(model_folder, tmp_path, learn={"steps": 1, "kl": {"coef": 0.01}})
     changed = {"steps": 2, "kl": {"coef": 0.5}, "lr": 2e-3}
     with monkeypatch.context() as dying:
-        dying.setattr(Updater, "step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        dying.setattr(Updater, "accumulate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train(model_folder, tmp_path, learn=changed, resume=True)
     capsys.readouterr()
@@ -358,28 +358,28 @@ def test_calls_that_were_repeated_sample_by_sample_are_counted(model_folder, tmp
 
 
 def test_a_non_finite_step_changes_nothing_and_is_counted(model_folder, tmp_path, monkeypatch) -> None:
-    original = Updater.step
+    original = Updater.accumulate
     calls = {"count": 0}
 
-    def poisoned(self, samples, lr, kl_coef):
+    def poisoned(self, samples, kl_coef):
         calls["count"] += 1
         if calls["count"] == 2:
             samples[0].advantages = torch.full_like(samples[0].advantages, float("nan"))
-        return original(self, samples, lr, kl_coef)
+        return original(self, samples, kl_coef)
 
-    monkeypatch.setattr(Updater, "step", poisoned)
+    monkeypatch.setattr(Updater, "accumulate", poisoned)
     _, metrics = train(model_folder, tmp_path)
     assert [row["run/skipped_updates"] for row in metrics[1:]] == [0, 1, 0]
 
 
 def test_too_many_non_finite_steps_stop_the_run(model_folder, tmp_path, monkeypatch) -> None:
-    original = Updater.step
+    original = Updater.accumulate
 
-    def poisoned(self, samples, lr, kl_coef):
+    def poisoned(self, samples, kl_coef):
         samples[0].advantages = torch.full_like(samples[0].advantages, float("inf"))
-        return original(self, samples, lr, kl_coef)
+        return original(self, samples, kl_coef)
 
-    monkeypatch.setattr(Updater, "step", poisoned)
+    monkeypatch.setattr(Updater, "accumulate", poisoned)
     with pytest.raises(TrainingError, match="5 updates in a row"):
         train(model_folder, tmp_path, learn={"steps": 9})
 

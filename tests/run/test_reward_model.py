@@ -15,9 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import trimtab
 from trimtab.base.errors import ConfigError, DataError
-from trimtab.config.algorithms import resolve
-from trimtab.config.learn import Learn
-from trimtab.config.reward_model import PairData
+from trimtab.config.reward_model import PairData, PairLearn
 from trimtab.data.examples import validate_examples
 from trimtab.data.pairs import PairEncoder
 from trimtab.learn.preferences import preference_loss
@@ -25,7 +23,9 @@ from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.record.sinks import read_metrics
 from trimtab.run.export import export_run
-from trimtab.update.scores import Scores, to_samples
+from trimtab.update.critic import add_value_head
+from trimtab.update.objectives.preferences import BradleyTerry, to_samples
+from trimtab.update.updater import Updater
 
 CHAT = (
     "{% for m in messages %}({{ m['role'] }}:{{ m['content'] }}<eos>\n{% endfor %}"
@@ -107,16 +107,18 @@ def test_two_answers_that_are_the_same_are_refused() -> None:
         encoder().encode([0], [{"prompt": "a", "chosen": "b", "rejected": "b"}])
 
 
-def scores_of(budget: int, center: float = 0.0) -> Scores:
-    learn = resolve(Learn(loss="on_policy", aggregate="token_mean", advantage="batch_mean", max_grad_norm=None))
-    made = Scores(
-        Policy(tiny_model("qwen2", torch.float64)), learn, token_budget=budget, score_token_budget=budget,
+def scores_of(budget: int, center: float = 0.0) -> Updater:
+    learn = PairLearn(steps=1, max_grad_norm=None)
+    policy = Policy(tiny_model("qwen2", torch.float64))
+    made = Updater(
+        policy, BradleyTerry(add_value_head(policy), center), learn, token_budget=budget, score_token_budget=budget,
         checkpoint_activations=False, logprob_chunk=64,
     )  # fmt: skip
-    made.center = center
     with torch.no_grad():
-        made.head.weight.copy_(0.3 * torch.randn(made.head.weight.shape, generator=torch.Generator().manual_seed(1)))
-        made.head.bias.fill_(0.1)
+        made.objective.head.weight.copy_(
+            0.3 * torch.randn(made.objective.head.weight.shape, generator=torch.Generator().manual_seed(1))
+        )
+        made.objective.head.bias.fill_(0.1)
     return made
 
 
@@ -130,7 +132,7 @@ def test_scores_and_gradient_are_those_worked_by_hand_whatever_the_budget(center
         hidden = reference.policy.model.model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[
             0, -1
         ]
-        return reference.head(hidden)[0]
+        return reference.objective.head(hidden)[0]
 
     losses = []
     for pair in pairs:
@@ -142,7 +144,7 @@ def test_scores_and_gradient_are_those_worked_by_hand_whatever_the_budget(center
         made, found = scores_of(budget, center), {}
         lay_out = made.optimizer._lay_out_gradients
 
-        def capture(made: Scores = made, found: dict = found, lay_out: Any = lay_out) -> None:
+        def capture(made: Updater = made, found: dict = found, lay_out: Any = lay_out) -> None:
             trained = [(name, p) for name, p in made.policy.model.named_parameters() if p.requires_grad]
             found.update({name: g.clone() for (name, _), g in zip(trained, made.optimizer.grads()) if g is not None})
             lay_out()

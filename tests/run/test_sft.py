@@ -20,8 +20,8 @@ from trimtab.data.examples import Example, ExampleEncoder
 from trimtab.model.policy import Policy
 from trimtab.record.sinks import read_metrics
 from trimtab.run.export import export_run
-from trimtab.run.offline import as_learn
 from trimtab.run.sft import to_samples
+from trimtab.update.objectives.likelihood import Likelihood
 from trimtab.update.updater import Updater
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(8) for b in range(8)]
@@ -75,7 +75,7 @@ def test_loss_and_gradient_are_those_worked_by_hand(aggregate: str, loss_on: str
     expected.backward()
     policy = Policy(tiny_model("qwen2", torch.float64))
     updater = Updater(
-        policy, as_learn(SftLearn(steps=1, max_grad_norm=None), 3), token_budget=budget, score_token_budget=budget,
+        policy, Likelihood(), SftLearn(steps=1, max_grad_norm=None), token_budget=budget, score_token_budget=budget,
         logprob_chunk=7, checkpoint_activations=False,
     )  # fmt: skip
     found: dict[str, torch.Tensor] = {}

@@ -30,6 +30,7 @@ from trimtab.plan.trials import Trial, Tuned
 from trimtab.run.shapes import shape_of_model
 from trimtab.run.tuner import climb, fastest, longest_samples, time_update
 from trimtab.update.batch import MicroBatch
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 
@@ -78,6 +79,7 @@ def updater_of_a_tiny_model() -> Updater:
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
     return Updater(
         Policy(tiny_model("llama")),
+        PolicyGradient(learn),
         learn,
         token_budget=200,
         score_token_budget=200,

@@ -20,8 +20,10 @@ from trimtab.model.policy import Policy
 from trimtab.record.sinks import read_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.batch import Sample
-from trimtab.update.critic import Critic
-from trimtab.update.objective import set_advantages
+from trimtab.update.critic import open_critic
+from trimtab.update.objectives.values import Values
+from trimtab.update.samples import set_advantages
+from trimtab.update.updater import Updater
 
 
 def samples(count: int = 6, dtype: torch.dtype = torch.float64) -> list[Sample]:
@@ -46,24 +48,26 @@ def samples(count: int = 6, dtype: torch.dtype = torch.float64) -> list[Sample]:
     return found
 
 
-def critic_of(budget: int, architecture: str = "qwen2", **settings: Any) -> Critic:
+def critic_of(budget: int, architecture: str = "qwen2", **settings: Any) -> Updater:
     learn = resolve(Learn(algorithm="ppo", max_grad_norm=None, critic=settings))
-    made = Critic(
+    made = open_critic(
         Policy(tiny_model(architecture, torch.float64)), learn, token_budget=budget, score_token_budget=budget,
         checkpoint_activations=False, logprob_chunk=64,
     )  # fmt: skip
     with torch.no_grad():
-        made.head.weight.copy_(0.3 * torch.randn(made.head.weight.shape, generator=torch.Generator().manual_seed(1)))
-        made.head.bias.fill_(0.1)
+        made.objective.head.weight.copy_(
+            0.3 * torch.randn(made.objective.head.weight.shape, generator=torch.Generator().manual_seed(1))
+        )
+        made.objective.head.bias.fill_(0.1)
     return made
 
 
-def values_by_hand(made: Critic, sample: Sample) -> torch.Tensor:
+def values_by_hand(made: Updater, sample: Sample) -> torch.Tensor:
     """From transformers' own forward, one whole sequence at a time."""
     tokens = torch.tensor([[*sample.prompt_tokens, *sample.tokens.tolist()]])
     hidden = made.policy.model.model(input_ids=tokens, use_cache=False).last_hidden_state[0]
     start = len(sample.prompt_tokens) - 1
-    return made.head(hidden[start:-1]).squeeze(-1)
+    return made.objective.head(hidden[start:-1]).squeeze(-1)
 
 
 @pytest.mark.parametrize("budget", [16, 4096])
@@ -87,7 +91,7 @@ def test_the_gradient_is_that_worked_by_hand_whatever_the_budget(clip: float | N
         grads: dict[str, torch.Tensor] = {}
         lay_out = made.optimizer._lay_out_gradients
 
-        def capture(made: Critic = made, grads: dict = grads, lay_out: Any = lay_out) -> None:
+        def capture(made: Updater = made, grads: dict = grads, lay_out: Any = lay_out) -> None:
             trained = [(name, p) for name, p in made.policy.model.named_parameters() if p.requires_grad]
             for (name, _), grad in zip(trained, made.optimizer.grads()):
                 if grad is not None:
@@ -279,15 +283,14 @@ def test_memory_that_runs_out_in_the_critic_is_survived(
     model_folder: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     plain, _ = train({"path": str(model_folder), "dtype": "float64"}, tmp_path, "plain")
-    loss, calls = Critic._loss, []
+    loss = Values.loss
 
-    def short(self: Critic, batch: Any, *rest: Any) -> torch.Tensor:
-        calls.append(batch.tokens_T.shape[0])
+    def short(self: Values, policy: Policy, batch: Any, *rest: Any, **named: Any) -> torch.Tensor:
         if len(batch.samples) > 4:
             raise torch.OutOfMemoryError("no")
-        return loss(self, batch, *rest)
+        return loss(self, policy, batch, *rest, **named)
 
-    monkeypatch.setattr(Critic, "_loss", short)
+    monkeypatch.setattr(Values, "loss", short)
     other, metrics = train({"path": str(model_folder), "dtype": "float64"}, tmp_path, "other")
     assert metrics[-1]["run/oom_recoveries"] > 0 and "critic: out of memory" in capsys.readouterr().out
     one, two = (load_file(f / "checkpoints" / "step-3" / "critic.safetensors") for f in (plain, other))

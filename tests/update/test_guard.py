@@ -25,6 +25,7 @@ from trimtab.update import guard as guards
 from trimtab.update import ladder
 from trimtab.update.batch import Sample
 from trimtab.update.guard import Guard
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 
@@ -66,7 +67,9 @@ def guarded(dtype: torch.dtype = torch.float64, engine: FakeEngine | None = None
         changes.pop("alloc_retries", None),
         resolve(Learn(optimizer={"states": changes.pop("states", "full")})),
     )
-    updater = Updater(Policy(tiny_model("llama", dtype), check=False), learn, **{**values, **changes})
+    updater = Updater(
+        Policy(tiny_model("llama", dtype), check=False), PolicyGradient(learn), learn, **{**values, **changes}
+    )
     said: list[str] = []
     guard = Guard(
         updater,
@@ -404,7 +407,7 @@ def test_a_resumed_run_starts_where_this_one_has_come_to(monkeypatch: pytest.Mon
     failing_forward(first.updater.policy, lambda number, _: number < 7)
     first.step(batch([20] * 4), 1e-3, 0.0)
     first.ladder.engine.lowered = {"prefill_tokens": 64}
-    state = json.loads(json.dumps(first.state()))
+    state = json.loads(json.dumps(first.memory()))
     second = guarded(torch.float32, token_budget=100)
     second.ladder.own_memory = True
     lowered = second.restore(state)
@@ -417,7 +420,7 @@ def test_a_resumed_run_starts_where_this_one_has_come_to(monkeypatch: pytest.Mon
     }
     assert second.ceiling == first.ceiling
     assert second.updater.token_budget == 32 and second.updater.optimizer.offloaded
-    assert second.state()["update"] == first.state()["update"], "and the one after that"
+    assert second.memory()["update"] == first.memory()["update"], "and the one after that"
     monkeypatch.setattr(guards, "machine", lambda device: "another")
     assert guarded().restore(state) == {}
     assert guarded().restore({}) == {}
@@ -452,3 +455,41 @@ def test_gradients_of_a_failed_attempt_are_gone_before_anything_is_lowered() -> 
     guard.report = lambda recovery: left.append([grad for grad in guard.updater.optimizer.grads() if grad is not None])
     guard.step(batch([20, 30, 25, 40]), 1e-3, 0.0)
     assert left == [[]]
+
+
+def test_a_session_that_learned_nothing_of_memory_keeps_what_it_was_told() -> None:
+    """Also what was found on another machine: the run may go back there."""
+    guard, told = guarded(), {"machine": "another", "ceiling": {"token_budget": 7}, "update": {}, "rollout": {}}
+    assert guard.memory() == {}
+    guard.restore(told)
+    guard.step(batch([20, 20]), 1e-3, 0.0)
+    assert guard.memory() == told
+    failing_forward(guard.updater.policy, lambda number, _: number == 1)
+    guard.step(batch([20, 20]), 1e-3, 0.0)
+    assert guard.memory()["machine"] != "another" and "token_budget" in guard.memory()["update"]
+
+
+def test_an_engine_that_gave_something_up_by_itself_is_remembered() -> None:
+    engine = FakeEngine()
+    guard = guarded(engine=engine)
+    engine.lowered = {"max_sequences": 3}
+    assert guard.memory()["rollout"] == {"max_sequences": 3}
+
+
+def test_a_gradient_that_was_used_up_is_accumulated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the halves of a step others may wait; the second half alone repeats the first where it has to."""
+    guard, plain, samples = guarded(), guarded(), batch([20, 20, 9])
+    plain.step(samples, 1e-3, 0.0)
+    lay_out, calls = guard.updater.optimizer._lay_out_gradients, []
+
+    def short_once() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            out_of_memory()
+        lay_out()
+
+    monkeypatch.setattr(guard.updater.optimizer, "_lay_out_gradients", short_once)
+    guard.accumulate(samples)
+    assert guard.apply(1e-3).applied and len(calls) == 2
+    for one, two in zip(guard.updater.policy.parameters(), plain.updater.policy.parameters()):
+        assert torch.equal(one, two)

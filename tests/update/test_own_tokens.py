@@ -19,8 +19,9 @@ from trimtab.learn.advantages import gae
 from trimtab.model.policy import Policy
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
-from trimtab.update.objective import set_advantages, set_weights, shaped_rewards, to_samples, usable
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.packing import pack
+from trimtab.update.samples import set_advantages, set_weights, shaped_rewards, to_samples, usable
 from trimtab.update.updater import Updater
 
 CPU = torch.device("cpu")
@@ -173,6 +174,7 @@ def test_scores_are_those_of_own_tokens(budget: int) -> None:
     policy = Policy(tiny_model("llama", torch.float64))
     updater = Updater(
         policy,
+        PolicyGradient(resolve(Learn())),
         resolve(Learn()),
         token_budget=64,
         score_token_budget=budget,
@@ -199,7 +201,7 @@ def test_a_critic_values_own_tokens_only(budget: int) -> None:
     for sample in batch:
         ids = torch.tensor([[*sample.prompt_tokens, *sample.tokens.tolist()]])
         hidden = made.policy.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        values = made.head(hidden[len(sample.prompt_tokens) - 1 : -1]).squeeze(-1)
+        values = made.objective.head(hidden[len(sample.prompt_tokens) - 1 : -1]).squeeze(-1)
         torch.testing.assert_close(sample.values.double(), values[sample.own], atol=1e-5, rtol=0)
 
 

@@ -15,6 +15,7 @@ from trimtab.model.policy import Policy
 from trimtab.observe.metrics import update_metrics
 from trimtab.update import updater as updaters
 from trimtab.update.batch import Sample
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.updater import Updater
 
 SHAPES = [(4, 9), (1, 3), (7, 1), (2, 12), (5, 5), (5, 5), (4, 1), (5, 8)]
@@ -95,7 +96,7 @@ def gradient(batch: list[Sample], learn: Learn, kl_coef: float, **changes) -> di
         "checkpoint_activations": False,
         **changes,
     }
-    updater = Updater(policy, learn, **settings)
+    updater = Updater(policy, PolicyGradient(learn), learn, **settings)
     captured = {}
 
     def capture(lr: float):
@@ -159,7 +160,13 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped() -> None:
         sample.old_logprobs = sample.ref_logprobs = None
     policy = Policy(tiny_model("llama"))
     updater = Updater(
-        policy, resolve(Learn()), token_budget=30, score_token_budget=30, logprob_chunk=8, checkpoint_activations=False
+        policy,
+        PolicyGradient(resolve(Learn())),
+        resolve(Learn()),
+        token_budget=30,
+        score_token_budget=30,
+        logprob_chunk=8,
+        checkpoint_activations=False,
     )
     stats = updater.step(batch, 1e-3, 0.0)
     assert stats.mean("ratio") == 1.0
@@ -181,8 +188,14 @@ def test_kl_old_is_the_kl_that_tokens_of_the_old_policy_estimate() -> None:
         policy = model(input_ids=torch.tensor([[5, 9]]), use_cache=False).logits[0, -1].log_softmax(0)
     expected = float((old * (old.log() - policy)).sum())
     updater = Updater(
-        Policy(model), resolve(Learn()), token_budget=300, score_token_budget=300, logprob_chunk=8, checkpoint_activations=False
-    )  # fmt: skip
+        Policy(model),
+        PolicyGradient(resolve(Learn())),
+        resolve(Learn()),
+        token_budget=300,
+        score_token_budget=300,
+        logprob_chunk=8,
+        checkpoint_activations=False,
+    )
     none, found = torch.zeros(1), 0.0
     for token, probability in enumerate(old):
         sample = Sample([5, 9], torch.tensor([token]), none, none, none, old_logprobs=probability.log()[None])
@@ -199,7 +212,7 @@ def test_a_step_that_failed_half_way_is_repeated_as_if_it_had_not(dtype: torch.d
     for failing in (False, True):
         policy = Policy(tiny_model("llama", dtype))
         settings = {"token_budget": 30, "score_token_budget": 30, "logprob_chunk": 8, "checkpoint_activations": False}
-        updater = Updater(policy, resolve(Learn()), **settings)
+        updater = Updater(policy, PolicyGradient(resolve(Learn())), resolve(Learn()), **settings)
         if failing:
             run, calls = policy.hidden, []
 
@@ -220,7 +233,13 @@ def test_scoring_equals_the_update_pass_and_keeps_sample_order() -> None:
     batch = samples()
     policy = Policy(tiny_model("llama", torch.float64))
     updater = Updater(
-        policy, resolve(Learn()), token_budget=64, score_token_budget=20, logprob_chunk=3, checkpoint_activations=False
+        policy,
+        PolicyGradient(resolve(Learn())),
+        resolve(Learn()),
+        token_budget=64,
+        score_token_budget=20,
+        logprob_chunk=3,
+        checkpoint_activations=False,
     )
     updater.score(batch, policy, "old_logprobs")
     for sample in batch:
@@ -247,21 +266,19 @@ def test_launching_is_over_when_the_last_micro_batch_is_launched(monkeypatch: py
             order.append(f"asked for {passes}")
             return next(left)
 
-    learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
-    updater = Updater(Policy(tiny_model("llama")), learn, token_budget=20, score_token_budget=64, logprob_chunk=8,
-                      checkpoint_activations=False)  # fmt: skip
-    backward, step = updater._backward, updater.optimizer.step
-    monkeypatch.setattr(updaters, "Launching", Launching)
-    monkeypatch.setattr(updater, "_backward", lambda loss: (order.append("backward"), backward(loss)))
-    monkeypatch.setattr(updater.optimizer, "step", lambda lr: (order.append("optimizer"), step(lr))[1])
-
     @contextmanager
     def metered() -> Iterator[None]:
         order.append("metered")
         yield
         order.append("to here")
 
-    updater.metered = metered
+    learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
+    sizes = {"token_budget": 20, "score_token_budget": 64, "logprob_chunk": 8, "checkpoint_activations": False}
+    updater = Updater(Policy(tiny_model("llama")), PolicyGradient(learn), learn, **sizes, metered=metered)
+    backward, step = updater._backward, updater.optimizer.step
+    monkeypatch.setattr(updaters, "Launching", Launching)
+    monkeypatch.setattr(updater, "_backward", lambda loss: (order.append("backward"), backward(loss)))
+    monkeypatch.setattr(updater.optimizer, "step", lambda lr: (order.append("optimizer"), step(lr))[1])
     done = [updater.step(samples(), 1e-3, 0.0) for _ in range(3)]
     count = done[0].microbatches
     once = ["begun", *["backward"] * count, "launched", "metered", "optimizer", "to here", f"asked for {count}"]
@@ -272,7 +289,13 @@ def test_launching_is_over_when_the_last_micro_batch_is_launched(monkeypatch: py
 def test_recomputing_is_switched_off_again() -> None:
     policy = Policy(tiny_model())
     updater = Updater(
-        policy, resolve(Learn()), token_budget=64, score_token_budget=64, logprob_chunk=8, checkpoint_activations=True
+        policy,
+        PolicyGradient(resolve(Learn())),
+        resolve(Learn()),
+        token_budget=64,
+        score_token_budget=64,
+        logprob_chunk=8,
+        checkpoint_activations=True,
     )
     assert policy.model.is_gradient_checkpointing
     updater.recompute(False)

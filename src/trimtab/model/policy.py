@@ -68,7 +68,7 @@ class Policy:
         self.shelf: Shelf | None = None
         """Where the inputs of layers wait for the backward pass; None: on the device."""
         self.gradients: Gradients | None = None
-        """Where gradients of half-precision parameters add up; set by whoever trains them."""
+        """Where gradients of half-precision parameters add up, where the policy is trained."""
         self.before_layer: Callable[[int], None] = lambda _: None
         """What a layer waits for, by its number: weights that arrive while others run."""
         if check:
@@ -128,6 +128,24 @@ class Policy:
             )
         hidden: torch.Tensor = out.last_hidden_state.squeeze(0)
         return hidden
+
+    def add_gradients_to(self, gradients: Gradients) -> None:
+        """From now on products may add gradients of half-precision parameters to these sums themselves."""
+        self.gradients = gradients
+
+    def offload_activations(self, away: bool) -> None:
+        """From the next pass on the inputs of layers wait in host memory for the backward pass, or stay on the device."""
+        self.shelf = Shelf(self.device) if away else None
+
+    def keep_for_backward(self, keep: Keep) -> None:
+        """From the next pass on keep so much for the backward pass; the rest is computed again."""
+        self.keep = keep
+        if keep is not Keep.ALL:
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+            )
+        elif self.model.is_gradient_checkpointing:
+            self.model.gradient_checkpointing_disable()
 
     def use(self, kernels: Kernels) -> None:
         """From now on run packed rows as `run.kernels` says."""

@@ -11,7 +11,7 @@ from trimtab.learn.values import explained_variance
 from trimtab.rollout.engine import RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.update.batch import Sample
-from trimtab.update.objective import Ledger
+from trimtab.update.samples import Ledger
 from trimtab.update.updater import UpdateStats
 
 

@@ -16,7 +16,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.observe.task_names import OTHER, metric_names
 from trimtab.rollout.trajectory import Group
 from trimtab.update.batch import Sample
-from trimtab.update.objective import usable
+from trimtab.update.samples import usable
 from trimtab.update.updater import UpdateStats
 
 
@@ -65,16 +65,20 @@ def task_metrics(tasks: Tasks, groups: Sequence[Group], zero_signal: Sequence[Gr
 
 
 def task_kl(
-    tasks: Tasks, groups: Sequence[Group], samples: Sequence[Sequence[Sample]], epoch: Sequence[UpdateStats]
+    tasks: Tasks,
+    groups: Sequence[Group],
+    samples: Sequence[Sequence[Sample]],
+    epoch: Sequence[tuple[Sequence[Sample], UpdateStats]],
 ) -> dict[str, float]:
-    """KL to the reference, in nats per token, from the updates of one pass over the batch. With one update a step the mean over
-    all tokens is `policy/kl_ref`."""
+    """KL to the reference, in nats per token, from the updates of one pass over the batch, each with its samples. With one update
+    a step the mean over all tokens is `policy/kl_ref`."""
     sums: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     task_of = {id(sample): tasks.of(group.prompt) for group, mine in zip(groups, samples) for sample in mine}
-    for stats in epoch:
-        for used, totals in stats.kl_ref_of:
-            for sample, total in zip(used, totals.tolist()):
-                sums[task_of[id(sample)]] += total
-                tokens[task_of[id(sample)]] += sample.learned
+    for used, stats in epoch:
+        for places, totals in stats.kl_ref_of:
+            for place, total in zip(places, totals.tolist()):
+                task = task_of[id(used[place])]
+                sums[task] += total
+                tokens[task] += used[place].learned
     return {f"policy/task/{name}/kl_ref": sums[name] / count for name, count in tokens.items()}

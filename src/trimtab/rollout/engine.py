@@ -7,7 +7,7 @@ them; nothing computed under an older version is reused under a newer one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,11 +103,6 @@ class Sampler(Protocol):
 
 class Engine(Sampler, Protocol):
     """One rollout engine."""
-
-    on_recovery: Callable[[str], None]
-    """Called with what was lowered each time `generate` ran out of memory and goes on."""
-    on_restart: Callable[[str], None]
-    """Called each time an engine's process was lost and another goes on in its place."""
 
     @property
     def description(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.trajectory import Group
@@ -16,8 +16,6 @@ class NoRollout:
 
     def __init__(self) -> None:
         self.stats = RolloutStats()
-        self.on_recovery: Callable[[str], None] = lambda change: None
-        self.on_restart: Callable[[str], None] = lambda line: None
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         raise AssertionError("a run that only trains was asked to generate")

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.config.known import ResolvedLearn, ResolvedRun
+from trimtab.config.known import ResolvedRun
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
 from trimtab.config.run import Kernels, Run
@@ -39,7 +39,6 @@ CANNOT_CHANGE = {
     "model.lora": "other adapters",
 }
 """Keys that the optimizer of a checkpoint is made for."""
-Kind = TypeVar("Kind", bound=Updater)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -74,18 +73,16 @@ def use_planned_kernels(plan: Plan, *policies: object) -> None:
             policy.use("plain")
 
 
-def make_updater(policy: Policy, learn: ResolvedLearn, run: ResolvedRun, kind: type[Kind]) -> Kind:
-    """The updater of a policy, a critic or a reward model."""
-    return kind(
-        policy,
-        learn,
-        token_budget=run.token_budget,
-        score_token_budget=run.score_token_budget,
-        logprob_chunk=run.logprob_chunk,
-        checkpoint_activations=run.checkpoint_activations,
-        offload_optimizer=run.offload.optimizer,
-        offload_activations=run.offload.activations,
-    )
+def update_settings(run: ResolvedRun) -> dict[str, Any]:
+    """An Updater's arguments by a plan."""
+    return {
+        "token_budget": run.token_budget,
+        "score_token_budget": run.score_token_budget,
+        "logprob_chunk": run.logprob_chunk,
+        "checkpoint_activations": run.checkpoint_activations,
+        "offload_optimizer": run.offload.optimizer,
+        "offload_activations": run.offload.activations,
+    }
 
 
 def is_automatic(asked: Run, plan: Plan) -> bool:

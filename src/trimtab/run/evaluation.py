@@ -16,9 +16,10 @@ from trimtab.data.prompt import Prompt
 from trimtab.observe.conversations import conversation_metrics
 from trimtab.observe.judges import judge_metrics
 from trimtab.observe.tasks import Tasks
-from trimtab.reward.scorer import Scorer, check_failures
-from trimtab.rollout.engine import Request, Sampler
+from trimtab.reward.scorer import check_failures
+from trimtab.rollout.engine import Request
 from trimtab.rollout.trajectory import Group
+from trimtab.run.roles import Generator, Rewarder
 
 EVAL_STEP = 2**40
 """Stands in for the step in sampling keys, so that every evaluation draws the same random numbers."""
@@ -28,23 +29,23 @@ OF_A_TASK = ("pass@1", "score", "prompts", "length_mean", "truncated")
 
 
 def measure(
-    config: Config, prompts: Sequence[Prompt], sampler: Sampler, scorer: Scorer, tasks: Tasks | None = None
+    config: Config, prompts: Sequence[Prompt], generator: Generator, rewarder: Rewarder, tasks: Tasks | None = None
 ) -> tuple[dict[str, float], list[Group]]:
     """Scores of the policy that the engine holds, and the completions they come from."""
-    settings = config.eval.with_values({"threshold": success_threshold(config, scorer.names)})
+    settings = config.eval.with_values({"threshold": success_threshold(config, rewarder.names)})
     sampling, limit = eval_sampling(config), eval_max_new_tokens(config)
-    for group in sampler.generate(
+    for group in generator.generate(
         [
             Request(prompt, settings.samples_per_prompt, limit, sampling, config.learn.seed, EVAL_STEP)
             for prompt in prompts
         ]
     ):
-        scorer.submit(group)
-    groups = sorted(scorer.collect(), key=lambda group: group.index)
+        rewarder.submit(group)
+    groups = sorted(rewarder.collect(), key=lambda group: group.index)
     check_failures(groups, config.observe.max_failed_rewards)
-    part = settings.part or scorer.names[0]
-    found = scores(groups, settings, part) | judge_metrics(scorer.stats.judges, "eval")
-    found |= conversation_metrics(groups, sampler.stats.wait_s, "eval/environment")
+    part = settings.part or rewarder.names[0]
+    found = scores(groups, settings, part) | judge_metrics(rewarder.stats.judges, "eval")
+    found |= conversation_metrics(groups, generator.stats.wait_s, "eval/environment")
     for name, mine in tasks.split(groups).items() if tasks else ():
         alone = scores(mine, settings, part)
         found |= {f"eval/task/{name}/{key}": alone[f"eval/{key}"] for key in OF_A_TASK if f"eval/{key}" in alone}

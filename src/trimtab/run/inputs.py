@@ -18,6 +18,7 @@ from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.view import View, endless_turns, view
 from trimtab.model.context import context_of
 from trimtab.model.load import load_config, load_tokenizer, written_words
+from trimtab.observe.observer import Callback
 from trimtab.observe.task_names import MOST_TASKS
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.work import Lengths
@@ -30,8 +31,6 @@ from trimtab.run.machine import pick_reward_workers
 MEASURED_CHARACTERS = 8_000_000
 """A training set up to this size is tokenised once at the start, a few seconds, so that sizes come from its real lengths."""
 PROBED_ROWS = 64
-Callback = Callable[[int, Mapping[str, float]], object]
-"""Called after every step with its number and its metrics; what it raises ends the run, as an error of the run would."""
 GIVEN_ROWS = "object:rows"
 """Stands for rows that were handed over from Python."""
 _BATCH = 1024

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-
-import torch
+from typing import Any
 
 from trimtab.base.errors import DivergedError
 from trimtab.base.signals import hold_stops, raise_waiting
-from trimtab.record.checkpoint import CONFIG, RunState, checkpoints, newest_checkpoint, write_state
-from trimtab.run.endings import Stepping, account, refuse_without_folder
-from trimtab.update.optimizer import MasterAdamW
+from trimtab.record.checkpoint import CONFIG, checkpoints, newest_checkpoint, write_state
+from trimtab.run.endings import account, refuse_without_folder
+from trimtab.run.roles import Run
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,10 @@ class _OpenStep:
 
 
 class Keeper:
-    """Knows at any moment what of a run is whole. `save` writes a checkpoint with the given state."""
+    """Knows at any moment what of a run is whole."""
 
-    def __init__(
-        self, run: Stepping, steps: int, optimizers: Sequence[MasterAdamW], save: Callable[[RunState], None]
-    ) -> None:
-        self._run, self._steps, self._optimizers, self._save = run, steps, optimizers, save
+    def __init__(self, run: Run[Any, Any], steps: int) -> None:
+        self._run, self._steps = run, steps
         self._started = time.monotonic() - run.state.seconds
         self._open: _OpenStep | None = None
         self._save_failed = False
@@ -47,15 +44,12 @@ class Keeper:
     def _mark(self) -> None:
         """Weights and state belong together now."""
         self._whole = copy.deepcopy(self._run.state)
-        self._begun = self._counts()
-
-    def _counts(self) -> list[int]:
-        return [optimizer.begun for optimizer in self._optimizers]
+        self._begun = self._run.trainer.begun
 
     @property
     def mid_update(self) -> bool:
         """The weights are between two steps."""
-        return self._begun != self._counts()
+        return self._begun != self._run.trainer.begun
 
     def finish(
         self, metrics: dict[str, float], tokens: float, recovered: int, data_position: int, eval_due: bool
@@ -82,13 +76,14 @@ class Keeper:
         """Make up for the evaluation that the run resumed from did not finish."""
         run, state = self._run, self._run.state
         result = evaluate()
-        run.timeline.end_step(state.step)
+        run.observer.end_phases(state.step)
         with hold_stops():
             self.evaluated()
             if result:
-                run.sinks.write(state.step, result)
+                run.observer.write(state.step, result)
             newest = newest_checkpoint(run.folder)
             if newest is not None and newest.name == f"step-{state.step}":
+                state.memory = run.trainer.memory()
                 write_state(newest, state)
 
     def end_step(self) -> None:
@@ -103,9 +98,7 @@ class Keeper:
             if due or state.step in (self._steps, state.best_step):
                 self._mark()
                 self._write()
-        for callback in run.callbacks:
-            with torch.enable_grad():  # whatever it leaves behind
-                callback(state.step, dict(metrics))
+        run.observer.call_back(state.step, metrics)
 
     def keep(self, error: BaseException) -> None:
         """Save the last whole step, where the weights are still those. That it fails is told, and is not what ended the run."""
@@ -121,38 +114,36 @@ class Keeper:
                 self._write()
         except Exception as failure:
             why = (str(failure).strip().splitlines() or ["no message"])[0]
-            run.console.warn(f"step {step} could not be saved ({type(failure).__name__}: {why})")
+            run.observer.warn(f"step {step} could not be saved ({type(failure).__name__}: {why})")
 
     def _close(self) -> None:
         """Write the step's row. Before the checkpoint: a kill in between repeats the step and its row; the other order would lose
         the row."""
-        step = self._open
+        step, run, state = self._open, self._run, self._run.state
         assert step is not None
-        refuse_without_folder(self._run)
-        account(self._run, step.metrics, step.tokens, self._steps, step.recovered)
-        self._run.sinks.write(self._run.state.step, step.metrics)
+        refuse_without_folder(run)
+        account(run, step.metrics, step.tokens, self._steps - state.step, state.oom_recoveries != step.recovered)
+        run.observer.write(state.step, step.metrics)
         self._open = None
-        self._run.console.step(self._run.state.step, step.metrics)
+        run.observer.show(state.step, step.metrics)
 
     def _write(self) -> None:
         run = self._run
         # A rollout that was given up has changed the state since; what running out of memory has taught stays known.
-        state = replace(self._whole, memory=run.state.memory)
+        state = replace(self._whole, memory=run.trainer.memory())
         try:
-            with run.timeline.phase("checkpoint"):
-                run.sinks.flush()
-                run.guard.run("checkpoint", lambda: self._save(state))
+            with run.observer.phase("checkpoint"):
+                run.observer.flush()
+                run.trainer.save(run.folder, state, run.config.observe.keep_checkpoints)
         except Exception:
             self._save_failed = True
             raise
 
 
 @contextmanager
-def keeping(
-    run: Stepping, steps: int, optimizers: Sequence[MasterAdamW], save: Callable[[RunState], None]
-) -> Iterator[Keeper]:
+def keeping(run: Run[Any, Any], steps: int) -> Iterator[Keeper]:
     """However the block ends, the run's last whole step is saved."""
-    keeper = Keeper(run, steps, optimizers, save)
+    keeper = Keeper(run, steps)
     try:
         with hold_stops(lambda: keeper.mid_update):
             yield keeper

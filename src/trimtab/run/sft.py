@@ -1,8 +1,8 @@
 """Learning from worked answers (`trimtab sft`).
 
 The loss is the mean of -log p over the tokens that are learned, in nats; what a token weighs is counted over the step before
-anything is split, so no key of `run` changes it. In the updater's terms an example is a sample with an advantage of one: its
-prompt ends where the first answer begins, and what is not learned after that (other turns) weighs nothing.
+anything is split, so no key of `run` changes it. In the updater's terms an example is a sample whose prompt ends where the first
+answer begins, and what is not learned after that (other turns) weighs nothing.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from typing import Any
 
 import torch
 
-from trimtab.config.known import ResolvedLearn, ResolvedRun
 from trimtab.config.sft import SftConfig
 from trimtab.data.examples import Example, ExampleEncoder
 from trimtab.model.policy import Policy
-from trimtab.run.build import make_updater
-from trimtab.run.endings import export
-from trimtab.run.offline import Run, run_offline
+from trimtab.run.given import Examples, Given
+from trimtab.run.offline import run_offline
+from trimtab.run.roles import Trainer
 from trimtab.update.batch import Sample
-from trimtab.update.updater import Updater, UpdateStats
+from trimtab.update.objectives.likelihood import Likelihood
+from trimtab.update.objectives.objective import Objective
+from trimtab.update.stats import UpdateStats
 
 
-class Supervised:
-    """See offline.Stage."""
+class Supervised(Given):
+    """See given.py."""
 
     unit = "example"
     rehearses = True
-
-    def refuse(self, config: SftConfig) -> None:
-        pass
 
     def per_step(self, config: SftConfig) -> int:
         return config.learn.sequences_per_step
@@ -47,28 +45,22 @@ class Supervised:
     def samples(self, config: SftConfig, items: Sequence[Example]) -> list[Sample]:
         return to_samples(items, config.learn.aggregate)
 
-    def updater(self, config: SftConfig, policy: Policy, learn: ResolvedLearn, run: ResolvedRun) -> Updater:
-        return make_updater(policy, learn, run, Updater)
+    def objective(self, config: SftConfig, policy: Policy) -> Objective:
+        return Likelihood()
 
     def metrics(self, stats: UpdateStats, samples: Sequence[Sample]) -> dict[str, float]:
         learned = sum(int(sample.weights.count_nonzero()) for sample in samples)
         return {"sft/loss": float(stats.sums["loss"]), "sft/tokens": float(learned)}
 
-    def evaluate(self, run: Run) -> dict[str, float]:
-        run.guard.score(run.held_out, run.policy, "old_logprobs")
-        loss = -sum(float((s.weights * s.old_logprobs).sum()) for s in run.held_out if s.old_logprobs is not None)
-        for sample in run.held_out:
+    def evaluate(self, config: SftConfig, trainer: Trainer, held_out: list[Sample]) -> dict[str, float]:
+        trainer.score(held_out, "old_logprobs")
+        loss = -sum(float((s.weights * s.old_logprobs).sum()) for s in held_out if s.old_logprobs is not None)
+        for sample in held_out:
             sample.old_logprobs = None
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
-    def files(self, updater: Updater) -> dict[str, dict[str, torch.Tensor]]:
-        return {}
-
-    def restore(self, checkpoint: Path, updater: Updater) -> None:
-        pass
-
-    def export(self, run: Run) -> dict[str, Any]:
-        export(run.folder, run.policy, run.tokenizer, run.guard)
+    def export(self, config: SftConfig, trainer: Trainer, folder: Path, data: Examples) -> dict[str, Any]:
+        trainer.export(folder)
         return {}
 
 

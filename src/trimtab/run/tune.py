@@ -12,12 +12,15 @@ from trimtab.config.load import resolved_yaml
 from trimtab.config.resolved import resolve_config, with_plan
 from trimtab.config.schema import Config
 from trimtab.observe.card import shown
+from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.waiting import waiting
 from trimtab.plan.cache import applied, keep, prepare
 from trimtab.plan.planner import make_plan
 from trimtab.plan.trials import Trial
+from trimtab.record.checkpoint import RunState
 from trimtab.run.inputs import Inputs
-from trimtab.run.session import assemble, check
+from trimtab.run.opening import assemble
+from trimtab.run.session import Sampled, check
 from trimtab.run.tuner import tune
 
 
@@ -28,7 +31,7 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
     with ExitStack() as stack:
         with waiting(file, "reading the data and loading the model"):
             ready = check(config, inputs, stack, resume=True)
-            parts = assemble(ready.config, ready, stack)
+            parts = assemble(Sampled(), ready, stack, Recoveries(RunState(), lambda line: None))
         plan = parts.plan
         planned = {choice.key: choice.value for choice in plan.choices}
         console.print(f"{'key':>14}  {'size':>9}  {'tokens/s':>12}  {'peak':>9}")

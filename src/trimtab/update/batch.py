@@ -7,8 +7,8 @@ positions just before each drawn token. No other token has an entry in any per-t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -78,6 +78,8 @@ class MicroBatch:
     targets_R: torch.Tensor
     sequence_R: torch.Tensor
     """Which sample each learned token belongs to."""
+    places: list[int] = field(default_factory=list)
+    """Where each sample is among all those of its step."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -86,9 +88,11 @@ class MicroBatch:
         return len(self.tokens_T), len(self.targets_R), plan.keys, len(plan.lengths), plan.pairs
 
     @classmethod
-    def build(cls, samples: Sequence[Sample], device: torch.device) -> MicroBatch:
+    def build(
+        cls, samples: Sequence[Sample], device: torch.device, place_of: Mapping[int, int] | None = None
+    ) -> MicroBatch:
         """Each prompt is in the row once, however many of its samples there are; a completion's last learned token and what
-        follows it predict nothing and are left out.
+        follows it predict nothing and are left out. `place_of`: by a sample's `id`, where it is among those of the step.
 
         Prompts come first, then completions, both by length: neighbours of equal length share one attention call on the CPU.
         """
@@ -122,6 +126,7 @@ class MicroBatch:
             targets_R=to_device(torch.cat(targets), device),
             # NumPy's: torch would wake a thread a core for it.
             sequence_R=to_device(torch.from_numpy(np.arange(len(ordered)).repeat(counts)), device),
+            places=[] if place_of is None else [place_of[id(sample)] for sample in ordered],
         )
 
     def gather(self, field: str) -> torch.Tensor:

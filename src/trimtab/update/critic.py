@@ -6,7 +6,7 @@ itself. Past the end of a sequence values are 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.known import ResolvedLearn
-from trimtab.learn.values import value_loss
-from trimtab.model.packed import take_rows
-from trimtab.model.policy import AnyPolicy, Policy
-from trimtab.update.batch import MicroBatch, Sample
-from trimtab.update.updater import Progress, Updater, UpdateStats
+from trimtab.model.policy import Policy
+from trimtab.update.objectives.values import Values
+from trimtab.update.updater import Updater
 
 Load = Callable[[Path], dict[str, torch.Tensor]]
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
@@ -38,46 +36,19 @@ def add_value_head(policy: Policy) -> torch.nn.Linear:
     return head
 
 
-class Critic(Updater):
-    """Values of samples, and their improvement."""
-
-    def __init__(self, policy: Policy, learn: ResolvedLearn, **settings: Any) -> None:
-        """Like an Updater, except that there are no log-probs to chunk."""
-        self.head = add_value_head(policy)
-        super().__init__(policy, learn, **settings | {"logprob_chunk": 1})
-
-    @torch.no_grad()
-    def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
-        """Write the values of the samples' tokens into one of their fields."""
-        self.progress = Progress()
-        batches = self._micro_batches(samples, self.score_token_budget)
-        found = [(batch, self._values(batch)) for batch in batches]
-        for batch, values_R in found:
-            batch.scatter(values_R, field)
-
-    def _values(self, batch: MicroBatch) -> torch.Tensor:
-        hidden_TE = self.policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
-        rows_RE = take_rows(hidden_TE, batch.predictors_R)
-        values: torch.Tensor = self.head(rows_RE.to(self.head.weight.dtype)).squeeze(-1)
-        return values
-
-    def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
-        values = self._values(batch)
-        found = value_loss(values, batch.gather("values"), batch.gather("returns"), self.learn.critic.clip)
-        weighted = batch.gather("weights") * found.loss
-        stats.tokens += values.shape[0]
-        stats.add(loss=weighted, clipped=found.clipped, values=values)
-        return weighted.sum()
+def open_critic(policy: Policy, learn: ResolvedLearn, **settings: Any) -> Updater:
+    """The updater of a value model, with a new head."""
+    return Updater(policy, Values(add_value_head(policy), learn.critic.clip), learn, **settings)
 
 
-def critic_files(critic: Critic) -> dict[str, dict[str, torch.Tensor]]:
+def critic_files(critic: Updater) -> dict[str, dict[str, torch.Tensor]]:
     """What a checkpoint keeps of a critic, by file: what is trained of it, and its optimizer's state."""
     trained = {name: p.detach() for name, p in critic.policy.model.named_parameters() if p.requires_grad}
     return {CRITIC: trained, CRITIC_OPTIMIZER: critic.optimizer.state_tensors()}
 
 
 @torch.no_grad()
-def restore_critic(checkpoint: Path, critic: Critic, load: Load = load_file) -> None:
+def restore_critic(checkpoint: Path, critic: Updater, load: Load = load_file) -> None:
     """Make the critic what it was when the checkpoint was written. `load` reads one of its files."""
     if not (checkpoint / CRITIC).is_file():
         raise ConfigError(

@@ -24,7 +24,8 @@ from trimtab.model.policy import AnyPolicy
 from trimtab.rollout.engine import Engine
 from trimtab.update.batch import Sample
 from trimtab.update.ladder import GIB, Ladder, Rung, Tried
-from trimtab.update.updater import Updater, UpdateStats, cap
+from trimtab.update.stats import Applied, UpdateStats
+from trimtab.update.updater import Updater, cap
 
 Result = TypeVar("Result")
 THRASHING_STEPS = 2
@@ -57,10 +58,12 @@ class Guard:
         engine: Engine,
         *,
         least_kv_tokens: int,
+        shorter: str = "lower learn.max_new_tokens",
         report: Callable[[Recovery], None] = lambda recovery: None,
         alloc_retries: Callable[[], int] | None = None,
     ) -> None:
-        """`least_kv_tokens`: of the longest sequence that will be generated. `alloc_retries`: how many there were so far."""
+        """`least_kv_tokens`: of the longest sequence that will be generated. `shorter`: what to write for shorter sequences.
+        `alloc_retries`: how many there were so far."""
         self.updater = updater
         self.ladder = Ladder(updater, engine, least_kv_tokens)
         self.report = report
@@ -71,27 +74,41 @@ class Guard:
         self._retries_seen = self._alloc_retries() if self._alloc_retries else 0
         self._thrashing = 0
         self._recovered = False
+        self._learned = False
+        """Something was lowered in this session."""
+        self._told: dict[str, Any] = {}
+        self._lowered_before = dict(engine.lowered)
+        """What was lower in the engine when the session began."""
         self._done = Tried()
-        self.shorter = ""
-        """What to write for shorter sequences, where it is not learn.max_new_tokens."""
+        self._shorter = shorter
+        self._accumulated: tuple[Sequence[Sample], float] = ((), 0.0)
+        """What `apply` is about to apply: it has to be accumulated once more where memory runs out before that."""
 
-    def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
-        """`Updater.step`, for as long as it takes."""
-        freed = [_freed]
-        while True:
-            outcome = attempt(lambda: self.updater.step(samples, lr, kl_coef))
-            if not isinstance(outcome, Shortage):
-                self._done = Tried(cap(samples, 0), self.updater.progress.largest)
-                return outcome
-            self._refuse_half_applied(outcome)
+    def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> UpdateStats:
+        """`Updater.accumulate`, for as long as it takes."""
+        while isinstance(outcome := attempt(lambda: self.updater.accumulate(samples, kl_coef)), Shortage):
             at = self.updater.progress
-            tried = Tried(cap(samples, 0), at.largest)
-            if at.part == "optimizer step":
-                self._recover(outcome, "the optimizer step", Tried(), [*freed, *self.ladder.weights])
-                freed = []
-            else:
-                self._lower_ceiling("token_budget", at.tokens)
-                self._recover(outcome, self._place(at.part), tried, self.ladder.update)
+            self._lower_ceiling("token_budget", at.tokens)
+            self._recover(outcome, self._place(at.part), Tried(cap(samples, 0), at.largest), self.ladder.update)
+        self._accumulated = samples, kl_coef
+        return outcome
+
+    def apply(self, lr: float) -> Applied:
+        """`Updater.apply`, likewise. An attempt that failed has used up the gradient, which is then accumulated again."""
+        freed = [_freed]
+        samples, kl_coef = self._accumulated
+        while isinstance(outcome := attempt(lambda: self.updater.apply(lr)), Shortage):
+            self._refuse_half_applied(outcome)
+            self._recover(outcome, "the optimizer step", Tried(), [*freed, *self.ladder.weights])
+            freed = []
+            self.accumulate(samples, kl_coef)
+        self._done = Tried(cap(samples, 0), self.updater.progress.largest)
+        self._accumulated = (), 0.0
+        return outcome
+
+    def step(self, samples: Sequence[Sample], lr: float, kl_coef: float = 0.0) -> UpdateStats:
+        """Both halves."""
+        return self.accumulate(samples, kl_coef).complete(self.apply(lr))
 
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
         """`Updater.score`, likewise. What an attempt that failed has written is written again."""
@@ -123,29 +140,35 @@ class Guard:
             self._lower_ceiling("token_budget", self._done.largest)
             change = self.ladder.budget_to_longest(self._done)
             if change is not None:
+                self._learned = True
                 where = f"the allocator had to free memory and ask again in {THRASHING_STEPS} steps in a row"
                 self.report(Recovery(where, change, replayed=False))
         return {"run/alloc_retries": float(grown)}
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run starts with, in JSON."""
+    def memory(self) -> dict[str, Any]:
+        """What a resumed run starts with, in JSON: what this session has found, or where it has not, what it was told."""
+        rollout = self.ladder.engine.lowered
+        if not self._learned and rollout == self._lowered_before:
+            return self._told
         return {
             "machine": machine(self._device),
             "ceiling": dict(self.ceiling),
             "update": dict(self.ladder.lowered),
-            "rollout": self.ladder.engine.lowered,
+            "rollout": rollout,
         }
 
     def restore(self, state: dict[str, Any]) -> dict[str, Any]:
         """Take over what an earlier session found, if it was on such a machine. Returns what is lower for it."""
+        self._told = state
         if state.get("machine") == machine(self._device):
             self.ceiling = dict(state.get("ceiling", {}))
             self.ladder.restore(state.get("update", {}), state.get("rollout", {}))
-        return self.ladder.lowered | self.ladder.engine.lowered
+        self._lowered_before = dict(self.ladder.engine.lowered)
+        return self.ladder.lowered | self._lowered_before
 
     def _recover(self, short: Shortage, where: str, tried: Tried, rungs: Sequence[Rung]) -> None:
         """Give back what the attempt held, then lower one thing."""
-        self._recovered = True
+        self._recovered = self._learned = True
         self.updater.abandon()
         free(self._device)
         change = next((change for rung in rungs if (change := rung(tried))), None)
@@ -171,13 +194,12 @@ class Guard:
             )
 
     def _exhausted(self, short: Shortage, where: str, tried: Tried) -> str:
-        updater, learn = self.updater, self.updater.learn
+        updater = self.updater
         trained = sum(p.numel() for p in updater.optimizer.params)
         adapted = trained < updater.policy.parameter_count() // 2
         state_gib = (updater.optimizer.state_bytes + 4 * trained) / GIB
-        shorter = self.shorter or f"lower learn.max_new_tokens (now {learn.max_new_tokens:,})"
         lora = f"train adapters, model.lora: {{}} (gradients and optimizer state take {state_gib:.1f} GiB)"
-        fixes = [*([shorter] if tried.longest else []), *([] if adapted else [lora]), "take a smaller model"]
+        fixes = [*([self._shorter] if tried.longest else []), *([] if adapted else [lora]), "take a smaller model"]
         binds = f"one sequence of {tried.longest:,} tokens has to fit" if tried.longest else "the weights have to fit"
         kept = ", ".join(f"{name} {value}" for name, value in self.ladder.lowered.items()) or "it was so from the start"
         return (

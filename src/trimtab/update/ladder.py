@@ -18,7 +18,6 @@ from typing import Any
 
 from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, host_memory
-from trimtab.model.shelf import Shelf
 from trimtab.rollout.engine import Engine
 from trimtab.update.updater import Updater
 
@@ -98,7 +97,7 @@ class Ladder:
         inputs = 4 * policy.config.hidden_size * policy.config.num_hidden_layers * tried.largest
         if policy.shelf is not None or not self._host_has_room(inputs):
             return None
-        policy.shelf = Shelf(policy.device)
+        policy.offload_activations(True)
         return self._note("offload_activations", False, True)
 
     def offload_optimizer(self, tried: Tried) -> str | None:

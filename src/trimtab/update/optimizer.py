@@ -24,12 +24,16 @@ from torch.optim.adamw import adamw
 from torch.utils.hooks import RemovableHandle
 
 from trimtab.config.learn import Learn
+from trimtab.config.reward_model import PairLearn
+from trimtab.config.sft import SftLearn
 from trimtab.model.gradients import Gradients
 from trimtab.model.sizes import BLOCK, CHUNK, PIECE
 from trimtab.model.transfer import HostMemory
 from trimtab.update.conveyor import Conveyor
 from trimtab.update.eightbit import Room
 from trimtab.update.states import Group, Member, flat, is_dense, make_group, needs_master
+
+AnyLearn = Learn | SftLearn | PairLearn
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class MasterAdamW:
     """Owns masters, gradients and moments of a list of named parameters."""
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], learn: Learn, *, offload: bool = False
+        self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], learn: AnyLearn, *, offload: bool = False
     ) -> None:
         named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.params = [p for _, p in named]
@@ -296,15 +300,16 @@ def _clip_factor(most: float, norm: torch.Tensor) -> torch.Tensor:
     return torch.clamp(most / (norm + 1e-6), max=1.0)
 
 
-def learning_rate(learn: Learn, step: int, update: int = 0, peak: float | None = None) -> float:
+def learning_rate(learn: AnyLearn, step: int, update: int = 0, peak: float | None = None) -> float:
     """Rate of optimizer step `update` of step `step`, both from 0; `peak` None: learn.lr.
 
     Hugging Face's schedules: s / W while s < W, then down from 1 at s = W to `final` at s = N, with s, W and N in the schedule's
     unit. The last step is s = N - 1, so that something is learned from it with `final` 0 too.
     """
     schedule, peak = learn.schedule, learn.lr if peak is None else peak
+    assert learn.steps is not None, "known once the data is counted"
     total, position = learn.steps, step
-    if schedule.unit == "update":
+    if schedule.unit == "update" and isinstance(learn, Learn):  # elsewhere a step is one update
         total, position = total * learn.updates_per_batch, step * learn.updates_per_batch + update
     if position < schedule.warmup_steps:
         return peak * position / schedule.warmup_steps

@@ -9,55 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from trimtab.config.known import ResolvedLearn
 from trimtab.config.run import Recompute
-from trimtab.learn.importance import importance_weights
-from trimtab.learn.kl import ESTIMATORS, corrected
-from trimtab.learn.losses import LOSSES
-from trimtab.learn.segments import sum_by
-from trimtab.model.head import TokenStats
-from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Keep, Policy
-from trimtab.model.shelf import Shelf
-from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
+from trimtab.update.batch import MicroBatch, Sample, row_tokens
 from trimtab.update.launching import Launching
-from trimtab.update.optimizer import MasterAdamW
+from trimtab.update.objectives.objective import Objective
+from trimtab.update.optimizer import AnyLearn, MasterAdamW
 from trimtab.update.packing import pack
-
-
-@dataclass
-class UpdateStats:
-    """Sums over the tokens of one optimizer step, and how it was cut into micro-batches."""
-
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    tokens: int = 0
-    row_tokens: int = 0
-    largest: int = 0
-    microbatches: int = 0
-    sizes: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-    """Sizes of each micro-batch, as `plan.activations.Row` takes them."""
-    token_budget: int = 0
-    """The cap they were packed under."""
-    grad_norm: float = 0.0
-    applied: bool = True
-    behind: float | None = None
-    """Micro-batches that the device had left to do when the last was launched; near 0, it waits for the host."""
-    kl_ref_of: list[tuple[list[Sample], torch.Tensor]] = field(default_factory=list)
-    """For each micro-batch its samples, and each one's KL to the reference, summed over its tokens. Stays on the device."""
-
-    def add(self, **values_R: torch.Tensor) -> None:
-        for name, values in values_R.items():
-            total = values.detach().double().sum()
-            self.sums[name] = self.sums[name] + total if name in self.sums else total
-
-    def mean(self, name: str) -> float:
-        return float(self.sums[name]) / max(1, self.tokens)
-
+from trimtab.update.stats import Applied, UpdateStats
 
 Part = Literal["forward", "backward", "optimizer step"]
 
@@ -80,12 +44,14 @@ KEEP = {False: Keep.ALL, "some": Keep.SOME, True: Keep.INPUT}
 
 
 class Updater:
-    """Turns samples with advantages and weights into weight changes."""
+    """Turns samples into weight changes that make the objective smaller. A step has two halves: `accumulate` changes no weight,
+    `apply` changes all."""
 
     def __init__(
         self,
         policy: Policy,
-        learn: ResolvedLearn,
+        objective: Objective,
+        learn: AnyLearn,
         *,
         token_budget: int,
         score_token_budget: int,
@@ -93,31 +59,27 @@ class Updater:
         checkpoint_activations: Recompute,
         offload_optimizer: bool = False,
         offload_activations: bool = False,
+        metered: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """`learn`: the optimizer's settings. `metered` is entered around each `apply`, by whoever measures its memory."""
         self.policy = policy
-        self.learn = learn
+        self.objective = objective
         self.token_budget = token_budget
         self.score_token_budget = score_token_budget
-        self.logprob_chunk = logprob_chunk
+        self.logprob_chunk = logprob_chunk if objective.logits else 1
         self.optimizer = MasterAdamW(policy.model.named_parameters(), learn, offload=offload_optimizer)
-        policy.gradients = self.optimizer.gradients
-        policy.shelf = Shelf(policy.device) if offload_activations else None
+        policy.add_gradients_to(self.optimizer.gradients)
+        policy.offload_activations(offload_activations)
         self.checkpoint_activations: Recompute = False
         self.recompute(checkpoint_activations)
-        self.metered: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Entered around each optimizer step, by whoever measures its memory."""
+        self._metered = metered
+        self._launching: Launching | None = None
         self.progress = Progress()
 
     def recompute(self, activations: Recompute) -> None:
         """From the next pass on, make so much again in the backward pass instead of keeping it."""
         self.checkpoint_activations = activations
-        self.policy.keep = KEEP[activations]
-        if activations:
-            self.policy.model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
-            )
-        elif self.policy.model.is_gradient_checkpointing:
-            self.policy.model.gradient_checkpointing_disable()
+        self.policy.keep_for_backward(KEEP[activations])
 
     def abandon(self) -> None:
         """Keep nothing of a step that failed half-way."""
@@ -133,16 +95,16 @@ class Updater:
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
-        """Write `policy`'s log-probs of the samples' tokens into one of their fields. No gradient, its own budget."""
+        """Write the objective's estimates by `policy` into one of the samples' fields. No gradient, its own budget."""
         self.progress = Progress()
         with policy.present():
             batches = self._micro_batches(samples, self.score_token_budget)
-            found = [(batch, self._token_stats(policy, batch).logprobs) for batch in batches]
-        for batch, logprobs_R in found:  # the device is waited for once, after its last pass
-            batch.scatter(logprobs_R, field)
+            found = [(batch, self.objective.estimate(policy, batch, self.logprob_chunk)) for batch in batches]
+        for batch, estimates in found:  # the device is waited for once, after its last pass
+            self.objective.write(estimates, batch, field)
 
-    def step(self, samples: Sequence[Sample], lr: float, kl_coef: float) -> UpdateStats:
-        """One optimizer step on all of `samples`."""
+    def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> UpdateStats:
+        """The gradient of a step on all of `samples`, beside the weights."""
         stats = UpdateStats()
         self.progress = Progress()
         self.abandon()
@@ -155,97 +117,39 @@ class Updater:
             stats.largest = max(stats.largest, batch.tokens_T.shape[0])
             stats.sizes.append(batch.sizes)
         launching.end()
-        self.progress.part = "optimizer step"
-        with self.metered():
-            outcome = self.optimizer.step(lr)
-        stats.grad_norm, stats.applied = outcome.grad_norm, outcome.applied
-        stats.behind = launching.behind(stats.microbatches)
+        self._launching = launching
         return stats
 
+    def apply(self, lr: float) -> Applied:
+        """Change the weights by what was accumulated."""
+        self.progress.part = "optimizer step"
+        with self._metered():
+            outcome = self.optimizer.step(lr)
+        behind = None if self._launching is None else self._launching.behind(self.progress.microbatches)
+        return Applied(outcome.grad_norm, outcome.applied, behind)
+
+    def step(self, samples: Sequence[Sample], lr: float, kl_coef: float = 0.0) -> UpdateStats:
+        """Both halves."""
+        return self.accumulate(samples, kl_coef).complete(self.apply(lr))
+
     def _micro_batches(self, samples: Sequence[Sample], budget: int) -> Iterator[MicroBatch]:
-        parts = self._together(samples, cap(samples, budget))
+        parts = self.objective.together(samples, cap(samples, budget))
         sizes = [row_tokens(part) for part in parts]
         packed = pack(sizes, max([budget, *sizes]))
         loads = [sum(sizes[i] for i in indices) for indices in packed]
+        place_of = {id(sample): place for place, sample in enumerate(samples)}
         for number, (indices, load) in enumerate(zip(packed, loads), 1):
             self.progress = Progress("forward", number, len(packed), load, max(loads))
-            yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device)
+            yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device, place_of)
 
-    def _together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
-        """Samples that are in one micro-batch, whatever else is."""
-        return list(same_prompt(samples, budget))
+    def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
+        return self.objective.loss(self.policy, batch, stats, chunk=self.logprob_chunk, kl_coef=kl_coef)
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Runs in this thread: autograd's own would contend with it for the interpreter, and have a cuBLAS workspace besides."""
         self.progress.part = "backward"
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-
-    def _token_stats(self, policy: AnyPolicy, batch: MicroBatch) -> TokenStats:
-        hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
-        temperature = self.learn.sampling.temperature
-        return policy.head.token_stats(
-            take_rows(hidden_TE, batch.predictors_R),
-            batch.targets_R,
-            temperature,
-            self.logprob_chunk,
-            self.policy.gradients,
-        )
-
-    def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
-        """This micro-batch's part of the step's loss."""
-        learn = self.learn
-        logp, entropy = self._token_stats(self.policy, batch)
-        engine = batch.gather("engine_logprobs")
-        old = logp.detach() if batch.samples[0].old_logprobs is None else batch.gather("old_logprobs")
-        sequence, sequences = batch.sequence_R, len(batch.samples)
-        policy = LOSSES[learn.loss](
-            logp,
-            old,
-            batch.gather("advantages"),
-            learn.clip.low,
-            learn.clip.high,
-            learn.clip.dual,
-            sequence=sequence,
-            sequences=sequences,
-        )
-        loss = policy.loss
-        if learn.importance.level != "off":
-            settings = learn.importance
-            loss = loss * importance_weights(
-                old, engine, settings.level, settings.cap, settings.mode, sequence=sequence, sequences=sequences
-            )
-        if batch.samples[0].ref_logprobs is not None:
-            reference = batch.gather("ref_logprobs")
-            kl_ref = ESTIMATORS[learn.kl.estimator](logp, reference)
-            stats.add(kl_ref=kl_ref)
-            stats.kl_ref_of.append((batch.samples, sum_by(kl_ref.detach().double(), sequence, sequences)))
-            if learn.kl.where == "loss":
-                penalty = kl_ref
-                if learn.kl.corrected:
-                    penalty = corrected(
-                        learn.kl.estimator,
-                        logp,
-                        reference,
-                        old,
-                        by_sequence=learn.kl.corrected == "sequence",
-                        sequence=sequence,
-                        sequences=sequences,
-                    )
-                loss = loss + kl_coef * penalty
-        if learn.entropy_coef:
-            loss = loss - learn.entropy_coef * entropy
-        weighted = batch.gather("weights") * loss
-        stats.tokens += logp.shape[0]
-        stats.add(
-            loss=weighted,
-            entropy=entropy,
-            ratio=policy.ratio,
-            clipped=policy.clipped,
-            kl_old=ESTIMATORS["k3"](old, logp.detach()),  # KL(old || policy): the old policy drew the tokens
-            logprob_gap=(logp.detach() - engine).abs(),
-        )
-        return weighted.sum()
 
 
 def cap(samples: Sequence[Sample], budget: int) -> int:

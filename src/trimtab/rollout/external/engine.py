@@ -53,11 +53,14 @@ class OutsideEngine:
         tensor_parallel: int = 1,
         python: str = sys.executable,
         logs: Path | None = None,
+        on_recovery: Callable[[str], None] = lambda line: None,
+        on_restart: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """`on_recovery` is called with what was lowered each time a process ran out of memory, `on_restart` each time that one
+        was lost; another goes on in its place."""
         self.policy, self.tokenizer = policy, tokenizer
         self.stats = RolloutStats()
-        self.on_recovery: Callable[[str], None] = lambda line: None
-        self.on_restart: Callable[[str], None] = lambda line: None
+        self.on_recovery, self.on_restart = on_recovery, on_restart
         self._made_with, self._parts = max_sequences, tensor_parallel
         self._stop_ids = list(stop_token_ids)
         self._context, self._words = min(policy.context_tokens, longest), int(policy.config.vocab_size)

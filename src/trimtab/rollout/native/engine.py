@@ -87,7 +87,9 @@ class NativeEngine:
         prefill_tokens: int,
         prefix_cache: bool = True,
         lend_memory: bool = False,
+        on_recovery: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """`on_recovery` is called with what was lowered each time `generate` ran out of memory and goes on."""
         self.policy = policy
         self.tokenizer = tokenizer
         self.stop_token_ids = list(stop_token_ids)
@@ -95,8 +97,7 @@ class NativeEngine:
         self.prefill_tokens = prefill_tokens
         self.version = 0
         self.stats = RolloutStats()
-        self.on_recovery: Callable[[str], None] = lambda change: None
-        self.on_restart: Callable[[str], None] = lambda line: None
+        self.on_recovery = on_recovery
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
         self._shapes = shapes = layer_shapes(policy)
         page_bytes = page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())

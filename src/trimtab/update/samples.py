@@ -6,11 +6,13 @@ Everything here is counted over the whole of what one optimizer step will consum
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from trimtab.config.algorithms import GROUP_ADVANTAGES
 from trimtab.config.known import ResolvedLearn
 from trimtab.config.learn import Learn
 from trimtab.learn.advantages import (
@@ -41,6 +43,15 @@ class Ledger:
 
     def check(self) -> None:
         assert self.sampled == self.trained + sum(self.dropped.values()), f"completions went missing: {self}"
+
+
+def has_reference(learn: ResolvedLearn) -> bool:
+    """The policy is compared with the model that it began as."""
+    return learn.kl.coef != 0
+
+
+def has_critic(learn: ResolvedLearn) -> bool:
+    return learn.advantage == "gae"
 
 
 def usable(groups: list[Group]) -> tuple[list[Group], Counter[str]]:
@@ -97,6 +108,54 @@ def to_samples(groups: list[Group]) -> list[list[Sample]]:
         [Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs, own=t.own) for t in group.trajectories]
         for group in groups
     ]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step learns from."""
+
+    groups: list[Group]
+    samples: list[list[Sample]]
+    """Of each group."""
+    zero_signal: list[Group] | None
+    """Groups that can teach nothing; None where samples are not compared within their groups."""
+    ledger: Ledger
+
+    @property
+    def flat(self) -> list[Sample]:
+        return [sample for group in self.samples for sample in group]
+
+
+def sort_out(groups: list[Group], learn: ResolvedLearn, parts: Sequence[Part] = ()) -> Batch:
+    """What there is to learn from in scored groups; every sample is trained or dropped for a reason."""
+    ledger = Ledger(sum(len(group.trajectories) for group in groups), 0, Counter())
+    kept, ledger.dropped = usable(groups)
+    # Elsewhere a group of equal rewards teaches as much as any other: it is not compared with itself.
+    zero_signal = split_signal(kept, learn, parts)[1] if learn.advantage in GROUP_ADVANTAGES else None
+    if learn.dynamic_sampling.enabled:
+        assert zero_signal is not None, "refused with any other advantage"
+        gone = {id(group) for group in zero_signal}
+        kept = [group for group in kept if id(group) not in gone]
+        ledger.dropped["no_signal"] = sum(len(group.trajectories) for group in zero_signal)
+    samples = to_samples(kept)
+    masked = sum(not in_loss(trajectory, learn) for group in kept for trajectory in group.trajectories)
+    if masked:
+        ledger.dropped["truncated"] = masked
+    ledger.trained = sum(map(len, samples)) - masked
+    ledger.check()
+    return Batch(kept, samples, zero_signal, ledger)
+
+
+def optimizer_steps(batch: Batch, learn: ResolvedLearn) -> Iterator[tuple[int, list[Sample]]]:
+    """The samples of each optimizer step, with their shares of it, and its number in the batch; once for every epoch."""
+    for epoch in range(learn.epochs_per_step):
+        parts = np.array_split(np.arange(len(batch.groups)), min(learn.updates_per_step, len(batch.groups)))
+        for number, part in enumerate(parts, epoch * learn.updates_per_step):
+            flat = [sample for group in part for sample in batch.samples[group]]
+            set_weights([trajectory for group in part for trajectory in batch.groups[group].trajectories], flat, learn)
+            flat = [sample for sample in flat if sample.weights.any()]  # without a share nothing needs to be computed
+            if flat:
+                yield number, flat
 
 
 def set_advantages(

@@ -10,7 +10,7 @@ from trimtab.config.learn import Learn
 from trimtab.data.prompt import Prompt
 from trimtab.learn.parts import Part
 from trimtab.rollout.trajectory import Group, Trajectory
-from trimtab.update.objective import (
+from trimtab.update.samples import (
     Ledger,
     set_advantages,
     set_weights,

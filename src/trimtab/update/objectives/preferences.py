@@ -1,4 +1,5 @@
-"""A reward model's update: an answer's score is read after its last token, and both answers of a pair are in one micro-batch.
+"""A reward model's loss, by Bradley and Terry: an answer's score is read after its last token, and both answers of a pair are in
+one micro-batch.
 
 Two samples make a pair, the better one first. A sample ends with a token that is not read: what predicts it is the hidden state
 after the answer's last token.
@@ -14,10 +15,9 @@ import torch
 from trimtab.data.pairs import Pair
 from trimtab.learn.preferences import preference_loss
 from trimtab.model.packed import take_rows
-from trimtab.model.policy import AnyPolicy
+from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.update.batch import MicroBatch, Sample
-from trimtab.update.critic import Critic
-from trimtab.update.updater import Progress, UpdateStats
+from trimtab.update.stats import UpdateStats
 
 UNREAD = 0
 """The token after the end: any will do."""
@@ -46,32 +46,34 @@ def to_samples(pairs: Sequence[Pair]) -> list[Sample]:
     return samples
 
 
-class Scores(Critic):
-    """Scores of answers, and their improvement by pairs."""
+class BradleyTerry:
+    """See objective.py. `head` is the model's value head (critic.py); `center`: weight of a term that keeps scores around 0."""
 
-    center = 0.0
+    logits = False
 
-    @torch.no_grad()
-    def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
-        """Write each sample's score into one of its fields."""
-        self.progress = Progress()
-        for batch in self._micro_batches(samples, self.score_token_budget):
-            for sample, score in zip(batch.samples, self._scores(batch).double().cpu()):
-                setattr(sample, field, score)
+    def __init__(self, head: torch.nn.Linear, center: float) -> None:
+        self.head, self.center = head, center
 
-    def _together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+    def together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+        """Pairs."""
         return [list(samples[at : at + 2]) for at in range(0, len(samples), 2)]
 
-    def _scores(self, batch: MicroBatch) -> torch.Tensor:
-        """[N]: of each sample of the micro-batch."""
-        hidden_TE = self.policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
+    def estimate(self, policy: AnyPolicy, batch: MicroBatch, chunk: int) -> torch.Tensor:
+        """[N]: the score of each sample of the micro-batch."""
+        hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
         counts = torch.tensor([s.learned for s in batch.samples], device=hidden_TE.device)
         rows_NE = take_rows(hidden_TE, batch.predictors_R[counts.cumsum(0) - 1])
         scores: torch.Tensor = self.head(rows_NE.to(self.head.weight.dtype)).squeeze(-1)
         return scores
 
-    def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
-        scores = self._scores(batch)
+    def write(self, estimates: torch.Tensor, batch: MicroBatch, field: str) -> None:
+        for sample, score in zip(batch.samples, estimates.double().cpu()):
+            setattr(sample, field, score)
+
+    def loss(
+        self, policy: Policy, batch: MicroBatch, stats: UpdateStats, *, chunk: int, kl_coef: float
+    ) -> torch.Tensor:
+        scores = self.estimate(policy, batch, chunk)
         place = {id(sample): at for at, sample in enumerate(batch.samples)}
         better = [s for s in batch.samples if isinstance(s, Answer) and s.mate is not None]
         first, second = (

@@ -1,0 +1,86 @@
+"""Rollout engines as a config names them, and conversations on top of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.base.errors import EngineError
+from trimtab.config.known import ResolvedRun
+from trimtab.config.run import Run
+from trimtab.config.schema import Config
+from trimtab.model.load import stop_token_ids
+from trimtab.model.policy import Policy
+from trimtab.observe.recoveries import Recoveries
+from trimtab.plan.planner import Choice, Plan
+from trimtab.plan.refusal import planned
+from trimtab.rollout.conversations.episodes import Episodes
+from trimtab.rollout.conversations.hosts import Hosts
+from trimtab.rollout.conversations.replies import ReplyEncoder
+from trimtab.rollout.engine import Engine, Sampler
+from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.find import interpreter
+from trimtab.rollout.external.kinds import KINDS
+from trimtab.rollout.native.engine import NativeEngine
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What it takes to have conversations with an environment."""
+
+    hosts: Hosts
+    replies: ReplyEncoder
+
+
+def sampler_on(engine: Engine, talk: Talk | None) -> Sampler:
+    """The engine, or conversations of it with an environment."""
+    return engine if talk is None else Episodes(engine, talk.hosts, talk.replies)
+
+
+def open_engine(
+    config: Config, plan: Plan, policy: Policy, tokenizer: Any, recoveries: Recoveries, logs: Path | None = None
+) -> tuple[Plan, Engine]:
+    """The engine that a plan names. Where that is not what was asked for and cannot be had, the native one, with a plan of its
+    own."""
+    longest = plan.job.longest_sequence
+    try:
+        return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, logs)
+    except EngineError as error:
+        if config.run.engine != "auto" or not plan.run.outside:
+            raise
+        refused = f"{plan.run.engine} was planned: {str(error).splitlines()[0]}"
+    plan = planned(config.run.with_values({"engine": "native"}), plan.job, plan.machine)
+    plan = replace(plan, choices=(*plan.choices, Choice("run.engine", "native", refused)))
+    return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries)
+
+
+def make_engine(
+    run: ResolvedRun, policy: Policy, tokenizer: Any, longest: int, recoveries: Recoveries, logs: Path | None = None
+) -> Engine:
+    """The rollout engine of a plan, for sequences of so many tokens."""
+    rollout = run.rollout
+    settings: dict[str, Any] = {
+        "policy": policy,
+        "tokenizer": tokenizer,
+        "stop_token_ids": stop_token_ids(policy.model, tokenizer),
+        "kv_bytes": rollout.kv_memory,
+        "page_tokens": rollout.page_tokens,
+        "max_sequences": rollout.max_sequences,
+        "prefill_tokens": rollout.prefill_tokens,
+        "prefix_cache": rollout.prefix_cache,
+        "lend_memory": rollout.lend_memory,
+        "on_recovery": recoveries.of_engine,
+    }
+    if run.engine == "native":
+        return NativeEngine(**settings)
+    eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
+    python = interpreter(rollout.python)
+    settings |= {"longest": longest, "eager": eager, "python": python, "processes": rollout.processes}
+    settings |= {"tensor_parallel": rollout.tensor_parallel, "logs": logs, "on_restart": recoveries.restarted}
+    return OutsideEngine(KINDS[run.engine], **settings)
+
+
+def outside_note(run: Run) -> str:
+    """What to tell somebody who waits for an engine in processes of its own; nothing where there is none."""
+    return f"{KINDS[run.engine].title} is started; that takes a minute or so" if run.outside else ""

@@ -1,0 +1,208 @@
+"""The four that a run talks to. On one device they are objects of this process; on several the same calls are answered by ranks.
+
+So they take and give plain data: samples, groups, numbers, names. Nobody reaches through them to what they are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from trimtab.config.load import AnyConfig
+from trimtab.config.resolved import PlannedConfig
+from trimtab.data.prompt import Prompt
+from trimtab.data.stream import Stream
+from trimtab.observe.tasks import Tasks
+from trimtab.record.checkpoint import RunState
+from trimtab.reward.scorer import Stats
+from trimtab.rollout.engine import Request, RolloutStats
+from trimtab.rollout.trajectory import Group
+from trimtab.update.batch import Sample
+from trimtab.update.stats import Applied, PassSettings, Scored, Trained, UpdateStats
+
+
+class Trainer(Protocol):
+    """Has the policy, and where the run has them a reference and a critic, with their optimizers. Survives a lack of memory."""
+
+    def score(self, samples: Sequence[Sample], field: str, by: Scored = "policy") -> None:
+        """Write what a model says of the samples (log-probs, values, scores) into one of their fields. No gradient."""
+        ...
+
+    def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0, model: Trained = "policy") -> UpdateStats:
+        """First half of an optimizer step: the gradient of all of `samples`. Changes no weight."""
+        ...
+
+    def apply(self, lr: float, model: Trained = "policy") -> Applied:
+        """Second half: change the weights by what was accumulated, all of them or none."""
+        ...
+
+    @property
+    def begun(self) -> int:
+        """Optimizer steps so far that have begun to change weights."""
+        ...
+
+    @property
+    def settings(self) -> PassSettings: ...
+
+    def end_step(self) -> dict[str, float]:
+        """Numbers of the step that has ended, for its metrics."""
+        ...
+
+    def adapt(self, metrics: Mapping[str, float]) -> None:
+        """Choose the size of the next step's micro-batches by what was measured of this one. Changes no gradient."""
+        ...
+
+    def memory(self) -> dict[str, Any]:
+        """What running out of memory has taught, in JSON: a resumed run begins with it."""
+        ...
+
+    def save(self, folder: Path, state: RunState, keep: int) -> None:
+        """Write the checkpoint of the state's step into a run's folder, and keep so many besides the best."""
+        ...
+
+    def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:
+        """Write RUN/final, whole or not at all. `scores`: mean and standard deviation by which a reward model is normalised."""
+        ...
+
+
+class Generator(Protocol):
+    """Turns prompts into groups of completions, talking with an environment where the run has one."""
+
+    @property
+    def stats(self) -> RolloutStats:
+        """What the latest `generate` did."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
+        """Yield every request's group once, in the order they finish."""
+        ...
+
+    def lend(self) -> None:
+        """Rollout is over for now: give up memory that the update can use."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """From now on generate with the trainer's current weights, known as `version`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Rewarder(Protocol):
+    """Scores groups while others are being sampled."""
+
+    names: list[str]
+    """Of the reward's parts."""
+    stats: Stats
+    """What the latest `collect` came to."""
+
+    def submit(self, group: Group) -> None: ...
+
+    def collect(self) -> list[Group]:
+        """Every group that was submitted, its rewards filled in."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Sees all of a run, measures it, writes it down and tells the user."""
+
+    def waiting(self, what: str) -> None:
+        """What is waited for from now on."""
+        ...
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def phase(self, name: str, memory: str | None = None) -> AbstractContextManager[None]:
+        """The block's time is of phase `name`, and its peak of device memory of phase `memory`."""
+        ...
+
+    def saw(self, stats: UpdateStats, settings: PassSettings) -> None:
+        """An optimizer step of the policy, and what it ran with."""
+        ...
+
+    def samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep some completions of a step for the user to read."""
+        ...
+
+    def evaluated(self, step: int, scores: Mapping[str, float], groups: Sequence[Group] | None = None) -> None:
+        """Scores on held-out data, and the completions they come from."""
+        ...
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A row of metrics is in the record."""
+        ...
+
+    def end_phases(self, step: int) -> dict[str, float]:
+        """Seconds of each phase since the last call."""
+        ...
+
+    def measure(self, metrics: dict[str, float], steps_to_go: int) -> None:
+        """Add peaks of memory to a step's metrics, and what was predicted of them."""
+        ...
+
+    def account(self, step: int, metrics: dict[str, float], tokens: float) -> None:
+        """Add the seconds of a step to its metrics, and what they say of throughput. Ends the step's phases."""
+        ...
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        """A step is done: show it."""
+        ...
+
+    def call_back(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call the user's functions."""
+        ...
+
+    def flush(self) -> None:
+        """All rows are on disk."""
+        ...
+
+    @property
+    def peak_gib(self) -> float: ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The run has ended well."""
+        ...
+
+    def stopped(self, state: RunState, steps: int) -> None:
+        """It was stopped, or has failed: say where it stands."""
+        ...
+
+
+AConfig = TypeVar("AConfig", bound=AnyConfig)
+AData = TypeVar("AData")
+
+
+@dataclass
+class Run(Generic[AConfig, AData]):
+    """A run of any stage with everything in place."""
+
+    config: AConfig
+    folder: Path
+    state: RunState
+    data: AData
+    trainer: Trainer
+    observer: Observer
+
+
+@dataclass
+class Prompts:
+    """What is sampled from: prompts to learn from, held-out ones, and what tasks they belong to."""
+
+    stream: Stream[Prompt]
+    held_out: list[Prompt]
+    tasks: Tasks | None
+
+
+@dataclass
+class Session(Run[PlannedConfig, Prompts]):
+    """A run that learns from what it samples."""
+
+    generator: Generator
+    rewarder: Rewarder

@@ -1,0 +1,99 @@
+"""The second half of a step: what was sampled changes the policy."""
+
+from __future__ import annotations
+
+import math
+
+from trimtab.base.signals import newly_waiting
+from trimtab.config.known import ResolvedLearn
+from trimtab.config.learn import KL
+from trimtab.learn.kl import kl_controller
+from trimtab.observe.metrics import reward_metrics, update_metrics, value_metrics
+from trimtab.observe.tasks import task_kl, task_metrics
+from trimtab.rollout.trajectory import Group
+from trimtab.run.endings import note_outcome
+from trimtab.run.roles import Session, Trainer
+from trimtab.run.rollout_step import reward_parts
+from trimtab.update.batch import Sample
+from trimtab.update.optimizer import learning_rate
+from trimtab.update.samples import Batch, has_critic, has_reference, optimizer_steps, set_advantages, sort_out
+from trimtab.update.stats import UpdateStats
+
+
+def update(run: Session, groups: list[Group]) -> dict[str, float]:
+    """Learn from scored groups: one optimizer step for each part of the batch in each epoch."""
+    learn, state, tasks = run.config.learn, run.state, run.data.tasks
+    parts = reward_parts(run.config, run.rewarder)
+    batch = sort_out(groups, learn, parts)
+    metrics = reward_metrics(groups, run.rewarder.names, batch.zero_signal, batch.ledger)
+    if tasks is not None:
+        metrics |= task_metrics(tasks, groups, batch.zero_signal)
+    state.note_reward(metrics["reward/mean"])
+    if not batch.ledger.trained:
+        why = "all completions were cut off (learn.mask_truncated)" if batch.groups else "no group has a usable reward"
+        run.observer.warn(f"step {state.step + 1}: {why}; nothing is learned from it")
+        return metrics
+    samples = batch.flat
+    with run.observer.phase("score", memory="score"):
+        score(run.trainer, samples, learn)
+        set_advantages(batch.groups, batch.samples, learn, state.kl_coef, parts)
+    with run.observer.phase("update", memory="update"):
+        steps, valued = _optimize(run, batch)
+    done = [stats for _, stats in steps]
+    if valued:
+        metrics |= value_metrics(samples, valued)
+    if done and has_reference(learn):
+        metrics["policy/kl_coef"] = state.kl_coef
+        state.kl_coef = next_kl_coef(learn.kl, state.kl_coef, done[0], len(samples))
+        if tasks is not None:
+            metrics |= task_kl(tasks, batch.groups, batch.samples, steps[: len(steps) // learn.epochs_per_step])
+    if done:
+        last = learn.updates_per_batch - 1
+        metrics |= update_metrics(done) | {"policy/lr": learning_rate(learn, state.step, last)}
+    return metrics
+
+
+def score(trainer: Trainer, samples: list[Sample], learn: ResolvedLearn) -> None:
+    """What the objective needs to know of the samples and the update itself will not produce."""
+    if learn.updates_per_batch > 1:
+        if learn.old_logprobs == "engine":
+            for sample in samples:
+                sample.old_logprobs = sample.engine_logprobs
+        else:
+            trainer.score(samples, "old_logprobs")
+    if has_reference(learn):
+        trainer.score(samples, "ref_logprobs", by="reference")
+    if has_critic(learn):
+        trainer.score(samples, "values", by="critic")
+
+
+def next_kl_coef(kl: KL, coef: float, first: UpdateStats, trained: int) -> float:
+    """The coefficient of the next step, from the distance to the reference that this one began with."""
+    found = first.mean("kl_ref")
+    if not math.isfinite(found):  # the update was not applied, and is told of as that
+        return coef
+    return kl_controller(coef, kl.target, kl.horizon).update(found, trained).coef
+
+
+def _optimize(run: Session, batch: Batch) -> tuple[list[tuple[list[Sample], UpdateStats]], list[UpdateStats]]:
+    """All optimizer steps of the batch: those of the policy with their samples, and those of the critic. In the critic's warm-up
+    the policy has none."""
+    learn, state, trainer, observer = run.config.learn, run.state, run.trainer, run.observer
+    done: list[tuple[list[Sample], UpdateStats]] = []
+    valued: list[UpdateStats] = []
+    for number, samples in optimizer_steps(batch, learn):
+        if has_critic(learn):
+            rate = learning_rate(learn, state.step, number, learn.critic.lr)
+            valued.append(trainer.accumulate(samples, model="critic").complete(trainer.apply(rate, "critic")))
+            if not valued[-1].applied:
+                observer.warn(f"step {state.step + 1}: the critic's gradient is not finite; it is unchanged")
+            if state.step < learn.critic.warmup_steps:
+                continue
+        rate = learning_rate(learn, state.step, number)
+        stats = trainer.accumulate(samples, state.kl_coef).complete(trainer.apply(rate))
+        done.append((samples, stats))
+        note_outcome(state, stats, observer, "at RUN/samples for what the model has come to write")
+        if stop := newly_waiting():
+            observer.note(f"{stop}: the run stops when the updates of step {state.step + 1} are done")
+        observer.saw(stats, trainer.settings)
+    return done, valued

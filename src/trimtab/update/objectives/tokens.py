@@ -1,0 +1,40 @@
+"""What objectives over tokens share: log-probs of the learned tokens, in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trimtab.model.gradients import Gradients
+from trimtab.model.head import TokenStats
+from trimtab.model.packed import take_rows
+from trimtab.model.policy import AnyPolicy
+from trimtab.update.batch import MicroBatch, Sample, same_prompt
+
+
+def token_stats(
+    policy: AnyPolicy, batch: MicroBatch, temperature: float, chunk: int, gradients: Gradients | None = None
+) -> TokenStats:
+    """Log-prob of each learned token and the entropy there. `gradients`: where the gradient of the head's weights is added."""
+    hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)
+    rows_RE = take_rows(hidden_TE, batch.predictors_R)
+    return policy.head.token_stats(rows_RE, batch.targets_R, temperature, chunk, gradients)
+
+
+class OverTokens:
+    """Estimates are log-probs of the learned tokens at one temperature; samples of a prompt share a micro-batch."""
+
+    logits = True
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+
+    def together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+        return list(same_prompt(samples, budget))
+
+    def estimate(self, policy: AnyPolicy, batch: MicroBatch, chunk: int) -> torch.Tensor:
+        return token_stats(policy, batch, self.temperature, chunk).logprobs
+
+    def write(self, estimates: torch.Tensor, batch: MicroBatch, field: str) -> None:
+        batch.scatter(estimates, field)

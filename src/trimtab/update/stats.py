@@ -1,0 +1,71 @@
+"""What one optimizer step came to, in numbers, and what it ran with: plain data that a Trainer takes and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from trimtab.config.run import Recompute
+
+Scored = Literal["policy", "reference", "critic"]
+"""Models that say something of samples."""
+Trained = Literal["policy", "critic"]
+"""Models that learn."""
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """What micro-batches run with now."""
+
+    token_budget: int
+    recompute: Recompute
+    logprob_chunk: int
+    offload_activations: bool
+
+
+@dataclass(frozen=True)
+class Applied:
+    """How the second half of a step went."""
+
+    grad_norm: float
+    applied: bool
+    """False where the gradient is not finite: nothing has changed then."""
+    behind: float | None = None
+    """Micro-batches that the device had left to do when the last was launched; near 0, it waits for the host."""
+
+
+@dataclass
+class UpdateStats:
+    """Sums over the tokens of one optimizer step, and how it was cut into micro-batches."""
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    tokens: int = 0
+    row_tokens: int = 0
+    largest: int = 0
+    microbatches: int = 0
+    sizes: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    """Sizes of each micro-batch, as `plan.activations.Row` takes them."""
+    token_budget: int = 0
+    """The cap they were packed under."""
+    grad_norm: float = 0.0
+    applied: bool = True
+    behind: float | None = None
+    """As in `Applied`."""
+    kl_ref_of: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
+    """For each micro-batch the places of its samples among those of the step, and each one's KL to the reference, summed over its
+    tokens. Stays on the device."""
+
+    def add(self, **values_R: torch.Tensor) -> None:
+        for name, values in values_R.items():
+            total = values.detach().double().sum()
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def mean(self, name: str) -> float:
+        return float(self.sums[name]) / max(1, self.tokens)
+
+    def complete(self, outcome: Applied) -> UpdateStats:
+        """These, with how the step was applied."""
+        self.grad_norm, self.applied, self.behind = outcome.grad_norm, outcome.applied, outcome.behind
+        return self

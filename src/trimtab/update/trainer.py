@@ -1,0 +1,136 @@
+"""The Trainer of one device: a policy and what it is trained with, in this process.
+
+It owns the policy, the reference, the critic, their optimizers and what survives a lack of memory; nobody else touches them while
+a run goes on. Its methods take and give plain data, so that several devices can answer the same calls (run/roles.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.model.policy import AnyPolicy
+from trimtab.plan.governor import Governor, Move
+from trimtab.record.checkpoint import RunState, load_optimizer, load_part, reading, save_checkpoint
+from trimtab.rollout.engine import Engine
+from trimtab.rollout.no_rollout import NoRollout
+from trimtab.update.batch import Sample
+from trimtab.update.critic import critic_files, restore_critic
+from trimtab.update.export import export_classifier, export_model
+from trimtab.update.guard import Guard, Recovery
+from trimtab.update.objectives.preferences import BradleyTerry
+from trimtab.update.stats import Applied, PassSettings, Scored, Trained, UpdateStats
+from trimtab.update.updater import Updater
+
+REWARD_HEAD = "reward_head.safetensors"
+
+
+class LocalTrainer:
+    """See run/roles.py. `engine` may have to give up memory for the update."""
+
+    def __init__(
+        self,
+        updater: Updater,
+        engine: Engine,
+        governor: Governor,
+        tokenizer: Any,
+        *,
+        reference: AnyPolicy | None = None,
+        critic: Updater | None = None,
+        longest: int,
+        shorter: str,
+        report: Callable[[Recovery], None] = lambda recovery: None,
+        report_critic: Callable[[Recovery], None] = lambda recovery: None,
+    ) -> None:
+        """`longest`: tokens of the longest sequence it can meet. `shorter`: what to write in a config for shorter ones."""
+        self.updater, self.reference, self.critic = updater, reference, critic
+        self._governor, self._tokenizer = governor, tokenizer
+        self.guard = Guard(updater, engine, least_kv_tokens=longest, shorter=shorter, report=report)
+        self._guards = {"policy": self.guard}
+        if critic is not None:
+            # It has budgets of its own. A resumed run finds them anew.
+            self._guards["critic"] = Guard(
+                critic, NoRollout(), least_kv_tokens=0, shorter=shorter, report=report_critic
+            )
+
+    def score(self, samples: Sequence[Sample], field: str, by: Scored = "policy") -> None:
+        if by == "reference":
+            assert self.reference is not None
+            self.guard.score(samples, self.reference, field)
+        else:
+            guard = self._guards[by]
+            guard.score(samples, guard.updater.policy, field)
+
+    def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0, model: Trained = "policy") -> UpdateStats:
+        return self._guards[model].accumulate(samples, kl_coef)
+
+    def apply(self, lr: float, model: Trained = "policy") -> Applied:
+        return self._guards[model].apply(lr)
+
+    @property
+    def begun(self) -> int:
+        return sum(guard.updater.optimizer.begun for guard in self._guards.values())
+
+    @property
+    def settings(self) -> PassSettings:
+        updater = self.updater
+        away = updater.policy.shelf is not None
+        return PassSettings(updater.token_budget, updater.checkpoint_activations, updater.logprob_chunk, away)
+
+    def end_step(self) -> dict[str, float]:
+        return self.guard.end_step()
+
+    def adapt(self, metrics: Mapping[str, float]) -> None:
+        updater = self.updater
+        now = Move(updater.token_budget, updater.checkpoint_activations)
+        move = self._governor.next_move(metrics, now, self.guard.ceiling.get("token_budget"))
+        if move is not None:
+            updater.token_budget = move.budget
+            updater.recompute(move.recompute)
+
+    def memory(self) -> dict[str, Any]:
+        return self.guard.memory()
+
+    def recall(self, memory: dict[str, Any]) -> dict[str, Any]:
+        """Begin as low as an earlier session of the run left it. Returns what is lower for it."""
+        return self.guard.restore(memory)
+
+    def save(self, folder: Path, state: RunState, keep: int) -> None:
+        updater = self.updater
+
+        def write() -> None:
+            save_checkpoint(
+                folder, state, updater.policy.model, self._tokenizer, updater.optimizer, keep, self._other_files()
+            )
+
+        self.guard.run("checkpoint", write)
+
+    def load(self, checkpoint: Path) -> None:
+        """Make optimizers, critic and heads what they were; the policy was loaded from the checkpoint."""
+        objective = self.updater.objective
+        if isinstance(objective, BradleyTerry):
+            with reading(checkpoint):
+                objective.head.load_state_dict(load_part(checkpoint / REWARD_HEAD))
+        load_optimizer(checkpoint, self.updater.optimizer)
+        if self.critic is not None:
+            with reading(checkpoint):
+                restore_critic(checkpoint, self.critic, load_part)
+
+    def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:
+        updater = self.updater
+        if isinstance(updater.objective, BradleyTerry):
+            assert scores is not None
+            head = updater.objective.head
+            export_classifier(updater.policy, head, self._tokenizer, self.guard, folder, scores)
+        else:
+            export_model(updater.policy, self._tokenizer, self.guard, folder)
+
+    def _other_files(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Tensors of a checkpoint beside the policy's and its optimizer's, by file."""
+        objective = self.updater.objective
+        if isinstance(objective, BradleyTerry):
+            return {REWARD_HEAD: {name: parameter.detach() for name, parameter in objective.head.named_parameters()}}
+        return {} if self.critic is None else critic_files(self.critic)
