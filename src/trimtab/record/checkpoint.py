@@ -28,10 +28,11 @@ from trimtab.base.errors import ConfigError, DivergedError, TrainingError, is_no
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.model.memory import is_out_of_memory
+from trimtab.record.layout import CONFIG
 from trimtab.update.optimizer import MasterAdamW
 
 FORMAT = 1
-CONFIG, STATE, OPTIMIZER = "config.yaml", "state.json", "optimizer.safetensors"
+STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
 FACTS, WEIGHTS_MARK = "trimtab", "weights"
 """What a file of tensors says of itself. One entry: safetensors writes several in any order, and equal runs write equal files."""
 MOST = 2**62

@@ -19,9 +19,11 @@ from typing import Any
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.load import AnyConfig, resolved, resolved_yaml
-from trimtab.record.checkpoint import CONFIG, clear
+from trimtab.record.checkpoint import clear
+from trimtab.record.layout import CONFIG, PLAN
+from trimtab.record.layout import FINAL as FINAL
 
-PLAN, FINAL, LOCK = "plan.json", "final", ".lock"
+LOCK = ".lock"
 ENGINE_LOGS = "engines"
 """What lost processes of an engine wrote."""
 FREE = ("run.", "observe.")

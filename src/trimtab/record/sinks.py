@@ -18,9 +18,9 @@ from typing import Any
 from trimtab.base.errors import ConfigError, DataError, Problem
 from trimtab.config.schema import Observe
 from trimtab.record.jsonl import dump_line, finite, read_jsonl, replace_file
+from trimtab.record.layout import METRICS_FILE
 from trimtab.record.tensorboard import EventFile
 
-METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb-id.txt"
 
 

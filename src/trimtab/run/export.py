@@ -17,9 +17,9 @@ from trimtab.config.schema import Config, Model
 from trimtab.config.sft import SftConfig
 from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
-from trimtab.observe.doctor.record import run_of_checkpoint
 from trimtab.record.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoints, load_state, put_in_place, reading
 from trimtab.record.folder import FINAL
+from trimtab.record.reader import run_of_checkpoint
 
 
 def find_checkpoint(run: Path, which: str) -> Path:
