@@ -120,7 +120,9 @@ def test_a_run_shows_all_that_its_reward_depends_on():
         "KL (nats a token)": {"to the reference": [0.01]},
         "reward parts": {"right": [1.0], "short": [0.0]},
     }
-    assert reward_parts(MetricTable([{"step": 1, "reward/mean": 1.0, "reward/right": 1.0}])) == [], "one part alone is the reward"
+    assert reward_parts(MetricTable([{"step": 1, "reward/mean": 1.0, "reward/right": 1.0}])) == [], (
+        "one part alone is the reward"
+    )
 
 
 @pytest.mark.parametrize("loss", ["sft/loss", "rm/loss"])

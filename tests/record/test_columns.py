@@ -57,7 +57,7 @@ STEPS = st.one_of(
 )
 LINES = st.lists(
     st.one_of(
-        st.fixed_dictionaries({"step": STEPS}, optional={name: VALUES for name in NAMES}),
+        st.fixed_dictionaries({"step": STEPS}, optional=dict.fromkeys(NAMES, VALUES)),
         st.dictionaries(st.sampled_from(NAMES), VALUES),
     ),
     max_size=20,

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from trimtab.base.errors import Problem
+from trimtab.base.suggestions import nearest
 from trimtab.config.base import Section
-from trimtab.config.reference import choices, default, nearest, slot, suggest, words, written
+from trimtab.config.reference import choices, default, slot, suggest, words, written
 from trimtab.config.text import one_line
 
 REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'

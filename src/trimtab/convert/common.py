@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import ceil
 
-from trimtab.config.reference import nearest
+from trimtab.base.suggestions import nearest
 from trimtab.config.schema import Config
 from trimtab.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, whole
 from trimtab.convert.settings import Setting

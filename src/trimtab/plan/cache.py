@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.base.files import write_json
 from trimtab.base.package import VERSION
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
@@ -67,10 +68,8 @@ def _version(package: str) -> str | None:
 def keep(tuned: Tuned, job: Job, machine: Machine, run: Run, when: str) -> Path:
     file = folder() / f"{key_of(job, machine, run)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(f".{os.getpid()}")
     found = {"token_budget": tuned.token_budget, "max_sequences": tuned.max_sequences, "when": when}
-    aside.write_text(json.dumps(found | {"trials": [vars(trial) for trial in tuned.trials]}, indent=1) + "\n")
-    aside.rename(file)
+    write_json(file, found | {"trials": [vars(trial) for trial in tuned.trials]}, indent=1, shared=True)
     return file
 
 

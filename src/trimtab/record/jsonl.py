@@ -1,4 +1,4 @@
-"""JSON lines on disk: every line written is strict JSON (no NaN), and a file replaced is replaced whole or not at all.
+"""JSON lines on disk: every line written is strict JSON (no NaN), and a file that grows is read as it grows.
 
 A file that is appended to can end in a torn line after a kill; `read_jsonl` leaves exactly that line out. Damage
 anywhere else is an error, because neither a kill nor a full disk can cause it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,6 @@ def dump_line(row: Mapping[str, Any]) -> bytes:
     """One line, with newline. A lone surrogate becomes its JSON escape: whatever text a data set holds is written."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Write aside, then rename: a reader sees the old file or the new one, never a part."""
-    aside = path.with_name(f".{path.name}.writing")
-    with aside.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 @dataclass(frozen=True)

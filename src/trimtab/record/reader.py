@@ -4,8 +4,8 @@
     reader.update()                        # reads what was appended since the last call, and returns the first row that changed
     steps, rewards = reader.metrics.points("reward/mean")
 
-A run may be running, killed, resumed, or of another version. A torn last line is left for later; other lines that cannot be read are
-in `damaged`, and the rest is there. A metrics.jsonl that a resume replaced is read again from its beginning.
+A run may be running, killed, resumed, or of another version. A torn last line is left for later; other lines that cannot be read
+are in `damaged`, and the rest is there. A metrics.jsonl that a resume replaced is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RunReader:
         self._tail = JsonlTail(self.folder / METRICS_FILE)
 
     def update(self) -> int | None:
-        """Read what was appended to metrics.jsonl; returns the index of the first row that is new or another, None: there is none.
+        """Read what was appended to metrics.jsonl; returns the index of the first row that is new or different, or None.
 
         A file that is not there has no rows."""
         with readable(self._tail.path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.base.errors import TrainingError, TrimtabError
+from trimtab.base.files import aside_of, put_in_place
 from trimtab.config.load import AnyConfig
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
@@ -21,7 +22,7 @@ from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor, Move
 from trimtab.plan.watch import PlanWatch
-from trimtab.record.checkpoint import CONFIG, RunState, folder_is_gone, newest_checkpoint, put_in_place
+from trimtab.record.checkpoint import CONFIG, RunState, folder_is_gone, newest_checkpoint
 from trimtab.record.folder import FINAL
 from trimtab.record.sinks import Sinks
 from trimtab.run.inputs import Callback
@@ -79,7 +80,7 @@ def account(run: Stepping, metrics: dict[str, float], tokens: float, steps: int,
 
 def export(folder: Path, policy: Policy, tokenizer: Any, guard: Guard) -> None:
     """RUN/final, whole or as it was before: the model, and adapters beside it where there are some."""
-    aside = folder / f".writing-{FINAL}"
+    aside = aside_of(folder / FINAL)
     guard.run("export", lambda: save_model(policy.model, tokenizer, aside))
     if has_adapters(policy.model):
         save_adapters(policy.model, aside / "adapter")

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.base.files import aside_of, put_in_place
 from trimtab.config.known import ResolvedLearn, ResolvedRun
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.data.pairs import Pair, PairEncoder
@@ -25,7 +26,7 @@ from trimtab.learn.preferences import preference_loss
 from trimtab.model.adapters import has_adapters, merged_state, save_adapters
 from trimtab.model.load import load_config
 from trimtab.model.policy import Policy
-from trimtab.record.checkpoint import load_part, put_in_place
+from trimtab.record.checkpoint import load_part
 from trimtab.record.folder import FINAL
 from trimtab.run.build import make_updater
 from trimtab.run.offline import Run, run_offline
@@ -99,7 +100,7 @@ class Preferences:
         scores = torch.cat([better, worse])
         spread = float(scores.std()) if len(scores) > 1 else 0.0
         mean, std = (float(scores.mean()), max(spread, 1e-6)) if learn.normalize else (0.0, 1.0)  # type: ignore[union-attr]
-        aside = run.folder / f".writing-{FINAL}"
+        aside = aside_of(run.folder / FINAL)
         head = run.updater.head  # type: ignore[attr-defined]
         run.guard.run("export", lambda: save_classifier(run.policy, head.weight / std, run.tokenizer, aside))
         if has_adapters(run.policy.model):

@@ -1,4 +1,4 @@
-"""What a run's record says to the rules of the doctor: the settings and, for every metric, its values, level, trend and sudden shifts."""
+"""What the rules of the doctor ask of a run: its settings and, for every metric, values, level, trend and sudden shifts."""
 
 from __future__ import annotations
 
