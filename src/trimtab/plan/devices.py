@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.base import suggestions
 from trimtab.base.errors import ConfigError, Problem
-
-GIB = 2**30
+from trimtab.base.units import GIB
 
 
 @dataclass(frozen=True)

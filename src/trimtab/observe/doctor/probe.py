@@ -10,7 +10,8 @@ import subprocess
 import sys
 from typing import Any
 
-GIB = 2**30
+from trimtab.base.units import GIB
+
 TIMEOUT_S = 120.0
 MODULE = "trimtab.observe.doctor.probe"
 
