@@ -108,7 +108,7 @@ class Channel:
 
     def ready(self, timeout_s: float | None = 0.0) -> bool:
         """Whether there is something to receive, or the end of the stream; None waits for it."""
-        return bool(wait([self], timeout_s))
+        return bool(wait([self._end], timeout_s))
 
     def receive(self) -> Any:
         """The next message, waited for; EOFError at the end of the stream."""

@@ -45,7 +45,7 @@ class EngineLost(Exception):
 
 def wait_for(processes: Sequence[EngineProcess]) -> None:
     """Until one of them has said something, or for a moment."""
-    wait([process.link for process in processes], SLICE_S)
+    wait([process.link.fileno() for process in processes], SLICE_S)
 
 
 class EngineProcess:
