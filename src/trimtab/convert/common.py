@@ -8,7 +8,7 @@ from math import ceil
 
 from trimtab.base.suggestions import nearest
 from trimtab.config.schema import Config
-from trimtab.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, whole
+from trimtab.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, texts, whole
 from trimtab.convert.settings import Setting
 from trimtab.convert.sheet import Line, Sheet
 
@@ -313,3 +313,13 @@ def needs(sheet: Sheet) -> None:
                 sheet.keys.pop(key)
         if any(key in sheet.keys for key in evaluates):
             sheet.need("data.eval", "the evaluation set, which the settings of evaluation need")
+
+
+def loggers(sheet: Sheet, to: str, project: str, usual: str) -> None:
+    """`observe.wandb`, from the flags that list the loggers and name the project."""
+    names, named = sheet.read(to, texts, []), sheet.read(project, text, usual)
+    if "wandb" in names:
+        sheet.put("observe.wandb", named, to, project, note="the name of the project")
+    else:
+        sheet.refuse(to, "console, metrics.jsonl and TensorBoard are always written", "automatic")
+        sheet.refuse(project, "the run is named for its folder: observe.dir", "automatic")

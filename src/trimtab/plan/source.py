@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
+from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem, first_line
 from trimtab.base.suggestions import is_local
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import eval_max_new_tokens
@@ -161,7 +161,7 @@ def _config_json(path: str) -> dict[str, Any] | None:
     try:
         return dict(json.loads(Path(hf_hub_download(path, "config.json")).read_text()))
     except Exception as error:  # the hub's errors are many, and each says what is wrong
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = first_line(error)
         raise ModelError(
             f"No config.json for {path}: {first} Name a folder that holds one, or one of {', '.join(sorted(WELL_KNOWN))}."
         ) from None

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from trimtab.base.errors import DataError
+from trimtab.base.errors import DataError, first_line
 from trimtab.record.columns import MetricTable
 from trimtab.record.jsonl import Damaged, JsonlTail, read_jsonl
 from trimtab.record.layout import CHECKPOINTS, CONFIG, FINAL, METRICS_FILE, eval_samples_file, samples_file
@@ -128,7 +128,7 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise DataError(f"{path}{place}: YAML cannot be read: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path} cannot be read as YAML: {first_line(error)}") from error
     if not isinstance(settings, dict):
         raise DataError(f"{path} holds no settings; a run's {CONFIG} has at least model, data and reward")
     return settings
