@@ -19,9 +19,14 @@ _OURS = re.compile(r"(runs|checkpoints|outputs)/.*|.*/(final|step-[0-9]+)")
 """Where Trimtab, and most people, write what they train: asking a hub for it costs half a minute of retries."""
 
 
+def alike(name: str, valid: Iterable[str], most: int = 3, cutoff: float = 0.5) -> list[str]:
+    """Valid names that share most of their letters with this one, in the same order: best for codes and for parts of names."""
+    return difflib.get_close_matches(name[:LONGEST_NAME], list(valid), n=most, cutoff=cutoff)
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid names, or nothing when none is near."""
-    near = difflib.get_close_matches(name[:LONGEST_NAME], list(valid), n=3, cutoff=0.5)
+    near = alike(name, valid)
     return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
@@ -33,7 +38,7 @@ def near_or_all(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest(word: str, candidates: Sequence[str], cutoff: float) -> str:
-    """The first of the most alike candidates, or nothing where none reaches the cutoff (1 is equal)."""
+    """The candidate with the fewest slips, the first of several, or nothing where none reaches the cutoff (1 is equal)."""
     word = word.lower().replace("-", "_")
     scores = [_alike(word, candidate) if _may_reach(word, candidate, cutoff) else 0.0 for candidate in candidates]
     best = max(scores, default=0.0)

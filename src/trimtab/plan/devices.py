@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from trimtab.base import suggestions
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.base.suggestions import alike
 from trimtab.base.units import GIB
 
 
@@ -84,8 +84,8 @@ def find_device(name: str, memory: int | None = None) -> Device:
         begins = max((key for key in known if re.fullmatch(key + more, letters)), key=len, default="")
         letters = "a10040" if begins == "a100" and letters.endswith("40") else begins or letters
     if letters not in known:
-        near = suggestions.nearest(letters, list(known), 0.6)
-        fix = f"Did you mean {known[near]}? " if near else ""
+        near = alike(letters, known, most=1, cutoff=0.6)
+        fix = f"Did you mean {known[near[0]]}? " if near else ""
         what = f"{name!r} is not a device that is known"
         raise ConfigError(
             [Problem("--device", what, f"{fix}One of {', '.join(CATALOGUE)}; or give --device-memory alone.")]
