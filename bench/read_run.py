@@ -1,4 +1,4 @@
-"""How long a run of many steps takes to read: writes a metrics.jsonl of so many steps and metrics, times the reader and the doctor.
+"""How long a run of many steps takes to read: writes a metrics.jsonl of so many steps and metrics; times the reader and doctor.
 
     python bench/read_run.py --steps 10000 --metrics 58
 
