@@ -27,7 +27,7 @@ from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.observe.curve import CURVE_FILE
 from trimtab.observe.waiting import waiting
-from trimtab.record.jsonl import read_jsonl
+from trimtab.record.reader import RunReader
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import physical_cores
 from trimtab.update.batch import Sample
@@ -183,10 +183,8 @@ def run_demo(
 
 def _show_samples(run_dir: Path, last: int, file: IO[str]) -> None:
     """The same held-out questions before and after."""
-    before, after = (
-        {row["prompt"]: row for row in read_jsonl(run_dir / "eval" / "samples" / f"step-{step}.jsonl")}
-        for step in (0, last)
-    )
+    reader = RunReader(run_dir)
+    before, after = ({row["prompt"]: row for row in reader.eval_samples(step)} for step in (0, last))
     print("held-out questions   before      after", file=file)
     for prompt in [p for p in before if p in after][:8]:
         shown = [

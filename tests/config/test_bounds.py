@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.base.suggestions import _alike, _may_reach, nearest
 from trimtab.config import advice
 from trimtab.config import load as loading
 from trimtab.config.load import MOST_PROBLEMS, config_from_dict, load_as, load_config
-from trimtab.config.reference import _alike, _may_reach, nearest
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.sft import SftConfig
 from trimtab.config.text import LONGEST_TEXT, MOST_VALUES

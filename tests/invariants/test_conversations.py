@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import trimtab
+from tests import running
 from tests.invariants.test_gradient_invariance import CASES, TOLERANCE, assert_same_gradient, step
 from tests.rollout.conversations.worlds import Chance, Moody
 from trimtab.base.errors import RewardError
 from trimtab.record.jsonl import read_jsonl
-from trimtab.record.sinks import read_metrics
 from trimtab.update.updater import Updater
 
 TALKS = {"environment": {"fn": "worlds.py:Chance", "max_turns": 3}}
@@ -40,19 +39,16 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in
 
 
 def train(model_folder: Path, folder: Path, environment: Any, **changes: Any) -> list[dict[str, Any]]:
-    learn = {
-        "steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 30, "lr": 1e-3,
-        "sampling": {"stop_token_ids": list(range(3, 30))}, **changes.pop("learn", {}),
+    usual = {
+        "data": ROWS[:20], "eval_data": ROWS[20:], "reward": [{"fn": "environment"}],
+        "environment": {"fn": environment, "max_turns": 3},
+        "learn": {
+            "steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 30, "lr": 1e-3,
+            "sampling": {"stop_token_ids": list(range(3, 30))},
+        },
+        "observe": {"max_failed_rewards": 0.9, "samples_every": 1},
     }  # fmt: skip
-    observe = {
-        "dir": str(folder), "max_failed_rewards": 0.9, "tensorboard": False, "samples_every": 1, **changes.pop("observe", {})
-    }  # fmt: skip
-    reward = changes.pop("reward", [{"fn": "environment"}])
-    trimtab.train(
-        model=str(model_folder), data=ROWS[:20], eval_data=ROWS[20:], reward=reward,
-        environment={"fn": environment, "max_turns": 3}, learn=learn, observe=observe, **changes,
-    )  # fmt: skip
-    return read_metrics(folder)
+    return running.train(model_folder, folder, usual, changes).metrics
 
 
 @pytest.mark.parametrize("learn", [{}, {"updates_per_step": 2, "kl": {"coef": 0.1}}, {"algorithm": "ppo"}], ids=str)

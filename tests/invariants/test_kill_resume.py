@@ -24,8 +24,8 @@ POINTS = [
     "trimtab.record.checkpoint.save_model after",
     "trimtab.record.checkpoint.save_file half",
     "trimtab.record.checkpoint.save_file after",
-    "trimtab.record.checkpoint.flush_to_disk before",
-    "trimtab.record.checkpoint.flush_to_disk after",
+    "trimtab.base.files.flush_to_disk before",
+    "trimtab.base.files.flush_to_disk after",
     "Path.rename before",
     "Path.rename after",  # from here on each of these costs the run a step
     "trimtab.record.checkpoint.prune before",

@@ -16,14 +16,14 @@ import torch
 from invariants.test_gradient_invariance import WORDS, assert_same_gradient
 from safetensors.torch import load_file
 
-import trimtab
+from tests import running
+from tests.running import letters
 from trimtab.base.errors import MemoryExhausted
 from trimtab.config.load import config_from_dict
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
 from trimtab.record import checkpoint
 from trimtab.record.checkpoint import load_state, newest_checkpoint
-from trimtab.record.sinks import read_metrics
 from trimtab.rollout.native.cache import DecodePlan, PrefillPlan
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.run import loop
@@ -184,21 +184,15 @@ def test_a_step_that_ran_out_of_memory_is_a_step_that_did_not(
     assert "warning: step 1: out of memory in " in capsys.readouterr().out
 
 
-def letters(completions: list[str], **_: Any) -> list[float]:
-    return [float(sum(character in "abcdefghij" for character in c)) for c in completions]
-
-
 def train(model_folder: Path, folder: Path, steps: int = 3, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
-    learn = {"steps": steps, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8, "lr": 1e-3}
-    summary = trimtab.train(
-        model={"path": str(model_folder), "dtype": "float64"},
-        data=[{"prompt": f"{a}+{b}="} for a in range(5) for b in range(4)],
-        reward=letters,
-        learn=learn,
-        observe={"dir": str(folder), "checkpoint_every": 1},
-        **changes,
-    )
-    return Path(summary["run_dir"]), read_metrics(Path(summary["run_dir"]))
+    usual = {
+        "data": [{"prompt": f"{a}+{b}="} for a in range(5) for b in range(4)],
+        "reward": letters,
+        "learn": {"steps": steps, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8, "lr": 1e-3},
+        "observe": {"checkpoint_every": 1},
+    }
+    run = running.train({"path": str(model_folder), "dtype": "float64"}, folder, usual, changes)
+    return run.folder, run.metrics
 
 
 @pytest.fixture(scope="module")

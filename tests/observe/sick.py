@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trimtab.observe.doctor.record import Record, merge
+from trimtab.observe.doctor.record import Record
+from trimtab.record.columns import MetricTable
 
 Row = dict[str, Any]
 STEPS = 120
@@ -133,7 +134,7 @@ def healthy_rows(
 
 
 def record(rows: list[Row], settings: Mapping[str, Any] = SETTINGS, **facts: Any) -> Record:
-    return Record(settings, merge(rows), **facts)
+    return Record(settings, MetricTable(rows), **facts)
 
 
 def put(

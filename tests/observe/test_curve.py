@@ -7,7 +7,8 @@ import pytest
 
 from trimtab.base.errors import ConfigError, DataError
 from trimtab.config.schema import Observe
-from trimtab.observe.curve import binned, plot_curve, reward_parts, series, small_panels, smooth, title
+from trimtab.observe.curve import binned, plot_curve, reward_parts, small_panels, smooth, title
+from trimtab.record.columns import MetricTable
 from trimtab.record.sinks import Sinks
 
 
@@ -88,13 +89,21 @@ def test_bins_hold_means():
     assert binned(edges, points).tolist() == [2.0, 5.0, 0.0]
 
 
-def test_series_and_title_skip_what_is_missing():
-    rows = [{"step": 2, "reward/mean": 0.5}, {"step": 1, "reward/mean": None}, {"step": 0, "eval/pass@1": 0.25}]
-    steps, values = series(rows, "reward/mean")
-    assert (steps.tolist(), values.tolist()) == ([2.0], [0.5])
-    assert title("run-1", rows) == "run-1: reward 0.500, eval pass@1 25.0%"
-    assert title("run-1", [*rows, {"step": 9, "eval/pass@1": 0.75}]).endswith("eval pass@1 25.0% → 75.0%")
-    assert title("run-1", []) == "run-1"
+def test_the_title_skips_what_is_missing():
+    rows = [{"step": 0, "eval/pass@1": 0.25}, {"step": 1, "reward/mean": None}, {"step": 2, "reward/mean": 0.5}]
+    assert title("run-1", MetricTable(rows)) == "run-1: reward 0.500, eval pass@1 25.0%"
+    later = MetricTable([*rows, {"step": 9, "eval/pass@1": 0.75}])
+    assert title("run-1", later).endswith("eval pass@1 25.0% → 75.0%")
+    assert title("run-1", MetricTable()) == "run-1"
+
+
+def test_rows_without_a_usable_step_are_left_out_of_the_picture(tmp_path):
+    write_run(tmp_path, training_rows(30))
+    whole = draw(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for step in ("", '"step": "seven", ', '"step": null, ', '"step": 1e400, ', '"step": [1], ', '"step": -3, '):
+            file.write("{" + step + '"reward/mean": 7.0}\n')
+    assert (draw(tmp_path) == whole).all()
 
 
 def test_a_run_shows_all_that_its_reward_depends_on():
@@ -103,7 +112,7 @@ def test_a_run_shows_all_that_its_reward_depends_on():
     row |= {"policy/entropy": 0.4, "policy/kl_ref": 0.01, "policy/kl_old": 0.0}
     shown = {
         label: {name: points[1].tolist() for name, points in lines.items()}
-        for label, lines in small_panels([row]).items()
+        for label, lines in small_panels(MetricTable([row])).items()
     }
     assert shown == {
         "share": {"responses cut off": [0.5], "groups with signal": [0.75]},
@@ -111,7 +120,9 @@ def test_a_run_shows_all_that_its_reward_depends_on():
         "KL (nats a token)": {"to the reference": [0.01]},
         "reward parts": {"right": [1.0], "short": [0.0]},
     }
-    assert reward_parts([{"step": 1, "reward/mean": 1.0, "reward/right": 1.0}]) == [], "one part alone is the reward"
+    assert reward_parts(MetricTable([{"step": 1, "reward/mean": 1.0, "reward/right": 1.0}])) == [], (
+        "one part alone is the reward"
+    )
 
 
 @pytest.mark.parametrize("loss", ["sft/loss", "rm/loss"])
@@ -121,10 +132,10 @@ def test_runs_on_given_data_have_a_curve_of_their_loss(tmp_path, loss):
     write_run(tmp_path, rows)
     picture = draw(tmp_path)
     assert has_color(picture, BLUE) and has_color(picture, ORANGE)
-    assert title("r", [{"step": s, **m} for s, m in rows]) == "r: loss 2.000 → 0.051, eval loss 2.000"
+    assert title("r", MetricTable({"step": s, **m} for s, m in rows)) == "r: loss 2.000 → 0.051, eval loss 2.000"
 
 
 def test_the_title_has_the_first_and_the_last_values_and_no_means():
     """As the summary and the doctor do."""
     rows = [{"step": step, "reward/mean": 0.375 if step == 1 else 0.0} for step in range(1, 50)]
-    assert title("r", rows) == "r: reward 0.375 → 0.000"
+    assert title("r", MetricTable(rows)) == "r: reward 0.375 → 0.000"

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.base.errors import DataError
-from trimtab.observe.doctor.record import Record, merge, read_record
+from trimtab.observe.doctor.record import Record, read_record
 from trimtab.observe.doctor.trend import kendall_z, stretches, trend
+from trimtab.record.columns import MetricTable
 
 
 def write(folder: Path, lines: list[str], config: str = "learn: {steps: 9}") -> Path:
@@ -35,19 +36,6 @@ def test_evaluation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
     run = read_record(write(tmp_path, ['{"step": 0, "eval/pass@1": 0.25}', step(1)]))
     assert run.steps == [1]
     assert run.points("eval/pass@1") == [(0, 0.25)]
-
-
-def test_a_resume_makes_void_what_lay_after_it() -> None:
-    lines = [{"step": n, "time/total": 1.0, "x": 1.0} for n in (1, 2, 3, 4)]
-    again = [{"step": n, "time/total": 1.0, "x": 2.0} for n in (3,)]
-    assert {n: row["x"] for n, row in merge([*lines, *again]).items()} == {1: 1.0, 2: 1.0, 3: 2.0}
-
-
-def test_lines_of_one_step_are_one_row_and_a_repeated_step_is_a_new_one() -> None:
-    split = [{"step": 1, "time/total": 1.0, "a": 1.0}, {"step": 1, "eval/pass@1": 0.5}]
-    assert merge(split) == {1: {"time/total": 1.0, "a": 1.0, "eval/pass@1": 0.5}}
-    repeated = [{"step": 1, "time/total": 1.0, "a": 1.0}, {"step": 1, "time/total": 2.0}]
-    assert merge(repeated) == {1: {"time/total": 2.0}}
 
 
 def test_values_that_are_no_numbers_are_not_there(tmp_path: Path) -> None:
@@ -110,10 +98,10 @@ def test_the_folder_of_all_runs_leads_to_the_newest(tmp_path: Path) -> None:
 
 
 def test_shares_of_time_leave_out_the_first_step() -> None:
-    rows = {1: {"time/a": 90.0, "time/total": 100.0}, 2: {"time/a": 1.0, "time/total": 4.0}}
-    assert Record({}, rows).share_of_time("a") == 0.25
-    assert Record({}, {1: rows[1]}).share_of_time("a") == 0.9
-    assert Record({}, {}).share_of_time("a") is None
+    rows = [{"step": 1, "time/a": 90.0, "time/total": 100.0}, {"step": 2, "time/a": 1.0, "time/total": 4.0}]
+    assert Record({}, MetricTable(rows)).share_of_time("a") == 0.25
+    assert Record({}, MetricTable(rows[:1])).share_of_time("a") == 0.9
+    assert Record({}, MetricTable()).share_of_time("a") is None
 
 
 def test_trend_by_hand() -> None:

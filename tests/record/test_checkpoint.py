@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 
-import trimtab
+from tests import running
 from trimtab.base.errors import DivergedError, TrainingError
 from trimtab.config.learn import Learn
 from trimtab.record import checkpoint
@@ -232,14 +232,13 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, model_folder: Path
 
 
 def train(model_folder: Path | dict[str, Any], folder: Path, learn: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return trimtab.train(
-        model=model_folder if isinstance(model_folder, dict) else str(model_folder),
-        data=more.pop("data", [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]),
-        reward=lambda completions, **_: [float(len(set(text))) for text in completions],
-        learn={"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4, **learn},
-        observe={"dir": str(folder), "checkpoint_every": 1, "tensorboard": False},
-        **more,
-    )
+    usual = {
+        "data": [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)],
+        "reward": lambda completions, **_: [float(len(set(text))) for text in completions],
+        "learn": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
+        "observe": {"checkpoint_every": 1},
+    }
+    return running.train(model_folder, folder, usual, {"learn": learn, **more}).summary
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

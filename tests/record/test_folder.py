@@ -13,7 +13,7 @@ import pytest
 from trimtab.base.errors import ConfigError
 from trimtab.config.load import config_from_dict, load_config
 from trimtab.config.schema import Config
-from trimtab.record.folder import begin, changes, claim, find_folder, refuse_existing, write_whole
+from trimtab.record.folder import begin, changes, claim, find_folder, refuse_existing
 
 
 def config(**learn: Any) -> Config:
@@ -131,9 +131,3 @@ def test_changes_are_what_would_be_learned_otherwise() -> None:
         "model.path", "reward.0.weight", "reward.1.fn", "reward.1.weight", "reward.1.timeout_s",
         "reward.1.args.max_tokens", "reward.1.normalize",
     }  # fmt: skip
-
-
-def test_write_whole_replaces(tmp_path: Path) -> None:
-    for text in ("one", "two"):
-        write_whole(tmp_path / "f.json", text)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("f.json", "two")]

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trimtab.base.errors import ConfigError, DataError
 from trimtab.config.schema import Observe
 from trimtab.record import sinks as sinks_module
-from trimtab.record.jsonl import read_jsonl, replace_file
+from trimtab.record.jsonl import read_jsonl
 from trimtab.record.sinks import Sinks, read_metrics
 
 PLAIN = Observe(tensorboard=False)
@@ -172,12 +172,6 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     file.room = 10**9
     sinks_module._append(file, b'{"step": 3, "loss": 0.125}\n')
     assert [row["step"] for row in read_jsonl(tmp_path / "m.jsonl")] == [1, 3]
-
-
-def test_what_a_kill_left_of_a_replaced_file_is_gone_with_the_next(tmp_path: Path) -> None:
-    (tmp_path / ".m.jsonl.writing").write_text("half")
-    replace_file(tmp_path / "m.jsonl", [b"{}\n"])
-    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
 
 
 def test_a_row_without_a_step_is_not_kept(tmp_path: Path) -> None:

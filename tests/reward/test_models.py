@@ -12,9 +12,9 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 import trimtab
+from tests import running
 from trimtab.base.errors import RewardError
 from trimtab.model.load import save_model
-from trimtab.record.sinks import read_metrics
 from trimtab.reward import models
 from trimtab.reward.models import Classifier
 from trimtab.workers.messages import Failure
@@ -100,15 +100,13 @@ def test_memory_that_runs_out_halves_the_rows(tmp_path: Path, monkeypatch: pytes
 
 
 def run_with(model_folder: Path, tmp_path: Path, reward: Any, **learn: Any) -> list[dict[str, Any]]:
-    summary = trimtab.train(
-        model=str(model_folder),
-        data=[{"prompt": f"{a}+{b}="} for a in range(5) for b in range(4)],
-        eval_data=[{"prompt": "9+9="}],
-        reward=reward,
-        learn={"steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "lr": 3e-3, **learn},
-        observe={"dir": str(tmp_path / "run"), "tensorboard": False},
-    )
-    return read_metrics(Path(summary["run_dir"]))
+    usual = {
+        "data": [{"prompt": f"{a}+{b}="} for a in range(5) for b in range(4)],
+        "eval_data": [{"prompt": "9+9="}],
+        "reward": reward,
+        "learn": {"steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "lr": 3e-3},
+    }
+    return running.train(model_folder, tmp_path / "run", usual, {"learn": learn}).metrics
 
 
 def test_a_policy_learns_what_a_reward_model_likes(model_folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import trimtab
+from tests import running
+from tests.running import letters
 from trimtab.base.errors import EnvError, RewardError, TrainingError
 from trimtab.base.signals import STOP_SIGNALS
 from trimtab.observe import observer
@@ -55,18 +56,15 @@ def train(model: Path, folder: Path, stage: str = "train", **changes: Any) -> Pa
         "sft": {"sequences_per_step": 4},
         "reward_model": {"pairs_per_step": 2},
     }[stage]
-
-    def letters(completions: list[str]) -> list[float]:  # in here, so that workers need not import this file
-        return [float(sum(character in "abcdefghij" for character in text)) for text in completions]
-
-    more = {"reward": letters} if stage == "train" else {}
-    getattr(trimtab, stage)(
-        model=str(model), data=ROWS[:16], eval_data=ROWS[16:],
-        learn={"steps": STEPS, "lr": 1e-3, **learn, **changes.pop("learn", {})}, run={"device": "cpu", "threads": 1},
-        observe={"dir": str(folder), "eval_every": EVAL_EVERY, "tensorboard": False, **changes.pop("observe", {})},
-        **more, **changes,
-    )  # fmt: skip
-    return folder
+    usual = {
+        "data": ROWS[:16],
+        "eval_data": ROWS[16:],
+        "learn": {"steps": STEPS, "lr": 1e-3, **learn},
+        "run": {"device": "cpu", "threads": 1},
+        "observe": {"eval_every": EVAL_EVERY},
+        **({"reward": letters} if stage == "train" else {}),
+    }
+    return running.train(model, folder, usual, changes, stage).folder
 
 
 @pytest.fixture(scope="module")

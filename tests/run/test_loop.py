@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
+from tests import running
+from tests.running import letters
 from trimtab.base.errors import ConfigError, RewardError, TrainingError
 from trimtab.config.load import load_any
 from trimtab.observe.doctor.examine import examine
@@ -29,23 +31,16 @@ from trimtab.update.updater import Updater
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(5)]
 
 
-def letters(completions: list[str], **_: Any) -> list[float]:
-    return [float(sum(character in "abcdefghij" for character in c)) for c in completions]
-
-
 def train(model_folder: Path | dict[str, Any], tmp_path: Path, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
-    learn = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8, "lr": 1e-3}
-    summary = trimtab.train(
-        model=model_folder if isinstance(model_folder, dict) else str(model_folder),
-        data=ROWS[:20],
-        eval_data=ROWS[20:],
-        reward=changes.pop("reward", letters),
-        learn={**learn, **changes.pop("learn", {})},
-        observe={"dir": str(tmp_path / "run"), "samples_every": 1, **changes.pop("observe", {})},
-        **changes,
-    )
-    folder = Path(summary["run_dir"])
-    return folder, read_metrics(folder)
+    usual = {
+        "data": ROWS[:20],
+        "eval_data": ROWS[20:],
+        "reward": letters,
+        "learn": {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8, "lr": 1e-3},
+        "observe": {"samples_every": 1, "tensorboard": True},
+    }
+    run = running.train(model_folder, tmp_path / "run", usual, changes)
+    return run.folder, run.metrics
 
 
 STABLE_NAMES = [

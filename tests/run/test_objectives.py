@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import trimtab
+from tests import running
 from tests.reward.local_judge import LocalJudge
+from tests.running import letters
 from trimtab.base.errors import ConfigError, DataError, RewardError
 from trimtab.record.sinks import read_metrics
 
@@ -20,21 +21,9 @@ LEARN = {"steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_to
 RUN = {"device": "cpu", "threads": 1, "reward_workers": 1}
 
 
-def letters(completions: list[str], **_: Any) -> list[float]:
-    return [float(sum(character in "abcdefghij" for character in c)) for c in completions]
-
-
 def train(model_folder: Path, folder: Path, **changes: Any) -> list[dict[str, Any]]:
-    trimtab.train(
-        model=str(model_folder),
-        data=changes.pop("data", {"train": ROWS, "task": "kind"}),
-        reward=changes.pop("reward", letters),
-        learn={**LEARN, **changes.pop("learn", {})},
-        run=RUN,
-        observe={"dir": str(folder), "tensorboard": False, **changes.pop("observe", {})},
-        **changes,
-    )
-    return read_metrics(folder)
+    usual = {"data": {"train": ROWS, "task": "kind"}, "reward": letters, "learn": LEARN, "run": RUN}
+    return running.train(model_folder, folder, usual, changes).metrics
 
 
 def test_tasks_have_metrics_that_add_up_to_the_steps(model_folder: Path, tmp_path: Path) -> None:

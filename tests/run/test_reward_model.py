@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-import trimtab
+from tests import running
 from trimtab.base.errors import ConfigError, DataError
 from trimtab.config.reward_model import PairData, PairLearn
 from trimtab.data.examples import validate_examples
@@ -21,7 +21,6 @@ from trimtab.data.pairs import PairEncoder
 from trimtab.learn.preferences import preference_loss
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
-from trimtab.record.sinks import read_metrics
 from trimtab.run.export import export_run
 from trimtab.update.critic import add_value_head
 from trimtab.update.objectives.preferences import BradleyTerry, to_samples
@@ -159,15 +158,14 @@ def test_scores_and_gradient_are_those_worked_by_hand_whatever_the_budget(center
 
 
 def run_of(model: Path | dict, tmp_path: Path, name: str = "run", **changes: Any) -> tuple[dict[str, Any], list]:
-    summary = trimtab.reward_model(
-        model=model if isinstance(model, dict) else str(model),
-        data=changes.pop("data", ROWS[:48]),
-        eval_data=changes.pop("eval_data", ROWS[48:]),
-        learn={"steps": 4, "pairs_per_step": 8, "lr": 3e-3, **changes.pop("learn", {})},
-        observe={"dir": str(tmp_path / name), "eval_every": 2, "tensorboard": False, **changes.pop("observe", {})},
-        **changes,
-    )
-    return summary, read_metrics(Path(summary["run_dir"]))
+    usual = {
+        "data": ROWS[:48],
+        "eval_data": ROWS[48:],
+        "learn": {"steps": 4, "pairs_per_step": 8, "lr": 3e-3},
+        "observe": {"eval_every": 2},
+    }
+    run = running.train(model, tmp_path / name, usual, changes, "reward_model")
+    return run.summary, run.metrics
 
 
 def outputs(folder: Path, rows: list[dict]) -> list[float]:

@@ -14,11 +14,11 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 import trimtab
+from tests import running
 from trimtab.base.errors import ConfigError, DataError, TrainingError
 from trimtab.config.sft import SftData, SftLearn
 from trimtab.data.examples import Example, ExampleEncoder
 from trimtab.model.policy import Policy
-from trimtab.record.sinks import read_metrics
 from trimtab.run.export import export_run
 from trimtab.run.sft import to_samples
 from trimtab.update.objectives.likelihood import Likelihood
@@ -28,15 +28,14 @@ ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(8) for 
 
 
 def sft(model: Path | dict[str, Any], tmp_path: Path, name: str = "run", **changes: Any) -> tuple[dict[str, Any], list]:
-    summary = trimtab.sft(
-        model=model if isinstance(model, dict) else str(model),
-        data=changes.pop("data", ROWS[:48]),
-        eval_data=changes.pop("eval_data", ROWS[48:]),
-        learn={"steps": 4, "sequences_per_step": 8, "lr": 1e-2, **changes.pop("learn", {})},
-        observe={"dir": str(tmp_path / name), "eval_every": 2, "tensorboard": False, **changes.pop("observe", {})},
-        **changes,
-    )
-    return summary, read_metrics(Path(summary["run_dir"]))
+    usual = {
+        "data": ROWS[:48],
+        "eval_data": ROWS[48:],
+        "learn": {"steps": 4, "sequences_per_step": 8, "lr": 1e-2},
+        "observe": {"eval_every": 2},
+    }
+    run = running.train(model, tmp_path / name, usual, changes, "sft")
+    return run.summary, run.metrics
 
 
 def weights(run: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from tiny import VOCABULARY, tiny_model
 
 import trimtab
+from tests import running
+from tests.running import letters
 from trimtab.base.errors import ConfigError, ModelError
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
-from trimtab.record.sinks import read_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.batch import Sample
 from trimtab.update.critic import open_critic
@@ -158,27 +159,21 @@ def test_advantages_are_gae_over_each_sequence_normalised_over_the_step() -> Non
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(5)]
 
 
-def letters(completions: list[str], **_: Any) -> list[float]:
-    return [float(sum(character in "abcdefghij" for character in c)) for c in completions]
+LEARN = {
+    "algorithm": "ppo",
+    "steps": 3,
+    "prompts_per_step": 8,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 8,
+    "lr": 1e-3,
+}
 
 
 def train(
     model: Path | dict[str, Any], tmp_path: Path, name: str = "run", **changes: Any
 ) -> tuple[Path, list[dict[str, Any]]]:
-    learn = {
-        "algorithm": "ppo",
-        "steps": 3,
-        "prompts_per_step": 8,
-        "samples_per_prompt": 2,
-        "max_new_tokens": 8,
-        "lr": 1e-3,
-    }
-    summary = trimtab.train(
-        model=model if isinstance(model, dict) else str(model), data=ROWS, reward=letters,
-        learn={**learn, **changes.pop("learn", {})},
-        observe={"dir": str(tmp_path / name), "tensorboard": False, **changes.pop("observe", {})}, **changes,
-    )  # fmt: skip
-    return Path(summary["run_dir"]), read_metrics(Path(summary["run_dir"]))
+    run = running.train(model, tmp_path / name, {"data": ROWS, "reward": letters, "learn": LEARN}, changes)
+    return run.folder, run.metrics
 
 
 def test_it_learns_and_the_critic_comes_to_know_what_will_be_earned(model_folder: Path, tmp_path: Path) -> None:

@@ -87,6 +87,11 @@ def is_no_space(error: BaseException) -> bool:
     return type(error).__name__ == "SafetensorError" and any(code in str(error) for code in codes)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 LONGEST_MESSAGE = 4_000
 """Characters of a message that others wrote: user code may raise an error with a whole file in it."""
 

@@ -7,20 +7,66 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 LONGEST_NAME = 200
 """Characters of a name that others are compared with: that takes time by its length."""
+MOST_NAMED = 20
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _OURS = re.compile(r"(runs|checkpoints|outputs)/.*|.*/(final|step-[0-9]+)")
 """Where Trimtab, and most people, write what they train: asking a hub for it costs half a minute of retries."""
 
 
+def alike(name: str, valid: Iterable[str], most: int = 3, cutoff: float = 0.5) -> list[str]:
+    """Valid names that share most of their letters with this one, in the same order: best for codes and for parts of names."""
+    return difflib.get_close_matches(name[:LONGEST_NAME], list(valid), n=most, cutoff=cutoff)
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid names, or nothing when none is near."""
-    near = difflib.get_close_matches(name[:LONGEST_NAME], list(valid), n=3, cutoff=0.5)
+    near = alike(name, valid)
     return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+
+
+def near_or_all(name: str, valid: Iterable[str]) -> str:
+    """A sentence with the nearest valid names, otherwise with all of them."""
+    names = sorted(valid)
+    everything = f"There is: {', '.join(names[:MOST_NAMED])}." if names else "There is none."
+    return did_you_mean(name, names).strip() or everything
+
+
+def nearest(word: str, candidates: Sequence[str], cutoff: float) -> str:
+    """The candidate with the fewest slips, the first of several, or nothing where none reaches the cutoff (1 is equal)."""
+    word = word.lower().replace("-", "_")
+    scores = [_alike(word, candidate) if _may_reach(word, candidate, cutoff) else 0.0 for candidate in candidates]
+    best = max(scores, default=0.0)
+    return candidates[scores.index(best)] if best >= cutoff else ""
+
+
+def _may_reach(a: str, b: str, cutoff: float) -> bool:
+    """Whether `_alike` can reach the cutoff: every letter that only one of them has is an edit. Quick, however long they are."""
+    longer = max(len(a), len(b), 1)
+    edits = longer - min(len(a), len(b))
+    if edits > 1 and 1 - edits / longer < cutoff:
+        return False
+    edits = longer - (Counter(a) & Counter(b)).total()
+    return edits <= 1 or 1 - edits / longer >= cutoff
+
+
+def _alike(a: str, b: str) -> float:
+    """1 less the edits per character; one edit (a swap of neighbours included) is a slip even in a two-letter name."""
+    rows = [list(range(len(b) + 1))]
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (x != y)))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        rows.append(row)
+    edits = rows[-1][-1]
+    return max(1 - edits / max(len(a), len(b), 1), 0.8 if edits == 1 and (len(b) > 1 or a == b.lower()) else 0.0)
 
 
 def is_local(name: str) -> bool:

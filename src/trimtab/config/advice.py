@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from trimtab.base.errors import Problem
+from trimtab.base.suggestions import nearest
 from trimtab.config.base import Section
-from trimtab.config.reference import choices, default, nearest, slot, suggest, words, written
+from trimtab.config.foreign_names import our_keys
+from trimtab.config.reference import choices, default, slot, suggest, words, written
 from trimtab.config.text import one_line
 
 REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
@@ -151,13 +153,9 @@ def meant_key(where: str) -> str:
 
 def _elsewhere(name: str) -> tuple[str, str] | None:
     """The key for what other frameworks and scripts call by this name, and how to say so."""
-    from trimtab.convert import script, trl_table  # they read configs themselves
-
-    for rule in (*script.RULES, *trl_table.RULES):
-        parts = rule.key.split(".")
-        if name in rule.names and name != parts[-1] and slot(parts):
-            automatic = rule.outcome == "automatic"
-            return rule.key, f"{'Trimtab decides it; to pin it, write' if automatic else 'Here it is'} {rule.key}"
+    for key, automatic in our_keys(name):
+        if slot(key.split(".")):
+            return key, f"{'Trimtab decides it; to pin it, write' if automatic else 'Here it is'} {key}"
     return None
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.base.suggestions import nearest
 from trimtab.config.advice import (
     LONGEST_KEY,
     REWARD,
@@ -33,7 +34,6 @@ from trimtab.config.check import contradictions
 from trimtab.config.reference import (
     STAGES,
     description,
-    nearest,
     nested,
     reading,
     slot,

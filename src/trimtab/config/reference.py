@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +21,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
+from trimtab.base.files import write_text
+from trimtab.base.suggestions import nearest
 from trimtab.config.base import Section
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.run import parse_bytes
@@ -206,38 +207,6 @@ def suggest(prefix: str, name: str) -> str:
     return ""
 
 
-def nearest(word: str, candidates: Sequence[str], cutoff: float) -> str:
-    """The first of the most alike candidates, or nothing where none reaches the cutoff (1 is equal)."""
-    word = word.lower().replace("-", "_")
-    scores = [_alike(word, candidate) if _may_reach(word, candidate, cutoff) else 0.0 for candidate in candidates]
-    best = max(scores, default=0.0)
-    return candidates[scores.index(best)] if best >= cutoff else ""
-
-
-def _may_reach(a: str, b: str, cutoff: float) -> bool:
-    """Whether `_alike` can reach the cutoff: every letter that only one of them has is an edit. Quick, however long they are."""
-    longer = max(len(a), len(b), 1)
-    edits = longer - min(len(a), len(b))
-    if edits > 1 and 1 - edits / longer < cutoff:
-        return False
-    edits = longer - (Counter(a) & Counter(b)).total()
-    return edits <= 1 or 1 - edits / longer >= cutoff
-
-
-def _alike(a: str, b: str) -> float:
-    """1 less the edits per character; one edit (a swap of neighbours included) is a slip even in a two-letter name."""
-    rows = [list(range(len(b) + 1))]
-    for i, x in enumerate(a, 1):
-        row = [i]
-        for j, y in enumerate(b, 1):
-            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (x != y)))
-            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
-                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
-        rows.append(row)
-    edits = rows[-1][-1]
-    return max(1 - edits / max(len(a), len(b), 1), 0.8 if edits == 1 and (len(b) > 1 or a == b.lower()) else 0.0)
-
-
 HEAD = """\
 # Configuration
 
@@ -342,7 +311,7 @@ def main(arguments: list[str]) -> int:
         print(f"{PAGE} is {'current' if current else 'stale: run python -m trimtab.config.reference'}")
         return 0 if current else 1
     PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page(), encoding="utf-8")
+    write_text(PAGE, page())
     print(f"wrote {PAGE}")
     return 0
 

@@ -9,10 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from trimtab.base.units import BYTES_IN
 from trimtab.config.base import Auto, PositiveInt, Section
-
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(value: object) -> object:
@@ -20,7 +18,7 @@ def parse_bytes(value: object) -> object:
     if not isinstance(value, str) or value == "auto":
         return value
     match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", value)
-    unit = UNITS.get((match.group(2) or "B").upper()) if match else None
+    unit = BYTES_IN.get((match.group(2) or "B").upper()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{value!r} is not a size; write bytes or a unit, such as 2GiB or 512MiB")
     return int(float(match.group(1)) * unit)

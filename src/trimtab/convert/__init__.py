@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.config.reference import nearest, reading
+from trimtab.base.suggestions import nearest
+from trimtab.config.reference import reading
 from trimtab.convert import nanochat, openrlhf, script, trl, trl_offline, trl_ppo, trl_rloo, verl
 from trimtab.convert.common import needs, other
 from trimtab.convert.read import EXAMPLE, read_file, read_text, read_words

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import ceil
 
-from trimtab.config.reference import nearest
+from trimtab.base.suggestions import nearest
 from trimtab.config.schema import Config
-from trimtab.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, whole
+from trimtab.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, texts, whole
 from trimtab.convert.settings import Setting
 from trimtab.convert.sheet import Line, Sheet
 
@@ -20,8 +20,8 @@ ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
     ),
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": ("dead", "about Ray workers; one process needs no Ray"),
     "CUDA_VISIBLE_DEVICES": ("automatic", "keep it in the environment: the first device that is visible is used"),
-    "PYTORCH_CUDA_ALLOC_CONF": ("automatic", "Trimtab sets up the allocator itself"),
-    "PYTORCH_ALLOC_CONF": ("automatic", "Trimtab sets up the allocator itself"),
+    "PYTORCH_CUDA_ALLOC_CONF": ("automatic", "keep it in the environment: torch reads it there"),
+    "PYTORCH_ALLOC_CONF": ("automatic", "keep it in the environment: torch reads it there"),
     "VLLM_ATTENTION_BACKEND": ("automatic", "the native engine and the update use one attention"),
     "VLLM_USE_V1": ("automatic", "the native engine generates"),
     "HYDRA_FULL_ERROR": ("dead", "about Hydra; errors of a config are all told at once"),
@@ -313,3 +313,13 @@ def needs(sheet: Sheet) -> None:
                 sheet.keys.pop(key)
         if any(key in sheet.keys for key in evaluates):
             sheet.need("data.eval", "the evaluation set, which the settings of evaluation need")
+
+
+def loggers(sheet: Sheet, to: str, project: str, usual: str) -> None:
+    """`observe.wandb`, from the flags that list the loggers and name the project."""
+    names, named = sheet.read(to, texts, []), sheet.read(project, text, usual)
+    if "wandb" in names:
+        sheet.put("observe.wandb", named, to, project, note="the name of the project")
+    else:
+        sheet.refuse(to, "console, metrics.jsonl and TensorBoard are always written", "automatic")
+        sheet.refuse(project, "the run is named for its folder: observe.dir", "automatic")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trimtab.config.reference import nearest
+from trimtab.base.suggestions import nearest
 from trimtab.convert.rules import A_SLIP, Rule
 
 FAMILY = ".*"

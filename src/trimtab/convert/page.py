@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from trimtab.base.files import write_text
 from trimtab.config.reference import written
 from trimtab.convert import FRAMEWORKS
 from trimtab.convert.common import ENVIRONMENT, PREFIXES
@@ -97,7 +98,7 @@ def main(arguments: list[str]) -> int:
         current = page(text) == text
         print(f"{PAGE} is {'current' if current else 'stale: run python -m trimtab.convert.page'}")
         return 0 if current else 1
-    PAGE.write_text(page(text), encoding="utf-8")
+    write_text(PAGE, page(text))
     print(f"wrote {PAGE}")
     return 0
 

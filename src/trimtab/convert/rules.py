@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trimtab.config.reference import nearest
+from trimtab.base.suggestions import nearest
 
 A_SLIP = 0.75
 """How much alike two names are where one is taken for the other (1 is equal)."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.config.reference import nearest
+from trimtab.base.suggestions import nearest
 from trimtab.convert.rules import A_SLIP
 from trimtab.convert.settings import Setting
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.convert.common import adapters, processes, reward_model, schedule, scored_by, steps_from_epochs
+from trimtab.convert.common import adapters, loggers, processes, reward_model, schedule, scored_by, steps_from_epochs
 from trimtab.convert.rules import mapping, real, text, texts, whole, yes
 from trimtab.convert.sheet import Sheet
 
@@ -216,13 +216,7 @@ def rewards(sheet: Sheet) -> None:
 
 
 def logs(sheet: Sheet) -> None:
-    to = sheet.read("report_to", texts, [])
-    project = sheet.read("project", text, "huggingface")
-    if "wandb" in to:
-        sheet.put("observe.wandb", project, "report_to", "project", note="the name of the project")
-    else:
-        sheet.refuse("report_to", "console, metrics.jsonl and TensorBoard are always written", "automatic")
-        sheet.refuse("project", "the run is named for its folder: observe.dir", "automatic")
+    loggers(sheet, "report_to", "project", "huggingface")
 
 
 def lora(sheet: Sheet) -> None:

@@ -10,6 +10,7 @@ from trimtab.convert.common import (
     as_the_policy,
     choice,
     critic,
+    loggers,
     looser,
     optimizer,
     reward_model,
@@ -291,13 +292,7 @@ def _data(sheet: Sheet) -> None:
         )
     elif refills is not None:
         sheet.refuse("algorithm.filter_groups.max_num_gen_batches", "0 is no limit there; here it is at least 1")
-    loggers = sheet.read("trainer.logger", texts, [])
-    project = sheet.read("trainer.project_name", text, "verl_examples")
-    if "wandb" in loggers:
-        sheet.put("observe.wandb", project, "trainer.logger", "trainer.project_name", note="the name of the project")
-    else:
-        sheet.refuse("trainer.project_name", "the run is named for its folder: observe.dir", "automatic")
-        sheet.refuse("trainer.logger", "console, metrics.jsonl and TensorBoard are always written", "automatic")
+    loggers(sheet, "trainer.logger", "trainer.project_name", "verl_examples")
 
 
 def _reward(sheet: Sheet) -> None:

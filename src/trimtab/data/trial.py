@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from trimtab.base.errors import DataError
+from trimtab.base.units import GIB
 
 LONGEST_TEXT = 10_000_000
 """Characters of a text that becomes a prompt or an example: several times the longest context there is. More take minutes to
@@ -21,7 +22,7 @@ tokenise before they are found to be too long."""
 SECONDS = 10.0
 SECONDS_EACH = 0.1
 """Time that a template has: a rendering takes a millisecond or so."""
-MEMORY = 4 * 2**30
+MEMORY = 4 * GIB
 """Bytes that a rendering may need besides what the process has."""
 TEMPLATE_FIX = "Name another tokenizer (model.tokenizer), mend its chat_template, or write data.chat_template: never."
 _LONG, _MEMORY = 3, 4
@@ -44,7 +45,7 @@ def try_template(renderings: Sequence[Callable[[], object]], source_name: str, s
     if status == _LONG:
         raise DataError(f"{what} writes more than {LONGEST_TEXT:,} characters for one conversation. {TEMPLATE_FIX}")
     if status == _MEMORY or status < 0:
-        raise DataError(f"{what} needs more than {MEMORY / 2**30:.0f} GiB to render a conversation. {TEMPLATE_FIX}")
+        raise DataError(f"{what} needs more than {MEMORY / GIB:.0f} GiB to render a conversation. {TEMPLATE_FIX}")
 
 
 def _render(renderings: Sequence[Callable[[], object]], seconds: float) -> int:

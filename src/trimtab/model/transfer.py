@@ -8,6 +8,8 @@ from contextlib import suppress
 
 import torch
 
+from trimtab.base.units import GIB
+
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device, without waiting for what runs there: from pinned memory, which is kept until it is read."""
@@ -27,7 +29,7 @@ class HostMemory:
             if code:
                 with suppress(RuntimeError):
                     torch.zeros(1, device=device)  # CUDA keeps the error, and would tell a later kernel of it
-                raise MemoryError(f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code})")
+                raise MemoryError(f"{size / GIB:.1f} GiB of host memory could not be pinned (CUDA error {code})")
             weakref.finalize(self, _unpin, self._bytes).atexit = False
 
     @property

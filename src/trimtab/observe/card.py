@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from trimtab.base.units import GIB
 from trimtab.observe.format import MISSING, count, gib
 
 GIVE_UP_SPEED = (
@@ -151,7 +152,7 @@ def shown(key: str, value: Any) -> str:
     """A value of `run`: bytes as gibibytes, numbers with their thousands apart."""
     if not isinstance(value, int) or isinstance(value, bool):
         return str(value)
-    return gib(value / 2**30) if key.endswith("_memory") else f"{value:,}"
+    return gib(value / GIB) if key.endswith("_memory") else f"{value:,}"
 
 
 def _rows(rows: int | None) -> str:

@@ -1,6 +1,6 @@
 """The learning curve of a run as one picture: reward or loss with its evaluation, what it depends on, and where the time went.
 
-Reads metrics.jsonl only, so it can be drawn while the run goes on. No global matplotlib state is touched. What a run has no
+Reads the run's metrics only, so it can be drawn while the run goes on. No global matplotlib state is touched. What a run has no
 metric for has no panel.
 """
 
@@ -16,11 +16,11 @@ import numpy as np
 from trimtab.base.errors import ConfigError, DataError
 from trimtab.observe.format import percent
 from trimtab.observe.history import SHOWN_PHASES
-from trimtab.record.sinks import read_metrics
+from trimtab.record.columns import MetricTable, Points
+from trimtab.record.layout import METRICS_FILE
+from trimtab.record.reader import RunReader
 
-Series = tuple[np.ndarray, np.ndarray]
-"""(steps, values), finite only, in step order."""
-Lines = Mapping[str, Series]
+Lines = Mapping[str, Points]
 """What a panel shows, by its name in the legend."""
 
 CURVE_FILE = "curve.png"
@@ -59,10 +59,13 @@ def plot_curve(run_dir: Path, out: Path) -> None:
         raise ConfigError(
             "drawing a learning curve needs matplotlib. Install it with: pip install 'trimtab[plot]'"
         ) from error
-    rows = read_metrics(run_dir)
-    if not rows:
-        raise DataError(f"{Path(run_dir) / 'metrics.jsonl'} has no metrics yet: there is nothing to draw")
-    small = small_panels(rows)
+    reader = RunReader(run_dir)
+    reader.update()
+    reader.refuse_damaged()
+    metrics = reader.metrics
+    if not len(metrics):
+        raise DataError(f"{reader.folder / METRICS_FILE} has no metrics yet: there is nothing to draw")
+    small = small_panels(metrics)
     lines = math.ceil(len(small) / 2)
     inches = 5.4 + 1.8 * lines
     figure = Figure(figsize=(10, inches), dpi=120)
@@ -77,62 +80,56 @@ def plot_curve(run_dir: Path, out: Path) -> None:
         lines + 2, 2, height_ratios=[2.4, *[1.3] * lines, 1.7], hspace=0.35, wspace=0.25, **edges
     )
     top = figure.add_subplot(grid[0, :])
-    _draw_objective(top, rows)
+    _draw_objective(top, metrics)
     axes = [top]
     for index, (label, shown) in enumerate(small.items()):
         axes.append(figure.add_subplot(grid[1 + index // 2, index % 2], sharex=top))
         _draw_lines(axes[-1], label, shown)
     axes.append(figure.add_subplot(grid[-1, :], sharex=top))
-    _draw_time(axes[-1], rows)
+    _draw_time(axes[-1], metrics)
     for axis in axes:
         _style(axis)
     axes[-1].set_xlabel("step", color=INK)
     axes[-1].xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
     axes[-1].margins(x=0.02)
     figure.align_ylabels()
-    top.set_title(title(Path(run_dir).resolve().name, rows), loc="left", fontsize=12, color=INK, pad=12)
+    top.set_title(title(Path(run_dir).resolve().name, metrics), loc="left", fontsize=12, color=INK, pad=12)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png")
 
 
-def small_panels(rows: list[dict[str, Any]]) -> dict[str, dict[str, Series]]:
+def small_panels(metrics: MetricTable) -> dict[str, dict[str, Points]]:
     """What the objective depends on, by the label of its axis; panels and lines without a value are left out."""
-    steps, without = series(rows, "reward/zero_std_groups")
-    found: dict[str, dict[str, Series]] = {
-        "response length\n(tokens)": {"": series(rows, "response/length_mean")},
+    steps, without = metrics.points("reward/zero_std_groups")
+    found: dict[str, dict[str, Points]] = {
+        "response length\n(tokens)": {"": metrics.points("response/length_mean")},
         "share": {
-            "responses cut off": series(rows, "response/truncated"),
+            "responses cut off": metrics.points("response/truncated"),
             "groups with signal": (steps, 1.0 - without),
         },
-        "entropy\n(nats a token)": {"": series(rows, "policy/entropy")},
+        "entropy\n(nats a token)": {"": metrics.points("policy/entropy")},
         "KL (nats a token)": {
-            "to the reference": series(rows, "policy/kl_ref"),
-            "within a step": _unless_nothing(series(rows, "policy/kl_old")),
+            "to the reference": metrics.points("policy/kl_ref"),
+            "within a step": _unless_nothing(metrics.points("policy/kl_old")),
         },
-        "reward parts": {name: series(rows, f"reward/{name}") for name in reward_parts(rows)},
-        "right (share)": {"training": series(rows, "rm/accuracy"), "held out": series(rows, "eval/accuracy")},
-        "gradient norm": {"": series(rows, "policy/grad_norm")},
+        "reward parts": {name: metrics.points(f"reward/{name}") for name in reward_parts(metrics)},
+        "right (share)": {"training": metrics.points("rm/accuracy"), "held out": metrics.points("eval/accuracy")},
+        "gradient norm": {"": metrics.points("policy/grad_norm")},
     }
     kept = {label: {name: points for name, points in lines.items() if len(points[0])} for label, lines in found.items()}
     return {label: lines for label, lines in kept.items() if lines}
 
 
-def _unless_nothing(points: Series) -> Series:
+def _unless_nothing(points: Points) -> Points:
     """None of it where all of it is 0, as the KL of a step with one update is."""
     return points if points[1].any() else (points[0][:0], points[1][:0])
 
 
-def reward_parts(rows: list[dict[str, Any]]) -> list[str]:
+def reward_parts(metrics: MetricTable) -> list[str]:
     """Names of the reward's parts, where it has several: one alone is the reward."""
-    names = dict.fromkeys(name.removeprefix("reward/") for row in rows for name in row if name.startswith("reward/"))
+    names = (name.removeprefix("reward/") for name in metrics.names if name.startswith("reward/"))
     parts = [name for name in names if name not in NOT_PARTS and "/" not in name]
     return parts[:MOST_PARTS] if len(parts) > 1 else []
-
-
-def series(rows: list[dict[str, Any]], name: str) -> Series:
-    """One metric over the steps that have it."""
-    points = sorted((row["step"], row[name]) for row in rows if row.get(name) is not None)
-    return np.array([p[0] for p in points], dtype=float), np.array([p[1] for p in points], dtype=float)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -144,11 +141,11 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return (sums[end] - sums[start]) / (end - start)
 
 
-def title(name: str, rows: list[dict[str, Any]]) -> str:
+def title(name: str, metrics: MetricTable) -> str:
     """The run's name and what it achieved: the first and the last values, as the summary and the doctor have them."""
     parts = []
     for metric, label in (("reward/mean", "reward"), ("sft/loss", "loss"), ("rm/loss", "loss"), *EVALUATIONS):
-        _, values = series(rows, metric)
+        _, values = metrics.points(metric)
         if len(values):
             share = metric == "eval/pass@1"
             parts.append(f"{label} {_change([percent(v, 1) if share else f'{v:.3f}' for v in values])}")
@@ -159,24 +156,24 @@ def _change(shown: list[str]) -> str:
     return shown[0] if len(shown) == 1 else f"{shown[0]} → {shown[-1]}"
 
 
-def binned(edges: np.ndarray, points: Series) -> np.ndarray:
+def binned(edges: np.ndarray, points: Points) -> np.ndarray:
     """Mean of the values in each bin; 0 where a bin has none."""
     total, _ = np.histogram(points[0], edges, weights=points[1])
     number, _ = np.histogram(points[0], edges)
     return total / np.maximum(1, number)
 
 
-def _draw_objective(axis: Any, rows: list[dict[str, Any]]) -> None:
+def _draw_objective(axis: Any, metrics: MetricTable) -> None:
     handles: list[Any] = []
     values = np.array([])
     for metric, label, name in OBJECTIVES:
-        found = series(rows, metric)
+        found = metrics.points(metric)
         if len(found[0]):
             axis.set_ylabel(label)
             handles.append(_draw_line(axis, found, REWARD, f"{name} (smoothed)"))
             values = found[1]
     for metric, name in EVALUATIONS:
-        found = series(rows, metric)
+        found = metrics.points(metric)
         if not len(found[0]):
             continue
         comparable = metric != "eval/pass@1" or not len(values) or (values.min() >= -0.25 and values.max() <= 1.25)
@@ -189,7 +186,7 @@ def _draw_objective(axis: Any, rows: list[dict[str, Any]]) -> None:
     _legend(axis, handles)
 
 
-def _draw_line(axis: Any, points: Series, color: str, label: str) -> Any:
+def _draw_line(axis: Any, points: Points, color: str, label: str) -> Any:
     """Every step, faint, and the smoothed line over it, which is returned."""
     steps, values = points
     axis.plot(steps, values, color=color, alpha=0.3, linewidth=1, marker="." if len(steps) < 3 else "")
@@ -204,9 +201,9 @@ def _draw_lines(axis: Any, label: str, lines: Lines) -> None:
     _legend(axis, handles if "" not in lines else [])
 
 
-def _draw_time(axis: Any, rows: list[dict[str, Any]]) -> None:
+def _draw_time(axis: Any, metrics: MetricTable) -> None:
     """Stacked mean seconds a step, in bins wide enough to be seen."""
-    timed = {name: series(rows, f"time/{name}") for name in SHOWN_PHASES}
+    timed = {name: metrics.points(f"time/{name}") for name in SHOWN_PHASES}
     steps = np.concatenate([points[0] for points in timed.values()])
     if len(steps):
         first, last = steps.min(), steps.max()

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 from statistics import median
 
+from trimtab.base.units import GIB, MIB
 from trimtab.model.memory import host_memory
 from trimtab.observe.format import duration
 
-MIB, GIB = 2**20, 2**30
 WINDOW = 32
 """Steps that the slope is taken over."""
 ENOUGH = 8

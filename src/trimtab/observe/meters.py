@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from trimtab.base.units import GIB
+
 if TYPE_CHECKING:
     import torch
 
-GIB = 1024**3
 MEMORY_PHASES = ("rollout", "score", "update", "optimizer")
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.base.package import VERSION
+from trimtab.base.files import write_json
+from trimtab.base.package import VERSION, installed_version
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
@@ -52,25 +52,16 @@ def key_of(job: Job, machine: Machine, run: Run) -> str:
         "engines": list(machine.engines) if run.engine == "auto" else [],
         "memory": None if machine.cpu else machine.device.memory // (8 * GIB),
         "run": pinned,
-        "versions": [VERSION, *map(_version, ("torch", "transformers"))],
+        "versions": [VERSION, *map(installed_version, ("torch", "transformers"))],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def keep(tuned: Tuned, job: Job, machine: Machine, run: Run, when: str) -> Path:
     file = folder() / f"{key_of(job, machine, run)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(f".{os.getpid()}")
     found = {"token_budget": tuned.token_budget, "max_sequences": tuned.max_sequences, "when": when}
-    aside.write_text(json.dumps(found | {"trials": [vars(trial) for trial in tuned.trials]}, indent=1) + "\n")
-    aside.rename(file)
+    write_json(file, found | {"trials": [vars(trial) for trial in tuned.trials]}, indent=1, shared=True)
     return file
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from trimtab.base.errors import ConfigError, Problem
-
-GIB = 2**30
+from trimtab.base.suggestions import alike
+from trimtab.base.units import GIB
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def find_device(name: str, memory: int | None = None) -> Device:
         begins = max((key for key in known if re.fullmatch(key + more, letters)), key=len, default="")
         letters = "a10040" if begins == "a100" and letters.endswith("40") else begins or letters
     if letters not in known:
-        near = get_close_matches(letters, known, n=1)
+        near = alike(letters, known, most=1, cutoff=0.6)
         fix = f"Did you mean {known[near[0]]}? " if near else ""
         what = f"{name!r} is not a device that is known"
         raise ConfigError(

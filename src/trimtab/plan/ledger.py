@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from trimtab.base.units import GIB, MIB
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK, CHUNK, MERGED_AT_ONCE, PIECE, REWARD_TOKENS, SLOTS
 from trimtab.plan.activations import Row, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import COUNTED, Job, Machine
 
-MIB, GIB = 2**20, 2**30
 # Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
 # when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
 CONTEXT = 690 * MIB

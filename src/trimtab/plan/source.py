@@ -6,13 +6,10 @@ A hub name is looked up among the well-known models below, then in the local cac
 from __future__ import annotations
 
 import json
-from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
+from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem, first_line
 from trimtab.base.suggestions import is_local
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import eval_max_new_tokens
@@ -140,40 +137,6 @@ def stated_adapters(config: AnyConfig, shape: ModelShape) -> int:
     return shape.lora_parameters(lora.r)
 
 
-QUANTILES = 20
-"""Quantiles of completion lengths, evenly spaced."""
-
-
-def lengths_of(run: Path, most: int) -> tuple[float, ...]:
-    """Completion lengths at evenly spaced quantiles, from the last steps of a run: straight lines between the median, nine tenths
-    and the longest."""
-    file = run / "metrics.jsonl"
-    if not file.is_file():
-        raise ConfigError([Problem("--like", f"{run} has no metrics.jsonl", "Name the folder of a run.")])
-    rows = []
-    for line in file.read_bytes().splitlines()[-20:]:
-        with suppress(ValueError, RecursionError):  # the last line of a killed run may be torn
-            rows.append(json.loads(line))
-    rows = [row for row in rows if isinstance(row, dict)]
-    names = ("response/length_p50", "response/length_p90", "response/length_max")
-    seen = [[row[name] for row in rows if isinstance(row.get(name), int | float)] for name in names]
-    if not all(seen):
-        raise ConfigError(
-            [Problem("--like", f"{run} has no step with {', '.join(names)}", "Name a run of this version.")]
-        )
-    half, nine_tenths, longest = (min(float(most), median(values)) for values in seen)
-    points = [(0.0, max(1.0, 2 * half - nine_tenths)), (0.5, half), (0.9, nine_tenths), (1.0, longest)]
-    return tuple(_between(points, (i + 0.5) / QUANTILES) for i in range(QUANTILES))
-
-
-def _between(points: list[tuple[float, float]], at: float) -> float:
-    """The value at `at` on the straight lines between the points."""
-    for (left, low), (right, high) in pairwise(points):
-        if at <= right:
-            return low + (high - low) * (at - left) / (right - left)
-    return points[-1][1]
-
-
 def _config_json(path: str) -> dict[str, Any] | None:
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -198,7 +161,7 @@ def _config_json(path: str) -> dict[str, Any] | None:
     try:
         return dict(json.loads(Path(hf_hub_download(path, "config.json")).read_text()))
     except Exception as error:  # the hub's errors are many, and each says what is wrong
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = first_line(error)
         raise ModelError(
             f"No config.json for {path}: {first} Name a folder that holds one, or one of {', '.join(sorted(WELL_KNOWN))}."
         ) from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,13 +24,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from trimtab.base.errors import ConfigError, DivergedError, TrainingError, is_no_space
+from trimtab.base.files import aside_of, clear, fsync, put_in_place, remove_whole, write_json
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.model.memory import is_out_of_memory
+from trimtab.record.layout import CONFIG
 from trimtab.update.optimizer import MasterAdamW
 
 FORMAT = 1
-CONFIG, STATE, OPTIMIZER = "config.yaml", "state.json", "optimizer.safetensors"
+STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
 FACTS, WEIGHTS_MARK = "trimtab", "weights"
 """What a file of tensors says of itself. One entry: safetensors writes several in any order, and equal runs write equal files."""
 MOST = 2**62
@@ -107,7 +108,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `step-N`, then remove what is neither among the newest `keep` nor the best. `others`: more files of tensors."""
     folder = run_dir / "checkpoints"
-    target, aside = folder / f"step-{state.step}", folder / f".writing-step-{state.step}"
+    target = folder / f"step-{state.step}"
+    aside = aside_of(target)
     parts = {OPTIMIZER: optimizer.state_tensors(), **(others or {})}
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     _refuse_to_save_non_finite({"": trained, **parts}, run_dir, state.step)
@@ -136,10 +138,7 @@ def save_checkpoint(
 
 def write_state(checkpoint: Path, state: RunState) -> None:
     """Write the state of a checkpoint, whole or not at all."""
-    aside = checkpoint / f".{STATE}.writing"
-    aside.write_text(json.dumps({"format": FORMAT, **_finite(asdict(state))}, indent=2) + "\n")
-    fsync(aside)
-    aside.rename(checkpoint / STATE)
+    write_json(checkpoint / STATE, {"format": FORMAT, **_finite(asdict(state))})
     fsync(checkpoint)
 
 
@@ -313,49 +312,9 @@ def prune(run_dir: Path, keep: int, best_step: int) -> None:
             remove_whole(path)
 
 
-def clear(folder: Path) -> None:
-    """Remove what a killed process left half written or half deleted."""
-    for leftover in [*folder.glob(".writing-*"), *folder.glob(".deleting-*")]:
-        shutil.rmtree(leftover)
-
-
-def remove_whole(folder: Path) -> None:
-    """Delete a folder so that it is never seen half deleted under its name."""
-    shutil.rmtree(_rename_away(folder))
-
-
-def _rename_away(folder: Path) -> Path:
-    return folder.rename(folder.with_name(f".deleting-{folder.name}"))
-
-
-def put_in_place(aside: Path, target: Path) -> None:
-    """Rename a folder that is written to what it is called, when all of it is on disk; what was there before is deleted."""
-    flush_to_disk(aside)
-    away = _rename_away(target) if target.exists() else None
-    aside.rename(target)
-    fsync(target.parent)
-    if away is not None:
-        shutil.rmtree(away)
-
-
-def flush_to_disk(folder: Path) -> None:
-    """Have all files of a folder, and the folders' own entries, on disk."""
-    for path in (*folder.rglob("*"), folder):
-        fsync(path)
-
-
 def _steps(folder: Path) -> dict[int, Path]:
     matches = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match and (path / STATE).is_file()))
-
-
-def fsync(path: Path) -> None:
-    """What was written to a file, or a folder's entries, outlives the machine's end."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -18,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.base.files import clear, write_json, write_text
 from trimtab.config.load import AnyConfig, resolved, resolved_yaml
-from trimtab.record.checkpoint import CONFIG, clear
+from trimtab.record.layout import CONFIG, PLAN
+from trimtab.record.layout import FINAL as FINAL
 
-PLAN, FINAL, LOCK = "plan.json", "final", ".lock"
+LOCK = ".lock"
 ENGINE_LOGS = "engines"
 """What lost processes of an engine wrote."""
 FREE = ("run.", "observe.")
@@ -81,8 +82,8 @@ def claim(folder: Path, resume: bool) -> Iterator[None]:
 
 def begin(folder: Path, config: AnyConfig, plan: dict[str, Any]) -> None:
     """The first write: from here on the folder holds a run."""
-    write_whole(folder / PLAN, json.dumps(plan, indent=2) + "\n")
-    write_whole(folder / CONFIG, resolved_yaml(config))
+    write_json(folder / PLAN, plan)
+    write_text(folder / CONFIG, resolved_yaml(config))
 
 
 def changes(held: AnyConfig, config: AnyConfig) -> list[str]:
@@ -94,17 +95,6 @@ def changes(held: AnyConfig, config: AnyConfig) -> list[str]:
         now["learn.steps"] = before["learn.steps"]
     keys = [key for key in {**before, **now} if not key.startswith(FREE) and before.get(key) != now.get(key)]
     return [f"{key} {now.get(key)} (was {before.get(key)})" for key in keys]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one, never half of one."""
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        aside.write_text(text)
-        aside.rename(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def _flat(config: AnyConfig) -> dict[str, Any]:

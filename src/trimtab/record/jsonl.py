@@ -1,4 +1,4 @@
-"""JSON lines on disk: every line written is strict JSON (no NaN), and a file replaced is replaced whole or not at all.
+"""JSON lines on disk: every line written is strict JSON (no NaN), and a file that grows is read as it grows.
 
 A file that is appended to can end in a torn line after a kill; `read_jsonl` leaves exactly that line out. Damage
 anywhere else is an error, because neither a kill nor a full disk can cause it.
@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import DataError
+
+COMPARED_BYTES = 4096
+"""Bytes before the place reached by which a replaced file is told from one that has grown."""
 
 
 def finite(value: Any) -> float | int | None:
@@ -31,38 +35,96 @@ def dump_line(row: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Write aside, then rename: a reader sees the old file or the new one, never a part."""
-    aside = path.with_name(f".{path.name}.writing")
-    with aside.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+@dataclass(frozen=True)
+class Damaged:
+    """A line that cannot be read."""
+
+    path: Path
+    line: int
+    """Counted from 1."""
+    what: str
+
+    def error(self) -> DataError:
+        return DataError(
+            f"{self.path}, line {self.line}: {self.what}. Remove the line, or move the file away to go on without it"
+        )
+
+
+class JsonlTail:
+    """Reads a file that grows: each call of `read` gives what was appended since the last one.
+
+    A last line that is not whole yet is left for a later call. A file that was replaced or cut off is noticed, by its inode, its
+    size and the bytes before the place reached, and is read from its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged: list[Damaged] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self.offset = 0
+        """Bytes read so far."""
+        self._inode: int | None = None
+        self._before = b""
+        """The last bytes read: another file has others there."""
+        self._newlines = 0
+        self.damaged.clear()
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Whether what was read before is void, and the rows since. Lines that cannot be read are in `damaged`."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            void = self.offset > 0
+            self._forget()
+            return void, []
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
+            file.seek(self.offset - len(self._before))
+            void = self.offset > 0 and (inode != self._inode or file.read(len(self._before)) != self._before)
+            if void:
+                self._forget()
+                file.seek(0)
+            self._inode = inode
+            data = file.read()
+        return void, self._rows(data)
+
+    def _rows(self, data: bytes) -> list[dict[str, Any]]:
+        *whole, last = data.split(b"\n")
+        rows = []
+        for number, line in enumerate(whole, start=self._newlines + 1):
+            if line:
+                row = _parse(line)
+                if isinstance(row, dict):
+                    rows.append(row)
+                else:
+                    self.damaged.append(Damaged(self.path, number, row))
+        row = _parse(last) if last else ""
+        if isinstance(row, dict):  # whole but for its newline: nothing that is longer begins with it
+            rows.append(row)
+            last = b""
+        end = len(data) - len(last)
+        self.offset += end
+        self._before = (self._before + data[:end])[-COMPARED_BYTES:]
+        self._newlines += len(whole)
+        return rows
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All whole rows; none when there is no file. Safe to call while another process appends."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # no newline after it: the writer was killed, or is writing now
-                break
-            raise _damaged(path, number, f"not JSON ({error})") from error
-        except RecursionError as error:
-            raise _damaged(path, number, "lists or objects are nested too deeply") from error
-        if not isinstance(row, dict):
-            raise _damaged(path, number, "not an object with names and values")
-        rows.append(row)
+    tail = JsonlTail(path)
+    _, rows = tail.read()
+    if tail.damaged:
+        raise tail.damaged[0].error()
     return rows
 
 
-def _damaged(path: Path, number: int, what: str) -> DataError:
-    return DataError(f"{path}, line {number}: {what}. Remove the line, or move the file away to go on without it")
+def _parse(line: bytes) -> dict[str, Any] | str:
+    """A row, or what is wrong with the line."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        return f"not JSON ({error})"
+    except RecursionError:
+        return "lists or objects are nested too deeply"
+    return row if isinstance(row, dict) else "not an object with names and values"

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.record.jsonl import dump_line, finite, replace_file
+from trimtab.base.files import write_file
+from trimtab.record.jsonl import dump_line, finite
+from trimtab.record.layout import samples_file
 
 if TYPE_CHECKING:  # trajectory.py needs torch; reading samples must not
     from trimtab.rollout.trajectory import Group, Trajectory
@@ -20,9 +22,9 @@ MAX_ROWS = 32
 
 def write_samples(run_dir: Path, step: int, groups: Sequence[Group]) -> Path:
     """Write at most `MAX_ROWS` completions and return the file."""
-    path = Path(run_dir) / "samples" / f"step-{step}.jsonl"
+    path = samples_file(Path(run_dir), step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, (dump_line({"step": step} | _row(sample)) for sample in choose_samples(groups)))
+    write_file(path, (dump_line({"step": step} | _row(sample)) for sample in choose_samples(groups)))
     return path
 
 

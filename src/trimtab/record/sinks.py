@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import ConfigError, DataError, Problem
+from trimtab.base.files import write_file
 from trimtab.config.schema import Observe
-from trimtab.record.jsonl import dump_line, finite, read_jsonl, replace_file
+from trimtab.record.jsonl import dump_line, finite, read_jsonl
+from trimtab.record.layout import METRICS_FILE
 from trimtab.record.tensorboard import EventFile
 
-METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb-id.txt"
 
 
@@ -83,7 +84,7 @@ def _keep_until(path: Path, resume_step: int | None) -> None:
             what = f"a row has the step {str(row['step'])[:60]!r}, which is no number"
             raise DataError(f"{path}: {what}. Remove the line, or move the file away to go on without it")
     kept = [row for row in found if resume_step is not None and row.get("step", math.inf) <= resume_step]
-    replace_file(path, map(dump_line, kept))
+    write_file(path, map(dump_line, kept))
 
 
 def _wandb_run(run_dir: Path, project: str, resume_step: int | None) -> Any:
@@ -102,7 +103,7 @@ def _wandb_run(run_dir: Path, project: str, resume_step: int | None) -> Any:
         raise ConfigError([problem]) from error
     id_file = run_dir / WANDB_ID_FILE
     if resume_step is None or not id_file.exists():
-        replace_file(id_file, [uuid.uuid4().hex.encode()])
+        write_file(id_file, [uuid.uuid4().hex.encode()])
     run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=id_file.read_text(), resume="allow")
     run.define_metric("*", step_metric="step")
     return run

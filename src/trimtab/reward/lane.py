@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import RewardError
-from trimtab.reward.pool import Request, import_path
+from trimtab.reward.pool import Request
 from trimtab.workers.messages import Answer, Cell, Failure, Tally
 from trimtab.workers.pool import LOAD_ATTEMPTS, LOAD_TIMEOUT_S, Reply
-from trimtab.workers.process import SLICE_S, Stopped, Worker
+from trimtab.workers.process import SLICE_S, Stopped, Worker, import_path
 from trimtab.workers.user_code import Source
 
 PROCESS = "trimtab.reward.judge.process"

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import RewardError
-from trimtab.workers.user_code import REWARD, Source, import_object, locate_object, nearest
+from trimtab.base.suggestions import near_or_all
+from trimtab.workers.user_code import REWARD, Source, import_object, locate_object
 
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments that every call offers, besides the row's columns."""
@@ -101,7 +102,7 @@ def describe(call: Callable[..., Any], args: dict[str, Any], source: Source) -> 
         # What a built-in does not name are columns, so an unnamed argument is a misspelt one.
         if key not in named and (not takes_any or source.kind == "builtin"):
             known = [name for name in named if name not in GIVEN]
-            raise RewardError(f"reward.args: {source} takes no argument {key!r}. {nearest(key, known)}")
+            raise RewardError(f"reward.args: {source} takes no argument {key!r}. {near_or_all(key, known)}")
     missing = {name for name, p in named.items() if p.default is p.empty and name not in args and name not in GIVEN}
     if source.kind == "builtin":
         if missing:

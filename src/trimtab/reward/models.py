@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from trimtab.base.errors import DataError, ModelError, RewardError
+from trimtab.base.errors import DataError, ModelError, RewardError, first_line
 from trimtab.config.contradiction import REWARD_MODEL
 from trimtab.config.sft import SftData
 from trimtab.data.examples import ExampleEncoder
@@ -51,7 +51,7 @@ def refuse_other_models(path: str) -> None:
         also = source.also
         config = AutoConfig.from_pretrained(source.location)
     except Exception as error:  # transformers and the hub raise a score of types
-        why = str(error).splitlines()[0].removeprefix("model.path: ")
+        why = first_line(error).removeprefix("model.path: ")
         raise RewardError(f"reward.fn: cannot read {REWARD_MODEL}{path}: {why} {also}".rstrip()) from error
     kinds = getattr(config, "architectures", None) or []
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds) or config.num_labels != 1:

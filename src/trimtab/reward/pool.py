@@ -1,8 +1,7 @@
-"""Reward workers: a crew that calls reward functions (crew.py says what it guarantees)."""
+"""Reward workers: a crew that calls reward functions (workers/pool.py says what it guarantees)."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 from trimtab.base.errors import RewardError
 from trimtab.workers.pool import Crew, Job, Reply
+from trimtab.workers.process import import_path
 from trimtab.workers.user_code import Source
 
 PRELOAD = {"task": "reasoning_gym"}
@@ -34,13 +34,6 @@ class Request:
 
     def message(self) -> Any:
         return self.part, self.count, self.arguments()
-
-
-def import_path(base_dir: Path) -> list[str]:
-    """Where a worker finds modules: as the trainer does, then in the configuration's folder and the current one."""
-    here = os.getcwd()
-    path = [entry or here for entry in sys.path]
-    return path + [folder for folder in (str(base_dir.resolve()), here) if folder not in path]
 
 
 class Pool(Crew):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.base.errors import RewardError
+from trimtab.base.suggestions import near_or_all
 from trimtab.reward.lane import Lane
 from trimtab.reward.load import GIVEN, PLAYED, locate
 from trimtab.reward.pool import Pool, Request
@@ -35,7 +36,6 @@ from trimtab.reward.worker import checked_entry
 from trimtab.workers.messages import Cell, Failure, Tally
 from trimtab.workers.pool import Reply
 from trimtab.workers.process import SLICE_S
-from trimtab.workers.user_code import nearest
 
 if TYPE_CHECKING:
     from trimtab.config.schema import RewardPart
@@ -162,7 +162,7 @@ class Scorer:
             for column in sorted(self._desks[place].needs - known):
                 raise RewardError(
                     f"reward {name!r} needs a column {column!r}, which the data does not have in every row. "
-                    f"{nearest(column, known)} Offered besides the columns: {', '.join(GIVEN)}; with an environment: "
+                    f"{near_or_all(column, known)} Offered besides the columns: {', '.join(GIVEN)}; with an environment: "
                     f"{', '.join(PLAYED)}"
                 )
 

@@ -1,8 +1,7 @@
-"""The process that runs reward functions: `main` is called with two descriptors (processes.py).
+"""The process that runs reward functions: `main` is called with two descriptors (workers/process.py).
 
-Guarantees:
+Guarantees, besides those of workers/child.py:
 - It loads the functions once, then answers one call at a time, in its main thread.
-- What user code prints goes to stderr; it cannot reach the channel. A fork of the process cannot answer for it.
 - What is sent back holds only floats, None and strings: everything a function returns is checked here.
 - It ends with everything that it started, also when the trainer is killed (guardian.py).
 - Nothing here imports torch; it is imported only where a user's function does.
@@ -11,52 +10,27 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import importlib
 import inspect
 import math
 import numbers
-import os
 import pickle
-import signal
-import socket
 import sys
 from typing import Any
 
 from trimtab.base.errors import RewardError
-from trimtab.base.streams import outlet
 from trimtab.reward.load import Function, load
+from trimtab.workers.child import await_, serve, set_up
 from trimtab.workers.messages import Cell, Failure, receive, send
 from trimtab.workers.user_code import told, user_traceback
 
 
-def set_up(channel_fd: int, trace_fd: int) -> socket.socket:
-    """What every reward process does first; the channel to its parent."""
-    os.dup2(2, 1)
-    sys.stdout, sys.stderr = (
-        outlet(sys.stdout),
-        outlet(sys.stderr),
-    )  # a print that nobody reads is no failure of a reward
-    faulthandler.enable(file=trace_fd, all_threads=False)
-    faulthandler.register(signal.SIGUSR1, file=trace_fd, all_threads=False)
-    os.set_inheritable(channel_fd, False)
-    os.set_inheritable(trace_fd, False)
-    channel = socket.socket(fileno=channel_fd)
-    os.register_at_fork(after_in_child=channel.close)
-    return channel
-
-
 def main(channel_fd: str, trace_fd: str) -> None:
     channel = set_up(int(channel_fd), int(trace_fd))
-    pid = os.getpid()
     functions: list[Function] = []
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         send(channel, pickle.dumps(boot(receive(channel), functions)))
-        while True:
-            answer = pickle.dumps(respond(receive(channel), functions))
-            if os.getpid() != pid:
-                os._exit(0)  # a fork inside the user's function came back here: only the original may answer
-            send(channel, answer)
+        serve(channel, lambda message: respond(message, functions))
 
 
 def boot(message: bytes, functions: list[Function]) -> list[frozenset[str]] | Failure:
@@ -86,19 +60,6 @@ def respond(message: bytes, functions: list[Function]) -> list[Cell] | Failure:
 
 LARGEST = 3.4e38
 """What float32 holds: advantages are kept in it."""
-_runner: Any = None
-
-
-def await_(awaitable: Any) -> Any:
-    """Run in this process's one event loop, so that a function's sessions and connections live on between calls."""
-    global _runner
-    import asyncio
-
-    async def finish() -> Any:
-        return await awaitable
-
-    _runner = _runner or asyncio.Runner()
-    return _runner.run(finish())
 
 
 def checked(result: Any, count: int) -> list[Cell] | Failure:

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.base.units import GIB
 from trimtab.config.known import ResolvedRun
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
@@ -32,7 +33,6 @@ from trimtab.rollout.engine import Engine
 from trimtab.run.calibrate import corrected, probe
 from trimtab.update.updater import Updater
 
-GIB = 2**30
 CANNOT_CHANGE = {
     "learn.critic.path": "another critic",
     "learn.optimizer.states": "other moments",

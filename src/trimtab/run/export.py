@@ -11,15 +11,16 @@ import torch
 from safetensors import SafetensorError
 
 from trimtab.base.errors import ConfigError, Problem, is_no_space
+from trimtab.base.files import aside_of, put_in_place
 from trimtab.config.load import load_any
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config, Model
 from trimtab.config.sft import SftConfig
 from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
-from trimtab.observe.doctor.record import run_of_checkpoint
-from trimtab.record.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoints, load_state, put_in_place, reading
+from trimtab.record.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoints, load_state, reading
 from trimtab.record.folder import FINAL
+from trimtab.record.reader import run_of_checkpoint
 
 
 def find_checkpoint(run: Path, which: str) -> Path:
@@ -80,7 +81,7 @@ def _free_place(to: Path, run: Path) -> Path:
 @contextmanager
 def _writing_aside(target: Path, to: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its place at the end. Where anything fails, or is stopped, all is as it was before."""
-    aside = target.with_name(f".writing-{target.name}")
+    aside = aside_of(target)
     made = [path for path in target.parents if not path.exists()]
     try:
         with _explaining_failed_writes(to):

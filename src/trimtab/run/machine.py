@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from trimtab.base.errors import ConfigError, MemoryExhausted, Problem
+from trimtab.base.units import GIB
 from trimtab.config.run import Run
 from trimtab.model.memory import Shortage, attempt, free, host_memory
 from trimtab.plan.devices import Device, nearest
@@ -60,7 +61,7 @@ def load_within(run: Run, device: torch.device, load: Callable[[*Arguments], Res
     if not isinstance(outcome, Shortage):
         return outcome
     free(device)
-    limit = "" if run.memory is None else f" within run.memory, {run.memory / 2**30:.1f} GiB"
+    limit = "" if run.memory is None else f" within run.memory, {run.memory / GIB:.1f} GiB"
     fix = "Take a smaller model" if run.memory is None else "Raise run.memory, or take a smaller model"
     raise MemoryExhausted(
         f"model.path: the model's weights do not fit on the device{limit} ({outcome.message}). {fix}."

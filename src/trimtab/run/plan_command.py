@@ -19,8 +19,9 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot, widest
 from trimtab.plan.report import as_dict
-from trimtab.plan.source import EXAMPLE, lengths_of, stated_lengths
+from trimtab.plan.source import EXAMPLE, stated_lengths
 from trimtab.plan.work import job_of
+from trimtab.run.like import lengths_of
 from trimtab.run.shapes import shape_of, stated_models
 
 HOST = 256 * GIB

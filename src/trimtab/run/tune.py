@@ -8,6 +8,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from trimtab.base.units import GIB
 from trimtab.config.load import resolved_yaml
 from trimtab.config.resolved import resolve_config, with_plan
 from trimtab.config.schema import Config
@@ -38,7 +39,7 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
 
         def report(trial: Trial) -> None:
             rate = "did not fit" if trial.rate is None else f"{trial.rate:,.0f}"
-            peak = "" if trial.peak is None else f"{trial.peak / 2**30:.1f} GiB"
+            peak = "" if trial.peak is None else f"{trial.peak / GIB:.1f} GiB"
             console.print(f"{trial.key:>14}  {trial.value:>9,}  {rate:>12}  {peak:>9}")
 
         most = min(plan.run.rollout.max_sequences, plan.job.in_flight)

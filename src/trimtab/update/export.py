@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from trimtab.base.files import aside_of, put_in_place
 from trimtab.model.adapters import has_adapters, merged_state, save_adapters
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
-from trimtab.record.checkpoint import put_in_place
 from trimtab.record.folder import FINAL
 from trimtab.update.guard import Guard
 
@@ -23,7 +23,7 @@ REWARD = "reward.json"
 
 def export_model(policy: Policy, tokenizer: Any, guard: Guard, folder: Path) -> None:
     """The model, and adapters beside it where there are some."""
-    aside = folder / f".writing-{FINAL}"
+    aside = aside_of(folder / FINAL)
     guard.run("export", lambda: save_model(policy.model, tokenizer, aside))
     if has_adapters(policy.model):
         save_adapters(policy.model, aside / "adapter")
@@ -35,7 +35,7 @@ def export_classifier(
 ) -> None:
     """A model of scores as transformers' sequence classification with one label, and beside it reward.json. `facts` has the mean
     and the standard deviation of its scores, which are 0 and 1 when `shift` is added to what it then gives."""
-    aside, mean, std = folder / f".writing-{FINAL}", facts["mean"], facts["std"]
+    aside, mean, std = aside_of(folder / FINAL), facts["mean"], facts["std"]
     guard.run("export", lambda: save_classifier(policy, head.weight / std, tokenizer, aside))
     if has_adapters(policy.model):
         save_adapters(policy.model, aside / "adapter")

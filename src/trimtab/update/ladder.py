@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.base.units import GIB
 from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, host_memory
 from trimtab.rollout.engine import Engine
 from trimtab.update.updater import Updater
 
-GIB = 2**30
 CHUNK_FLOOR = 128
 """Tokens whose logits make one tile of a product: below, time is lost and hardly any memory won."""
 SHRINK = 0.7

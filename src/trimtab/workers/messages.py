@@ -1,17 +1,20 @@
-"""What the trainer and a reward worker say to each other: length-prefixed pickles over a socket of their own.
+"""How the trainer and its child processes (rewards, judges, environments, engines) talk: length-prefixed pickles over a socket of
+their own. And what those that run rewards say.
 
 Importable without torch and pydantic, because every worker imports it.
 """
 
 from __future__ import annotations
 
+import pickle
 import socket
 import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from multiprocessing.connection import wait
+from typing import Any, Literal, TypeVar
 
 from trimtab.base.errors import cut
 
@@ -83,6 +86,36 @@ def receive(channel: socket.socket, on_timeout: OnTimeout | None = None) -> byte
     """One message; EOFError at the end of the stream."""
     (size,) = HEADER.unpack(_exactly(channel, HEADER.size, on_timeout))
     return _exactly(channel, size, on_timeout)
+
+
+class Channel:
+    """One end of a socket on which objects are sent, for who does other things between two messages."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def fileno(self) -> int:
+        """To wait for several of them."""
+        return self._end.fileno()
+
+    def send(self, message: Any, timeout_s: float | None = None) -> None:
+        """A TimeoutError where nothing of it is read for so long."""
+        self._end.settimeout(timeout_s)
+        try:
+            send(self._end, pickle.dumps(message))
+        finally:
+            self._end.settimeout(None)
+
+    def ready(self, timeout_s: float | None = 0.0) -> bool:
+        """Whether there is something to receive, or the end of the stream; None waits for it."""
+        return bool(wait([self._end], timeout_s))
+
+    def receive(self) -> Any:
+        """The next message, waited for; EOFError at the end of the stream."""
+        return pickle.loads(receive(self._end))
+
+    def close(self) -> None:
+        self._end.close()
 
 
 def _exactly(channel: socket.socket, size: int, on_timeout: OnTimeout | None) -> bytes:

@@ -111,7 +111,7 @@ class Worker:
 
     def _stack(self) -> str:
         text = os.pread(self._trace.fileno(), 1 << 16, 0).decode(errors="replace")
-        ours = ("/reward/worker.py", "/reward/load.py", "/rollout/conversations/", "/workers/guardian.py")
+        ours = ("/reward/worker.py", "/reward/load.py", "/rollout/conversations/", "/workers/")
         names = (*(f"trimtab{name}" for name in ours), "<frozen runpy>")
         return "\n".join(line for line in text.splitlines() if not any(name in line for name in names)).strip()
 

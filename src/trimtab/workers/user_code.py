@@ -12,14 +12,14 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from trimtab.base.errors import RewardError, TrimtabError, cut
-from trimtab.base.suggestions import did_you_mean
+from trimtab.base.suggestions import near_or_all
 
 LONGEST_LINE = 500
 """Characters of an error in one line."""
@@ -57,13 +57,6 @@ class Naming:
 REWARD = Naming("reward.fn", "reward", "function", RewardError)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint: the closest known names, otherwise all of them."""
-    names = sorted(known)
-    everything = f"There is: {', '.join(names[:20])}." if names else "There is none."
-    return did_you_mean(word, names).strip() or everything
-
-
 def locate_object(
     fn: str, base_dir: Path, objects: Mapping[str, Callable[..., Any]], builtins: Collection[str], naming: Naming
 ) -> Source:
@@ -92,7 +85,7 @@ def _locate_builtin(fn: str, builtins: Collection[str], naming: Naming) -> Sourc
     own = f"For a {naming.form} of your own write file.py:{naming.form} or package.module:{naming.form}"
     if not builtins:
         raise naming.error(f"{naming.key}: {fn!r} names no {naming.form}. {own}")
-    raise naming.error(f"{naming.key}: there is no built-in {naming.what} {fn!r}. {nearest(fn, builtins)} {own}")
+    raise naming.error(f"{naming.key}: there is no built-in {naming.what} {fn!r}. {near_or_all(fn, builtins)} {own}")
 
 
 def _locate_given(name: str, objects: Mapping[str, Callable[..., Any]], naming: Naming) -> Source:
@@ -104,7 +97,7 @@ def _locate_given(name: str, objects: Mapping[str, Callable[..., Any]], naming: 
                 f"{naming.key}: this config was made from Python with a {naming.form} object {name!r} that it cannot hold. "
                 "Name a file, or pass the object."
             )
-        raise naming.error(f"{naming.key}: no {naming.form} object {name!r} was passed. {nearest(name, objects)}")
+        raise naming.error(f"{naming.key}: no {naming.form} object {name!r} was passed. {near_or_all(name, objects)}")
     if not callable(objects[name]):
         raise naming.error(f"{naming.what} {name!r} is {type(objects[name]).__name__}, not a {naming.form}")
     try:
@@ -126,7 +119,7 @@ def _find_file(place: str, base_dir: Path, naming: Naming) -> Path:
             return candidate
     beside = {other.name for folder in {candidate.parent for candidate in tried} for other in folder.glob("*.py")}
     where = " nor ".join(str(candidate) for candidate in tried)
-    raise naming.error(f"{naming.key}: there is no file {where}. {nearest(path.name, beside)}")
+    raise naming.error(f"{naming.key}: there is no file {where}. {near_or_all(path.name, beside)}")
 
 
 def import_object(source: Source, naming: Naming) -> Any:
@@ -152,7 +145,7 @@ def _attribute(source: Source, naming: Naming) -> Any:
     if hasattr(module, source.name):
         return getattr(module, source.name)
     names = (name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
-    raise naming.error(f"{naming.what} {source}: there is no {source.name!r} in it. {nearest(source.name, names)}")
+    raise naming.error(f"{naming.what} {source}: there is no {source.name!r} in it. {near_or_all(source.name, names)}")
 
 
 def _module(source: Source, naming: Naming) -> ModuleType:

@@ -38,6 +38,9 @@ def small_model(seed: int = 0) -> Any:
     return tiny_model("qwen2", seed=seed, tie_word_embeddings=True, **SHAPE)
 
 
+ON_CPU = Path(__file__).parents[1] / "external" / "sglang" / "on_cpu" / "python"
+
+
 @cache
 def vllm_python() -> str | None:
     """The interpreter of an environment with vLLM: TRIMTAB_VLLM_PYTHON, this one, or where `make vllm` puts it (for CPUs)."""
@@ -54,10 +57,12 @@ def vllm_python() -> str | None:
 @cache
 def sglang_python() -> str | None:
     """The interpreter of an environment with SGLang: TRIMTAB_SGLANG_PYTHON, or this one. On a CPU SGLang is slow (a minute to
-    start): there only if it is named."""
+    start): there only if it is named, and changed so that it runs at all."""
     found = os.environ.get("TRIMTAB_SGLANG_PYTHON") or (sys.executable if DEVICE.type == "cuda" else None)
     if found is None:
         return None
+    if DEVICE.type == "cpu":
+        found = str(ON_CPU)
     tried = subprocess.run([found, "-c", "import importlib.util as u; assert u.find_spec('sglang')"], check=False)
     return found if tried.returncode == 0 else None
 

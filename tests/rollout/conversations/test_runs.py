@@ -10,6 +10,7 @@ import pytest
 from tiny import tiny_model
 
 import trimtab
+from tests import running
 from tests.rollout.conversations.templates import DEAF, QWEN, chat_tokenizer
 from tests.rollout.conversations.worlds import Echo, add
 from trimtab.base.errors import ConfigError, DataError, EnvError, TrimtabError
@@ -69,17 +70,9 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, folder: Path, **sections: Any) -> dict[str, Any]:
-    learn = {
-        "steps": 1,
-        "prompts_per_step": 2,
-        "samples_per_prompt": 2,
-        "max_new_tokens": 200,
-        **sections.pop("learn", {}),
-    }
-    return trimtab.train(
-        model=str(model), data=ROWS, learn=learn, observe={"dir": str(folder), "tensorboard": False, "samples_every": 1},
-        **{"reward": {"fn": "number_match"}, **sections},
-    )  # fmt: skip
+    learn = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 200}
+    usual = {"data": ROWS, "reward": {"fn": "number_match"}, "learn": learn, "observe": {"samples_every": 1}}
+    return running.train(model, folder, usual, sections).summary
 
 
 @pytest.mark.parametrize("prompt", ["text", "messages"])

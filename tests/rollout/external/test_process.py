@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -14,8 +14,10 @@ import torch
 from tests.running import runs
 from trimtab.rollout.external import process as processes
 from trimtab.rollout.external import worker
+from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.messages import Failed
 from trimtab.rollout.external.process import EngineLost, EngineProcess
+from trimtab.workers.messages import Channel
 
 LARGE = bytes(2**24)
 """More than a socket holds."""
@@ -37,8 +39,8 @@ def test_a_process_that_reads_nothing_is_not_waited_for_for_ever(tmp_path: Path)
 
 def test_a_process_that_reads_slowly_gets_all_of_a_large_message(tmp_path: Path) -> None:
     reads = (
-        "import sys, time; from multiprocessing.connection import Connection; time.sleep(0.3)\n"
-        "link = Connection(int(sys.argv[-1])); link.send(len(link.recv())); link.recv()"
+        "import socket, sys, time; from trimtab.workers.messages import Channel; time.sleep(0.3)\n"
+        "link = Channel(socket.socket(fileno=int(sys.argv[-1]))); link.send(len(link.receive())); link.receive()"
     )
     process = EngineProcess("vllm", program(tmp_path, reads), {})
     process.send(LARGE, seconds=60.0)
@@ -60,27 +62,32 @@ def test_a_process_that_reads_slowly_gets_all_of_a_large_message(tmp_path: Path)
 def test_a_process_says_what_ended_it_and_whether_that_was_memory(
     error: Exception, short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(kind: str, link: Connection) -> None:
+    def failing(kind: str, link: Channel) -> None:
         raise error
 
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(worker, "serve", failing)
     with pytest.raises(SystemExit):
         worker.main("vllm", str(theirs.detach()))
-    said = Connection(ours.detach()).recv()
+    said = Channel(ours).receive()
     assert isinstance(said, Failed) and said.out_of_memory is short and str(error) in said.text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_engine_has_a_core(kind: str) -> None:
+    assert importlib.util.find_spec(worker.core_module(kind))
+
+
 STAND_IN = """
-import os, signal, subprocess, sys, time, types
-from multiprocessing.connection import Connection
-from trimtab import guardian
+import os, signal, socket, subprocess, sys, time, types
+from trimtab.workers import guardian
+from trimtab.workers.messages import Channel
 def main(kind, descriptor):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     children = [subprocess.Popen(command, start_new_session=True)]
-    link = Connection(int(descriptor))
+    link = Channel(socket.socket(fileno=int(descriptor)))
     link.send([os.getpid(), *(child.pid for child in children)])
-    if kind == "crashes" and link.recv():
+    if kind == "crashes" and link.receive():
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 stand_in = sys.modules["trimtab.rollout.external.worker"] = types.ModuleType("stand_in")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from trimtab.base.package import installed_version
 from trimtab.observe.doctor.finding import Finding, Level
 
 TORCH, TRANSFORMERS = ">=2.11,<2.16", ">=5.16,<5.23"
@@ -156,7 +157,7 @@ SHOWN = (
 
 def installed_packages() -> Installed:
     names = {*SHOWN, *ASKING, *ASKED, *(need.package for need in TABLE), *(need.other for need in TABLE)}
-    found = {name: _version(name) for name in sorted(names)}
+    found = {name: installed_version(name) for name in sorted(names)}
     return {name: version for name, version in found.items() if version is not None}
 
 
@@ -221,13 +222,6 @@ def _finding(need: Need, installed: Installed) -> Finding:
         remedy=need.fix,
         kind="safe",
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _requirements(name: str) -> Iterable[str]:

@@ -14,11 +14,10 @@ from typing import Any
 import psutil
 
 from trimtab.base.package import VERSION
+from trimtab.base.units import GIB
 from trimtab.observe.doctor.conflicts import SHOWN, installed_packages
 from trimtab.observe.doctor.environment import told_variables
 from trimtab.observe.doctor.probe import ask_torch
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from typing import Any
 
-GIB = 2**30
+from trimtab.base.errors import first_line
+from trimtab.base.units import GIB
+
 TIMEOUT_S = 120.0
 MODULE = "trimtab.observe.doctor.probe"
 
@@ -52,7 +54,7 @@ def _gpu_facts(index: int) -> dict[str, Any]:
         free, size = torch.cuda.mem_get_info(index)
         stats = torch.cuda.memory_stats(index)
     except RuntimeError as error:  # torch's own type for whatever a driver answers
-        return facts | {"error": str(error).splitlines()[0]}
+        return facts | {"error": first_line(error)}
     return facts | {
         "free_gib": free / GIB,
         "total_gib": size / GIB,

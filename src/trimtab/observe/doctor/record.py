@@ -1,30 +1,23 @@
-"""What a run folder tells, read without torch and without trust: killed, resumed, unfinished and newer runs included.
-
-- A torn last line of metrics.jsonl is left out. A line that repeats an earlier step starts that step again, as a resume does:
-  what lay after it is void. Lines of the same step (evaluation has its own) are one row.
-- A value that is missing, null, NaN or no number is not there; metrics and keys this version does not know are left alone.
-"""
+"""What the rules of the doctor ask of a run: its settings and, for every metric, values, level, trend and sudden shifts."""
 
 from __future__ import annotations
 
-import math
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
-import yaml
+import numpy as np
 
 from trimtab.base.errors import DataError
 from trimtab.observe.doctor.shift import Shift, lasting_change
 from trimtab.observe.doctor.trend import Trend, trend
-from trimtab.record.sinks import METRICS_FILE, read_metrics
+from trimtab.record.columns import TRAINED, MetricTable
+from trimtab.record.layout import METRICS_FILE
+from trimtab.record.reader import open_run
 
-CONFIG, FINAL, CHECKPOINTS = "config.yaml", "final", "checkpoints"
 RECENT = 20
 """Steps that count as now."""
 EARLY = 10
@@ -40,20 +33,21 @@ class Record:
 
     settings: Mapping[str, Any]
     """config.yaml as it is."""
-    rows: Mapping[int, Mapping[str, float | None]]
-    """By step; a metric that was written but is no finite number is None."""
+    metrics: MetricTable
     finished: bool = False
     quiet_s: float = 0.0
     """Time since metrics were last written."""
     checkpoint: str | None = None
     """The newest whole one."""
+    _points: dict[str, list[tuple[int, float]]] = field(default_factory=dict, repr=False, compare=False)
     _trends: dict[tuple[str, int], Trend] = field(default_factory=dict, repr=False, compare=False)
     _shifts: dict[tuple[str, float], Shift | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def steps(self) -> list[int]:
         """Steps that trained. An evaluation before the first has a row, but is no step."""
-        return [step for step, row in self.rows.items() if step > 0 and "time/total" in row]
+        steps = self.metrics.steps
+        return [int(step) for step in steps[(steps > 0) & self.metrics.written(TRAINED)]]
 
     def setting(self, key: str, default: T) -> T:
         """A config value such as `learn.kl.coef`; the default where it is absent or of another kind (`auto`, say)."""
@@ -78,7 +72,19 @@ class Record:
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) where there is one."""
-        return [(step, value) for step, row in self.rows.items() if (value := row.get(name)) is not None]
+        if name not in self._points:
+            steps, values = self.metrics.points(name)
+            self._points[name] = list(zip(steps.astype(int).tolist(), values.tolist()))
+        return self._points[name]
+
+    def at(self, name: str, step: int) -> float | None:
+        """The value of one step, None where it has none."""
+        return dict(self.points(name)).get(step)
+
+    def wrote_no_number(self, name: str) -> set[int]:
+        """Steps at which a metric was written, but is no finite number."""
+        table = self.metrics
+        return set(table.steps[table.written(name) & np.isnan(table.column(name))].tolist())
 
     def values(self, name: str) -> list[float]:
         return [value for _, value in self.points(name)]
@@ -119,10 +125,12 @@ class Record:
 
     def share_of_time(self, phase: str) -> float | None:
         """Seconds of a phase over those of all steps. The first is left out where it can be: it compiles and warms up."""
-        rows = [row for row in self.rows.values() if row.get(f"time/{phase}") is not None and row.get("time/total")]
+        parts, totals = self.metrics.column(f"time/{phase}"), self.metrics.column("time/total")
+        both = ~np.isnan(parts) & (totals != 0) & ~np.isnan(totals)
+        rows = list(zip(parts[both].tolist(), totals[both].tolist()))
         rows = rows[1:] or rows
-        total = sum(row["time/total"] or 0.0 for row in rows)
-        return sum(row[f"time/{phase}"] or 0.0 for row in rows) / total if total else None
+        total = sum(whole for _, whole in rows)
+        return sum(part for part, _ in rows) / total if total else None
 
     def span(self, name: str, steps: int = RECENT) -> str:
         """`steps 41 to 60`: where the recent values of a metric come from."""
@@ -132,52 +140,19 @@ class Record:
 
 def read_record(folder: Path, clock: Callable[[], float] = time.time) -> Record:
     """The record of a run folder; a DataError that says what is missing where it is none."""
-    if not folder.is_dir():
-        found = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"RUN: {folder} {found}. Give the folder of a run, such as runs/NAME-20260101-120000")
-    if holder := run_of_checkpoint(folder):
-        raise DataError(f"RUN: {folder} is a checkpoint, not a run. Give the run's folder: trimtab doctor {holder}")
-    if not (folder / CONFIG).exists():
-        raise DataError(f"RUN: {folder} holds no run: it has no {CONFIG}{_meant(folder)}")
-    metrics = folder / METRICS_FILE
-    with _readable(metrics):
-        rows = merge(read_metrics(folder))
-        quiet_s = max(0.0, clock() - metrics.stat().st_mtime) if metrics.exists() else 0.0
-    done = {int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdigit()}
+    reader = open_run(folder)
+    reader.refuse_damaged()
+    checkpoints = reader.checkpoint_steps
     record = Record(
-        _read_config(folder / CONFIG),
-        rows,
-        finished=(folder / FINAL).is_dir(),
-        quiet_s=quiet_s,
-        checkpoint=f"step-{max(done)}" if done else None,
+        reader.settings(),
+        reader.metrics,
+        finished=reader.finished,
+        quiet_s=reader.quiet_s(clock),
+        checkpoint=f"step-{checkpoints[-1]}" if checkpoints else None,
     )
     if not record.steps:
-        _refuse_lost(metrics, record)
+        _refuse_lost(folder / METRICS_FILE, record)
     return record
-
-
-def run_of_checkpoint(folder: Path) -> Path | None:
-    """The run that a checkpoint's folder belongs to; None where it is none. A checkpoint holds the run's config, too."""
-    folder = folder.absolute()
-    named = re.fullmatch(r"step-[0-9]+", folder.name) and folder.parent.name == CHECKPOINTS
-    run = folder.parent.parent
-    return run if named and (run / CONFIG).exists() else None
-
-
-def merge(lines: Iterable[Any]) -> dict[int, dict[str, float | None]]:
-    """Lines of metrics.jsonl as one row a step, in step order."""
-    rows: dict[int, dict[str, float | None]] = {}
-    for line in lines:
-        step = line.get("step") if isinstance(line, dict) else None
-        if not isinstance(step, int) or isinstance(step, bool):
-            continue
-        void = [other for other in rows if other > step]
-        if void or (_trained(line) and _trained(rows.get(step, {}))):
-            for other in [*void, step]:
-                rows.pop(other, None)
-        values = {name: _number(value) for name, value in line.items() if name != "step"}
-        rows[step] = rows.get(step, {}) | values
-    return rows
 
 
 def _refuse_lost(metrics: Path, record: Record) -> None:
@@ -192,43 +167,3 @@ def _refuse_lost(metrics: Path, record: Record) -> None:
         )
     if held and not held.startswith((b"{", b"\n")):
         raise DataError(f"{metrics} holds no lines of JSON. Nothing can be said of the run without its metrics")
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _trained(row: Mapping[str, Any]) -> bool:
-    return "time/total" in row
-
-
-def _number(value: Any) -> float | None:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        with _readable(path):
-            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise DataError(f"{path}{place}: YAML cannot be read: {error.problem}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(settings, dict):
-        raise DataError(f"{path} holds no settings; a run's {CONFIG} has at least model, data and reward")
-    return settings
-
-
-def _meant(folder: Path) -> str:
-    """The run above a folder of checkpoints, or one below, for someone who gave the folder of all runs."""
-    if folder.absolute().name == CHECKPOINTS and (folder.absolute().parent / CONFIG).exists():
-        return f". Did you mean {folder.absolute().parent}?"
-    runs = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
-    return f". Did you mean {folder / runs[-1]}?" if runs else ", which every run writes first"

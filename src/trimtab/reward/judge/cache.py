@@ -13,6 +13,8 @@ import os
 from collections import OrderedDict
 from pathlib import Path
 
+from trimtab.base.files import write_file
+
 LIMIT = 65_536
 FILE = "judge-cache.jsonl"
 
@@ -56,9 +58,7 @@ class ScoreCache:
             if entry := _entry(line):
                 self._keep(*entry)
         if lines[-1] or len(lines) > 2 * self._limit:  # torn at its end, or grown: what is appended begins a line
-            aside = path.with_name(f".{path.name}.writing")
-            aside.write_bytes(b"".join(_line(digest, score) for digest, score in self._scores.items()))
-            aside.replace(path)
+            write_file(path, (_line(digest, score) for digest, score in self._scores.items()))
 
 
 def _line(digest: str, score: float) -> bytes:

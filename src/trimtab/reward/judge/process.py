@@ -1,4 +1,4 @@
-"""The process that judges: `main` is called with two descriptors (processes.py).
+"""The process that judges: `main` is called with two descriptors (workers/process.py).
 
 It is told the parts once, then any number of calls, and answers each when it is done, in whatever order. All of them run in one
 event loop, which also says every second that it still turns: who hears nothing knows that something has blocked it.
@@ -16,7 +16,8 @@ from trimtab.base.errors import RewardError
 from trimtab.reward.judge import reward
 from trimtab.reward.judge.client import Call, current
 from trimtab.reward.load import Function, load
-from trimtab.reward.worker import checked, set_up
+from trimtab.reward.worker import checked
+from trimtab.workers.child import set_up
 from trimtab.workers.messages import HEADER, Answer, Failure
 from trimtab.workers.user_code import told, user_traceback
 

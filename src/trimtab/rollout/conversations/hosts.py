@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import EnvError
+from trimtab.base.suggestions import near_or_all
 from trimtab.config.schema import Environment
-from trimtab.reward.pool import import_path
 from trimtab.rollout.conversations.tools import BUILTINS
 from trimtab.rollout.conversations.wire import CLASS, TOOL, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
 from trimtab.workers.messages import Failure
 from trimtab.workers.pool import Crew, Job, Reply
-from trimtab.workers.process import SLICE_S
-from trimtab.workers.user_code import Source, locate_object, nearest
+from trimtab.workers.process import SLICE_S, import_path
+from trimtab.workers.user_code import Source, locate_object
 
 PATIENCE_S = 20.0
 """How long the end of a run waits for a conversation to be closed."""
@@ -121,7 +121,7 @@ class Hosts:
         for column in sorted(self.loaded.needs - known):
             raise EnvError(
                 f"environment {self.settings.fn}: reset needs a column {column!r}, which the data does not have in every row. "
-                f"{nearest(column, known)} Offered besides the columns: seed"
+                f"{near_or_all(column, known)} Offered besides the columns: seed"
             )
 
     def seat(self) -> Seat:

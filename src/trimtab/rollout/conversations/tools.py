@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.base.errors import EnvError
-from trimtab.reward.worker import await_
 from trimtab.rollout.conversations.calculator import calculator
 from trimtab.rollout.conversations.observation import Message, Observation
 from trimtab.rollout.conversations.wire import TOOL
+from trimtab.workers.child import await_
 from trimtab.workers.user_code import Source, import_object
 
 OPEN, END = "<tool_call>", "</tool_call>"

@@ -1,6 +1,6 @@
-"""The process in which environments live: `main` is called with two descriptors (processes.py).
+"""The process in which environments live: `main` is called with two descriptors (workers/process.py).
 
-Guarantees, besides those of a reward worker (reward/worker.py):
+Guarantees, besides those of workers/child.py:
 - Each conversation has an instance of its own, which stays here from its reset to its close.
 - What is sent back holds only text, numbers and the pickled copy of an instance: whatever user code returns is checked here.
 - The `random` module and numpy's are seeded before every call from the conversation and its turn, so that
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import os
 import pickle
 import random
 import sys
@@ -23,12 +22,13 @@ import cloudpickle
 import numpy  # here, for an environment may import it in the middle of a call, when it is too late to seed it
 
 from trimtab.base.errors import EnvError
-from trimtab.reward.worker import await_, set_up
+from trimtab.base.suggestions import near_or_all
 from trimtab.rollout.conversations.observation import Refused, checked_observation, checked_opening
 from trimtab.rollout.conversations.tools import ToolBox
 from trimtab.rollout.conversations.wire import CLASS, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
+from trimtab.workers.child import await_, serve, set_up
 from trimtab.workers.messages import Failure, receive, send
-from trimtab.workers.user_code import Source, import_object, nearest, told, user_traceback
+from trimtab.workers.user_code import Source, import_object, told, user_traceback
 
 LARGEST_COPY = 1 << 22
 """Bytes of a copy above which none is kept."""
@@ -36,7 +36,6 @@ LARGEST_COPY = 1 << 22
 
 def main(channel_fd: str, trace_fd: str) -> None:
     channel = set_up(int(channel_fd), int(trace_fd))
-    pid = os.getpid()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         setup: Setup = pickle.loads(receive(channel))
         sys.path[:] = setup.path
@@ -46,11 +45,7 @@ def main(channel_fd: str, trace_fd: str) -> None:
             send(channel, pickle.dumps(Failure("raised", str(error))))
             return
         send(channel, pickle.dumps(house.loaded))
-        while True:
-            answer = pickle.dumps(respond(receive(channel), house))
-            if os.getpid() != pid:
-                os._exit(0)  # a fork inside the user's code came back here: only the original may answer
-            send(channel, answer)
+        serve(channel, lambda message: respond(message, house))
 
 
 def respond(message: bytes, house: House | ToolHouse) -> Any:
@@ -181,7 +176,7 @@ def signature(
     kind: Any = make
     for method in ("reset", "step"):
         if not callable(getattr(make, method, None)):
-            near = nearest(method, [name for name in vars(make) if not name.startswith("_")])
+            near = near_or_all(method, [name for name in vars(make) if not name.startswith("_")])
             raise EnvError(
                 f"environment {source} has no method {method!r}. {near} Write reset(self, **columns) and step(self, text)"
             )

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from trimtab.base.package import PACKAGE
 from trimtab.rollout.external.messages import Failed
+from trimtab.workers.messages import Channel
 from trimtab.workers.spawn import KILL_EARLY, how_it_ended, kill_all, start
 
 SLICE_S = 0.2
@@ -45,7 +45,7 @@ class EngineLost(Exception):
 
 def wait_for(processes: Sequence[EngineProcess]) -> None:
     """Until one of them has said something, or for a moment."""
-    wait([process.link for process in processes], SLICE_S)
+    wait([process.link.fileno() for process in processes], SLICE_S)
 
 
 class EngineProcess:
@@ -60,7 +60,7 @@ class EngineProcess:
                 "trimtab.rollout.external.worker", [kind, theirs.fileno()], fds=[theirs.fileno()], python=[python], out=out,
                 env=self._environment(variables), oom_score=KILL_EARLY,
             )  # fmt: skip
-        self.link = Connection(ours.detach())
+        self.link = Channel(ours)
 
     @property
     def pid(self) -> int:
@@ -68,11 +68,9 @@ class EngineProcess:
 
     def send(self, message: Any, seconds: float = SILENT_S) -> None:
         """Send a message; EngineLost where nobody reads for so long. A large one has to be read before it is all written."""
-        with socket.fromfd(self.link.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
         try:
-            self.link.send(message)
-        except BlockingIOError as error:
+            self.link.send(message, seconds)
+        except TimeoutError as error:
             raise self._lost(f"its process has read nothing for {seconds:.0f} s") from error
         except OSError as error:
             raise self._lost(self._ending()) from error
@@ -88,12 +86,12 @@ class EngineProcess:
 
     def take(self) -> Any:
         """A message that is there, or None; EngineLost where none will come."""
-        if not self.link.poll(0):
-            if self._process.poll() is not None and not self.link.poll(0):
+        if not self.link.ready():
+            if self._process.poll() is not None and not self.link.ready():
                 raise self._lost(self._ending())
             return None
         try:
-            message = self.link.recv()
+            message = self.link.receive()
         except (EOFError, OSError) as error:
             raise self._lost(self._ending()) from error
         if isinstance(message, Failed):

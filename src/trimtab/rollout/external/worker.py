@@ -1,4 +1,4 @@
-"""The main program of an engine's process: `main` is called with the name of a library and a descriptor (processes.py).
+"""The main program of an engine's process: `main` is called with the name of a library and a descriptor (process.py).
 
 It serves one trainer. When that is gone it ends (guardian.py); whatever it raises is its last message.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import time
 import traceback
 from collections.abc import Iterable
-from multiprocessing.connection import Connection
 from typing import Protocol
 
 from trimtab.base.errors import cut
@@ -28,12 +28,13 @@ from trimtab.rollout.external.messages import (
     Sleep,
     Unread,
 )
+from trimtab.workers.messages import Channel
 
 BEAT_S = 1.0
 
 
 class Core(Protocol):
-    """An engine inside its process; one for each kind, in `trimtab.rollout.KIND.core`."""
+    """An engine inside its process; one for each kind, in `trimtab.rollout.external.KIND.core`."""
 
     account: Account
 
@@ -54,16 +55,21 @@ class Core(Protocol):
     def abort(self) -> None: ...
 
 
-def serve(kind: str, link: Connection) -> None:
+def core_module(kind: str) -> str:
+    """Where the engine's `Core` is: a string, since only the engine's own environment can import it."""
+    return f"trimtab.rollout.external.{kind}.core"
+
+
+def serve(kind: str, link: Channel) -> None:
     """Carry out orders in turn; between them, step."""
-    setup = link.recv()
+    setup = link.receive()
     assert isinstance(setup, Setup)
-    core: Core = importlib.import_module(f"trimtab.rollout.{kind}.core").Core(setup)
+    core: Core = importlib.import_module(core_module(kind)).Core(setup)
     link.send(core.account.ready)
     beaten = time.monotonic()
     while True:
-        while link.poll(0 if core.busy else None):
-            order = link.recv()
+        while link.ready(0.0 if core.busy else None):
+            order = link.receive()
             if isinstance(order, Generate):
                 core.begin(order)
             elif isinstance(order, Abort):
@@ -90,7 +96,7 @@ def serve(kind: str, link: Connection) -> None:
 
 def main(kind: str, descriptor: str) -> None:
     os.set_inheritable(int(descriptor), False)  # what a library starts must not keep it open
-    link = Connection(int(descriptor))
+    link = Channel(socket.socket(fileno=int(descriptor)))
     try:
         serve(kind, link)
     except (EOFError, ConnectionError):

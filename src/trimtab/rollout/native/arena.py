@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from trimtab.base.errors import EngineError
+from trimtab.base.units import GIB
 
 ALIGNMENT = 256
-GIB = 1 << 30
 
 
 class ArenaMemoryError(EngineError, torch.OutOfMemoryError):

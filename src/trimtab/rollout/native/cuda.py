@@ -22,6 +22,7 @@ from itertools import groupby
 
 import torch
 
+from trimtab.base.errors import first_line
 from trimtab.config.learn import Sampling
 from trimtab.model.attention import Rules
 from trimtab.model.memory import device_room
@@ -437,9 +438,7 @@ class CudaDecoder:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.description = (
-                f"the model's own modules, step by step: they wait for the host ({str(error).splitlines()[0]})"
-            )
+            self.description = f"the model's own modules, step by step: they wait for the host ({first_line(error)})"
             return False
         finally:
             torch.cuda.set_sync_debug_mode(before)

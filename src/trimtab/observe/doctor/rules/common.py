@@ -95,8 +95,7 @@ def nothing_gained(record: Record, step: int) -> bool:
 
 def solved_before(record: Record) -> float | None:
     """pass@1 before training, where it was clearly more than nothing."""
-    first = record.rows.get(0, {})
-    score, error = first.get("eval/pass@1"), first.get("eval/stderr") or 0.0
+    score, error = record.at("eval/pass@1", 0), record.at("eval/stderr", 0) or 0.0
     return score if score is not None and score > 2 * error else None
 
 

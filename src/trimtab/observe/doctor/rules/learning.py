@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from trimtab.observe.doctor.record import RECENT, Record
 from trimtab.observe.doctor.rule import Rule, Sick
 from trimtab.observe.doctor.rules.common import (
@@ -56,7 +54,7 @@ def reward_flat(record: Record) -> Sick | None:
 
 def not_finite(record: Record) -> Sick | None:
     """Steps whose update was skipped have a rule of their own."""
-    told = [(step, names) for step in record.steps if (names := _no_number(record.rows[step]))]
+    told = _without_number(record)
     recent = record.steps[-RECENT:]
     now = [step for step, _ in told if step >= recent[0]]
     if not now:
@@ -66,15 +64,19 @@ def not_finite(record: Record) -> Sick | None:
     return Sick("bad" if len(now) > 1 else "warn", seen)
 
 
-def _no_number(row: Mapping[str, float | None]) -> list[str]:
-    """Those of what is learned from that were written, but as no number."""
-    skipped = (row.get("run/skipped_updates") or 0.0) > 0
-    names = REWARD if skipped else (*REWARD, *LOSSES)
-    return [name for name in names if name in row and row[name] is None]
+def _without_number(record: Record) -> list[tuple[int, list[str]]]:
+    """Steps, with those metrics of what is learned from that were written there, but as no number."""
+    bad = {name: record.wrote_no_number(name) for name in (*REWARD, *LOSSES)}
+    skipped = {step for step, updates in record.points("run/skipped_updates") if updates > 0}
+    found = [
+        (step, [name for name in bad if step in bad[name] and (name in REWARD or step not in skipped)])
+        for step in record.steps
+    ]
+    return [(step, names) for step, names in found if names]
 
 
 def _without_numbers(record: Record) -> str | None:
-    known = any(name in row for row in record.rows.values() for name in (*REWARD, *LOSSES))
+    known = any(name in record.metrics.names for name in (*REWARD, *LOSSES))
     return None if known else "needs a reward or a loss"
 
 

@@ -19,7 +19,6 @@ from trimtab.config.learn import Sampling
 from trimtab.rollout.external.account import Account, stop_strings
 from trimtab.rollout.external.messages import Ask, Done, Generate, Publish, Setup
 from trimtab.rollout.external.reading import Reader
-from trimtab.rollout.external.sglang import on_cpu
 from trimtab.rollout.external.sglang.admission import Admission
 from trimtab.rollout.external.sglang.arguments import environment
 from trimtab.rollout.external.sglang.loading import load_weights
@@ -44,7 +43,7 @@ class Core:
     """One SGLang scheduler."""
 
     def __init__(self, setup: Setup) -> None:
-        wanted = environment(os.environ) | setup.exact | ({} if setup.cuda else on_cpu.NEEDED)
+        wanted = environment(os.environ) | setup.exact
         for name in os.environ.keys() - wanted.keys():
             del os.environ[name]
         os.environ.update(wanted)

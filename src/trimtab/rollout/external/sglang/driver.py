@@ -23,7 +23,6 @@ from sglang.srt.utils import DynamicGradMode
 
 from trimtab.rollout.external.drawing import KeyedSampler
 from trimtab.rollout.external.messages import Setup
-from trimtab.rollout.external.sglang import on_cpu
 from trimtab.rollout.external.sglang.arguments import BACKEND, least_kv_tokens, server_arguments
 from trimtab.rollout.external.sglang.drawing import DrawingSampler
 
@@ -75,8 +74,6 @@ def start(setup: Setup) -> Driven:
         _give_memory_up_through_torch()
     if setup.plain:
         _plain_layers()
-    if not setup.cuda:
-        on_cpu.prepare()
     _size_cache(setup.kv_bytes)
     settings = ServerArgs(**server_arguments(setup))
     settings.check_server_args()
