@@ -186,7 +186,7 @@ def test_products_add_to_float32_sums() -> None:
     _, wanted = gradients(exact)
     policy = Policy(model.cuda())
     policy.fuse()
-    policy.gradients = Gradients(policy.parameters())
+    policy.gradients = Gradients(policy.weights, policy.parameters())
     names = {id(p): name for name, p in policy.model.named_parameters()}
     _, left = gradients(policy)
     assert set(left) <= {name for name in wanted if "embed" in name or "layers.0.input_layernorm" in name}

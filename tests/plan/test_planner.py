@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from trimtab.base.errors import ConfigError
 from trimtab.config.learn import Learn
 from trimtab.config.run import Offload, Rollout, Run
+from trimtab.model.weights import WeightStore
 from trimtab.plan import ledger
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.job import COUNTED, Correction, Job, Machine
@@ -315,7 +316,7 @@ def test_moments_of_8_bits_are_counted_with_their_scales(itemsize: int) -> None:
     assert away["optimizer"].device["pieces on the way"] == 3 * 2**26 * (6 + 8 / 256)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     named = [("a", torch.nn.Parameter(torch.zeros(300, 1000, dtype=dtype)))]
-    small = optimizer.MasterAdamW(named, Learn(optimizer={"states": "8bit"}))
+    small = optimizer.MasterAdamW(WeightStore(named), Learn(optimizer={"states": "8bit"}))
     assert small.state_bytes == pytest.approx(300_000 * (one + (4 if itemsize == 2 else 0)), rel=1e-3)
 
 

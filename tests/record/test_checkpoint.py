@@ -19,6 +19,7 @@ from tiny import tiny_model
 import trimtab
 from trimtab.base.errors import DivergedError, TrainingError
 from trimtab.config.learn import Learn
+from trimtab.model.weights import WeightStore
 from trimtab.record import checkpoint
 from trimtab.record.checkpoint import (
     RunState,
@@ -37,7 +38,7 @@ from trimtab.update.optimizer import MasterAdamW
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, MasterAdamW]:
     model = tiny_model(dtype=dtype)
-    return model, MasterAdamW(model.named_parameters(), Learn(lr=1e-2))
+    return model, MasterAdamW(WeightStore(model.named_parameters()), Learn(lr=1e-2))
 
 
 def stepped(model: torch.nn.Module, optimizer: MasterAdamW, seed: int) -> None:
@@ -61,7 +62,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(tmp_path: Path, tokenizer, dty
     stepped(model, optimizer, 1)
     saved = save(tmp_path, 1, tokenizer, model=(model, optimizer))
     restored = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
-    again = MasterAdamW(restored.named_parameters(), Learn(lr=1e-2))
+    again = MasterAdamW(WeightStore(restored.named_parameters()), Learn(lr=1e-2))
     load_optimizer(saved, again)
     for seed in (2, 3):
         stepped(model, optimizer, seed)

@@ -116,7 +116,7 @@ class _ChunkedStats(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, _, lse, _, _ = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        total = None if ctx.gradients is None or not ctx.needs_input_grad[1] else ctx.gradients.of(weight)
+        total = None if ctx.gradients is None or not ctx.needs_input_grad[1] else ctx.gradients.of(ctx.head.weight_VE)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] and total is None else total
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[2] else None
         logits_grad = _tiled_grad if _has_kernels(hidden, weight) else _chunk_grad

@@ -247,7 +247,7 @@ class _Found:
                 self.add(adapter.b.weight, (part.t() @ low).mul_(adapter.scale))
 
     def _product(self, linears: Linears, dout: torch.Tensor, x: torch.Tensor) -> None:
-        total = None if self._gradients is None else self._gradients.of(linears.weight)
+        total = None if self._gradients is None else self._gradients.of(*linears.weights)
         if total is not None:
             add_product(total, dout.t(), x)
             return

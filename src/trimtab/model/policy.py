@@ -8,7 +8,7 @@ name before anything is trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from importlib.util import find_spec
@@ -32,6 +32,7 @@ from trimtab.model.packed import PackedPlan
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.shelf import Shelf
 from trimtab.model.transfer import HostMemory
+from trimtab.model.weights import Unit, WeightStore, weights_of
 
 if TYPE_CHECKING:
     from trimtab.model.fused import FusedForward
@@ -58,6 +59,8 @@ class Policy:
         self.config = model.config.get_text_config()
         refuse_unserved(model, self.name, self.config)
         self.body = model.get_decoder()
+        self.weights = weights_of(model)
+        """Where the parameters lie."""
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self.head = self._head()
@@ -267,38 +270,35 @@ class FromHost:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head, self._device = policy, policy.head, policy.device
-        self._homes: dict[int, torch.Tensor] = {}
-        """By the address they had: each storage's bytes. Weights that fused layers joined stay together."""
-        self._memories: list[HostMemory] = []
-        self._views: list[tuple[torch.nn.Parameter, int, torch.Tensor]] = []
         layers = list(getattr(policy.body, "layers", []))
-        within = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        self._take([parameter for parameter in policy.model.parameters() if id(parameter) not in within])
-        self._needed: list[int] = []
-        """By layer: how many storages are there when it runs."""
-        for layer in layers:
-            self._take(layer.parameters())
-            self._needed.append(len(self._homes))
-        # Fused layers end with the norm that the next one begins with.
-        self._needed = [*self._needed[1:], len(self._homes)]
+        self._units = _in_order_of_use(policy.weights, layers)
+        self._needed = [sum(at <= index + 1 for at, _ in self._units) for index in range(len(layers))]
+        """By layer: how many units are there when it runs. Fused layers end with the norm that the next one begins with."""
+        self._memories: list[HostMemory] = []
+        self._homes: list[torch.Tensor] = []
+        """By unit: its weights in host memory."""
+        for _, unit in self._units:
+            flat = policy.weights.flats[unit.name]
+            self._memories.append(HostMemory(flat.nbytes, flat.device))
+            self._homes.append(self._memories[-1].tensor(tuple(flat.shape), flat.dtype).copy_(flat))
+            policy.weights.put(unit, self._homes[-1])
         self._inward = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._arrived: list[torch.cuda.Event] = []
-        """By storage."""
+        """By unit."""
         policy.before_layer = self._wait_for
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, index=index: self._wait_for(index))
-        self._put(self._homes)
         policy.forget()
 
     @contextmanager
     def present(self) -> Iterator[None]:
         # Of the stream that uses them, or the allocator would keep them for copying alone.
-        places = {at: torch.empty_like(home, device=self._device) for at, home in self._homes.items()}
+        places = [torch.empty_like(home, device=self._device) for home in self._homes]
         if self._inward is not None:
             self._inward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._inward):
-            for at, home in self._homes.items():
-                places[at].copy_(home, non_blocking=True)
+            for place, home in zip(places, self._homes):
+                place.copy_(home, non_blocking=True)
                 if self._inward is not None:
                     self._arrived.append(self._inward.record_event())
         self._put(places)
@@ -320,20 +320,20 @@ class FromHost:
         if self._arrived:
             torch.cuda.current_stream(self._device).wait_event(self._arrived[self._needed[layer] - 1])
 
-    def _take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        for parameter in parameters:
-            storage, at = parameter.untyped_storage(), parameter.untyped_storage().data_ptr()
-            if at not in self._homes:
-                flat = torch.empty(0, dtype=torch.uint8, device=parameter.device).set_(storage)
-                self._memories.append(HostMemory(flat.numel(), flat.device))
-                self._homes[at] = self._memories[-1].tensor((flat.numel(),), torch.uint8).copy_(flat)
-            self._views.append((parameter, at, parameter.data))
+    def _put(self, flats: list[torch.Tensor]) -> None:
+        for (_, unit), flat in zip(self._units, flats):
+            self._policy.weights.put(unit, flat)
 
-    def _put(self, places: dict[int, torch.Tensor]) -> None:
-        for index, (parameter, at, like) in enumerate(self._views):
-            shape, stride, offset = like.shape, like.stride(), like.storage_offset()
-            parameter.data = places[at].view(parameter.dtype).as_strided(shape, stride, offset)
-            self._views[index] = (parameter, at, parameter.data)
+
+def _in_order_of_use(weights: WeightStore, layers: list[torch.nn.Module]) -> list[tuple[int, Unit]]:
+    """The units, each with the number of the first layer that reads it; what all layers read, or none, comes first."""
+    owner = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
+    found = []
+    for unit in weights.units:
+        readers = {owner.get(id(weights.parameters[entry.name])) for entry in unit.entries}
+        (only,) = readers if len(readers) == 1 else (None,)
+        found.append((-1 if only is None else only, unit))
+    return sorted(found, key=lambda pair: pair[0])
 
 
 AnyPolicy = Policy | WithoutAdapters | FromHost

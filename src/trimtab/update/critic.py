@@ -18,6 +18,7 @@ from trimtab.config.learn import Learn
 from trimtab.learn.values import value_loss
 from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Policy
+from trimtab.model.weights import weights_of
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.updater import Progress, Updater, UpdateStats
 
@@ -35,6 +36,7 @@ def add_value_head(policy: Policy) -> torch.nn.Linear:
     output = policy.model.get_output_embeddings()
     if output is not None and output.weight is not policy.model.get_input_embeddings().weight:
         output.requires_grad_(False)  # nothing is read from it
+    policy.weights = weights_of(policy.model)
     return head
 
 

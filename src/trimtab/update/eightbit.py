@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import torch
 
-BLOCK = 256
+from trimtab.model.weights import BLOCK
+
 CHUNK = 2**22
 """Elements whose moments exist in full at one time."""
 DECADES = 7
@@ -86,3 +87,9 @@ class Room:
             torch.div(values.view(-1, BLOCK), peaks[:, None], out=shares.view(-1, BLOCK))
             torch.bucketize(shares, edges, out_int32=True, out=index)
             codes.copy_(index)
+
+
+def decoded(moment: str, codes_N: torch.Tensor, scales_B: torch.Tensor) -> torch.Tensor:
+    """[N]: first (`exp_avg`) or second moments from their codes."""
+    values = signed_map() if moment == "exp_avg" else unsigned_map()
+    return (values[codes_N.long()].view(-1, BLOCK) * scales_B[:, None]).flatten()

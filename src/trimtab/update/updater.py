@@ -99,7 +99,7 @@ class Updater:
         self.token_budget = token_budget
         self.score_token_budget = score_token_budget
         self.logprob_chunk = logprob_chunk
-        self.optimizer = MasterAdamW(policy.model.named_parameters(), learn, offload=offload_optimizer)
+        self.optimizer = MasterAdamW(policy.weights, learn, offload=offload_optimizer)
         policy.gradients = self.optimizer.gradients
         policy.shelf = Shelf(policy.device) if offload_activations else None
         self.checkpoint_activations: Recompute = False
