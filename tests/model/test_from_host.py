@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny import tiny_model
 
+from trimtab.model.norms import OFFSET
 from trimtab.model.packed import PackedPlan
-from trimtab.model.parts import OFFSET, read_parts
+from trimtab.model.parts import read_parts
 from trimtab.model.policy import FromHost, Policy
 from trimtab.model.shapes import layer_shapes
 
@@ -76,17 +77,17 @@ def test_fused_layers_keep_nothing_of_weights_that_left() -> None:
     from trimtab.model.fused import FusedForward
 
     policy = Policy(tiny_model("qwen2", num_hidden_layers=1).to(DEVICE).requires_grad_(False), check=False)
-    policy._fused = FusedForward(policy)
+    policy.fused_forward = FusedForward(policy)
     tokens, plan = torch.arange(9, device=DEVICE), PackedPlan([4, 5], DEVICE)
     away = FromHost(policy)
     with torch.no_grad():
         for _ in range(2):
             with away.present():
                 away.hidden(tokens, plan.positions, plan)
-                joined = weakref.ref(policy._fused.parts.layers[0].qkv.weight)
+                joined = weakref.ref(policy.fused_forward.parts.layers[0].qkv.weight)
                 assert joined() is not None
             gc.collect()
-            assert joined() is None and not policy._fused._known
+            assert joined() is None and not policy.fused_forward._known
 
 
 def test_memory_that_runs_out_before_the_first_pass_is_told_as_that() -> None:
@@ -94,7 +95,7 @@ def test_memory_that_runs_out_before_the_first_pass_is_told_as_that() -> None:
     from trimtab.model.fused import FusedForward
 
     policy = Policy(tiny_model("qwen2", num_hidden_layers=1).to(DEVICE).requires_grad_(False), check=False)
-    policy._fused = FusedForward(policy)
+    policy.fused_forward = FusedForward(policy)
     away = FromHost(policy)
     with pytest.raises(torch.OutOfMemoryError), away.present():
         raise torch.OutOfMemoryError("before the first layer")

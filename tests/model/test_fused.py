@@ -18,9 +18,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from trimtab.model.fused import FusedForward
 from trimtab.model.gradients import Gradients
+from trimtab.model.keep import Keep
 from trimtab.model.packed import PackedPlan, _Copies, _copies_of
 from trimtab.model.parts import KNOWN, Unfusable
-from trimtab.model.policy import Keep, Policy
+from trimtab.model.policy import Policy
 from trimtab.model.shelf import Shelf
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trimtab.model.gradients import Gradients, add_product
+from trimtab.model.transform import Transform
 
 
 class TokenStats(NamedTuple):
@@ -25,15 +26,6 @@ class TokenStats(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-
-
-class Transform(NamedTuple):
-    """What becomes of the product of hidden states and weights on its way to a logit at the sampling temperature."""
-
-    bias_V: torch.Tensor | None
-    scale: float
-    softcap: float | None
-    temperature: float
 
 
 @dataclass(frozen=True)

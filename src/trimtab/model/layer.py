@@ -15,10 +15,11 @@ import torch.nn.functional as F
 
 from trimtab.model.attention import AttentionPlan
 from trimtab.model.gradients import Gradients, add_product
+from trimtab.model.keep import Keep
 from trimtab.model.kernels import train as kernels
 from trimtab.model.kernels.shared import gated
-from trimtab.model.parts import LayerParts, Linears, Norm, Rotary
-from trimtab.model.policy import Keep
+from trimtab.model.norms import Norm, Rotary
+from trimtab.model.parts import LayerParts, Linears
 from trimtab.model.shelf import Shelf
 
 

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from trimtab.model.norms import OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.model.weights import WeightStore, weights_of
@@ -28,41 +29,12 @@ STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
 KNOWN = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
 """tests/rollout/test_decode_kernels.py compares each of them. Others look alike and are not: a layer that does not rotate, or
 normalises under another name, would pass a comparison of a few tokens in bfloat16."""
-ROUNDED, WIDE, OFFSET = 1, 2, 3
-"""How a norm applies its weight (0: there is no norm): to the rounded value; in float32; in float32, one larger than stored."""
 _norm_kinds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Of norms that were tried. They are read again, without a kernel, when their weights have been put elsewhere."""
 
 
 class Unfusable(Exception):
     """Why a model's layers are not served by a fused path."""
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMS norm; `kind` says how its weight is applied."""
-
-    weight: torch.Tensor
-    eps: float
-    kind: int
-
-
-@dataclass(frozen=True)
-class HeadNorm:
-    """RMS norm of each query and key head before rotation."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    eps: float
-    kind: int
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """cos and sin of every position, [positions, rotated dimensions], as the model itself computes them."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
 
 
 @dataclass(frozen=True)

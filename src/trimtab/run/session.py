@@ -21,6 +21,7 @@ from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
 from trimtab.model.adapters import refuse_unknown_targets
+from trimtab.model.kernel_choice import use_kernels
 from trimtab.model.load import (
     load_config,
     load_model,
@@ -428,7 +429,7 @@ def _load_policies(config: Config, device: torch.device, checkpoint: Path | None
     if config.model.lora is not None:
         return policy, WithoutAdapters(policy)
     reference = Policy(load_model(config.model, device).requires_grad_(False), check=False)
-    reference.use(config.run.kernels)
+    use_kernels(reference, config.run.kernels)
     return policy, reference
 
 

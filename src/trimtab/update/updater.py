@@ -21,8 +21,9 @@ from trimtab.learn.kl import ESTIMATORS, corrected
 from trimtab.learn.losses import LOSSES
 from trimtab.learn.segments import sum_by
 from trimtab.model.head import TokenStats
+from trimtab.model.keep import Keep
 from trimtab.model.packed import take_rows
-from trimtab.model.policy import AnyPolicy, Keep, Policy
+from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.model.shelf import Shelf
 from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
 from trimtab.update.launching import Launching
