@@ -21,7 +21,7 @@ from trimtab.model.packed import PackedPlan  # noqa: E402
 from trimtab.model.parts import KNOWN, SILU, Adapter, Linears, Unfusable, Watch  # noqa: E402
 from trimtab.model.policy import Policy  # noqa: E402
 from trimtab.model.shapes import layer_shapes  # noqa: E402
-from trimtab.model.weights import weights_of  # noqa: E402
+from trimtab.model.weights import WeightStore  # noqa: E402
 from trimtab.rollout.native import cuda  # noqa: E402
 from trimtab.rollout.native.arena import Arena  # noqa: E402
 from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment  # noqa: E402
@@ -353,7 +353,7 @@ def test_joined_weights_stay_the_models_own(tmp_path) -> None:
     model = tiny_model("qwen2")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     projections = [model.model.layers[0].self_attn.get_submodule(f"{n}_proj") for n in "qkv"]
-    whole = weights_of(model).joined([p.weight for p in projections])
+    whole = WeightStore(model.named_parameters()).joined([p.weight for p in projections])
     assert whole.data_ptr() == projections[0].weight.data_ptr()
     torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
     with torch.no_grad():

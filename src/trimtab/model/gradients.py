@@ -7,7 +7,7 @@ autograd makes (embeddings, the model's own modules) is added by hooks. The sums
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,45 +17,33 @@ from trimtab.model.weights import WeightStore
 class Gradients:
     """Sums of gradients by unit; a unit's exist from its first gradient of a step until `clear`."""
 
-    def __init__(self, weights: WeightStore, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, weights: WeightStore, parameters: Iterable[torch.Tensor]) -> None:
         """`parameters`: those of the store whose gradients are summed here."""
         self._weights = weights
         self._ids = {id(parameter) for parameter in parameters}
-        self._sums: dict[str, torch.Tensor] = {}
-        """By unit."""
+        self.sums: dict[str, torch.Tensor] = {}
+        """By unit, laid out as it is."""
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}
+        """Parts of the sums, by the parameters that they are for: what a product adds to in every micro-batch."""
         self._touched: set[int] = set()
         """Parameters that have a gradient; the others of their unit have zeros that mean nothing."""
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
+    def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._ids
 
     def of(self, *parameters: torch.Tensor) -> torch.Tensor | None:
         """The sum to add to for a parameter, or for several that are joined; None where they are not summed here."""
-        if not all(parameter in self for parameter in parameters):
-            return None
-        if len(parameters) == 1:
-            unit, entry = self._weights.place(parameters[0])
-            view = entry.view(self._sum(unit.name, unit.size, parameters[0].device))
-        else:
-            stretch = self._weights.stretch(parameters)
-            assert stretch is not None, "only parameters that lie side by side have one sum"
-            unit, offset, shape = stretch
-            total = self._sum(unit.name, unit.size, parameters[0].device)
-            view = total[offset : offset + shape.numel()].view(shape)
-        self._touched.update(map(id, parameters))
-        return view
-
-    def _sum(self, unit: str, size: int, device: torch.device) -> torch.Tensor:
-        if unit not in self._sums:
-            self._sums[unit] = torch.zeros(size, dtype=torch.float32, device=device)
-        return self._sums[unit]
+        key = tuple(map(id, parameters))
+        if key not in self._views:
+            if not self._ids.issuperset(key):
+                return None
+            self._views[key] = self._view(parameters)
+            self._touched.update(key)
+        return self._views[key]
 
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The sum for a parameter; None where nothing has been added yet."""
-        if id(parameter) not in self._touched:
-            return None
-        unit, entry = self._weights.place(parameter)
-        return entry.view(self._sums[unit.name])
+        return self._view([parameter]) if id(parameter) in self._touched else None
 
     def add(self, parameter: torch.Tensor) -> None:
         """Take over a gradient that autograd made."""
@@ -66,7 +54,19 @@ class Gradients:
             parameter.grad = None
 
     def clear(self) -> None:
-        self._sums, self._touched = {}, set()
+        self.sums, self._views, self._touched = {}, {}, set()
+
+    def _view(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        unit, entry = self._weights.place(parameters[0])
+        if unit.name not in self.sums:
+            self.sums[unit.name] = torch.zeros(unit.size, dtype=torch.float32, device=parameters[0].device)
+        total = self.sums[unit.name]
+        if len(parameters) == 1:
+            return entry.view(total)
+        stretch = self._weights.stretch(parameters)
+        assert stretch is not None, "only parameters that lie side by side have one sum"
+        _, offset, shape = stretch
+        return total[offset : offset + shape.numel()].view(shape)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from trimtab.model.norms import OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
-from trimtab.model.weights import WeightStore, weights_of
+from trimtab.model.weights import BLOCK, WeightStore
 
 SILU, GELU_TANH = 0, 1
 ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
@@ -61,7 +61,9 @@ class Linears:
         self.weights, self.biases, self.adapters = weights, biases, adapters
         weight, bias = store.joined(weights), None if biases is None else store.joined(biases)
         if weight is None or (bias is None) != (biases is None):
-            raise Unfusable("layers that read one input do not lie side by side in its weights")
+            raise Unfusable(
+                f"layers that read one input are of sizes that are no multiples of {BLOCK}, so they are not joined"
+            )
         self.weight, self.bias = weight, bias
 
 
@@ -128,7 +130,7 @@ def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
     kinds = getattr(policy.config, "layer_types", None) or ["full_attention"] * len(shapes)
     factor = _embedding_factor(body.embed_tokens, policy)
     _check_rotation(body)
-    policy.weights = store = weights_of(policy.model)  # others may have put parameters elsewhere
+    store = policy.lay_out_weights()  # others may have put parameters elsewhere
     layers = [_read_layer(layer, store, shapes[i], kinds[i]) for i, layer in enumerate(body.layers)]
     return ModelParts(body.embed_tokens.weight, body.embed_tokens.padding_idx, factor, layers, _norm(body.norm))
 

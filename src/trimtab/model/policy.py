@@ -29,7 +29,7 @@ from trimtab.model.packed import PackedPlan
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.shelf import Shelf
 from trimtab.model.transfer import HostMemory
-from trimtab.model.weights import Unit, WeightStore, weights_of
+from trimtab.model.weights import Unit, WeightStore
 
 PROBE_LENGTHS = [7, 12]
 OWN_MODULES = "the model's own modules"
@@ -57,7 +57,7 @@ class Policy:
         self.config = model.config.get_text_config()
         refuse_unserved(model, self.name, self.config)
         self.body = model.get_decoder()
-        self.weights = weights_of(model)
+        self.weights = WeightStore(model.named_parameters())
         """Where the parameters lie."""
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
@@ -130,6 +130,12 @@ class Policy:
             )
         hidden: torch.Tensor = out.last_hidden_state.squeeze(0)
         return hidden
+
+    def lay_out_weights(self) -> WeightStore:
+        """Where the parameters lie; laid out anew where some were added or put elsewhere."""
+        if not self.weights.is_of(self.model):
+            self.weights = WeightStore(self.model.named_parameters())
+        return self.weights
 
     def forget(self) -> None:
         """Keep nothing of where the weights were: they have been put elsewhere."""

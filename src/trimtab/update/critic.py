@@ -18,7 +18,7 @@ from trimtab.config.learn import Learn
 from trimtab.learn.values import value_loss
 from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Policy
-from trimtab.model.weights import weights_of
+from trimtab.record.checkpoint import Stateful, load_optimizer
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.updater import Progress, Updater, UpdateStats
 
@@ -36,7 +36,7 @@ def add_value_head(policy: Policy) -> torch.nn.Linear:
     output = policy.model.get_output_embeddings()
     if output is not None and output.weight is not policy.model.get_input_embeddings().weight:
         output.requires_grad_(False)  # nothing is read from it
-    policy.weights = weights_of(policy.model)
+    policy.lay_out_weights()
     return head
 
 
@@ -72,15 +72,15 @@ class Critic(Updater):
         return weighted.sum()
 
 
-def critic_files(critic: Critic) -> dict[str, dict[str, torch.Tensor]]:
+def critic_files(critic: Critic) -> dict[str, dict[str, torch.Tensor] | Stateful]:
     """What a checkpoint keeps of a critic, by file: what is trained of it, and its optimizer's state."""
     trained = {name: p.detach() for name, p in critic.policy.model.named_parameters() if p.requires_grad}
-    return {CRITIC: trained, CRITIC_OPTIMIZER: critic.optimizer.state_tensors()}
+    return {CRITIC: trained, CRITIC_OPTIMIZER: critic.optimizer}
 
 
 @torch.no_grad()
 def restore_critic(checkpoint: Path, critic: Critic, load: Load = load_file) -> None:
-    """Make the critic what it was when the checkpoint was written. `load` reads one of its files."""
+    """Make the critic what it was when the checkpoint was written. `load` reads its weights."""
     if not (checkpoint / CRITIC).is_file():
         raise ConfigError(
             [Problem("learn.algorithm", f"{checkpoint.name} has no critic to go on with", "Write it as it was.")]
@@ -89,4 +89,4 @@ def restore_critic(checkpoint: Path, critic: Critic, load: Load = load_file) -> 
     for name, parameter in critic.policy.model.named_parameters():
         if parameter.requires_grad:
             parameter.copy_(saved[name])
-    critic.optimizer.load_state_tensors(load(checkpoint / CRITIC_OPTIMIZER))
+    load_optimizer(checkpoint, critic.optimizer, CRITIC_OPTIMIZER)

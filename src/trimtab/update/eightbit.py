@@ -87,9 +87,3 @@ class Room:
             torch.div(values.view(-1, BLOCK), peaks[:, None], out=shares.view(-1, BLOCK))
             torch.bucketize(shares, edges, out_int32=True, out=index)
             codes.copy_(index)
-
-
-def decoded(moment: str, codes_N: torch.Tensor, scales_B: torch.Tensor) -> torch.Tensor:
-    """[N]: first (`exp_avg`) or second moments from their codes."""
-    values = signed_map() if moment == "exp_avg" else unsigned_map()
-    return (values[codes_N.long()].view(-1, BLOCK) * scales_B[:, None]).flatten()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from trimtab.config.learn import Learn
 from trimtab.model.gradients import Gradients
 from trimtab.model.transfer import HostMemory
-from trimtab.model.weights import WeightStore
+from trimtab.model.weights import Place, WeightStore
 from trimtab.update.conveyor import Conveyor
-from trimtab.update.eightbit import BLOCK, CHUNK, Room, decoded
-from trimtab.update.states import Member, UnitState, flat, make_state, needs_master
+from trimtab.update.eightbit import BLOCK, CHUNK, Room
+from trimtab.update.states import Member, UnitState, by_parameter, flat, make_state, needs_master
 
 PIECE = 2**26
 """Elements of a unit, at most, that an offloaded step has in one piece; see conveyor.py for how many of these."""
@@ -154,7 +154,7 @@ class MasterAdamW:
             return {}
         sizes: dict[torch.dtype, int] = {}
         for unit in self._units:
-            sizes[unit.dtype] = max(sizes.get(unit.dtype, 0), min(CHUNK, unit.unit.size))
+            sizes[unit.dtype] = max(sizes.get(unit.dtype, 0), min(CHUNK, unit.columns))
         return {dtype: Room(size, dtype, self._device) for dtype, size in sizes.items()}
 
     def _members(self, unit: UnitState, grads: dict[int, torch.Tensor]) -> list[Member]:
@@ -240,11 +240,10 @@ class MasterAdamW:
         """It may cut a parameter: what is done is the same for every element."""
         weights, slopes, moments, copies, whose = [], [], [], [], []
         for member in self._members(unit, grads):
-            entry = member.entry
-            begin, end = max(first, entry.offset), min(first + moments_2N.shape[1], entry.end)
+            begin, end = max(first, member.start), min(first + moments_2N.shape[1], member.end)
             if begin >= end:
                 continue
-            inside, here = slice(begin - entry.offset, end - entry.offset), slice(begin - first, end - first)
+            inside, here = slice(begin - member.start, end - member.start), slice(begin - first, end - first)
             working = flat(member.parameter.data)[inside]
             weights.append(working if masters_N is None else masters_N[here])
             slopes.append(flat(grads[id(member.parameter)])[inside])
@@ -275,27 +274,50 @@ class MasterAdamW:
         self.gradients.clear()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything beyond the working weights that a resumed run needs."""
+        """Everything beyond the working weights that a resumed run needs, by unit: flat tensors called KIND/UNIT, which `table`
+        says the contents of, and `step/UNIT`, one number a parameter."""
+        self._settle()
+        tensors: dict[str, torch.Tensor] = {}
+        for unit in self._units:
+            tensors[f"step/{unit.unit.name}"] = unit.steps
+            tensors |= {f"{kind}/{unit.unit.name}": row for kind, row in unit.rows.items()}
+        return tensors
+
+    def table(self) -> list[Place]:
+        """Where each parameter lies in the flat tensors of `state_tensors`."""
+        return [
+            Place(
+                unit.unit.name,
+                m.name,
+                m.entry.shape,
+                m.entry.stride,
+                str(unit.unit.dtype).removeprefix("torch."),
+                m.start,
+            )
+            for unit in self._units
+            for m in unit.members
+        ]
+
+    def state_of_parameters(self) -> dict[str, torch.Tensor]:
+        """The state as format 1 of checkpoints names it: KIND/PARAMETER."""
         self._settle()
         tensors: dict[str, torch.Tensor] = {}
         for unit in self._units:
             for member in unit.members:
                 tensors[f"step/{member.name}"] = member.step
-                tensors |= {f"{key}/{member.name}": part for key, part in member.parts.items()}
+                tensors |= {f"{kind}/{member.name}": part for kind, part in member.parts.items()}
         return tensors
 
     @torch.no_grad()
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over what `state_tensors` gave; moments that are not in it are as in the beginning."""
-        for name, own in self.state_tensors().items():
-            kind, _, parameter = name.partition("/")
-            if name in tensors:
-                own.copy_(tensors[name])
-            elif f"{kind}_codes/{parameter}" in tensors:  # earlier versions had 8 bits for vectors too
-                codes, scales = (tensors[f"{kind}_{part}/{parameter}"] for part in ("codes", "scales"))
-                own.copy_(decoded(kind, codes, scales)[: own.numel()].view(own.shape))
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor], table: Sequence[Place] | None) -> None:
+        """Take over what `state_tensors` and `table` gave, however units were cut then; without a table, tensors by parameter.
+        Moments that are not in it are as in the beginning."""
+        found = tensors if table is None else by_parameter(tensors, table)
+        for name, own in self.state_of_parameters().items():
+            if name in found:
+                own.copy_(found[name])
             else:
-                assert kind != "master", f"no {name} in the checkpoint"
+                assert not name.startswith("master/"), f"no {name} in the checkpoint"
                 own.zero_()
         for unit in self._units:
             if unit.has_masters:

@@ -1,28 +1,31 @@
 """What an optimizer remembers of its parameters, and how that lies in memory.
 
-The state of a unit (model/weights.py) has the unit's layout: a few matrices with a column an element (or a block of elements), so
-that any stretch of columns can be taken elsewhere and worked on there.
+The state of a unit (model/weights.py) is a few matrices with a column an element (or a block of elements), so that any stretch of
+columns can be taken elsewhere and worked on there. It has the unit's layout, except that joined vectors (biases) begin on blocks
+of their own: blocks of 8 bits hold values of one parameter only, and a cut is a multiple of a block into every parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from trimtab.model.weights import Entry, Unit, WeightStore
-from trimtab.update.eightbit import BLOCK
+from trimtab.model.weights import BLOCK, Entry, Place, Unit, WeightStore, round_up
 
 MakeZeros = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Member:
-    """A trained parameter, its place in the unit, and its own part of the unit's state."""
+    """A trained parameter and its own part of its unit's state."""
 
     entry: Entry
     parameter: torch.nn.Parameter
+    start: int
+    """Its first element's column in the state."""
     step: torch.Tensor
     count: torch.Tensor
     """Room for a copy of `step`: the kernel counts, and would once for every piece of a step that is done in pieces."""
@@ -33,6 +36,10 @@ class Member:
     def name(self) -> str:
         return self.entry.name
 
+    @property
+    def end(self) -> int:
+        return self.start + self.entry.count
+
 
 @dataclass(frozen=True)
 class UnitState:
@@ -41,10 +48,16 @@ class UnitState:
 
     unit: Unit
     members: list[Member]
+    steps: torch.Tensor
+    """Of which `Member.step` are views, in the order of members."""
     weight_decay: float
     state: tuple[torch.Tensor, ...]
     has_masters: bool
     eight_bit: bool
+
+    @property
+    def columns(self) -> int:
+        return self.state[0].shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -55,42 +68,47 @@ class UnitState:
         """What a step computes in."""
         return wide(self.unit.dtype)
 
+    @property
+    def rows(self) -> dict[str, torch.Tensor]:
+        """The flat tensors that make up the state, by what they hold."""
+        return _rows(self.state, self.eight_bit)
+
     def pieces(self, size: int) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-        """The state cut into stretches of so many elements, a multiple of a block, each with its first element's number."""
+        """The state cut into stretches of so many elements, a multiple of a block, each with its first element's column."""
         assert size % BLOCK == 0
-        cut = [matrix.split(size * matrix.shape[1] // self.unit.size, dim=1) for matrix in self.state]
+        cut = [matrix.split(size * matrix.shape[1] // self.columns, dim=1) for matrix in self.state]
         return [(index * size, piece) for index, piece in enumerate(zip(*cut, strict=True))]
 
     def moved(self, state: tuple[torch.Tensor, ...]) -> UnitState:
         """The same with its state elsewhere."""
-        members = [replace(m, parts=_parts(state, m.entry, self.eight_bit)) for m in self.members]
-        return replace(self, members=members, state=state)
+        rows = _rows(state, self.eight_bit)
+        return replace(
+            self, members=[replace(m, parts=parts_of(rows, m.entry, m.start)) for m in self.members], state=state
+        )
 
 
 def make_state(
     weights: WeightStore, unit: Unit, weight_decay: float, eight_bit: bool, make_zeros: MakeZeros
 ) -> UnitState:
-    """State of a unit, with moments of zero and masters that are what the parameters are. `eight_bit`: of matrices. Vectors are
-    few, and joined at any element, so their moments are always full."""
-    masters, columns, dtype = int(needs_master(unit.dtype)), unit.size, wide(unit.dtype)
-    eight_bit = eight_bit and unit.decayed
+    """State of a unit's trained parameters, with moments of zero and masters that are what the parameters are."""
+    trained = [entry for entry in unit.entries if weights.parameters[entry.name].requires_grad]
+    starts, columns = _starts(trained)
+    masters, dtype = int(needs_master(unit.dtype)), wide(unit.dtype)
     if eight_bit:
         shapes = [(2, columns, torch.uint8), (2, columns // BLOCK, torch.float32)] + [(1, columns, dtype)] * masters
     else:
         shapes = [(2 + masters, columns, dtype)]
-    state = tuple(make_zeros((rows, wide_columns), kind) for rows, wide_columns, kind in shapes)
-    device = weights.flats[unit.name].device
+    state = tuple(make_zeros((rows, width), kind) for rows, width, kind in shapes)
+    steps, counts = torch.zeros((2, len(trained)), dtype=torch.float32, device=weights.flats[unit.name].device)
+    rows = _rows(state, eight_bit)
     members = []
-    for entry in unit.entries:
+    for index, (entry, start) in enumerate(zip(trained, starts)):
         parameter = weights.parameters[entry.name]
-        if not parameter.requires_grad:
-            continue
-        parts = _parts(state, entry, eight_bit)
-        step, count = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
-        members.append(Member(entry, parameter, step, count, parts))
+        members.append(Member(entry, parameter, start, steps[index], counts[index], parts_of(rows, entry, start)))
         if masters:
-            parts["master"].copy_(parameter.detach())
-    return UnitState(unit, members, weight_decay if unit.decayed else 0.0, state, bool(masters), eight_bit)
+            members[-1].parts["master"].copy_(parameter.detach())
+    decay = weight_decay if unit.decayed else 0.0
+    return UnitState(unit, members, steps, decay, state, bool(masters), eight_bit)
 
 
 def needs_master(dtype: torch.dtype) -> bool:
@@ -106,13 +124,49 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _parts(state: tuple[torch.Tensor, ...], entry: Entry, eight_bit: bool) -> dict[str, torch.Tensor]:
-    """A parameter's own of its unit's state."""
+def _starts(entries: Iterable[Entry]) -> tuple[list[int], int]:
+    """Each parameter's first column, on a block, and the number of all columns."""
+    starts, end = [], 0
+    for entry in entries:
+        starts.append(end)
+        end += round_up(entry.count, BLOCK)
+    return starts, end
+
+
+def _rows(state: tuple[torch.Tensor, ...], eight_bit: bool) -> dict[str, torch.Tensor]:
     if not eight_bit:
-        return dict(zip(("exp_avg", "exp_avg_sq", "master"), map(entry.view, state[0])))
-    blocks = slice(entry.offset // BLOCK, -(-entry.end // BLOCK))
+        return dict(zip(("exp_avg", "exp_avg_sq", "master"), state[0]))
+    found = {f"{name}_codes": codes for name, codes in zip(("exp_avg", "exp_avg_sq"), state[0])}
+    found |= {f"{name}_scales": scales for name, scales in zip(("exp_avg", "exp_avg_sq"), state[1])}
+    return found | ({"master": state[2][0]} if len(state) == 3 else {})
+
+
+def parts_of(rows: dict[str, torch.Tensor], entry: Entry, start: int) -> dict[str, torch.Tensor]:
+    """A parameter's own of its unit's state."""
+    end = start + round_up(entry.count, BLOCK)
     found = {}
-    for name, codes, scales in zip(("exp_avg", "exp_avg_sq"), state[0], state[1]):
-        found[f"{name}_codes"] = codes[blocks.start * BLOCK : blocks.stop * BLOCK]
-        found[f"{name}_scales"] = scales[blocks]
-    return found | ({"master": entry.view(state[2][0])} if len(state) == 3 else {})
+    for name, row in rows.items():
+        if name.endswith("_codes"):
+            found[name] = row[start:end]
+        elif name.endswith("_scales"):
+            found[name] = row[start // BLOCK : end // BLOCK]
+        else:
+            found[name] = entry.view(row, start)
+    return found
+
+
+def by_parameter(tensors: Mapping[str, torch.Tensor], table: Iterable[Place]) -> dict[str, torch.Tensor]:
+    """The tensors of units cut into those of parameters."""
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, unit = name.partition("/")
+        kinds.setdefault(unit, {})[kind] = tensor
+    found, numbers = {}, Counter[str]()
+    for place in table:
+        rows = dict(kinds.get(place.unit, {}))
+        if "step" in rows:
+            found[f"step/{place.name}"] = rows.pop("step")[numbers[place.unit]]
+        numbers[place.unit] += 1
+        entry = Entry(place.name, place.shape, place.stride, place.offset)
+        found |= {f"{kind}/{place.name}": part for kind, part in parts_of(rows, entry, place.offset).items()}
+    return found
