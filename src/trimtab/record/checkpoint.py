@@ -5,8 +5,8 @@ any moment, a kill included, every folder called `step-N` is complete, and the n
 Writing one takes no device memory: tensors are put in order on the host.
 
 Format 2: `state.json`, written last, has the size and sha256 of every other file, and its own sha256. Optimizer state is flat
-tensors, one a kind and unit of the weight store (model/weights.py); `tables` says which parameter lies where in them, so it is read
-whatever the units are. Format 1, which has neither and names the state by parameter, is read too.
+tensors, one a kind and unit of the weight store (model/weights.py); `tables` says which parameter lies where in them, so they are
+read whatever the units are. Format 1, which has neither and names the state by parameter, is read too.
 """
 
 from __future__ import annotations
