@@ -262,7 +262,7 @@ def test_the_layout_of_a_parameter_does_not_matter(dtype: torch.dtype, offload: 
         for scale in (1.0, -0.3):
             backward([("weight", parameter)], scale)
             optimizer.step(0.01)
-        found.append((parameter.detach(), {k: v.clone() for k, v in optimizer.state_tensors().items()}))
+        found.append((parameter.detach(), {k: v.clone() for k, v in optimizer.state_of_parameters().items()}))
     for weight, state in found[1:]:
         torch.testing.assert_close(weight, found[0][0], atol=1e-6, rtol=0)
         for key, value in state.items():
