@@ -50,6 +50,15 @@ def test_a_parameter_without_a_gradient_has_none_though_its_unit_has_sums() -> N
     assert gradients.get(parameters[0]) is not None and gradients.get(parameters[1]) is None
 
 
+def test_joined_parameters_of_which_some_are_frozen_have_one_sum_to_add_to() -> None:
+    weights, (query, key, value) = make(q_proj__weight=(64, 4), k_proj__weight=(64, 4), v_proj__weight=(64, 4))
+    gradients = Gradients(weights, [value])
+    total = gradients.of(query, key, value)
+    assert total is not None and gradients.of(query) is None
+    total += 1.0
+    assert torch.equal(gradients.get(value), torch.ones(64, 4)) and gradients.get(query) is None
+
+
 def test_parameters_that_were_moved_are_found() -> None:
     weights, parameters = make(a=(2, 3))
     gradients = Gradients(weights, parameters)

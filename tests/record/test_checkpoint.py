@@ -388,9 +388,7 @@ def test_adapters_of_another_step_are_told(model_folder: Path, tmp_path: Path) -
     model = {"path": str(model_folder), "lora": {"r": 2}}
     train(model, tmp_path / "run", {"steps": 2})
     take_from_step_1(tmp_path / "run/checkpoints/step-2", "adapter_model.safetensors")
-    with pytest.raises(
-        TrainingError, match=r"\(ValueError: adapter_model\.safetensors is that of step-1\)"
-    ):
+    with pytest.raises(TrainingError, match=r"\(ValueError: adapter_model\.safetensors is that of step-1\)"):
         train(model, tmp_path / "run", {"steps": 3}, resume=True)
     shutil.rmtree(tmp_path / "run/checkpoints/step-2")
     assert train(model, tmp_path / "run", {"steps": 3}, resume=True)["steps"] == 3

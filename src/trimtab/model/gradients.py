@@ -32,13 +32,14 @@ class Gradients:
         return id(parameter) in self._ids
 
     def of(self, *parameters: torch.Tensor) -> torch.Tensor | None:
-        """The sum to add to for a parameter, or for several that are joined; None where they are not summed here."""
+        """The sum to add to for a parameter, or for several that are joined, of which some may be frozen; None where none of them
+        is summed here."""
         key = tuple(map(id, parameters))
         if key not in self._views:
-            if not self._ids.issuperset(key):
+            if self._ids.isdisjoint(key):
                 return None
             self._views[key] = self._view(parameters)
-            self._touched.update(key)
+            self._touched |= self._ids.intersection(key)
         return self._views[key]
 
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -10,7 +10,8 @@ Guarantees:
 - Projections that read the same input lie side by side, so that they are one matrix (`joined`).
 - Everything else begins at a multiple of `BLOCK` elements, and a unit's length is a multiple of `BLOCK` times the number of
   ranks: any rank's share begins and ends on a block, so blocks of 8-bit optimizer state are the same for any number of ranks.
-- Parameters that are trained and such that are frozen are in different units, as are different types and devices.
+- Parameters that are trained are not in one unit with frozen ones (unless they are joined), nor with those of another type or
+  device: sums and state are made for whole units.
 - Gradient sums have the layout of the weights, and optimizer state and checkpoints name the unit and the offset: nothing is
   found by its address.
 - Making a store moves values one unit at a time and keeps none twice; what lies in its place already is not moved.
@@ -203,7 +204,8 @@ def _units(named: Mapping[str, torch.nn.Parameter], multiple: int) -> tuple[Unit
     members: dict[tuple[str, torch.dtype, str, bool], list[list[str]]] = {}
     for together in _side_by_side(named):
         parameter = named[together[0]]
-        kind = (_unit_name(together[0], parameter), parameter.dtype, str(parameter.device), parameter.requires_grad)
+        trained = any(named[member].requires_grad for member in together)
+        kind = (_unit_name(together[0], parameter), parameter.dtype, str(parameter.device), trained)
         members.setdefault(kind, []).append(together)
     units: dict[str, Unit] = {}
     for (name, dtype, device, trained), groups in members.items():
@@ -257,7 +259,7 @@ def _without_adapter(name: str) -> str:
 
 
 def _joins(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same_kind = (a.dtype, a.device, a.requires_grad, a.ndim) == (b.dtype, b.device, b.requires_grad, b.ndim)
+    same_kind = (a.dtype, a.device, a.ndim) == (b.dtype, b.device, b.ndim)
     return same_kind and a.ndim > 0 and a.shape[1:] == b.shape[1:] and a.is_contiguous() and b.is_contiguous()
 
 
