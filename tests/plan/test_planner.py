@@ -292,6 +292,15 @@ def test_pieces_on_the_way_are_those_of_the_optimizer() -> None:
     assert (ledger.BLOCK, ledger.CHUNK) == (eightbit.BLOCK, eightbit.CHUNK)
 
 
+def test_pieces_on_the_way_of_a_small_model_are_of_its_largest_unit() -> None:
+    job = qwen()
+    small = replace(job, shape=replace(job.shape, vocabulary=1000, blocks=job.shape.blocks[:2]))
+    found = draw_up(small, h(140), make_plan(Run(offload=Offload(optimizer=True)), small, h(140)).run)
+    largest = max(small.shape.table, small.shape.blocks[0].parameters)
+    assert largest < ledger.PIECE
+    assert found["optimizer"].device["pieces on the way"] == 3 * largest * (8 + 4)
+
+
 def test_what_waits_on_the_host_is_counted_there() -> None:
     job = qwen("qwen2.5-7b", fused=True)
     run = make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run
