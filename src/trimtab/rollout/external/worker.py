@@ -58,7 +58,7 @@ def serve(kind: str, link: Connection) -> None:
     """Carry out orders in turn; between them, step."""
     setup = link.recv()
     assert isinstance(setup, Setup)
-    core: Core = importlib.import_module(f"trimtab.rollout.{kind}.core").Core(setup)
+    core: Core = importlib.import_module(f"trimtab.rollout.external.{kind}.core").Core(setup)
     link.send(core.account.ready)
     beaten = time.monotonic()
     while True:
