@@ -42,13 +42,13 @@ from trimtab.model.kernel_choice import fuse
 from trimtab.model.policy import Policy
 from trimtab.plan.job import COUNTED, Job
 from trimtab.plan.planner import Plan, make_plan
-from trimtab.plan.shape import shape_of_model
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.watch import PlanWatch
 from trimtab.rollout.engine import Request
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.run.calibrate import probe
 from trimtab.run.machine import machine_here
+from trimtab.run.shapes import shape_of_model
 from trimtab.run.tuner import longest_samples
 from trimtab.update.updater import Updater
 

@@ -46,9 +46,9 @@ from trimtab.model.kernel_choice import fuse
 from trimtab.model.policy import Policy
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import make_plan
-from trimtab.plan.shape import shape_of_model
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.run.machine import machine_here
+from trimtab.run.shapes import shape_of_model
 from trimtab.run.tuner import longest_samples, time_decode, time_update
 from trimtab.update.updater import Updater
 

@@ -17,10 +17,10 @@ from trimtab.config.load import config_from_dict
 from trimtab.model.kernel_choice import use_kernels
 from trimtab.model.policy import Policy
 from trimtab.plan.activations import Row, UpdatePath, update_peak
-from trimtab.plan.shape import shape_of_model
 from trimtab.run import loop
 from trimtab.run.inputs import Inputs
 from trimtab.run.session import open_session
+from trimtab.run.shapes import shape_of_model
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

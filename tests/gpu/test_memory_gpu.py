@@ -18,11 +18,11 @@ from trimtab.model.policy import Policy
 from trimtab.plan.job import Job
 from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import Plan, make_plan
-from trimtab.plan.shape import shape_of_model
 from trimtab.plan.watch import PlanWatch
 from trimtab.rollout.engine import Request
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.run.machine import machine_here, memory_limit
+from trimtab.run.shapes import shape_of_model
 from trimtab.run.tuner import longest_samples, time_update
 from trimtab.update.updater import Updater
 

@@ -20,9 +20,10 @@ from trimtab.model.fused import FusedForward
 from trimtab.model.gradients import Gradients
 from trimtab.model.keep import Keep
 from trimtab.model.packed import PackedPlan, _Copies, _copies_of
-from trimtab.model.parts import KNOWN, Unfusable
+from trimtab.model.parts import Unfusable
 from trimtab.model.policy import Policy
 from trimtab.model.shelf import Shelf
+from trimtab.model.sizes import FUSED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = [5, 3, 4]
@@ -63,7 +64,7 @@ def compare(policy: Policy, exact: Policy) -> None:
         torch.testing.assert_close(grad.double(), exact_grads[name], atol=2e-5 * max(size, 1e-3), rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("architecture", sorted(KNOWN))
+@pytest.mark.parametrize("architecture", sorted(FUSED))
 def test_gradient_equals_the_models_own(architecture: str) -> None:
     compare(*both(tiny_model(architecture, num_hidden_layers=2)))
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from trimtab.base.errors import ModelError
 from trimtab.config.schema import Model
 from trimtab.model import load
-from trimtab.plan.source import shape_of
+from trimtab.run.shapes import shape_of
 
 
 def test_a_gguf_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

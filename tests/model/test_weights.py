@@ -13,8 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from trimtab.base.errors import ModelError
 from trimtab.model.load import save_model
+from trimtab.model.sizes import BLOCK
 from trimtab.model.transfer import host_state
-from trimtab.model.weights import ADAPTERS, BLOCK, VECTORS, WeightStore
+from trimtab.model.weights import ADAPTERS, VECTORS, WeightStore
 
 
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -13,11 +13,11 @@ from tests.tiny import ARCHITECTURES, BASE, tiny_model
 from trimtab.base.errors import ModelError
 from trimtab.config.schema import Lora
 from trimtab.model.adapters import add_adapters
-from trimtab.model.parts import KNOWN
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
-from trimtab.plan.shape import FAMILIES, measured_shape, read_shape, shape_of_model
-from trimtab.plan.source import FUSED, WELL_KNOWN, shape_of
+from trimtab.plan.shape import FAMILIES, read_shape
+from trimtab.plan.source import WELL_KNOWN
+from trimtab.run.shapes import measured_shape, shape_of, shape_of_model
 
 LATENT = {
     "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4,
@@ -29,7 +29,6 @@ ALL: dict[str, dict[str, Any]] = {**ARCHITECTURES, "deepseek_v3": LATENT}
 
 def test_every_family_is_compared() -> None:
     assert set(ALL) == FAMILIES
-    assert FUSED == KNOWN
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -16,7 +16,7 @@ from trimtab.base.errors import RewardError
 from trimtab.model.load import save_model
 from trimtab.record.sinks import read_metrics
 from trimtab.reward import models
-from trimtab.reward.models import TOKENS, Classifier
+from trimtab.reward.models import Classifier
 from trimtab.workers.messages import Failure
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def reward_model(
 def test_scores_are_transformers_own(
     architecture: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "TOKENS", tokens)
+    monkeypatch.setattr(models, "REWARD_TOKENS", tokens)
     folder = reward_model(tmp_path / "rm", architecture)
     (folder / "reward.json").write_text(json.dumps({"shift": 0.25}))
     prompts, completions = ["1+1=", "2+2=", "a"], ["2", "four", "bcdefgh"]
@@ -179,7 +179,6 @@ def test_memory_of_it_is_planned(tmp_path: Path) -> None:
     from plan.test_planner import h, qwen
 
     from trimtab.config.run import Run
-    from trimtab.plan.ledger import REWARD_TOKENS
     from trimtab.plan.planner import make_plan
 
     other = qwen("qwen2.5-1.5b").shape
@@ -189,7 +188,6 @@ def test_memory_of_it_is_planned(tmp_path: Path) -> None:
         assert "reward models" not in alone.ledger[phase].device
     assert beside.ledger["rollout"].device["reward models' work"] > 8192 * 2 * other.hidden, "its pass over a row, once"
     assert "reward models' work" not in beside.ledger["update"].device
-    assert REWARD_TOKENS == TOKENS
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -197,7 +195,7 @@ def test_what_a_pass_takes_is_what_is_counted(tmp_path: Path, kind: str) -> None
     """Of a model wide enough that its layers decide; counted is never less."""
     from tests.plan.live import Live
     from trimtab.plan.activations import Row, UpdatePath, score_peak
-    from trimtab.plan.source import shape_of
+    from trimtab.run.shapes import shape_of
 
     sizes = {
         "hidden_size": 256,

@@ -18,9 +18,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from trimtab.config.learn import Sampling  # noqa: E402
 from trimtab.model.attention import Rules, causal_window, dense_attention  # noqa: E402
 from trimtab.model.packed import PackedPlan  # noqa: E402
-from trimtab.model.parts import KNOWN, SILU, Adapter, Linears, Unfusable, Watch  # noqa: E402
+from trimtab.model.parts import SILU, Adapter, Linears, Unfusable, Watch  # noqa: E402
 from trimtab.model.policy import Policy  # noqa: E402
 from trimtab.model.shapes import layer_shapes  # noqa: E402
+from trimtab.model.sizes import FUSED  # noqa: E402
 from trimtab.model.weights import WeightStore  # noqa: E402
 from trimtab.rollout.native import cuda  # noqa: E402
 from trimtab.rollout.native.arena import Arena  # noqa: E402
@@ -369,7 +370,7 @@ def test_joined_weights_stay_the_models_own(tmp_path) -> None:
 
 
 def test_the_list_of_known_architectures_is_what_is_compared_here() -> None:
-    assert set(FUSABLE) == KNOWN
+    assert set(FUSABLE) == FUSED
 
 
 def decoder_of(policy: Policy, forgotten: list[int]) -> cuda.CudaDecoder:

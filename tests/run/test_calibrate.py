@@ -17,10 +17,11 @@ from trimtab.plan.devices import find_device
 from trimtab.plan.job import COUNTED, Correction, Job, Machine
 from trimtab.plan.ledger import GIB, MIB, update_path
 from trimtab.plan.planner import Plan, make_plan
-from trimtab.plan.shape import read_shape, shape_of_model
+from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.run import calibrate as probing
 from trimtab.run.calibrate import corrected, probe
+from trimtab.run.shapes import shape_of_model
 from trimtab.update.batch import MicroBatch
 from trimtab.update.updater import Updater
 

@@ -23,10 +23,11 @@ from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB, draw_up
 from trimtab.plan.planner import make_plan
 from trimtab.plan.refusal import plan_here, planned
-from trimtab.plan.shape import read_shape, shape_of_model
+from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import predict
 from trimtab.plan.trials import Trial, Tuned
+from trimtab.run.shapes import shape_of_model
 from trimtab.run.tuner import climb, fastest, longest_samples, time_update
 from trimtab.update.batch import MicroBatch
 from trimtab.update.updater import Updater

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from tests.update.test_optimizer import backward, larger, parameters
 from trimtab.config.learn import Learn
 from trimtab.model.weights import WeightStore
-from trimtab.update import eightbit
 from trimtab.update import optimizer as optimizers
 from trimtab.update.eightbit import BLOCK, Room, signed_map, unsigned_map
 from trimtab.update.optimizer import MasterAdamW
@@ -282,4 +281,4 @@ def test_a_tiny_second_moment_does_not_make_a_huge_step() -> None:
 
 
 def test_the_chunk_that_is_counted_is_the_chunk_there_is() -> None:
-    assert eightbit.CHUNK % BLOCK == 0 and optimizers.PIECE % BLOCK == 0
+    assert optimizers.CHUNK % BLOCK == 0 and optimizers.PIECE % BLOCK == 0

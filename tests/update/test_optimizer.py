@@ -11,7 +11,8 @@ import torch
 from transformers import get_scheduler
 
 from trimtab.config.learn import Learn
-from trimtab.model.weights import BLOCK, WeightStore
+from trimtab.model.sizes import BLOCK
+from trimtab.model.weights import WeightStore
 from trimtab.update import optimizer as optimizers
 from trimtab.update.optimizer import MasterAdamW, learning_rate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from trimtab.config.known import ResolvedClip, ResolvedDynamicSampling, ResolvedLearn
 from trimtab.config.learn import AdvantageName, AggregateName, Learn, LossName
 
 
@@ -41,26 +42,20 @@ GROUP_ADVANTAGES = (
 )
 
 
-def resolve(learn: Learn) -> Learn:
+def resolve(learn: Learn) -> ResolvedLearn:
     """The same settings with every `auto` written out. Idempotent, so a saved config resolves to itself."""
-    recipe = RECIPES[learn.algorithm]
+    recipe, clip, refills = RECIPES[learn.algorithm], learn.clip, learn.dynamic_sampling
 
     def pick(value: object, default: object) -> object:
         return default if value == "auto" else value
 
-    return learn.model_copy(
-        update={
-            "advantage": pick(learn.advantage, recipe.advantage),
-            "loss": pick(learn.loss, recipe.loss),
-            "aggregate": pick(learn.aggregate, recipe.aggregate),
-            "clip": learn.clip.model_copy(
-                update={
-                    "low": pick(learn.clip.low, recipe.clip_low),
-                    "high": pick(learn.clip.high, recipe.clip_high),
-                }
-            ),
-            "dynamic_sampling": learn.dynamic_sampling.model_copy(
-                update={"enabled": pick(learn.dynamic_sampling.enabled, recipe.dynamic_sampling)}
-            ),
-        }
-    )
+    bounds = {"low": pick(clip.low, recipe.clip_low), "high": pick(clip.high, recipe.clip_high)}
+    enabled = {"enabled": pick(refills.enabled, recipe.dynamic_sampling)}
+    chosen = {
+        "advantage": pick(learn.advantage, recipe.advantage),
+        "loss": pick(learn.loss, recipe.loss),
+        "aggregate": pick(learn.aggregate, recipe.aggregate),
+        "clip": ResolvedClip.model_validate(dict(clip) | bounds),
+        "dynamic_sampling": ResolvedDynamicSampling.model_validate(dict(refills) | enabled),
+    }
+    return ResolvedLearn.model_validate(dict(learn) | chosen)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,3 +19,16 @@ class Section(BaseModel):
     """A group of keys. Values are immutable once validated; a changed config is a new config."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """The same section with other values, by key, such as `rollout.kv_memory`. They are validated like all values."""
+        mine, inner = dict(self), dict[str, dict[str, Any]]()
+        for key, value in values.items():
+            name, _, rest = key.partition(".")
+            if rest:
+                inner.setdefault(name, {})[rest] = value
+            else:
+                mine[name] = value
+        for name, below in inner.items():
+            mine[name] = mine[name].with_values(below)
+        return type(self).model_validate(mine)

@@ -280,9 +280,8 @@ def _reward(config: Config, learn: Learn) -> Iterator[Contradiction]:
 def _eval(config: Config, learn: Learn) -> Iterator[Contradiction]:
     fix = "Write data.eval: FILE, or leave it out"
     if config.data.eval is None:
-        stops = {name: getattr(config.eval.sampling, name) or None for name in STOPS}  # a resolved config has []
-        sampling = config.eval.sampling.model_copy(update=stops)
-        idle = [f"eval.{name}" for name in changed(config.eval.model_copy(update={"sampling": sampling}))]
+        stops = {f"sampling.{name}": getattr(config.eval.sampling, name) or None for name in STOPS}
+        idle = [f"eval.{name}" for name in changed(config.eval.with_values(stops))]  # a resolved config has [] for None
         idle += ["observe.eval_every"] if config.observe.eval_every else []
         for key in idle:
             yield clash(f"{key} data.eval", "has no effect: there is no evaluation set", fix)

@@ -9,18 +9,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trimtab.config.algorithms import resolve
+from trimtab.config.known import ResolvedLearn, ResolvedRun
 from trimtab.config.learn import Sampling
+from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.run import Run
 from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
 
 FILTERS, STOPS = ("top_k", "top_p", "min_p"), ("stop", "stop_token_ids")
 
 
-def resolve_config(config: Config) -> Config:
+class ResolvedConfig(Config):
+    """A run whose `learn` is known; `run` is until it is planned what the user wrote."""
+
+    learn: ResolvedLearn
+
+
+class PlannedConfig(ResolvedConfig):
+    """A run of which all is known: what its config.yaml is written from."""
+
+    run: ResolvedRun
+
+
+def resolve_config(config: Config) -> ResolvedConfig:
     """The algorithm's choices and evaluation's stops written out; without an evaluation set there are no stops to inherit."""
     source = eval_sampling(config) if config.data.eval is not None else config.eval.sampling
-    sampling = config.eval.sampling.model_copy(update={name: getattr(source, name) or [] for name in STOPS})
-    measured = config.eval.model_copy(update={"sampling": sampling})
-    return config.model_copy(update={"learn": resolve(config.learn), "eval": measured})
+    measured = config.eval.with_values({f"sampling.{name}": getattr(source, name) or [] for name in STOPS})
+    return ResolvedConfig.model_validate(dict(config) | {"learn": resolve(config.learn), "eval": measured})
+
+
+def with_plan(config: ResolvedConfig, run: ResolvedRun) -> PlannedConfig:
+    """The config with `run` as the planner has it."""
+    return PlannedConfig.model_validate(dict(config) | {"run": run})
+
+
+def with_offline_plan(config: SftConfig | RewardModelConfig, run: ResolvedRun) -> SftConfig | RewardModelConfig:
+    """The same for a run that generates nothing: what only a rollout would use stays as the user wrote it."""
+    unused = {"rollout": config.run.rollout, "reward_workers": config.run.reward_workers}
+    return config.with_values({"run": Run.model_validate(dict(run) | unused)})
 
 
 def eval_sampling(config: Config) -> Sampling:

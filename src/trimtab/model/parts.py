@@ -21,12 +21,12 @@ from torch import nn
 from trimtab.model.norms import OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
-from trimtab.model.weights import BLOCK, WeightStore
+from trimtab.model.sizes import BLOCK, FUSED
+from trimtab.model.weights import WeightStore
 
 SILU, GELU_TANH = 0, 1
 ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
 STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
-KNOWN = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
 """tests/rollout/test_decode_kernels.py compares each of them. Others look alike and are not: a layer that does not rotate, or
 normalises under another name, would pass a comparison of a few tokens in bfloat16."""
 _norm_kinds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -116,7 +116,7 @@ class Watch:
 
 def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
     body = policy.body
-    if policy.config.model_type not in KNOWN:
+    if policy.config.model_type not in FUSED:
         raise Unfusable(
             f"{policy.config.model_type} is not among the architectures that the fused layers were checked with"
         )

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.base.errors import ModelError
+from trimtab.model.sizes import BLOCK
 
-BLOCK = 256
-"""Elements."""
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers of one module that read the same input, in the order in which their rows are stacked."""
 VECTORS, ADAPTERS = "vectors", "adapters"

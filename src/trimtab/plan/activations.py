@@ -15,12 +15,8 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from trimtab.config.run import Recompute
+from trimtab.model.sizes import HEAD_TILE, PROGRAMS
 from trimtab.plan.shape import Block, ModelShape
-
-TILE = 256
-"""Words of the vocabulary that the head's kernel reduces at a time."""
-PROGRAMS = 2112
-"""Programs of kernels that sum over tokens (model/kernels/train.py)."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ def head(shape: ModelShape, row: Row, path: UpdatePath) -> tuple[int, int]:
     kept = R * s * E
     chunk = min(path.chunk, R)
     if path.tiled_head:
-        forward = 3 * 4 * R * -(-V // TILE)
+        forward = 3 * 4 * R * -(-V // HEAD_TILE)
         backward = R * s * E + s * chunk * -(-V // 8) * 8 + chunk * s * E
     else:
         forward = 3 * numbers * chunk * V + (numbers * V * E if s < 4 else 0)
@@ -178,5 +174,7 @@ def score_peak(shape: ModelShape, row: Row, path: UpdatePath) -> dict[str, int]:
     work = kept_by_layer(shape, block, row, full) + T * (4 + s) * E + T * s * block.used_width
     rows, _ = head(shape, row, path)
     chunk = min(path.chunk, row.predicted)
-    logits = 12 * row.predicted * -(-shape.vocabulary // TILE) if path.tiled_head else 12 * chunk * shape.vocabulary
+    logits = (
+        12 * row.predicted * -(-shape.vocabulary // HEAD_TILE) if path.tiled_head else 12 * chunk * shape.vocabulary
+    )
     return {"activations": work, "log-prob head": rows + logits}

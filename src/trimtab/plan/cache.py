@@ -92,10 +92,7 @@ def applied(run: Run, found: dict[str, Any]) -> tuple[Run, dict[str, int]]:
     """`run` with what was found in place of `auto`, and the keys that got a value so."""
     values = {}
     if run.token_budget == "auto":
-        values["run.token_budget"] = int(found["token_budget"])
-        run = run.model_copy(update={"token_budget": values["run.token_budget"]})
+        values["token_budget"] = int(found["token_budget"])
     if run.rollout.max_sequences == "auto":
-        values["run.rollout.max_sequences"] = int(found["max_sequences"])
-        rollout = run.rollout.model_copy(update={"max_sequences": values["run.rollout.max_sequences"]})
-        run = run.model_copy(update={"rollout": rollout})
-    return run, values
+        values["rollout.max_sequences"] = int(found["max_sequences"])
+    return run.with_values(values), {f"run.{key}": value for key, value in values.items()}

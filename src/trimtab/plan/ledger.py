@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
+from trimtab.model.sizes import BLOCK, CHUNK, MERGED_AT_ONCE, PIECE, REWARD_TOKENS, SLOTS
 from trimtab.plan.activations import Row, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import COUNTED, Job, Machine
 
@@ -45,16 +47,6 @@ ENGINE = "engine's processes"
 MERGED, MERGING = "merged copy", "merging adapters"
 UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
 """Components that the meters of torch and of the native engine do not see."""
-PIECE, SLOTS = 2**26, 3
-"""Elements of a piece of an offloaded optimizer's state, and how many pieces are on the device while it steps."""
-REWARD_TOKENS = 8192
-"""Tokens of a row that a reward model scores at a time."""
-BLOCK = 256
-"""Elements that share a scale where moments have 8 bits."""
-MERGED_AT_ONCE = 2**23
-"""Elements of a weight that are in float32 at a time while adapters are added to a copy (rollout/native/fused.py)."""
-CHUNK = 2**22
-"""Elements whose 8-bit moments are widened at a time: to full precision, as shares of a block's largest, and as code numbers."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +125,8 @@ class Ledger:
         return max(loose or parts, key=lambda name: parts[name])
 
 
-def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> Ledger:
-    """The ledger of a job whose `run` has no `auto` left."""
+def draw_up(job: Job, machine: Machine, run: ResolvedRun, place: Placement = ALONE) -> Ledger:
+    """The ledger of a job whose `run` is known."""
     states = _states(job, run, place)
     host = _host(job, machine, run, place)
     loaded = {
@@ -147,13 +139,13 @@ def draw_up(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> L
         merged = {} if run.outside else _merged_copy(rollout, job, machine)
         phases.append(replace(rollout, device=rollout.device | merged | (_merging(rollout, job) if merged else {})))
     if job.training:
-        stays = {} if run.rollout.lend_memory is True else merged
+        stays = {} if run.rollout.lend_memory else merged
         phases += _training_phases(job, machine, run, place, states | stays, resident | stays)
     return Ledger(tuple(_on_host(phase) if machine.cpu else phase for phase in phases))
 
 
 def _training_phases(
-    job: Job, machine: Machine, run: Run, place: Placement, states: dict[str, int], resident: dict[str, int]
+    job: Job, machine: Machine, run: ResolvedRun, place: Placement, states: dict[str, int], resident: dict[str, int]
 ) -> list[Phase]:
     host, path, gathered = _host(job, machine, run, place), update_path(job, run), _gathered(job, place)
     copies = {"rollout weights": job.shape.parameters * job.itemsize // place.tensor} | gathered
@@ -179,11 +171,10 @@ def _training_phases(
     ]
 
 
-def update_path(job: Job, run: Run) -> UpdatePath:
-    assert run.logprob_chunk != "auto" and run.checkpoint_activations != "auto"
+def update_path(job: Job, run: ResolvedRun) -> UpdatePath:
     return UpdatePath(
         job.itemsize, job.fused, run.checkpoint_activations, run.logprob_chunk, job.tiled_head, job.rank,
-        away=run.offload.activations is True, liger=job.liger,
+        away=run.offload.activations, liger=job.liger,
     )  # fmt: skip
 
 
@@ -219,20 +210,20 @@ def _is_own_master(job: Job) -> bool:
     return job.itemsize >= 4 or job.rank > 0
 
 
-def _states(job: Job, run: Run, place: Placement) -> dict[str, int]:
+def _states(job: Job, run: ResolvedRun, place: Placement) -> dict[str, int]:
     shards = place.shards
     found = {"weights": job.shape.parameters * job.itemsize // shards}
     if job.rank:
         found["adapters"] = job.adapters * 4 // shards
-    if job.reference and run.offload.reference is not True:
+    if job.reference and not run.offload.reference:
         found["reference"] = job.shape.parameters * job.itemsize // shards
     if job.reward_models:
         found["reward models"] = sum(shape.parameters for shape in job.reward_models) * job.itemsize
     if job.critic is not None:
         found["critic"] = (job.critic.parameters * job.itemsize + (4 * job.adapters if job.rank else 0)) // shards
-        if run.offload.optimizer is not True:
+        if not run.offload.optimizer:
             found["critic's optimizer"] = _critic_state(job) // shards
-    if run.offload.optimizer is not True and job.trained:
+    if not run.offload.optimizer and job.trained:
         if not _is_own_master(job):
             found["masters"] = 4 * job.trained // shards
         found["optimizer state"] = moment_bytes(job, job.trained) // shards
@@ -249,7 +240,7 @@ def _gathered(job: Job, place: Placement) -> dict[str, int]:
     return {"gathered layers": (2 * largest + ends) * job.itemsize + (0 if job.rank else 4 * largest)}
 
 
-def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+def _rollout(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """The engine's memory while it generates."""
     found = _generating(job, machine, run, place)
     if run.outside and not machine.cpu:
@@ -257,10 +248,9 @@ def _rollout(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str
     return found
 
 
-def _generating(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """The same by component: KV cache, a decode step, a pass over prompts, and weights where they are not the trainer's."""
     rollout, shape, s = run.rollout, job.shape, job.itemsize
-    assert rollout.kv_memory != "auto" and rollout.max_sequences != "auto" and rollout.prefill_tokens != "auto"
     mine = -(-job.in_flight * place.tensor // machine.devices)
     batch = min(rollout.max_sequences, mine)
     block = max(shape.kinds, key=lambda b: b.projected + 2 * b.used_width)
@@ -322,10 +312,11 @@ def merging_bytes(job: Job) -> int:
     return max(4 * rows * (2 * inputs + job.rank) for inputs, rows in pieces)
 
 
-def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], path: UpdatePath) -> dict[str, int]:
+def _scoring(
+    job: Job, run: ResolvedRun, place: Placement, resident: dict[str, int], path: UpdatePath
+) -> dict[str, int]:
     if not (job.compared or job.old_logprobs or job.critic):
         return resident
-    assert run.score_token_budget != "auto"
     budget = min(run.score_token_budget, max(job.step_row.tokens, job.longest_trained))
     row = job.row(budget)
     work = max(
@@ -333,13 +324,12 @@ def _scoring(job: Job, run: Run, place: Placement, resident: dict[str, int], pat
         key=lambda found: sum(found.values()),
     )
     visiting = {}
-    if job.reference and run.offload.reference is True:
+    if job.reference and run.offload.reference:
         visiting["reference"] = job.shape.parameters * job.itemsize // place.shards
     return resident | visiting | _gathered(job, place) | work
 
 
-def _updating(job: Job, machine: Machine, run: Run, path: UpdatePath) -> dict[str, int]:
-    assert run.token_budget != "auto"
+def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath) -> dict[str, int]:
     budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
     return update_work(job, job.row(budget), path) | rounding
@@ -351,7 +341,7 @@ def embedding_gradient(job: Job, *, first: bool) -> int:
     return 0 if job.rank or (first and job.itemsize >= 4) else job.itemsize * job.shape.table
 
 
-def _improving_critic(job: Job, machine: Machine, run: Run, path: UpdatePath) -> list[dict[str, int]]:
+def _improving_critic(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath) -> list[dict[str, int]]:
     """A micro-batch of the critic, with its gradients in place of the policy's."""
     if job.critic is None:
         return []
@@ -379,26 +369,26 @@ def rounding_bytes(job: Job, path: UpdatePath) -> int:
     return ROUNDING * tensors * job.shape.layers
 
 
-def _stays(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+def _stays(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What the engine holds while others work. Processes that lend nothing also keep what prompts and decode steps needed."""
     if not job.generates:
         return {}
-    lent, elsewhere = run.rollout.lend_memory is True, run.outside and not machine.cpu
+    lent, elsewhere = run.rollout.lend_memory, run.outside and not machine.cpu
     if elsewhere:
         return {ENGINE: processes_of(run) * ASLEEP} if lent else _rollout(job, machine, run, place)
     return {} if lent else _held(job, machine, run, place)
 
 
-def _awake(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an outside engine holds while it is idle but has its memory back: it does from new weights to the next rollout."""
     if not job.generates or not run.outside:
         return {}
-    if machine.cpu or run.rollout.lend_memory is not True:
+    if machine.cpu or not run.rollout.lend_memory:
         return _stays(job, machine, run, place)
     return {ENGINE: _elsewhere(_held(job, machine, run, place)) + processes_of(run) * ASLEEP}
 
 
-def _held(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an engine holds between two rollouts if it lends nothing."""
     kept = ("KV cache", "rollout weights") if run.outside else ("KV cache",)
     return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
@@ -430,9 +420,9 @@ def _kv_cut(job: Job, run: Run) -> int:
     return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds))
 
 
-def _stepping(job: Job, run: Run) -> dict[str, int]:
+def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:
     found = {}
-    if run.offload.optimizer is True:
+    if run.offload.optimizer:
         # Of a unit of the weight store: a layer, the embedding or the head; all adapters are one.
         largest = max(job.shape.table, *(block.parameters for block in job.shape.kinds))
         piece, pieces = (
@@ -444,12 +434,11 @@ def _stepping(job: Job, run: Run) -> dict[str, int]:
     return found
 
 
-def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, int]:
+def _host(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What the processes of one host hold all the time."""
     here = min(machine.devices, machine.per_host)
-    assert run.token_budget != "auto"
     found = {"processes": here * (CPU_PROCESS if machine.cpu else PROCESS)}
-    if run.reward_workers != "auto" and job.generates:
+    if job.generates:
         found["reward workers"] = run.reward_workers * WORKER
         if job.environment:
             found["environment workers"] = run.reward_workers * WORKER
@@ -458,22 +447,22 @@ def _host(job: Job, machine: Machine, run: Run, place: Placement) -> dict[str, i
         found[ENGINE] = processes_of(run) * each * (CPU_PROCESS if machine.cpu else PROCESS)
         if machine.cpu or through_host(job, run):
             found["published weights"] = job.shape.parameters * job.itemsize
-    if run.offload.optimizer is True:
+    if run.offload.optimizer:
         found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards
-    if run.offload.reference is True and job.reference:
+    if run.offload.reference and job.reference:
         found["reference"] = job.shape.parameters * job.itemsize * here // place.shards
-    if run.offload.activations is True:
+    if run.offload.activations:
         found["activations"] = here * run.token_budget * job.shape.layers * 4 * job.shape.hidden
     return found
 
 
-def _staging(job: Job, machine: Machine, run: Run) -> dict[str, int]:
+def _staging(job: Job, machine: Machine, run: ResolvedRun) -> dict[str, int]:
     """Host memory that writing a checkpoint takes, on each host for its own part: weights, then the optimizer's state unless that
     is there already."""
     if machine.cpu:
         return {}
     weights = job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
-    state = 0 if run.offload.optimizer is True else max(optimizer_bytes(job), _critic_state(job))
+    state = 0 if run.offload.optimizer else max(optimizer_bytes(job), _critic_state(job))
     return {"staging": max(weights, state) // machine.hosts}
 
 

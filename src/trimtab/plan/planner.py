@@ -14,7 +14,8 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from trimtab.config.run import Offload, Recompute, Run
+from trimtab.config.known import ResolvedOffload, ResolvedRun
+from trimtab.config.run import Recompute, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import ALONE, Ledger, Placement, draw_up
 from trimtab.plan.rules import lends, page_tokens, small_page, useful_budget
@@ -51,9 +52,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A `run` without `auto`, and what it will take."""
+    """A known `run`, and what it will take."""
 
-    run: Run
+    run: ResolvedRun
     choices: tuple[Choice, ...]
     ledger: Ledger
     times: Times
@@ -153,7 +154,7 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
     faster, start-up included."""
     others = () if machine.cpu else machine.engines
     names = ("native", *others) if place.tensor == 1 else (CUT_OVER,)
-    plans = {name: make_plan(run.model_copy(update={"engine": name}), job, machine, profile, place) for name in names}
+    plans = {name: make_plan(run.with_values({"engine": name}), job, machine, profile, place) for name in names}
     fitting = [name for name in names if plans[name].fits] or list(names)
 
     def seconds(name: str) -> float:
@@ -179,7 +180,6 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
 def _with_fewer_processes(run: Run, plan: Plan, case: Case, fill: bool) -> Plan:
     """The plan, or a faster one with fewer engine processes where memory has cut down what so many can run at once."""
     most = plan.run.rollout.processes
-    assert most != "auto"
     cut = {choice.why for choice in plan.choices if choice.key.startswith("run.rollout.")} & {
         WHAT_FITS,
         SMALLEST,
@@ -187,7 +187,7 @@ def _with_fewer_processes(run: Run, plan: Plan, case: Case, fill: bool) -> Plan:
     }
     best = plan
     for count in range(most - 1, 0, -1) if cut or not plan.fits else ():
-        pinned = run.model_copy(update={"rollout": run.rollout.model_copy(update={"processes": count})})
+        pinned = run.with_values({"rollout.processes": count})
         fewer = _fastest(pinned, case, fill)
         if (fewer.missing_bytes, fewer.times.total) < (best.missing_bytes, 0.99 * best.times.total):
             best = fewer
@@ -217,7 +217,7 @@ def _ways(run: Run, case: Case) -> Iterator[list[Way]]:
         ]
 
 
-def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, Offload]]:
+def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, ResolvedOffload]]:
     levels: list[Recompute] = [False, "some", True] if job.fused else [False, True]
     if run.checkpoint_activations != "auto":
         levels = [run.checkpoint_activations]
@@ -233,7 +233,7 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
     ):
         if activations and recompute is not True and (True in levels or run.offload.activations == "auto"):
             continue  # of activations only the layers' inputs wait on the host
-        yield recompute, Offload(optimizer=optimizer, reference=reference, activations=activations)
+        yield recompute, ResolvedOffload(optimizer=optimizer, reference=reference, activations=activations)
 
 
 ORDER = (
@@ -272,13 +272,13 @@ def recompute_when_wider(plan: Plan, now: int, budget: int) -> Recompute:
     if not plan.job.fused:
         return False
 
-    def run(budget: int, recompute: Recompute) -> Run:
-        return plan.run.model_copy(update={"token_budget": budget, "checkpoint_activations": recompute})
+    def run(budget: int, recompute: Recompute) -> ResolvedRun:
+        return plan.run.with_values({"token_budget": budget, "checkpoint_activations": recompute})
 
-    def bytes_(run: Run) -> int:
+    def bytes_(run: ResolvedRun) -> int:
         return draw_up(plan.job, plan.machine, run, plan.place)["update"].device_bytes
 
-    def seconds(run: Run) -> float:
+    def seconds(run: ResolvedRun) -> float:
         return predict(plan.job, plan.machine, run, plan.place).total
 
     whole, some = run(budget, False), run(budget, "some")

@@ -151,22 +151,21 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
     sizes = ("token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations")
     for key in sizes:
         if getattr(run, key) != "auto":
-            attempt(f"leave run.{key} to auto", run.model_copy(update={key: "auto"}), job)
+            attempt(f"leave run.{key} to auto", run.with_values({key: "auto"}), job)
     for name in ("rollout", "offload"):
         section = getattr(run, name)
         for key, field in type(section).model_fields.items():
             if field.default == "auto" and getattr(section, key) != "auto":
-                freed = section.model_copy(update={key: "auto"})
-                attempt(f"leave run.{name}.{key} to auto", run.model_copy(update={name: freed}), job)
+                attempt(f"leave run.{name}.{key} to auto", run.with_values({f"{name}.{key}": "auto"}), job)
     unpinned = Run(device=run.device, profile=run.profile, memory=run.memory)
     if run != unpinned:
         attempt("leave all of run to auto", unpinned, job)
     workers = run.reward_workers if run.reward_workers != "auto" else workers_for(machine.cores)
     if job.generates and workers > 1:  # they run before there is a plan
-        attempt("run.reward_workers: 1", run.model_copy(update={"reward_workers": 1}), job)
+        attempt("run.reward_workers: 1", run.with_values({"reward_workers": 1}), job)
     if run.kernels == "auto" and not machine.cpu and not job.liger:
         liger = replace(job, fused=False, liger=True)
-        attempt("run.kernels: liger", run.model_copy(update={"kernels": "liger"}), liger)
+        attempt("run.kernels: liger", run.with_values({"kernels": "liger"}), liger)
     if found:
         return found
     if not job.rank and not any(b.experts for b in job.shape.kinds):
@@ -188,7 +187,7 @@ def _try_machines(
 ) -> None:
     """More memory; and more devices only where the plan is of several already: this version trains on one."""
     machine = within(machine, run)
-    limited, unlimited = run.memory is not None, run.model_copy(update={"memory": None})
+    limited, unlimited = run.memory is not None, run.with_values({"memory": None})
     on_device = "run.memory: {}GiB" if limited else "a device with {} GiB"
     on_host = "run.memory: {}GiB" if limited and machine.cpu else "{} GiB of host memory"
     sizes = [] if machine.cpu else [gib for gib in (24, 32, 40, 48, 80, 141, 192) if gib * GIB > machine.device.memory]

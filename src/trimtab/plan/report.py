@@ -61,7 +61,7 @@ def offers(plan: Plan, run: Run, profile: str) -> list[Offer]:
     if plan.machine.cpu or not plan.fits:
         return []
     machine, memory = plan.machine, plan.machine.device.memory
-    run = run.model_copy(update={"memory": None})  # which the plan's machine has no more than already
+    run = run.with_values({"memory": None})  # which the plan's machine has no more than already
     tries = [
         ("1 GiB more a device", with_memory(machine, memory + GIB)),
         ("half as much memory again", with_memory(machine, memory * 3 // 2)),

@@ -1,7 +1,7 @@
 """A model's sizes, from its config alone: parameters, what a token stores, what a layer computes. No weights, no torch.
 
 Guarantee: for the families in `FAMILIES` the number of parameters is exact (tests compare it with the models themselves). Other
-architectures are measured instead, by building them without memory (`measured_shape`), which is as exact and takes seconds.
+architectures are measured instead, by building them without memory (run/shapes.py), which is as exact and takes seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.base.errors import ModelError
-from trimtab.model.context import config_of_layer, context_of
+from trimtab.model.context import context_of
 
 
 @dataclass(frozen=True)
@@ -255,42 +255,3 @@ def _window(config: Mapping[str, Any], kind: str, index: int) -> int | None:
         first = config.get("max_window_layers", 0)
         return window if config.get("use_sliding_window") and index >= first else None
     return int(window)
-
-
-def measured_shape(config: Any) -> ModelShape:
-    """The shape that a transformers config of any architecture describes, read off a model built without memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return shape_of_model(AutoModelForCausalLM.from_config(config))
-
-
-def shape_of_model(model: Any) -> ModelShape:
-    """The shape of a built model, adapters left out; what its config does not say is taken to be as usual."""
-    import torch
-
-    text = model.config.get_text_config()
-    own = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
-    total = sum(p.numel() for _, p in own)
-    try:
-        known = read_shape(text.to_dict())
-        if known.parameters == total:
-            return known
-    except (KeyError, ModelError):
-        pass
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    tied = head is None or head.weight is table
-    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers)
-    blocks = tuple(_measured_block(config_of_layer(text, index), index, layer) for index, layer in enumerate(layers))
-    shape = ModelShape(text.model_type, text.hidden_size, text.vocab_size, tied, blocks, 0, context_of(text))
-    return replace(shape, other=total - shape.parameters)
-
-
-def _measured_block(config: Any, index: int, layer: Any) -> Block:
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
-    return Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)

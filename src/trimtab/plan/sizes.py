@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from trimtab.config.run import Offload, Recompute, Rollout, Run
+from trimtab.config.known import ResolvedOffload, ResolvedRollout, ResolvedRun
+from trimtab.config.run import Recompute, Rollout, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes, shared_kv_bytes, step_kv_bytes
 from trimtab.plan.ledger import GIB, MERGED, MIB, Ledger, Placement, draw_up, processes_of
@@ -62,10 +63,10 @@ class Case:
     limits: Limits
     place: Placement
 
-    def ledger(self, run: Run) -> Ledger:
+    def ledger(self, run: ResolvedRun) -> Ledger:
         return draw_up(self.job, self.machine, run, self.place)
 
-    def fits(self, run: Run) -> bool:
+    def fits(self, run: ResolvedRun) -> bool:
         return self.limits.missing(self.ledger(run)) == 0
 
 
@@ -74,7 +75,7 @@ class Way:
     """One way to save memory: what has no size. Each with the reason for it."""
 
     recompute: Recompute
-    offload: Offload
+    offload: ResolvedOffload
     page_tokens: tuple[int, str]
     lend_memory: tuple[bool, str]
     kv_fifths: int = KV_FIFTHS[0]
@@ -85,10 +86,10 @@ class Way:
 
 @dataclass
 class Sizes:
-    """A `run` without `auto`, and the reasons for what was chosen, by key."""
+    """A known `run`, and the reasons for what was chosen, by key."""
 
     asked: Run
-    run: Run
+    run: ResolvedRun
     why: dict[str, str]
     kv_fifths: int
 
@@ -96,16 +97,7 @@ class Sizes:
         return bool(attrgetter(key)(self.asked) == "auto")
 
     def set(self, values: dict[str, Any]) -> None:
-        self.run = with_values(self.run, values)
-
-
-def with_values(run: Run, values: dict[str, Any]) -> Run:
-    """The run with other values, by key, such as `rollout.kv_memory`."""
-    own = {key: value for key, value in values.items() if "." not in key}
-    inner = {key.removeprefix("rollout."): value for key, value in values.items() if "." in key}
-    if inner:
-        own["rollout"] = run.rollout.model_copy(update=inner)
-    return run.model_copy(update=own)
+        self.run = self.run.with_values(values)
 
 
 def smallest(run: Run, case: Case, way: Way) -> Sizes:
@@ -118,27 +110,29 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "max_sequences": 1,
         "prefill_tokens": 1,
         "processes": processes,
+        "kv_memory": 1,  # until the rest is known
     }
     values = {
         "engine": "native",
         "kernels": "native" if job.fused else "plain",
         "threads": machine.cores,
-        "reward_workers": workers_for(machine.cores) if job.generates else "auto",
+        "reward_workers": workers_for(machine.cores),
         "token_budget": job.longest_trained,
         "score_token_budget": job.longest_trained,
         "logprob_chunk": 1,
     }
-    filled = run.model_copy(
-        update=_open(run, values)
+    filled = ResolvedRun.model_validate(
+        dict(run)
+        | _open(run, values)
         | {
             "device": "cpu" if machine.cpu else "cuda",
             "checkpoint_activations": way.recompute,
             "offload": way.offload,
-            "rollout": run.rollout.model_copy(update=_open(run.rollout, rollout) if job.generates else {}),
+            "rollout": ResolvedRollout.model_validate(dict(run.rollout) | _open(run.rollout, rollout)),
         }
     )
-    if job.generates and filled.rollout.kv_memory == "auto":
-        filled = with_values(filled, {"rollout.kv_memory": _least_kv(filled, case, way.crowd_out)})
+    if job.generates and run.rollout.kv_memory == "auto":
+        filled = filled.with_values({"rollout.kv_memory": _least_kv(filled, case, way.crowd_out)})
     why = {
         "rollout.page_tokens": way.page_tokens[1],
         "rollout.lend_memory": way.lend_memory[1],
@@ -155,16 +149,15 @@ def _open(section: Run | Rollout, values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if getattr(section, key) == "auto"}
 
 
-def _least_kv(draft: Run, case: Case, crowd_out: bool) -> int:
+def _least_kv(draft: ResolvedRun, case: Case, crowd_out: bool) -> int:
     """Bytes of the smallest KV cache: one of the longest sequences in each process. Where memory is not lent and adapters would
     be merged into a copy of the weights that stays, as much more as leaves no room for that copy: where it is not wanted, or
     would not fit and takes more."""
     rollout = draft.rollout
-    assert rollout.page_tokens != "auto"
     least = least_kv_bytes(case.job, draft, processes_of(draft), rollout.page_tokens)
-    if not case.job.rank or rollout.lend_memory is True:
+    if not case.job.rank or rollout.lend_memory:
         return least
-    filled = with_values(draft, {"rollout.kv_memory": least})
+    filled = draft.with_values({"rollout.kv_memory": least})
     phase = case.ledger(filled)["rollout"]
     size = phase.device.get(MERGED, 0)
     more = case.machine.device.memory - phase.required_bytes - 2 * size + MIB
@@ -186,16 +179,14 @@ def grow(sizes: Sizes, case: Case, fill: bool) -> None:
     useful, why_useful = useful_budget(job, machine, fill)
     _widen(sizes, case, "token_budget", useful, why_useful)
     budget = sizes.run.token_budget
-    assert budget != "auto"
     most = 2 * max(useful, budget if sizes.free("token_budget") else 0)
     _widen(sizes, case, "score_token_budget", most, "no activations are kept")
     recompute, offload = sizes.run.checkpoint_activations, sizes.run.offload
-    assert recompute != "auto"
     sizes.why["checkpoint_activations"] = {
         False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits",
     }[recompute]  # fmt: skip
     for key in ("optimizer", "reference", "activations"):
-        sizes.why[f"offload.{key}"] = why_away(key, bool(getattr(offload, key)), job, machine)
+        sizes.why[f"offload.{key}"] = why_away(key, getattr(offload, key), job, machine)
 
 
 def _parts(most: int, divisor: int) -> Iterator[int]:
@@ -212,7 +203,7 @@ def _raise(sizes: Sizes, case: Case, key: str, tries: Iterator[int], why: str) -
         return
     sizes.why[key] = why
     for value in tries:
-        if case.fits(with_values(sizes.run, {key: value})):
+        if case.fits(sizes.run.with_values({key: value})):
             sizes.set({key: value})
             return
         sizes.why[key] = WHAT_FITS
@@ -225,7 +216,7 @@ def _widen(sizes: Sizes, case: Case, key: str, most: int, why: str) -> None:
         return
 
     def fits(budget: int) -> bool:
-        return case.fits(with_values(sizes.run, {key: budget}))
+        return case.fits(sizes.run.with_values({key: budget}))
 
     found, reason = _widest(fits, least, most, why)
     sizes.set({key: found})
@@ -248,9 +239,8 @@ def _grow_rollout(sizes: Sizes, case: Case) -> None:
     """As large a prefill, as many sequences at once, and with them as large a KV cache, as the rest leaves room for. A smaller
     prefill is taken where clearly more sequences then run at once."""
     most, least, found = most_prefilled(case.machine), sizes.run.rollout.prefill_tokens, _Batch(0, {}, "")
-    assert least != "auto"
     for prefill in _parts(most, 4) if sizes.free("rollout.prefill_tokens") else (least,):
-        run = with_values(sizes.run, {"rollout.prefill_tokens": prefill})
+        run = sizes.run.with_values({"rollout.prefill_tokens": prefill})
         if not case.fits(run):
             continue
         tried = _largest_batch(run, sizes, case)
@@ -277,13 +267,12 @@ class _Batch:
     """max_sequences is as large as is of use."""
 
 
-def _largest_batch(run: Run, sizes: Sizes, case: Case) -> _Batch:
+def _largest_batch(run: ResolvedRun, sizes: Sizes, case: Case) -> _Batch:
     least = run.rollout.max_sequences
-    assert least != "auto"
     free, best = sizes.free("rollout.max_sequences"), _Batch(0, {}, "")
     most = most_at_once(case.job, case.machine, case.place.tensor) if free else least
     for batch in _parts(most, 2) if free else (most,):
-        tried = with_values(run, {"rollout.max_sequences": batch})
+        tried = run.with_values({"rollout.max_sequences": batch})
         if batch > least and not case.fits(tried):
             continue
         kv, why = (
@@ -291,7 +280,6 @@ def _largest_batch(run: Run, sizes: Sizes, case: Case) -> _Batch:
             if sizes.free("rollout.kv_memory")
             else (tried.rollout.kv_memory, "")
         )
-        assert kv != "auto"
         at_once = min(batch, _sequences_in(kv, tried, case))
         if at_once > best.at_once:
             values = {"rollout.max_sequences": batch, "rollout.kv_memory": kv}
@@ -301,24 +289,22 @@ def _largest_batch(run: Run, sizes: Sizes, case: Case) -> _Batch:
     return best
 
 
-def _sequences_in(kv: int, run: Run, case: Case) -> int:
+def _sequences_in(kv: int, run: ResolvedRun, case: Case) -> int:
     """Sequences of a step that run at once in a KV cache of so many bytes, on one device; at least one."""
     job, page = case.job, run.rollout.page_tokens
-    assert page != "auto"
     one = shared_kv_bytes(job, run, job.sequences, job.samples, job.completion, page) / job.sequences
     return max(1, int(kv * case.place.tensor / one))
 
 
-def _kv_memory(run: Run, case: Case, fifths: int) -> tuple[int, str]:
+def _kv_memory(run: ResolvedRun, case: Case, fifths: int) -> tuple[int, str]:
     """Bytes for the KV cache: what the sequences need that may run at once, where that fits. Where memory is lent, all that the
     rest leaves; where it is not, so many fifths of that: micro-batches grow into the remainder."""
     job, machine, rollout = case.job, case.machine, run.rollout
-    assert rollout.page_tokens != "auto" and rollout.kv_memory != "auto" and rollout.max_sequences != "auto"
     least = rollout.kv_memory
     at_once = min(job.in_flight, rollout.max_sequences * machine.devices)
     wanted = int(step_kv_bytes(job, run, at_once, rollout.page_tokens) * SPARE) + MIB
     wanted = max(least, wanted // max(1, machine.devices))
-    whole, lent = _kv_room(run, case), rollout.lend_memory is True
+    whole, lent = _kv_room(run, case), rollout.lend_memory
     room = whole
     if not lent:
         two = least_kv_bytes(job, run, max(2, processes_of(run)), rollout.page_tokens)
@@ -330,13 +316,11 @@ def _kv_memory(run: Run, case: Case, fifths: int) -> tuple[int, str]:
     return room, "what the fullest phase leaves, lent to the update" if lent else SHARED
 
 
-def _kv_room(run: Run, case: Case) -> int:
+def _kv_room(run: ResolvedRun, case: Case) -> int:
     """Bytes of the largest KV cache with which every phase fits: each phase grows with it along a line."""
     least, limits = run.rollout.kv_memory, case.limits
-    assert least != "auto"
-    phases = zip(
-        case.ledger(run).phases, case.ledger(with_values(run, {"rollout.kv_memory": least + GIB})).phases, strict=True
-    )
+    larger = run.with_values({"rollout.kv_memory": least + GIB})
+    phases = zip(case.ledger(run).phases, case.ledger(larger).phases, strict=True)
     room = max(limits.host, limits.device)
     for now, more in phases:
         for before, after, limit in (
@@ -346,4 +330,4 @@ def _kv_room(run: Run, case: Case) -> int:
             if after > before:
                 room = min(room, least + (limit - before) * GIB // (after - before))
     room = max(least, room - MIB)
-    return room if case.fits(with_values(run, {"rollout.kv_memory": room})) else least
+    return room if case.fits(run.with_values({"rollout.kv_memory": room})) else least

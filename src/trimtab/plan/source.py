@@ -1,4 +1,4 @@
-"""A job from a config file alone: the model's config.json, the lengths that the config states, no weights and no torch.
+"""What a config file alone says of a run's work: the model's config.json, the lengths that the config states; no weights.
 
 A hub name is looked up among the well-known models below, then in the local cache and on the hub.
 """
@@ -14,23 +14,20 @@ from typing import Any
 
 from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem
 from trimtab.base.suggestions import is_local
-from trimtab.config.algorithms import resolve
-from trimtab.config.load import AnyConfig, Offline
+from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import eval_max_new_tokens
-from trimtab.config.reward_model import PairLearn, RewardModelConfig
+from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.model.context import SERVED_LAYERS
 from trimtab.model.names import near_models
-from trimtab.plan.job import Job
-from trimtab.plan.shape import FAMILIES, ModelShape, measured_shape, read_shape
+from trimtab.plan.shape import FAMILIES, ModelShape, read_shape
+from trimtab.plan.work import Lengths
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 PROMPT = 256
 """Tokens of a prompt where the config does not say."""
 EXAMPLE = 2048
 """Tokens of a worked example, likewise."""
-MODEL = "model:"
-"""How the name of a reward begins that is a reward model."""
 
 
 def _known(kind: str, rows: str, **common: Any) -> dict[str, dict[str, Any]]:
@@ -81,29 +78,19 @@ WELL_KNOWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
-    """The shape of the model that `model.path` names."""
+def described_shape(path: str) -> ModelShape | None:
+    """The shape of the model that `model.path` names, by its config alone; None where the model has to be built to know it."""
     config = _config_json(path)
-    if config is not None:
-        kind = config.get("model_type")
-        if kind in FAMILIES and not _unusual(config):
-            try:
-                return read_shape(config)
-            except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-                raise ModelError(
-                    f"The config of {path} is not one of a {kind}: {type(error).__name__}: {error}."
-                ) from None
-    elif (known := _well_known(path)) is not None:
-        return read_shape(known)
-    from trimtab.config.schema import Model
-    from trimtab.model.load import building, load_config
-    from trimtab.model.policy import refuse_other_layers
-
-    model = Model(path=path, trust_remote_code=trust_remote_code)
-    refuse_other_layers(model)
-    read = load_config(model)
-    with building(model, read):
-        return measured_shape(read)
+    if config is None:
+        known = _well_known(path)
+        return None if known is None else read_shape(known)
+    kind = config.get("model_type")
+    if kind not in FAMILIES or _unusual(config):
+        return None
+    try:
+        return read_shape(config)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"The config of {path} is not one of a {kind}: {type(error).__name__}: {error}.") from None
 
 
 def _unusual(config: dict[str, Any]) -> bool:
@@ -112,82 +99,31 @@ def _unusual(config: dict[str, Any]) -> bool:
     return bool(config.get("text_config") or config.get("quantization_config") or other_layers)
 
 
-def job_of(config: Config, cpu: bool = False, tiled_head: bool = True) -> Job:
-    """The work that a config asks for, as far as it says."""
+def stated_dtype(config: AnyConfig, cpu: bool) -> str:
+    """The type of the weights, as model/load.py chooses it."""
+    return ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
+
+
+def stated_lengths(config: AnyConfig, shape: ModelShape) -> Lengths:
+    """The lengths that a config states, before anybody has looked at the data."""
+    held_out = config.data.eval is not None
+    if not isinstance(config, Config):
+        answers = 2 if isinstance(config, RewardModelConfig) else 1  # both of a pair are in one micro-batch
+        longest = answers * min(shape.context, config.learn.max_tokens or EXAMPLE)
+        return Lengths(longest, longest, int(held_out))
     learn = config.learn
-    shape = shape_of(config.model.path, config.model.trust_remote_code)
-    dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
-    rank = config.model.lora.r if config.model.lora else 0
-    stated = config.data.max_prompt_tokens
-    evaluated = config.data.eval is not None
-    longest = max(learn.max_new_tokens, eval_max_new_tokens(config) if evaluated else 0)
-    room = shape.context - longest
+    new = max(learn.max_new_tokens, eval_max_new_tokens(config) if held_out else 0)
+    room = shape.context - new
     if room < 1:
-        what = f"{longest} leaves no room for a prompt in the model's context of {shape.context} tokens"
-        key = "learn.max_new_tokens" if longest == learn.max_new_tokens else "eval.max_new_tokens"
+        what = f"{new} leaves no room for a prompt in the model's context of {shape.context} tokens"
+        key = "learn.max_new_tokens" if new == learn.max_new_tokens else "eval.max_new_tokens"
         raise ConfigError([Problem(key, what, "Lower it.")])
-    return Job(
-        shape=shape,
-        itemsize=ITEMSIZE[dtype],
-        prompts=learn.prompts_per_step,
-        samples=learn.samples_per_prompt,
-        longest_prompt=min(room, stated or PROMPT),
-        typical_prompt=min(room, stated or PROMPT),
-        completion=learn.max_new_tokens,
-        steps=learn.steps,
-        environment=config.environment is not None,
-        eval_sequences=(config.eval.limit or 1) * config.eval.samples_per_prompt if evaluated else 0,
-        eval_completion=eval_max_new_tokens(config) if evaluated else 0,
-        rank=rank,
-        adapters=_adapters(config, shape),
-        reference=learn.kl.coef > 0 and not rank,
-        critic=_critic(config, shape),
-        reward_models=tuple(
-            shape_of(part.fn.removeprefix(MODEL)) for part in config.reward if part.fn.startswith(MODEL)
-        ),
-        eight_bit=learn.optimizer.states == "8bit",
-        compared=learn.kl.coef > 0,
-        old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
-        epochs=learn.epochs_per_step,
-        fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED and config.run.kernels in ("auto", "native"),
-        liger=config.run.kernels == "liger",
-        tiled_head=tiled_head and not cpu and dtype == "bfloat16" and shape.hidden % 8 == 0,
-    )
+    prompt = min(room, config.data.max_prompt_tokens or PROMPT)
+    return Lengths(prompt, prompt, (config.eval.limit or 1) if held_out else 0)
 
 
-def _critic(config: Config, shape: ModelShape) -> ModelShape | None:
-    if resolve(config.learn).advantage != "gae":
-        return None
-    path = config.learn.critic.path
-    return shape if path is None else shape_of(path, config.model.trust_remote_code)
-
-
-def offline_job_of(config: Offline, cpu: bool = False, tiled_head: bool = True) -> Job:
-    """The same for a run on a given data set: every token may be learned; both answers of a pair are in one micro-batch."""
-    pairs = isinstance(config, RewardModelConfig)
-    longest = config.learn.max_tokens or EXAMPLE
-    learn, shape = config.learn, shape_of(config.model.path, config.model.trust_remote_code)
-    dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
-    return Job(
-        shape=shape,
-        itemsize=ITEMSIZE[dtype],
-        prompts=learn.pairs_per_step if isinstance(learn, PairLearn) else learn.sequences_per_step,
-        samples=1,
-        longest_prompt=1,
-        typical_prompt=1,
-        completion=max(1, (1 + pairs) * min(shape.context, longest) - 1),
-        rank=config.model.lora.r if config.model.lora else 0,
-        adapters=_adapters(config, shape),
-        eight_bit=learn.optimizer.states == "8bit",
-        old_logprobs=config.data.eval is not None,
-        generates=False,
-        fused=not cpu and dtype == "bfloat16" and shape.kind in FUSED and config.run.kernels in ("auto", "native"),
-        liger=config.run.kernels == "liger",
-        tiled_head=tiled_head and not cpu and dtype == "bfloat16" and shape.hidden % 8 == 0,
-    )
-
-
-def _adapters(config: AnyConfig, shape: ModelShape) -> int:
+def stated_adapters(config: AnyConfig, shape: ModelShape) -> int:
+    """Parameters of the adapters that a config asks for."""
     lora = config.model.lora
     if lora is None:
         return 0
@@ -202,10 +138,6 @@ def _adapters(config: AnyConfig, shape: ModelShape) -> int:
     if any(block.experts for block in shape.kinds):
         raise ConfigError([ADAPTERS_ON_EXPERTS])
     return shape.lora_parameters(lora.r)
-
-
-FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
-"""The same as KNOWN in model/parts.py, which needs torch; a test compares them."""
 
 
 QUANTILES = 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import shared_kv_bytes
@@ -92,19 +93,21 @@ def outside_step(
 ) -> float:
     """Seconds of a decode step of an outside engine: its processes take turns on the device, and each waits for its host."""
     step_s, sequence_s = OUTSIDE_HOST[run.engine]
-    device_s = _Clock(job, machine, run, place).device_step(batch / processes, context)
+    device_s = _Rates(job, machine, run, place).device_step(batch / processes, context)
     device_s += OUTSIDE_TURN if processes > 1 else OUTSIDE_DEVICE
     return max(processes * device_s, device_s + step_s + sequence_s * batch / processes)
 
 
-def predict(job: Job, machine: Machine, run: Run, place: Placement = ALONE) -> Times:
-    """Seconds of a step of a job whose `run` has no `auto` left."""
+def predict(job: Job, machine: Machine, run: ResolvedRun, place: Placement = ALONE) -> Times:
+    """Seconds of a step of a job whose `run` is known."""
     clock = _Clock(job, machine, run, place)
     return Times(clock.rollout(), clock.score(), clock.update(), clock.publish(), clock.start())
 
 
 @dataclass(frozen=True)
-class _Clock:
+class _Rates:
+    """What does not depend on the sizes of a plan."""
+
     job: Job
     machine: Machine
     run: Run
@@ -122,47 +125,6 @@ class _Clock:
         if self.machine.cpu:
             return self.machine.cores * CPU_BANDWIDTH
         return self.machine.device.bandwidth * BANDWIDTH_SHARE
-
-    @property
-    def engines(self) -> int:
-        return max(1, self.machine.devices // self.place.tensor)
-
-    def start(self) -> float:
-        if not self.run.outside or not self.job.generates:
-            return 0.0
-        return OUTSIDE_START[self.run.engine] * (2 if processes_of(self.run) > 1 else 1)
-
-    def rollout(self) -> float:
-        job, rollout = self.job, self.run.rollout
-        if not job.generates:
-            return 0.0
-        assert rollout.max_sequences != "auto" and rollout.kv_memory != "auto" and rollout.page_tokens != "auto"
-        mine = -(-job.sequences // self.engines)
-        tokens = round(job.expected_completion)
-        one = shared_kv_bytes(job, self.run, mine, job.samples, tokens, rollout.page_tokens) / mine
-        slots = max(1, min(mine, rollout.max_sequences, int(rollout.kv_memory * self.place.tensor / max(1.0, one))))
-        # Slots that become free are filled while sequences wait; then the batch shrinks.
-        full = self._decode_step(slots, job.typical_prompt + job.expected_completion / 2)
-        refilled = (mine - slots) / slots * job.expected_completion * full
-        return refilled + self._last_batch(slots) + self._prefill(mine)
-
-    def _last_batch(self, batch: int) -> float:
-        """Seconds of the decode steps from when all slots are full for the last time, summed over stretches of equal length: the
-        batch shrinks as sequences end."""
-        longest = max(self.job.lengths) if self.job.lengths else float(self.job.completion)
-        total = 0.0
-        for index in range(STRETCHES):
-            token = (index + 0.5) / STRETCHES * longest
-            alive = batch * self.job.still_running(token)
-            if alive > 0:
-                total += longest / STRETCHES * self._decode_step(max(1.0, alive), self.job.typical_prompt + token)
-        return total
-
-    def _decode_step(self, batch: float, context: float) -> float:
-        processes = self.run.rollout.processes
-        if not self.run.outside or self.machine.cpu or processes == "auto":
-            return self.device_step(batch, context)
-        return outside_step(self.job, self.machine, self.run, processes, batch, context, self.place)
 
     def device_step(self, batch: float, context: float) -> float:
         job, shape, cut = self.job, self.job.shape, parts_of(self.run, self.place)
@@ -186,11 +148,60 @@ class _Clock:
             return 0.0
         return FORWARD * launch_s(job) if job.shape.has_experts else OWN_LAYER
 
+    def _link(self, devices: int) -> float:
+        """Bytes a second between so many devices, over the slowest link on the way."""
+        device = self.machine.device
+        return (device.link if devices <= self.machine.per_host else min(device.link, 50e9)) * LINK_SHARE
+
+
+@dataclass(frozen=True)
+class _Clock(_Rates):
+    run: ResolvedRun
+
+    @property
+    def engines(self) -> int:
+        return max(1, self.machine.devices // self.place.tensor)
+
+    def start(self) -> float:
+        if not self.run.outside or not self.job.generates:
+            return 0.0
+        return OUTSIDE_START[self.run.engine] * (2 if processes_of(self.run) > 1 else 1)
+
+    def rollout(self) -> float:
+        job, rollout = self.job, self.run.rollout
+        if not job.generates:
+            return 0.0
+        mine = -(-job.sequences // self.engines)
+        tokens = round(job.expected_completion)
+        one = shared_kv_bytes(job, self.run, mine, job.samples, tokens, rollout.page_tokens) / mine
+        slots = max(1, min(mine, rollout.max_sequences, int(rollout.kv_memory * self.place.tensor / max(1.0, one))))
+        # Slots that become free are filled while sequences wait; then the batch shrinks.
+        full = self._decode_step(slots, job.typical_prompt + job.expected_completion / 2)
+        refilled = (mine - slots) / slots * job.expected_completion * full
+        return refilled + self._last_batch(slots) + self._prefill(mine)
+
+    def _last_batch(self, batch: int) -> float:
+        """Seconds of the decode steps from when all slots are full for the last time, summed over stretches of equal length: the
+        batch shrinks as sequences end."""
+        longest = max(self.job.lengths) if self.job.lengths else float(self.job.completion)
+        total = 0.0
+        for index in range(STRETCHES):
+            token = (index + 0.5) / STRETCHES * longest
+            alive = batch * self.job.still_running(token)
+            if alive > 0:
+                total += longest / STRETCHES * self._decode_step(max(1.0, alive), self.job.typical_prompt + token)
+        return total
+
+    def _decode_step(self, batch: float, context: float) -> float:
+        if not self.run.outside or self.machine.cpu:
+            return self.device_step(batch, context)
+        processes = self.run.rollout.processes
+        return outside_step(self.job, self.machine, self.run, processes, batch, context, self.place)
+
     def _prefill(self, sequences: int) -> float:
         """Seconds of the passes over prompts: each takes at least as long as a decode step, which reads the weights too."""
         tokens = sequences / self.job.samples * self.job.typical_prompt
         products = 2 * self.job.shape.active_parameters * tokens / parts_of(self.run, self.place) / self.flops
-        assert self.run.rollout.prefill_tokens != "auto"
         passes = -(-tokens // self.run.rollout.prefill_tokens)
         return max(products, passes * self.device_step(1, self.job.typical_prompt)) + 0.01
 
@@ -198,9 +209,8 @@ class _Clock:
         passes = int(self.job.compared) + int(self.job.old_logprobs) + int(self.job.critic is not None)
         if not passes:
             return 0.0
-        assert self.run.score_token_budget != "auto"
         moved = 0.0
-        if self.job.reference and self.run.offload.reference is True:
+        if self.job.reference and self.run.offload.reference:
             moved = self.job.shape.parameters * self.job.itemsize / self.place.shards / self.machine.device.host_link
         return passes * self._passes(self.run.score_token_budget, 2.0, FORWARD * launch_s(self.job)) + moved
 
@@ -209,7 +219,6 @@ class _Clock:
         run, job = self.run, self.job
         if not job.training:
             return 0.0
-        assert run.token_budget != "auto"
         factor = 4.0 if job.rank else 6.0
         if run.checkpoint_activations is True:
             factor += 2.0
@@ -218,7 +227,7 @@ class _Clock:
         if not job.fused and not self.machine.cpu:
             factor *= 1.35  # the model's own modules: 1.3 to 1.8 (docs/log.md)
         seconds = self._passes(run.token_budget, factor, launch_s(job))
-        if run.offload.activations is True:
+        if run.offload.activations:
             tokens = job.expected_row.tokens / self.machine.devices
             moved = 2 * tokens * job.shape.layers * 4 * job.shape.hidden / self.machine.device.host_link
             seconds = max(seconds, moved)
@@ -259,7 +268,7 @@ class _Clock:
     def _optimizer_step(self) -> float:
         job = self.job
         trained = job.trained / self.place.shards
-        if self.run.offload.optimizer is True:
+        if self.run.offload.optimizer:
             return 2 * optimizer_bytes(job) / self.place.shards / self.machine.device.host_link
         # 8-bit moments are read, widened, divided, looked up and written again by a kernel each: counted, not measured.
         return (130 if job.eight_bit else 30) * trained / self.bandwidth
@@ -272,8 +281,3 @@ class _Clock:
         if self.place.shares_weights:
             return 0.0
         return self.job.shape.parameters * self.job.itemsize / self._link(self.machine.devices) + 0.05
-
-    def _link(self, devices: int) -> float:
-        """Bytes a second between so many devices, over the slowest link on the way."""
-        device = self.machine.device
-        return (device.link if devices <= self.machine.per_host else min(device.link, 50e9)) * LINK_SHARE

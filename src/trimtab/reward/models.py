@@ -2,7 +2,7 @@
 
 The model has its own tokenizer and chat template: a prompt and its completion are written by them as a worked answer is, with
 the token that ends it, and the score is read after that. What `trimtab reward-model` wrote beside its model (reward.json) is
-added, so that scores are normalised. Many samples are scored together, in rows of at most `TOKENS`, or less where memory is
+added, so that scores are normalised. Many samples are scored together, in rows of at most REWARD_TOKENS, or less where memory is
 short.
 
 Work is done when the scorer collects, in the trainer's own thread: the device is the trainer's.
@@ -21,6 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from trimtab.base.errors import DataError, ModelError, RewardError
+from trimtab.config.contradiction import REWARD_MODEL
 from trimtab.config.sft import SftData
 from trimtab.data.examples import ExampleEncoder
 from trimtab.data.trial import try_template
@@ -29,12 +30,11 @@ from trimtab.model.context import context_of
 from trimtab.model.load import find_source
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.packed import PackedPlan
+from trimtab.model.sizes import REWARD_TOKENS
 from trimtab.reward.pool import Request
 from trimtab.workers.messages import Cell, Failure
 from trimtab.workers.pool import Reply
 
-MODEL = "model:"
-TOKENS = 8192
 NO_TEMPLATE_HERE = (
     "the prompt is messages, but the reward model's tokenizer has no chat template to write them. Make the prompts strings, or "
     "give the reward model's folder a tokenizer with a template"
@@ -52,7 +52,7 @@ def refuse_other_models(path: str) -> None:
         config = AutoConfig.from_pretrained(source.location)
     except Exception as error:  # transformers and the hub raise a score of types
         why = str(error).splitlines()[0].removeprefix("model.path: ")
-        raise RewardError(f"reward.fn: cannot read {MODEL}{path}: {why} {also}".rstrip()) from error
+        raise RewardError(f"reward.fn: cannot read {REWARD_MODEL}{path}: {why} {also}".rstrip()) from error
     kinds = getattr(config, "architectures", None) or []
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds) or config.num_labels != 1:
         raise RewardError(
@@ -81,12 +81,12 @@ class Classifier:
         facts = Path(location) / "reward.json"
         self.shift = _shift(facts) if facts.is_file() else 0.0
         tokenizer = AutoTokenizer.from_pretrained(location)
-        self._encoder = ExampleEncoder(SftData(train="-"), "last", tokenizer, f"reward {MODEL}{path}")
+        self._encoder = ExampleEncoder(SftData(train="-"), "last", tokenizer, f"reward {REWARD_MODEL}{path}")
         if self._encoder.templated:
             try_template(
-                [partial(self._encoder.rendered, 0, {"prompt": "1", "completion": "1"})], f"reward {MODEL}{path}"
+                [partial(self._encoder.rendered, 0, {"prompt": "1", "completion": "1"})], f"reward {REWARD_MODEL}{path}"
             )
-        self._device, self._tokens = device, TOKENS
+        self._device, self._tokens = device, REWARD_TOKENS
         self._context = context_of(self.model.config.get_text_config())
         self._check(dtype)
 
@@ -146,7 +146,7 @@ class Classifier:
         free(self._device)
         if len(rows) == 1:
             raise RewardError(
-                f"reward {MODEL}{self.path} ran out of memory on {len(rows[0])} tokens: {outcome.message}"
+                f"reward {REWARD_MODEL}{self.path} ran out of memory on {len(rows[0])} tokens: {outcome.message}"
             )
         self._tokens = max(1, sum(map(len, rows)) // 2)
         half = len(rows) // 2
@@ -178,10 +178,12 @@ class Classifier:
         try:
             packed = self._forward(rows)
         except (AssertionError, TypeError, RuntimeError, AttributeError) as error:
-            raise ModelError(f"reward {MODEL}{self.path} cannot run through Trimtab's attention: {error}") from error
+            raise ModelError(
+                f"reward {REWARD_MODEL}{self.path} cannot run through Trimtab's attention: {error}"
+            ) from error
         if any(abs(a - b) > TOLERANCE[dtype] * (1 + abs(b)) for a, b in zip(packed, alone)):
             raise ModelError(
-                f"reward {MODEL}{self.path} gives other scores when sequences are packed: {packed} and {alone}"
+                f"reward {REWARD_MODEL}{self.path} gives other scores when sequences are packed: {packed} and {alone}"
             )
 
 

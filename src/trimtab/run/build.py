@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.config.learn import Learn
+from trimtab.config.known import ResolvedLearn, ResolvedRun
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
 from trimtab.config.run import Kernels, Run
@@ -75,18 +75,17 @@ def use_planned_kernels(plan: Plan, *policies: object) -> None:
             use_kernels(policy, "plain")
 
 
-def make_updater(policy: Policy, learn: Learn, run: Run, kind: type[Kind]) -> Kind:
-    """The updater of a `run` without `auto`: of a policy, a critic or a reward model."""
-    assert run.checkpoint_activations != "auto"
+def make_updater(policy: Policy, learn: ResolvedLearn, run: ResolvedRun, kind: type[Kind]) -> Kind:
+    """The updater of a policy, a critic or a reward model."""
     return kind(
         policy,
         learn,
-        token_budget=known(run.token_budget),
-        score_token_budget=known(run.score_token_budget),
-        logprob_chunk=known(run.logprob_chunk),
+        token_budget=run.token_budget,
+        score_token_budget=run.score_token_budget,
+        logprob_chunk=run.logprob_chunk,
         checkpoint_activations=run.checkpoint_activations,
-        offload_optimizer=run.offload.optimizer is True,
-        offload_activations=run.offload.activations is True,
+        offload_optimizer=run.offload.optimizer,
+        offload_activations=run.offload.activations,
     )
 
 
@@ -102,9 +101,8 @@ def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan
         return plan
     engine.lend()
     plan = corrected(plan, asked, probe(updater, plan.job, plan.run))
-    updater.token_budget = known(plan.run.token_budget)
-    updater.score_token_budget = known(plan.run.score_token_budget)
-    assert plan.run.checkpoint_activations != "auto"
+    updater.token_budget = plan.run.token_budget
+    updater.score_token_budget = plan.run.score_token_budget
     updater.recompute(plan.run.checkpoint_activations)
     return plan
 
@@ -112,7 +110,7 @@ def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan
 def _compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> list[str]:
     """Say what is no longer as the checkpoint was made, and return it; refuse what its optimizer cannot go on with."""
     held = _config_of(checkpoint, folder)
-    if type(held) is not type(config):
+    if not isinstance(config, type(held)):
         name = next(name for name, schema in STAGES.items() if isinstance(held, schema))
         what, fix = f"{folder} holds a run of trimtab {name}", f"Go on with trimtab {name}, or choose another folder."
         raise ConfigError([Problem("observe.dir", what, fix)])
@@ -245,9 +243,3 @@ def spare_the_collector(stack: ExitStack) -> None:
     gc.collect()
     gc.freeze()
     stack.callback(gc.unfreeze)
-
-
-def known(value: int | str) -> int:
-    """A key that the plan has filled in."""
-    assert isinstance(value, int)
-    return value

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.plan.activations import Row, update_peak
@@ -31,10 +32,9 @@ PLAUSIBLE = (0.5, 3.0)
 """Measured over counted bytes a token: outside these bounds something else was measured."""
 
 
-def probe(updater: Updater, job: Job, run: Run) -> Correction:
+def probe(updater: Updater, job: Job, run: ResolvedRun) -> Correction:
     """What corrects the count by what micro-batches really take; nothing is corrected where memory runs out on the way."""
     path, device = update_path(job, run), updater.policy.device
-    assert run.token_budget != "auto"
     small = max(min(SMALL, run.token_budget // 2), job.typical_prompt + LEAST)
     if 2 * small > run.token_budget:
         return COUNTED
@@ -83,12 +83,11 @@ def corrected(plan: Plan, asked: Run, found: Correction) -> Plan:
     """The plan with what was measured: automatic micro-batches and recomputing are chosen again, all else stays."""
     job = replace(plan.job, correction=found)
     open_keys = {key: getattr(asked, key) for key in ("token_budget", "score_token_budget", "checkpoint_activations")}
-    again = make_plan(plan.run.model_copy(update=open_keys), job, plan.machine, asked.profile)
+    again = make_plan(Run.model_validate(dict(plan.run) | open_keys), job, plan.machine, asked.profile)
     now, wider = plan.run.token_budget, again.run.token_budget
-    assert now != "auto" and wider != "auto"
     if asked.checkpoint_activations == "auto" and again.run.checkpoint_activations is False and wider > now:
         recompute = {"checkpoint_activations": recompute_when_wider(replace(plan, job=job), now, wider)}
-        again = make_plan(again.run.model_copy(update=recompute), job, plan.machine, asked.profile)
+        again = make_plan(again.run.with_values(recompute), job, plan.machine, asked.profile)
     if not again.fits:  # the guard can give up more than a plan can
         return replace(plan, job=job)
     changed = {f"run.{key}": getattr(again.run, key) for key, value in open_keys.items() if value == "auto"}

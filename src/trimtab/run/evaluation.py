@@ -31,7 +31,7 @@ def measure(
     config: Config, prompts: Sequence[Prompt], sampler: Sampler, scorer: Scorer, tasks: Tasks | None = None
 ) -> tuple[dict[str, float], list[Group]]:
     """Scores of the policy that the engine holds, and the completions they come from."""
-    settings = config.eval.model_copy(update={"threshold": success_threshold(config, scorer.names)})
+    settings = config.eval.with_values({"threshold": success_threshold(config, scorer.names)})
     sampling, limit = eval_sampling(config), eval_max_new_tokens(config)
     for group in sampler.generate(
         [

@@ -115,7 +115,7 @@ def _write(config: Config | SftConfig, source: Path, aside: Path, dtype: str) ->
     model = config.model
     if model.lora is not None:
         trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")
-        settings = model.model_copy(update={"dtype": trained_in if dtype == "same" else dtype})
+        settings = model.with_values({"dtype": trained_in if dtype == "same" else dtype})
         base = load_model(settings, torch.device("cpu"))
         with reading(source):
             adapted = load_adapters(base, source)

@@ -9,6 +9,7 @@ from typing import Any
 
 from trimtab.base.errors import ConfigError, DataError, ModelError, Problem
 from trimtab.base.suggestions import did_you_mean
+from trimtab.config.resolved import ResolvedConfig
 from trimtab.config.schema import Config
 from trimtab.data.encode import PromptEncoder, Tools, templated
 from trimtab.data.prompt import Prompt
@@ -19,6 +20,7 @@ from trimtab.model.context import context_of
 from trimtab.model.load import load_config, load_tokenizer, written_words
 from trimtab.observe.task_names import MOST_TASKS
 from trimtab.observe.tasks import Tasks
+from trimtab.plan.work import Lengths
 from trimtab.reward.load import PLAYED, locate
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.conversations.hosts import Hosts, locate_environment
@@ -121,6 +123,12 @@ class Work:
         return replace(view("prompt", self.first_prompt(config), self.tokenizer, stops, sampling.stop), warning=warning)
 
     @property
+    def lengths(self) -> Lengths:
+        """What a plan has to know of the data."""
+        longest, typical = (max(mine, self.eval.longest) for mine in (self.train.longest, self.train.typical))
+        return Lengths(longest, typical, len(self.eval.prompts))
+
+    @property
     def columns(self) -> list[set[str]]:
         """The columns of each data set that rewards can count on."""
         return [self.train.columns, self.eval.columns] if self.eval.prompts else [self.train.columns]
@@ -202,13 +210,13 @@ def read_eval(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools:
     return EvalSet(found.prompts, _columns(rows, config), found.report() if found.too_long else "")
 
 
-def with_found_rewards(config: Config, inputs: Inputs) -> Config:
+def with_found_rewards(config: ResolvedConfig, inputs: Inputs) -> ResolvedConfig:
     """Reward files by absolute path, so that the run's config.yaml can be run again from anywhere. Missing ones are told."""
     parts = []
     for part in config.reward:
         source = locate(part.fn, inputs.base_dir, inputs.rewards)
-        parts.append(part.model_copy(update={"fn": str(source)}) if source.kind in ("file", "model") else part)
-    return config.model_copy(update={"reward": parts} | _found_environment(config, inputs))
+        parts.append(part.with_values({"fn": str(source)}) if source.kind in ("file", "model") else part)
+    return config.with_values({"reward": parts} | _found_environment(config, inputs))
 
 
 def _found_environment(config: Config, inputs: Inputs) -> dict[str, Any]:
@@ -220,12 +228,7 @@ def _found_environment(config: Config, inputs: Inputs) -> dict[str, Any]:
     if found.made is not None and found.made.kind == "file":
         fn = str(found.made)
     tools = [str(tool) if tool.kind == "file" else named for tool, named in zip(found.tools, tools)]
-    return {"environment": settings.model_copy(update={"fn": fn, "tools": tools})}
-
-
-def reward_models(config: Config) -> list[str]:
-    """What reward models are loaded from."""
-    return [part.fn.removeprefix("model:") for part in config.reward if part.fn.startswith("model:")]
+    return {"environment": settings.with_values({"fn": fn, "tools": tools})}
 
 
 def open_scorer(
@@ -298,7 +301,7 @@ def refuse_other_critic(config: Config, work: Work) -> None:
     path = config.learn.critic.path
     if config.learn.advantage != "gae" or path is None:
         return
-    critic = config.model.model_copy(update={"path": path, "tokenizer": None})
+    critic = config.model.with_values({"path": path, "tokenizer": None})
     try:
         read = load_config(critic).get_text_config()
     except ModelError as error:

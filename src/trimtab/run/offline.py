@@ -20,10 +20,11 @@ import torch
 from trimtab.base.errors import ConfigError, Problem, TrimtabError
 from trimtab.base.signals import take_signals
 from trimtab.config.algorithms import resolve
+from trimtab.config.known import ResolvedLearn, ResolvedRun
 from trimtab.config.learn import Learn
 from trimtab.config.load import Offline, resolved_yaml
+from trimtab.config.resolved import with_offline_plan
 from trimtab.config.reward_model import PairLearn
-from trimtab.config.run import Run as RunKeys
 from trimtab.config.sft import SftLearn
 from trimtab.data.examples import Checking, ExampleSet, measure_examples, validate_examples
 from trimtab.data.sources import eval_rows, train_rows
@@ -39,12 +40,11 @@ from trimtab.observe.host import HostWatch
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor
-from trimtab.plan.job import Job
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import planned
 from trimtab.plan.report import as_dict
-from trimtab.plan.shape import shape_of_model
 from trimtab.plan.watch import PlanWatch
+from trimtab.plan.work import Lengths, job_of
 from trimtab.record.checkpoint import RunState, load_optimizer, prune, reading, save_checkpoint
 from trimtab.record.folder import begin, claim, find_folder, refuse_existing
 from trimtab.record.sinks import Sinks
@@ -53,7 +53,6 @@ from trimtab.run.build import (
     calibrated,
     card_facts,
     is_automatic,
-    known,
     load_policy,
     own_modes,
     refuse_kernels,
@@ -68,6 +67,7 @@ from trimtab.run.inputs import Callback, Inputs, given_rows
 from trimtab.run.keeping import Keeper, keeping
 from trimtab.run.machine import load_within, machine_here, memory_limit, pick_device
 from trimtab.run.recovery import open_guard
+from trimtab.run.shapes import loaded_models
 from trimtab.update.batch import Sample
 from trimtab.update.guard import Guard
 from trimtab.update.optimizer import learning_rate
@@ -103,7 +103,7 @@ class Stage(Protocol):
         """Samples of these items, each with its share of a step that consumes exactly these."""
         ...
 
-    def updater(self, config: Any, policy: Policy, learn: Learn, run: RunKeys) -> Updater: ...
+    def updater(self, config: Any, policy: Policy, learn: ResolvedLearn, run: ResolvedRun) -> Updater: ...
 
     def metrics(self, stats: UpdateStats, samples: Sequence[Sample]) -> dict[str, float]: ...
 
@@ -128,7 +128,7 @@ class Run:
 
     stage: Stage
     config: Offline
-    learn: Learn
+    learn: ResolvedLearn
     """The same settings as the updater knows them."""
     folder: Path
     state: RunState
@@ -171,6 +171,12 @@ class Checked:
     held_out: list[Any]
     note: str
 
+    @property
+    def lengths(self) -> Lengths:
+        """What a plan has to know of the data."""
+        longest = max(self.train.longest, *(getattr(e, "row_tokens", len(e.tokens)) for e in self.held_out), 1)
+        return Lengths(longest, longest, len(self.held_out))
+
     def view(self, stage: Stage, stop_token_ids: list[int]) -> View:
         encoder = stage.encoder(self.config, self.tokenizer, "data.train")
         return view_example(stage.unit, encoder, self.rows[0], self.tokenizer, stop_token_ids)
@@ -210,7 +216,7 @@ def check(stage: Stage, config: Offline, inputs: Inputs, *, resume: bool) -> Che
     if learn.schedule.warmup_steps >= steps:
         what = f"is {learn.schedule.warmup_steps} of {steps} steps, so the rate would never be reached"
         raise ConfigError([Problem("learn.schedule.warmup_steps", what, "Write fewer, or train longer.")])
-    config = config.model_copy(update={"learn": learn.model_copy(update={"steps": steps, "epochs": 1.0})})
+    config = config.with_values({"learn.steps": steps, "learn.epochs": 1.0})
     return Checked(config, device, folder, tokenizer, limit, rows, train, held_out, note)
 
 
@@ -273,13 +279,13 @@ def open_run(
     source = (config.model, config.learn.seed, ready.device, config.run.kernels, checkpoint)
     policy = load_within(config.run, ready.device, load_policy, *source)
     learn, asked = as_learn(config.learn, stage.per_step(config)), config.run
-    plan = planned(asked, _job(stage, config, policy, ready), machine_here(ready.device))
-    torch.set_num_threads(known(plan.run.threads))
+    plan = planned(asked, job_of(config, loaded_models(config, policy), ready.lengths), machine_here(ready.device))
+    torch.set_num_threads(plan.run.threads)
     use_planned_kernels(plan, policy)
     updater, engine = stage.updater(config, policy, learn, plan.run), NoRollout()
     automatic = is_automatic(asked, plan)
     plan = calibrated(plan, asked, updater, engine) if stage.rehearses else plan
-    config = config.model_copy(update={"run": plan.run})
+    config = with_offline_plan(config, plan.run)
     if checkpoint is not None:
         with reading(checkpoint):
             stage.restore(checkpoint, updater)
@@ -420,7 +426,7 @@ def finish(run: Run) -> dict[str, Any]:
     return summary
 
 
-def as_learn(learn: SftLearn | PairLearn, per_step: int) -> Learn:
+def as_learn(learn: SftLearn | PairLearn, per_step: int) -> ResolvedLearn:
     """The settings as the updater and the optimizer know them: the plain gradient of log p."""
     assert learn.steps is not None
     return resolve(
@@ -459,28 +465,6 @@ def _read_held_out(stage: Stage, config: Offline, inputs: Inputs, tokenizer: Any
     validate_examples(rows, encoder)
     measured = measure_examples(rows, encoder, limit, 2**62)
     return [e for e in encoder.encode(range(len(rows)), rows) if len(e.tokens) <= limit], measured.note
-
-
-def _job(stage: Stage, config: Offline, policy: Policy, ready: Checked) -> Job:
-    """Every token of the longest one may be learned: memory is planned for that."""
-    lora = config.model.lora
-    return Job(
-        shape=shape_of_model(policy.model),
-        itemsize=policy.dtype.itemsize,
-        prompts=stage.per_step(config),
-        samples=1,
-        longest_prompt=1,
-        typical_prompt=1,
-        completion=max(2, ready.train.longest, *(getattr(e, "row_tokens", len(e.tokens)) for e in ready.held_out)) - 1,
-        rank=lora.r if lora else 0,
-        adapters=sum(p.numel() for p in policy.parameters()) if lora else 0,
-        eight_bit=config.learn.optimizer.states == "8bit",
-        old_logprobs=bool(ready.held_out),
-        generates=False,
-        fused=policy.fused,
-        liger=config.run.kernels == "liger",
-        tiled_head=policy.tiled_head,
-    )
 
 
 def _card(

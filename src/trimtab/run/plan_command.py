@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.config.contradiction import REWARD_MODEL
 from trimtab.config.load import AnyConfig, load_any
+from trimtab.config.resolved import resolve_config
 from trimtab.config.run import Run, parse_bytes
 from trimtab.config.schema import Config
 from trimtab.plan.devices import find_device, of_size
-from trimtab.plan.job import Machine
+from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot, widest
 from trimtab.plan.report import as_dict
-from trimtab.plan.source import EXAMPLE, MODEL, job_of, lengths_of, offline_job_of
+from trimtab.plan.source import EXAMPLE, lengths_of, stated_lengths
+from trimtab.plan.work import job_of
+from trimtab.run.shapes import shape_of, stated_models
 
 HOST = 256 * GIB
 """Host memory of a machine that is not this one, where nobody says how much it has."""
@@ -60,19 +64,17 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     memory = _bytes("--device-memory", asked.device_memory)
     machine, notes = _machine(asked, memory, config.run)
     if memory is not None and not machine.cpu:
-        config = config.model_copy(update={"run": config.run.model_copy(update={"memory": memory})})
+        config = config.with_values({"run.memory": memory})
+    job = _job(config, file.absolute().parent, machine)
     if not isinstance(config, Config):
-        job = offline_job_of(config, machine.cpu, machine.device.tiled_head)
         if config.learn.max_tokens is None:
             notes.append(
                 f"Examples are taken to have up to {EXAMPLE:,} tokens: say learn.max_tokens, or train, which looks."
             )
-    else:
-        job = job_of(_found_models(config, file.absolute().parent), machine.cpu, machine.device.tiled_head)
-        if config.data.max_prompt_tokens is None:
-            notes.append(
-                f"Prompts are taken to have {job.longest_prompt} tokens: say data.max_prompt_tokens, or train, which looks."
-            )
+    elif config.data.max_prompt_tokens is None:
+        notes.append(
+            f"Prompts are taken to have {job.longest_prompt} tokens: say data.max_prompt_tokens, or train, which looks."
+        )
     if asked.like is not None and job.generates:
         job = replace(job, lengths=lengths_of(asked.like, job.completion))
         notes.append(
@@ -101,14 +103,22 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     return Look(plan, config, filled, notes)
 
 
+def _job(config: AnyConfig, folder: Path, machine: Machine) -> Job:
+    """The work that a config asks for, as far as it says; its file is in this folder."""
+    known = resolve_config(_found_models(config, folder)) if isinstance(config, Config) else config
+    shape = shape_of(known.model.path, known.model.trust_remote_code)
+    lengths = stated_lengths(known, shape)
+    return job_of(known, stated_models(known, shape, machine.cpu, machine.device.tiled_head), lengths)
+
+
 def _found_models(config: Config, folder: Path) -> Config:
     """The config with the paths of reward models that lie in its own folder, where training looks first."""
     parts = []
     for part in config.reward:
-        here = folder / Path(part.fn.removeprefix(MODEL)).expanduser()
-        found = part.fn.startswith(MODEL) and here.is_dir()
-        parts.append(part.model_copy(update={"fn": f"{MODEL}{here}"}) if found else part)
-    return config.model_copy(update={"reward": parts})
+        here = folder / Path(part.fn.removeprefix(REWARD_MODEL)).expanduser()
+        found = part.fn.startswith(REWARD_MODEL) and here.is_dir()
+        parts.append(part.with_values({"fn": f"{REWARD_MODEL}{here}"}) if found else part)
+    return config.with_values({"reward": parts})
 
 
 def _profile(name: str) -> str:

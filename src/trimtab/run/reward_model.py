@@ -18,9 +18,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.config.learn import Learn
+from trimtab.config.known import ResolvedLearn, ResolvedRun
 from trimtab.config.reward_model import RewardModelConfig
-from trimtab.config.run import Run as RunKeys
 from trimtab.data.pairs import Pair, PairEncoder
 from trimtab.learn.preferences import preference_loss
 from trimtab.model.adapters import has_adapters, merged_state, save_adapters
@@ -63,7 +62,7 @@ class Preferences:
     def samples(self, config: RewardModelConfig, items: Sequence[Pair]) -> list[Sample]:
         return to_samples(items)
 
-    def updater(self, config: RewardModelConfig, policy: Policy, learn: Learn, run: RunKeys) -> Scores:
+    def updater(self, config: RewardModelConfig, policy: Policy, learn: ResolvedLearn, run: ResolvedRun) -> Scores:
         made = make_updater(policy, learn, run, Scores)
         made.center = config.learn.center
         return made

@@ -15,8 +15,14 @@ from typing import IO, Any
 import torch
 
 from trimtab.base.errors import ConfigError, EngineError, Problem
-from trimtab.config.resolved import eval_in_words, eval_max_new_tokens, resolve_config
-from trimtab.config.run import Run
+from trimtab.config.known import ResolvedRun
+from trimtab.config.resolved import (
+    PlannedConfig,
+    ResolvedConfig,
+    eval_in_words,
+    resolve_config,
+    with_plan,
+)
 from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
@@ -38,13 +44,11 @@ from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.tasks import Tasks
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor
-from trimtab.plan.job import Job
 from trimtab.plan.planner import Choice, Plan
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.report import as_dict
-from trimtab.plan.shape import ModelShape, shape_of_model
-from trimtab.plan.source import shape_of
 from trimtab.plan.watch import PlanWatch
+from trimtab.plan.work import Lengths, evaluation_job_of, job_of
 from trimtab.record.checkpoint import RunState, load_optimizer, load_part, prune, reading
 from trimtab.record.folder import ENGINE_LOGS, begin, claim, find_folder, refuse_existing
 from trimtab.record.sinks import Sinks
@@ -61,7 +65,6 @@ from trimtab.run.build import (
     calibrated,
     card_facts,
     is_automatic,
-    known,
     load_policy,
     make_updater,
     refuse_kernels,
@@ -72,7 +75,6 @@ from trimtab.run.build import (
 )
 from trimtab.run.inputs import (
     Callback,
-    EvalSet,
     Inputs,
     Work,
     open_hosts,
@@ -83,11 +85,11 @@ from trimtab.run.inputs import (
     read_tokenizer,
     read_work,
     refuse_other_critic,
-    reward_models,
     with_found_rewards,
 )
 from trimtab.run.machine import load_within, machine_here, memory_limit, pick_device
 from trimtab.run.recovery import open_critic_guard, open_guard
+from trimtab.run.shapes import evaluated_models, loaded_models
 from trimtab.update.critic import Critic, restore_critic
 from trimtab.update.guard import Guard
 from trimtab.update.updater import Updater
@@ -97,7 +99,7 @@ from trimtab.update.updater import Updater
 class Session:
     """A training run with everything in place."""
 
-    config: Config
+    config: PlannedConfig
     folder: Path
     state: RunState
     resumed: bool
@@ -142,7 +144,7 @@ class Evaluation:
 class Checked:
     """A run that nothing short of its weights can refuse."""
 
-    config: Config
+    config: ResolvedConfig
     device: torch.device
     folder: Path
     work: Work
@@ -164,16 +166,16 @@ def sampler_on(engine: Engine, talk: Talk | None) -> Sampler:
     return engine if talk is None else Episodes(engine, talk.hosts, talk.replies)
 
 
-def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> Checked:
+def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> Checked:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
-    device = pick_device(config.run)
-    stack.enter_context(memory_limit(config.run, device))
-    folder = find_folder(config.observe.dir, inputs.name, resume)
+    device = pick_device(asked.run)
+    stack.enter_context(memory_limit(asked.run, device))
+    folder = find_folder(asked.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
-    refuse_without_engine(config.run, device)
-    refuse_missing_wandb(config.observe)
-    refuse_kernels(config.run, config.model, device)
-    config = with_found_rewards(resolve_config(config), inputs)
+    refuse_without_engine(asked.run, device)
+    refuse_missing_wandb(asked.observe)
+    refuse_kernels(asked.run, asked.model, device)
+    config = with_found_rewards(resolve_config(asked), inputs)
     tokenizer, limit = read_tokenizer(config)
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
@@ -194,20 +196,20 @@ def check(config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> 
 
 
 def open_session(
-    config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool = False, console_file: IO[str] | None = None
+    asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> Session:
     """Build a run. Whatever it opens is closed by `stack`, in the right order, also when a later part fails."""
-    console = stack.enter_context(Console(config.learn.steps, file=console_file))
+    console = stack.enter_context(Console(asked.learn.steps, file=console_file))
     console.waiting("reading the tokenizer and the data, starting the rewards")
-    ready = check(config, inputs, stack, resume=resume)
-    config, folder, work = ready.config, ready.folder, ready.work
+    ready = check(asked, inputs, stack, resume=resume)
+    resolved, folder, work = ready.config, ready.folder, ready.work
     stack.enter_context(claim(folder, resume))
-    checkpoint, state, changed = take_up(config, ready.device, folder, work.train.rows, resume, console)
-    steered = config.learn.kl.target is not None and checkpoint is not None
+    checkpoint, state, changed = take_up(resolved, ready.device, folder, work.train.rows, resume, console)
+    steered = resolved.learn.kl.target is not None and checkpoint is not None
     if not steered or any(change.startswith("learn.kl.coef ") for change in changed):
-        state.kl_coef = config.learn.kl.coef
-    _tell_of_start(config, console)
-    parts = assemble(config, ready, stack, checkpoint, folder / ENGINE_LOGS, console.waiting)
+        state.kl_coef = resolved.learn.kl.coef
+    _tell_of_start(resolved, console)
+    parts = assemble(resolved, ready, stack, checkpoint, folder / ENGINE_LOGS, console.waiting)
     config, plan, policy, engine, updater = parts.config, parts.plan, parts.policy, parts.engine, parts.updater
     engine.publish(state.version)
     if checkpoint is not None:
@@ -278,8 +280,7 @@ def open_session(
 class Parts:
     """What computes: models, engine and updater, as the plan has them."""
 
-    config: Config
-    """The config with `run` resolved."""
+    config: PlannedConfig
     plan: Plan
     policy: Policy
     reference: AnyPolicy | None
@@ -290,7 +291,7 @@ class Parts:
 
 
 def assemble(
-    config: Config,
+    config: ResolvedConfig,
     ready: Checked,
     stack: ExitStack,
     checkpoint: Path | None = None,
@@ -301,8 +302,9 @@ def assemble(
     what is waited for is told."""
     tell(f"loading {checkpoint or config.model.path}")
     policy, reference = load_within(config.run, ready.device, _load_policies, config, ready.device, checkpoint)
-    plan = planned(config.run, _job(config, policy, reference, ready.work), machine_here(ready.device))
-    torch.set_num_threads(known(plan.run.threads))
+    job = job_of(config, loaded_models(config, policy), ready.work.lengths)
+    plan = planned(config.run, job, machine_here(ready.device))
+    torch.set_num_threads(plan.run.threads)
     use_planned_kernels(plan, policy, reference)
     tell(f"starting the {plan.run.engine} engine")
     reference = _put_away(reference, plan.run)  # an engine takes its memory when it is made
@@ -317,15 +319,15 @@ def assemble(
     updater = make_updater(policy, config.learn, run, Updater)
     automatic = is_automatic(asked, plan)
     plan = calibrated(plan, asked, updater, engine)
-    config = config.model_copy(update={"run": plan.run})
-    critic = _load_critic(config, policy) if config.learn.advantage == "gae" else None
+    planned_config = with_plan(config, plan.run)
+    critic = _load_critic(planned_config, policy) if config.learn.advantage == "gae" else None
     governor = Governor(plan, automatic, asked.checkpoint_activations == "auto", config.learn.updates_per_batch)
-    return Parts(config, plan, policy, reference, engine, updater, governor, critic)
+    return Parts(planned_config, plan, policy, reference, engine, updater, governor, critic)
 
 
-def _put_away(reference: AnyPolicy | None, run: Run) -> AnyPolicy | None:
+def _put_away(reference: AnyPolicy | None, run: ResolvedRun) -> AnyPolicy | None:
     """A reference that waits in host memory, where the plan has it there."""
-    if run.offload.reference is not True or not isinstance(reference, Policy):
+    if not run.offload.reference or not isinstance(reference, Policy):
         return reference
     device = reference.device
     away = FromHost(reference)
@@ -334,10 +336,10 @@ def _put_away(reference: AnyPolicy | None, run: Run) -> AnyPolicy | None:
 
 
 def open_evaluation(
-    config: Config, inputs: Inputs, stack: ExitStack, *, console_file: IO[str] | None = None
+    asked: Config, inputs: Inputs, stack: ExitStack, *, console_file: IO[str] | None = None
 ) -> Evaluation:
     """Build what measures a model: no optimizer, no training data, no run folder."""
-    config = with_found_rewards(resolve_config(config), inputs)
+    config = with_found_rewards(resolve_config(asked), inputs)
     if config.data.eval is None and inputs.eval_rows is None:
         raise ConfigError([Problem("data.eval", "there is nothing to evaluate on", "Name a data set or a task.")])
     device = pick_device(config.run)
@@ -361,13 +363,13 @@ def open_evaluation(
     policy = Policy(load_within(config.run, device, load_model, config.model, device))
     if scorer.models is not None:
         scorer.models.load(policy.device, policy.dtype)
-    job = _measuring_job(config, policy, held_out)
+    lengths = Lengths(held_out.longest, held_out.longest, len(held_out.prompts))
+    job = evaluation_job_of(config, evaluated_models(config, policy), lengths)
     plan = plan_here(config.run, job, machine_here(device))
-    torch.set_num_threads(known(plan.run.threads))
+    torch.set_num_threads(plan.run.threads)
     console.waiting(f"starting the {plan.run.engine} engine")
     plan, engine = open_engine(config, plan, policy, tokenizer)
     stack.callback(engine.close)
-    config = config.model_copy(update={"run": plan.run})
     for note in (held_out.note, f"sampling: {eval_in_words(config)}"):
         if note:
             console.note(note)
@@ -389,37 +391,37 @@ def open_engine(
     own."""
     longest = plan.job.longest_sequence
     try:
-        return plan, make_engine(config.model_copy(update={"run": plan.run}), policy, tokenizer, longest, logs)
+        return plan, make_engine(plan.run, policy, tokenizer, longest, logs)
     except EngineError as error:
         if config.run.engine != "auto" or not plan.run.outside:
             raise
         refused = f"{plan.run.engine} was planned: {str(error).splitlines()[0]}"
-    plan = planned(config.run.model_copy(update={"engine": "native"}), plan.job, plan.machine)
+    plan = planned(config.run.with_values({"engine": "native"}), plan.job, plan.machine)
     plan = replace(plan, choices=(*plan.choices, Choice("run.engine", "native", refused)))
-    return plan, make_engine(config.model_copy(update={"run": plan.run}), policy, tokenizer, longest)
+    return plan, make_engine(plan.run, policy, tokenizer, longest)
 
 
-def make_engine(config: Config, policy: Policy, tokenizer: Any, longest: int, logs: Path | None = None) -> Engine:
-    """The rollout engine of a config whose `run` is resolved, for sequences of so many tokens."""
-    rollout = config.run.rollout
+def make_engine(run: ResolvedRun, policy: Policy, tokenizer: Any, longest: int, logs: Path | None = None) -> Engine:
+    """The rollout engine of a plan, for sequences of so many tokens."""
+    rollout = run.rollout
     settings: dict[str, Any] = {
         "policy": policy,
         "tokenizer": tokenizer,
         "stop_token_ids": stop_token_ids(policy.model, tokenizer),
-        "kv_bytes": known(rollout.kv_memory),
-        "page_tokens": known(rollout.page_tokens),
-        "max_sequences": known(rollout.max_sequences),
-        "prefill_tokens": known(rollout.prefill_tokens),
+        "kv_bytes": rollout.kv_memory,
+        "page_tokens": rollout.page_tokens,
+        "max_sequences": rollout.max_sequences,
+        "prefill_tokens": rollout.prefill_tokens,
         "prefix_cache": rollout.prefix_cache,
-        "lend_memory": bool(known(rollout.lend_memory)),
+        "lend_memory": rollout.lend_memory,
     }
-    if config.run.engine == "native":
+    if run.engine == "native":
         return NativeEngine(**settings)
     eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
     python = interpreter(rollout.python)
-    settings |= {"longest": longest, "eager": eager, "python": python, "processes": known(rollout.processes)}
+    settings |= {"longest": longest, "eager": eager, "python": python, "processes": rollout.processes}
     settings |= {"tensor_parallel": rollout.tensor_parallel, "logs": logs}
-    return OutsideEngine(KINDS[config.run.engine], **settings)
+    return OutsideEngine(KINDS[run.engine], **settings)
 
 
 def _load_policies(config: Config, device: torch.device, checkpoint: Path | None) -> tuple[Policy, AnyPolicy | None]:
@@ -433,65 +435,12 @@ def _load_policies(config: Config, device: torch.device, checkpoint: Path | None
     return policy, reference
 
 
-def _load_critic(config: Config, policy: Policy) -> Critic:
+def _load_critic(config: PlannedConfig, policy: Policy) -> Critic:
     """The value model, with the plan's sizes."""
     learn, run = config.learn, config.run
-    source = config.model.model_copy(update={"path": learn.critic.path or config.model.path})
+    source = config.model.with_values({"path": learn.critic.path or config.model.path})
     model = load_policy(source, learn.seed, policy.device, run.kernels)
     return make_updater(model, learn, run, Critic)
-
-
-def _critic_shape(config: Config, policy: Policy) -> ModelShape | None:
-    if config.learn.advantage != "gae":
-        return None
-    path = config.learn.critic.path
-    return shape_of(path, config.model.trust_remote_code) if path else shape_of_model(policy.model)
-
-
-def _job(config: Config, policy: Policy, reference: AnyPolicy | None, work: Work) -> Job:
-    """The run's work, with the model as it was loaded."""
-    learn, evaluated = config.learn, len(work.eval.prompts) * config.eval.samples_per_prompt
-    adapters = sum(p.numel() for p in policy.parameters()) if config.model.lora else 0
-    return Job(
-        shape=shape_of_model(policy.model),
-        itemsize=policy.dtype.itemsize,
-        prompts=learn.prompts_per_step,
-        samples=learn.samples_per_prompt,
-        longest_prompt=max(work.train.longest, work.eval.longest),
-        typical_prompt=max(work.train.typical, work.eval.longest),
-        completion=learn.max_new_tokens,
-        steps=learn.steps,
-        eval_sequences=evaluated,
-        eval_completion=eval_max_new_tokens(config) if evaluated else 0,
-        rank=config.model.lora.r if config.model.lora else 0,
-        adapters=adapters,
-        reference=isinstance(reference, Policy),
-        critic=_critic_shape(config, policy),
-        reward_models=tuple(map(shape_of, reward_models(config))),
-        environment=config.environment is not None,
-        eight_bit=learn.optimizer.states == "8bit",
-        compared=reference is not None,
-        old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
-        epochs=learn.epochs_per_step,
-        fused=policy.fused,
-        liger=config.run.kernels == "liger",
-        tiled_head=policy.tiled_head,
-    )
-
-
-def _measuring_job(config: Config, policy: Policy, held_out: EvalSet) -> Job:
-    return Job(
-        shape=shape_of_model(policy.model),
-        itemsize=policy.dtype.itemsize,
-        prompts=len(held_out.prompts),
-        samples=config.eval.samples_per_prompt,
-        longest_prompt=held_out.longest,
-        typical_prompt=held_out.longest,
-        completion=eval_max_new_tokens(config),
-        environment=config.environment is not None,
-        reward_models=tuple(map(shape_of, reward_models(config))),
-        training=False,
-    )
 
 
 def _card(

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from trimtab.config.learn import Learn
-from trimtab.config.run import Run as RunKeys
+from trimtab.config.known import ResolvedLearn, ResolvedRun
 from trimtab.config.sft import SftConfig
 from trimtab.data.examples import Example, ExampleEncoder
 from trimtab.model.policy import Policy
@@ -48,7 +47,7 @@ class Supervised:
     def samples(self, config: SftConfig, items: Sequence[Example]) -> list[Sample]:
         return to_samples(items, config.learn.aggregate)
 
-    def updater(self, config: SftConfig, policy: Policy, learn: Learn, run: RunKeys) -> Updater:
+    def updater(self, config: SftConfig, policy: Policy, learn: ResolvedLearn, run: ResolvedRun) -> Updater:
         return make_updater(policy, learn, run, Updater)
 
     def metrics(self, stats: UpdateStats, samples: Sequence[Sample]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from trimtab.config.load import resolved_yaml
+from trimtab.config.resolved import resolve_config, with_plan
 from trimtab.config.schema import Config
 from trimtab.observe.card import shown
 from trimtab.observe.waiting import waiting
@@ -37,11 +38,10 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
             peak = "" if trial.peak is None else f"{trial.peak / 2**30:.1f} GiB"
             console.print(f"{trial.key:>14}  {trial.value:>9,}  {rate:>12}  {peak:>9}")
 
-        most = plan.run.rollout.max_sequences
-        assert isinstance(most, int)
-        found = tune(parts.updater, parts.engine, plan.job, min(most, plan.job.in_flight), report)
+        most = min(plan.run.rollout.max_sequences, plan.job.in_flight)
+        found = tune(parts.updater, parts.engine, plan.job, most, report)
     tuned, values = applied(config.run, {"token_budget": found.token_budget, "max_sequences": found.max_sequences})
-    chosen = make_plan(tuned.model_copy(update={"engine": plan.run.engine}), plan.job, plan.machine, config.run.profile)
+    chosen = make_plan(tuned.with_values({"engine": plan.run.engine}), plan.job, plan.machine, config.run.profile)
     for key, value in values.items():
         before = f" (planned {shown(key, planned[key])})" if key in planned and planned[key] != value else ""
         console.print(f"{key}: {shown(key, value)}{before}")
@@ -53,7 +53,7 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
         why = "they do not fit beside the rest of the plan" if not chosen.fits else "a size was pinned"
         console.print(f"not kept for later runs: {why}")
     run = chosen.run if chosen.fits else plan.run
-    resolved = config.model_copy(update={"run": run})
+    resolved = with_plan(resolve_config(config), run)
     trials = [vars(trial) for trial in found.trials]
     return {
         "run": run.model_dump(),

@@ -8,11 +8,11 @@ from itertools import accumulate
 
 import torch
 
+from trimtab.model.sizes import SLOTS
+
 Piece = tuple[torch.Tensor, ...]
 LINE = 256
 """Bytes."""
-SLOTS = 3
-"""Pieces on the device at a time: one on its way in, one worked on, one on its way out."""
 
 
 class Conveyor:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.config.learn import Learn
+from trimtab.config.known import ResolvedLearn
 from trimtab.learn.values import value_loss
 from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Policy
@@ -43,7 +43,7 @@ def add_value_head(policy: Policy) -> torch.nn.Linear:
 class Critic(Updater):
     """Values of samples, and their improvement."""
 
-    def __init__(self, policy: Policy, learn: Learn, **settings: Any) -> None:
+    def __init__(self, policy: Policy, learn: ResolvedLearn, **settings: Any) -> None:
         """Like an Updater, except that there are no log-probs to chunk."""
         self.head = add_value_head(policy)
         super().__init__(policy, learn, **settings | {"logprob_chunk": 1})

@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import torch
 
-from trimtab.model.weights import BLOCK
+from trimtab.model.sizes import BLOCK
 
-CHUNK = 2**22
-"""Elements whose moments exist in full at one time."""
 DECADES = 7
 
 

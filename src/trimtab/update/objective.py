@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trimtab.config.known import ResolvedLearn
 from trimtab.config.learn import Learn
 from trimtab.learn.advantages import (
     ADVANTAGES,
@@ -99,7 +100,7 @@ def to_samples(groups: list[Group]) -> list[list[Sample]]:
 
 
 def set_advantages(
-    groups: list[Group], samples: list[list[Sample]], learn: Learn, kl_coef: float, parts: Sequence[Part] = ()
+    groups: list[Group], samples: list[list[Sample]], learn: ResolvedLearn, kl_coef: float, parts: Sequence[Part] = ()
 ) -> None:
     """Fill in every sample's advantage, over the whole step. Reference log-probs are there where the reward needs them."""
     flat = [sample for group in samples for sample in group]
@@ -107,7 +108,6 @@ def set_advantages(
     lengths = torch.tensor([len(t) for group in groups for t in group.trajectories])
     penalty = _kl_penalty(flat, learn, kl_coef)
     offsets = _offsets(lengths)
-    assert learn.advantage != "auto"
     if learn.advantage == "gae":
         _against_critic(flat, rewards, penalty, lengths, learn)
         return
@@ -156,9 +156,8 @@ def in_loss(trajectory: Trajectory, learn: Learn) -> bool:
     return not (learn.mask_truncated and trajectory.finish == "length")
 
 
-def set_weights(trajectories: list[Trajectory], samples: list[Sample], learn: Learn) -> None:
+def set_weights(trajectories: list[Trajectory], samples: list[Sample], learn: ResolvedLearn) -> None:
     """Fill in each token's share of the loss of one optimizer step that consumes exactly these samples."""
-    assert learn.aggregate != "auto"
     lengths = torch.tensor([len(t) for t in trajectories])
     include = torch.tensor([in_loss(t, learn) for t in trajectories])
     weights = token_weights(lengths, learn.aggregate, learn.max_new_tokens, include)

@@ -25,14 +25,12 @@ from torch.utils.hooks import RemovableHandle
 
 from trimtab.config.learn import Learn
 from trimtab.model.gradients import Gradients
+from trimtab.model.sizes import BLOCK, CHUNK, PIECE
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Place, WeightStore
 from trimtab.update.conveyor import Conveyor
-from trimtab.update.eightbit import BLOCK, CHUNK, Room
+from trimtab.update.eightbit import Room
 from trimtab.update.states import Member, UnitState, by_parameter, flat, make_state, needs_master
-
-PIECE = 2**26
-"""Elements of a unit, at most, that an offloaded step has in one piece; see conveyor.py for how many of these."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trimtab.model.weights import BLOCK, Entry, Place, Unit, WeightStore, round_up
+from trimtab.model.sizes import BLOCK
+from trimtab.model.weights import Entry, Place, Unit, WeightStore, round_up
 
 MakeZeros = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from trimtab.config.learn import Learn
+from trimtab.config.known import ResolvedLearn
 from trimtab.config.run import Recompute
 from trimtab.learn.importance import importance_weights
 from trimtab.learn.kl import ESTIMATORS, corrected
@@ -86,7 +86,7 @@ class Updater:
     def __init__(
         self,
         policy: Policy,
-        learn: Learn,
+        learn: ResolvedLearn,
         *,
         token_budget: int,
         score_token_budget: int,
@@ -196,7 +196,6 @@ class Updater:
     def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
         """This micro-batch's part of the step's loss."""
         learn = self.learn
-        assert learn.loss != "auto" and learn.clip.low != "auto" and learn.clip.high != "auto"
         logp, entropy = self._token_stats(self.policy, batch)
         engine = batch.gather("engine_logprobs")
         old = logp.detach() if batch.samples[0].old_logprobs is None else batch.gather("old_logprobs")

@@ -15,9 +15,7 @@ import triton.language as tl
 
 from trimtab.model.kernels.shared import activate, warps_for, weighted
 from trimtab.model.norms import HeadNorm, Norm, Rotary
-
-PROGRAMS = 2112
-"""Programs of kernels that sum over tokens: sixteen for each multiprocessor of an H200."""
+from trimtab.model.sizes import PROGRAMS
 
 
 @triton.jit

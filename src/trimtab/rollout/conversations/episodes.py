@@ -168,7 +168,7 @@ class Episodes:
         sampling = request.sampling
         if self._hosts.stateful or self._replies.templated or END in sampling.stop:
             return sampling
-        return sampling.model_copy(update={"stop": [*sampling.stop, END]})
+        return sampling.with_values({"stop": [*sampling.stop, END]})
 
     def _hear(self, episode: Episode, said: Trajectory) -> None:
         """One turn of the model. One that was cut short by the limit is not shown to the environment."""

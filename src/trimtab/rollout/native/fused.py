@@ -18,14 +18,12 @@ from trimtab.model.norms import Norm, Rotary
 from trimtab.model.parts import LayerParts, Linears, read_parts, rotary_tables
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
+from trimtab.model.sizes import MERGED_AT_ONCE
 from trimtab.rollout.native.arena import piece_bytes
 from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
 from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, most_rows, serves, skinny
-
-MERGED_AT_ONCE = 2**23
-"""Elements of a weight that are in float32 at a time while adapters are added: a whole layer of a large model is half a GiB."""
 
 
 class Product:

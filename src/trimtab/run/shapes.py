@@ -1,0 +1,127 @@
+"""Models as a plan sees them: those that are loaded, and those that a config names (`trimtab plan`, critics, reward models).
+
+A config of a known family says all (plan/source.py). Others are built without memory and measured; only that loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trimtab.base.errors import ModelError
+from trimtab.config.contradiction import REWARD_MODEL
+from trimtab.config.load import AnyConfig
+from trimtab.config.resolved import ResolvedConfig
+from trimtab.config.schema import Model
+from trimtab.model.context import config_of_layer, context_of
+from trimtab.model.sizes import FUSED
+from trimtab.plan.shape import Block, ModelShape, read_shape
+from trimtab.plan.source import ITEMSIZE, described_shape, stated_adapters, stated_dtype
+from trimtab.plan.work import Models
+
+if TYPE_CHECKING:
+    from trimtab.model.policy import Policy
+
+
+def loaded_models(config: AnyConfig, policy: Policy) -> Models:
+    """The models of a run whose policy is loaded."""
+    shape = shape_of_model(policy.model)
+    return Models(
+        shape=shape,
+        itemsize=policy.dtype.itemsize,
+        adapters=sum(p.numel() for p in policy.parameters()) if config.model.lora else 0,
+        fused=policy.fused,
+        tiled_head=policy.tiled_head,
+        critic=_critic(config, shape),
+        reward_models=_reward_models(config),
+    )
+
+
+def evaluated_models(config: ResolvedConfig, policy: Policy) -> Models:
+    """The models of an evaluation: nothing is trained, so there is no critic, and adapters are no more than weights."""
+    shape, itemsize = shape_of_model(policy.model), policy.dtype.itemsize
+    return Models(shape, itemsize, reward_models=_reward_models(config))
+
+
+def stated_models(config: AnyConfig, shape: ModelShape, cpu: bool = False, tiled_head: bool = True) -> Models:
+    """The models of a run that a config describes, on a CPU or on a device that has kernels for a tiled head."""
+    dtype = stated_dtype(config, cpu)
+    native = not cpu and dtype == "bfloat16"
+    return Models(
+        shape=shape,
+        itemsize=ITEMSIZE[dtype],
+        adapters=stated_adapters(config, shape),
+        fused=native and shape.kind in FUSED and config.run.kernels in ("auto", "native"),
+        tiled_head=native and tiled_head and shape.hidden % 8 == 0,
+        critic=_critic(config, shape),
+        reward_models=_reward_models(config),
+    )
+
+
+def _critic(config: AnyConfig, policy: ModelShape) -> ModelShape | None:
+    if not isinstance(config, ResolvedConfig) or config.learn.advantage != "gae":
+        return None
+    path = config.learn.critic.path
+    return policy if path is None else shape_of(path, config.model.trust_remote_code)
+
+
+def _reward_models(config: AnyConfig) -> tuple[ModelShape, ...]:
+    if not isinstance(config, ResolvedConfig):
+        return ()
+    names = [part.fn for part in config.reward if part.fn.startswith(REWARD_MODEL)]
+    return tuple(shape_of(name.removeprefix(REWARD_MODEL)) for name in names)
+
+
+def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
+    """The shape of the model that a path names."""
+    described = described_shape(path)
+    if described is not None:
+        return described
+    from trimtab.model.load import building, load_config
+    from trimtab.model.policy import refuse_other_layers
+
+    model = Model(path=path, trust_remote_code=trust_remote_code)
+    refuse_other_layers(model)
+    read = load_config(model)
+    with building(model, read):
+        return measured_shape(read)
+
+
+def measured_shape(config: Any) -> ModelShape:
+    """The shape that a transformers config of any architecture describes, read off a model built without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return shape_of_model(AutoModelForCausalLM.from_config(config))
+
+
+def shape_of_model(model: Any) -> ModelShape:
+    """The shape of a built model, adapters left out; what its config does not say is taken to be as usual."""
+    import torch
+
+    text = model.config.get_text_config()
+    own = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
+    total = sum(p.numel() for _, p in own)
+    try:
+        known = read_shape(text.to_dict())
+        if known.parameters == total:
+            return known
+    except (KeyError, ModelError):
+        pass
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is None or head.weight is table
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers)
+    blocks = tuple(_measured_block(config_of_layer(text, index), index, layer) for index, layer in enumerate(layers))
+    shape = ModelShape(text.model_type, text.hidden_size, text.vocab_size, tied, blocks, 0, context_of(text))
+    return replace(shape, other=total - shape.parameters)
+
+
+def _measured_block(config: Any, index: int, layer: Any) -> Block:
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
+    return Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)
