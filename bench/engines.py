@@ -26,6 +26,7 @@ from trimtab.config.learn import Sampling
 from trimtab.config.schema import Lora
 from trimtab.data.prompt import Prompt
 from trimtab.model.adapters import add_adapters
+from trimtab.model.kernel_choice import fuse
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine, Request
 from trimtab.rollout.external.engine import OutsideEngine
@@ -47,7 +48,7 @@ def make_policy(shape: dict[str, Any], adapters: bool, device: torch.device) -> 
             config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
         )
     policy = Policy(add_adapters(model, Lora(r=16), seed=0) if adapters else model)
-    policy.fuse()
+    fuse(policy)
     return policy
 
 

@@ -38,6 +38,7 @@ from trimtab.config.run import Run
 from trimtab.config.schema import Lora
 from trimtab.data.prompt import Prompt
 from trimtab.model.adapters import add_adapters
+from trimtab.model.kernel_choice import fuse
 from trimtab.model.policy import Policy
 from trimtab.plan.job import COUNTED, Job
 from trimtab.plan.planner import Plan, make_plan
@@ -107,7 +108,7 @@ def build(case: Case, device: torch.device) -> Policy:
     if case.rank:
         model = add_adapters(model, Lora(r=case.rank), seed=0)
     policy = Policy(model)
-    policy.fuse()
+    fuse(policy)
     return policy
 
 

@@ -68,6 +68,7 @@ def read_answers(folder: Path, out: Path, rows: list[dict[str, Any]], task: str,
     from trimtab.config.learn import Learn
     from trimtab.config.schema import Data, Model
     from trimtab.data.encode import PromptEncoder
+    from trimtab.model.kernel_choice import fuse
     from trimtab.model.load import load_model, load_tokenizer, save_model
     from trimtab.model.policy import Policy
     from trimtab.update.batch import Sample
@@ -77,7 +78,7 @@ def read_answers(folder: Path, out: Path, rows: list[dict[str, Any]], task: str,
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = Model(path=str(folder))
     tokenizer, policy = load_tokenizer(source), Policy(load_model(source, device))
-    policy.fuse()
+    fuse(policy)
     encoder = PromptEncoder(Data(train="object:rows", **TASKS[task]["data"]), tokenizer, task)
     prompts = encoder.encode(range(len(rows)), rows)
     answers = [re.sub(r"<<.*?>>", "", row["answer"]) for row in rows]

@@ -42,6 +42,7 @@ from trimtab.base.errors import ConfigError
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.run import Run
+from trimtab.model.kernel_choice import fuse
 from trimtab.model.policy import Policy
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import make_plan
@@ -197,7 +198,7 @@ def one_run(
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     if device.type == "cuda":
         policy = Policy(model.to(device))
-        policy.fuse()
+        fuse(policy)
         found["limit"] = int(work["limit"] * smallest(work, policy, device))
         del policy, model
         empty(device)
@@ -245,7 +246,7 @@ def gradient_distance(folder: Path, work: dict[str, Any], device: torch.device) 
     learn, grads = work["learn"], []
     for budget, kept in ((run.token_budget, run.checkpoint_activations), (10**9, False)):
         policy = Policy(AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto").to(device))
-        policy.fuse()
+        fuse(policy)
         settings = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
         updater = Updater(
             policy,

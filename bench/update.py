@@ -28,6 +28,7 @@ from roofline import ceilings, event_seconds
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trimtab.model.head import Head
+from trimtab.model.kernel_choice import fuse
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
 
@@ -137,7 +138,7 @@ def main() -> None:
         for path in args.paths:
             policy = make_policy(shape)
             if path == "fused":
-                policy.fuse()
+                fuse(policy)
                 print(shape, policy.description)
             if args.checkpoint:
                 policy.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})

@@ -14,6 +14,7 @@ from tiny import tiny_model
 
 from tests.gpu.test_update_gpu import distance, gradients
 from trimtab.config.load import config_from_dict
+from trimtab.model.kernel_choice import use_kernels
 from trimtab.model.policy import Policy
 from trimtab.plan.activations import Row, UpdatePath, update_peak
 from trimtab.run import loop
@@ -31,7 +32,7 @@ def compared(model: Any, kinds: tuple[str, ...]) -> None:
     found = {}
     for kernels in ("plain", *kinds):
         policy = Policy(copy.deepcopy(model).cuda())
-        policy.use(kernels)
+        use_kernels(policy, kernels)
         found[kernels] = gradients(policy)
         assert (kernels == "native") == policy.fused and ("Liger" in policy.description) == (kernels == "liger")
     own_logprobs, own = found["plain"]
@@ -102,7 +103,7 @@ def test_memory_stays_below_what_is_counted(recompute: bool) -> None:
             num_key_value_heads=8, max_position_embeddings=8192, vocab_size=1024,
         )  # fmt: skip
         policy = Policy(model.to(torch.bfloat16).cuda())
-        policy.use(kernels)
+        use_kernels(policy, kernels)
         if recompute:
             policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         from trimtab.model.packed import PackedPlan

@@ -12,6 +12,7 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn, Sampling
 from trimtab.config.run import Run
 from trimtab.data.prompt import Prompt
+from trimtab.model.kernel_choice import fuse
 from trimtab.model.memory import free
 from trimtab.model.policy import Policy
 from trimtab.plan.job import Job
@@ -46,7 +47,7 @@ def planned(kept: bool | str, budget: int = 8192) -> tuple[Policy, Plan]:
     with DEVICE:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     policy = Policy(model)
-    policy.fuse()
+    fuse(policy)
     job = Job(shape_of_model(policy.model), 2, 16, 8, 128, 128, 256, fused=policy.fused, tiled_head=policy.tiled_head)
     return policy, make_plan(Run(token_budget=budget, checkpoint_activations=kept), job, machine_here(DEVICE))
 

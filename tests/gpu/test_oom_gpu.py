@@ -18,6 +18,7 @@ from update.test_guard import FakeEngine
 from trimtab.base.errors import MemoryExhausted
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
+from trimtab.model.kernel_choice import fuse
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.policy import Policy
 from trimtab.update.batch import Sample
@@ -62,7 +63,7 @@ def samples(count: int = 32, length: int = 512) -> list[Sample]:
 def guarded(dtype: torch.dtype, fused: bool) -> tuple[Guard, list[str]]:
     policy = Policy(tiny_model("llama", dtype, **SIZE).cuda(), check=False)
     if fused:
-        policy.fuse()
+        fuse(policy)
         assert policy.fused
     updater = Updater(
         policy,

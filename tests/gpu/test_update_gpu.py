@@ -14,6 +14,7 @@ from trimtab.config.learn import Learn
 from trimtab.model.attention import Rules, dense_attention
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
+from trimtab.model.kernel_choice import fuse
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import FromHost, Policy
 from trimtab.update import optimizer as optimizers
@@ -54,7 +55,7 @@ def compare(model) -> None:
     exact_logprobs, exact = gradients(Policy(copy.deepcopy(model).double().cuda(), check=False))
     own_logprobs, own = gradients(Policy(copy.deepcopy(model).cuda(), check=False))
     policy = Policy(model.cuda())
-    policy.fuse()
+    fuse(policy)
     assert policy.description == "fused layers"
     logprobs, found = gradients(policy)
     assert (logprobs - exact_logprobs).abs().mean() <= 1.2 * (own_logprobs - exact_logprobs).abs().mean()
@@ -75,7 +76,7 @@ def test_adapters_too() -> None:
 
 def test_other_architectures_run_as_their_own_modules_and_say_so() -> None:
     policy = Policy(tiny_model("olmo2").to(torch.bfloat16).cuda())
-    policy.fuse()
+    fuse(policy)
     assert policy.description.startswith("the model's own modules: olmo2 is not among")
 
 
@@ -165,7 +166,7 @@ def compare_settings(architecture: str) -> None:
 
     def run(**settings) -> list[torch.Tensor]:
         policy = Policy(copy.deepcopy(model).cuda())
-        policy.fuse()
+        fuse(policy)
         assert policy.fused
         return step_of(policy, **settings)[0]
 
@@ -186,8 +187,8 @@ def test_products_add_to_float32_sums() -> None:
     exact = Policy(copy.deepcopy(model).double().cuda(), check=False)
     _, wanted = gradients(exact)
     policy = Policy(model.cuda())
-    policy.fuse()
-    policy.gradients = Gradients(policy.parameters())
+    fuse(policy)
+    policy.gradients = Gradients(policy.weights, policy.parameters())
     names = {id(p): name for name, p in policy.model.named_parameters()}
     _, left = gradients(policy)
     assert set(left) <= {name for name in wanted if "embed" in name or "layers.0.input_layernorm" in name}
@@ -201,7 +202,7 @@ def test_products_add_to_float32_sums() -> None:
 
 def test_a_reference_that_waits_in_host_memory_runs_fused() -> None:
     policy = Policy(tiny_model("qwen2", num_hidden_layers=2).to(torch.bfloat16).cuda().requires_grad_(False))
-    policy.fuse()
+    fuse(policy)
     tokens, plan = torch.arange(9, device="cuda"), PackedPlan([4, 5], "cuda")
     with torch.no_grad():
         expected = policy.hidden(tokens, plan.positions, plan)
@@ -219,7 +220,7 @@ def test_a_reference_that_waits_in_host_memory_runs_fused() -> None:
 def test_layers_of_a_reference_wait_for_weights_that_are_still_on_their_way(monkeypatch, fused: bool) -> None:
     policy = Policy(tiny_model("qwen3", num_hidden_layers=4).to(torch.bfloat16).cuda().requires_grad_(False))
     if fused:
-        policy.fuse()
+        fuse(policy)
         assert policy.fused
     tokens, plan = torch.arange(9, device="cuda"), PackedPlan([4, 5], "cuda")
     with torch.no_grad():
@@ -242,7 +243,7 @@ def test_layers_of_a_reference_wait_for_weights_that_are_still_on_their_way(monk
 
 def test_the_host_never_waits_between_the_first_micro_batch_and_the_norm() -> None:
     policy = Policy(tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16).cuda())
-    policy.fuse()
+    fuse(policy)
     _, updater = step_of(policy)
     tokens = [torch.randint(0, 64, (n,)) for n in (9, 30)]
     samples = [Sample([3, 5], t, torch.randn(len(t)), torch.ones(len(t)) / 39, torch.randn(len(t))) for t in tokens]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny import tiny_model
 
+from trimtab.model.norms import OFFSET
 from trimtab.model.packed import PackedPlan
-from trimtab.model.parts import OFFSET, join, read_parts
+from trimtab.model.parts import read_parts
 from trimtab.model.policy import FromHost, Policy
 from trimtab.model.shapes import layer_shapes
 
@@ -21,7 +22,7 @@ def test_gives_the_same_and_keeps_joined_weights_together() -> None:
     policy = Policy(tiny_model("qwen2", num_hidden_layers=2).to(DEVICE).requires_grad_(False))
     attention = policy.body.layers[0].self_attn
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    joined = join(parts).clone()
+    joined = policy.weights.joined(parts).clone()
     tokens, plan = torch.arange(9, device=DEVICE), PackedPlan([4, 5], DEVICE)
     with torch.no_grad():
         expected = policy.hidden(tokens, plan.positions, plan)
@@ -31,7 +32,7 @@ def test_gives_the_same_and_keeps_joined_weights_together() -> None:
             with away.present():
                 assert all(p.device.type == DEVICE.type for p in policy.model.parameters())
                 assert torch.equal(away.hidden(tokens, plan.positions, plan), expected)
-                whole = join(parts)
+                whole = policy.weights.joined(parts)
                 assert whole.data_ptr() == parts[0].data_ptr() and torch.equal(whole, joined)
             assert all(p.device.type == "cpu" for p in policy.model.parameters())
     assert away.head.weight_VE is policy.head.weight_VE
@@ -45,11 +46,11 @@ def test_a_layer_runs_when_what_it_reads_is_there(monkeypatch: pytest.MonkeyPatc
     inside = {id(p) for layer in layers for p in layer.parameters()}
     away, asked = FromHost(policy), []
     for index in range(3):
-        there = list(away._homes)[: away._needed[index]]
-        for parameter, at, _ in away._views:
+        there = {unit.name for _, unit in away._units[: away._needed[index]]}
+        for parameter in policy.model.parameters():
             early = id(parameter) not in inside or any(parameter is p for p in layers[index].parameters())
             following = index < 2 and parameter is layers[index + 1].input_layernorm.weight
-            assert at in there or not (early or following)
+            assert policy.weights.place(parameter)[0].name in there or not (early or following)
     assert away._needed[-1] == len(away._homes) and away._needed[0] < away._needed[-1]
     monkeypatch.setattr(FromHost, "_wait_for", lambda self, layer: asked.append(layer))
     tokens, plan = torch.arange(9, device=DEVICE), PackedPlan([4, 5], DEVICE)
@@ -76,17 +77,17 @@ def test_fused_layers_keep_nothing_of_weights_that_left() -> None:
     from trimtab.model.fused import FusedForward
 
     policy = Policy(tiny_model("qwen2", num_hidden_layers=1).to(DEVICE).requires_grad_(False), check=False)
-    policy._fused = FusedForward(policy)
+    policy.fused_forward = FusedForward(policy)
     tokens, plan = torch.arange(9, device=DEVICE), PackedPlan([4, 5], DEVICE)
     away = FromHost(policy)
     with torch.no_grad():
         for _ in range(2):
             with away.present():
                 away.hidden(tokens, plan.positions, plan)
-                joined = weakref.ref(policy._fused.parts.layers[0].qkv.weight)
+                joined = weakref.ref(policy.fused_forward.parts.layers[0].qkv.weight)
                 assert joined() is not None
             gc.collect()
-            assert joined() is None and not policy._fused._known
+            assert joined() is None and not policy.fused_forward._known
 
 
 def test_memory_that_runs_out_before_the_first_pass_is_told_as_that() -> None:
@@ -94,7 +95,7 @@ def test_memory_that_runs_out_before_the_first_pass_is_told_as_that() -> None:
     from trimtab.model.fused import FusedForward
 
     policy = Policy(tiny_model("qwen2", num_hidden_layers=1).to(DEVICE).requires_grad_(False), check=False)
-    policy._fused = FusedForward(policy)
+    policy.fused_forward = FusedForward(policy)
     away = FromHost(policy)
     with pytest.raises(torch.OutOfMemoryError), away.present():
         raise torch.OutOfMemoryError("before the first layer")

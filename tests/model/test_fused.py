@@ -18,9 +18,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from trimtab.model.fused import FusedForward
 from trimtab.model.gradients import Gradients
+from trimtab.model.keep import Keep
 from trimtab.model.packed import PackedPlan, _Copies, _copies_of
 from trimtab.model.parts import Unfusable
-from trimtab.model.policy import Keep, Policy
+from trimtab.model.policy import Policy
 from trimtab.model.shelf import Shelf
 from trimtab.model.sizes import FUSED
 
@@ -131,7 +132,7 @@ def test_products_add_to_the_sums_of_a_step(architecture: str) -> None:
 
     _, expected = gradients(policy, forward)
     trained = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
-    policy.gradients = Gradients([p for _, p in trained])
+    policy.gradients = Gradients(policy.weights, [p for _, p in trained])
     for _ in range(2):
         _, held = gradients(policy, forward)
         # The embedding's and the first norm's come from autograd, as a hook of the optimizer would see them.

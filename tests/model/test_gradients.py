@@ -6,27 +6,31 @@ import pytest
 import torch
 
 from trimtab.model.gradients import Gradients, add_product
-from trimtab.model.parts import join
+from trimtab.model.weights import WeightStore
 
 
-def make(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
+def make(**shapes: tuple[int, ...]) -> tuple[WeightStore, list[torch.nn.Parameter]]:
+    named = {
+        name.replace("__", "."): torch.nn.Parameter(torch.randn(shape).bfloat16()) for name, shape in shapes.items()
+    }
+    return WeightStore(named.items()), list(named.values())
 
 
-def test_parameters_in_one_storage_have_their_sums_in_one() -> None:
-    parameters = make((3, 4), (2, 4))
-    whole = join(parameters)
-    gradients = Gradients(parameters)
-    total = gradients.of(whole)
-    assert total is not None and total.shape == (5, 4) and total.dtype == torch.float32
-    total += torch.arange(20.0).view(5, 4)
-    assert torch.equal(gradients.get(parameters[0]), torch.arange(12.0).view(3, 4))
-    assert torch.equal(gradients.get(parameters[1]), torch.arange(12.0, 20.0).view(2, 4))
+def test_joined_parameters_have_their_sums_in_one() -> None:
+    weights, parameters = make(a__k_proj__weight=(64, 4), a__q_proj__weight=(128, 4), a__v_proj__weight=(2, 4))
+    key, query, value = parameters
+    gradients = Gradients(weights, parameters)
+    total = gradients.of(query, key, value)
+    assert total is not None and total.shape == (194, 4) and total.dtype == torch.float32
+    total += torch.arange(776.0).view(194, 4)
+    assert torch.equal(gradients.get(query), torch.arange(512.0).view(128, 4))
+    assert torch.equal(gradients.get(key), torch.arange(512.0, 768.0).view(64, 4))
+    assert torch.equal(gradients.get(value), torch.arange(768.0, 776.0).view(2, 4))
 
 
 def test_nothing_exists_before_the_first_gradient_and_after_clear() -> None:
-    parameters = make((2, 2), (2, 2))
-    gradients = Gradients(parameters)
+    weights, parameters = make(a=(2, 2), b=(2, 2))
+    gradients = Gradients(weights, parameters)
     assert gradients.of(torch.zeros(2)) is None
     assert gradients.get(parameters[0]) is None and gradients.get(parameters[1]) is None
     parameters[0].grad = torch.ones(2, 2).bfloat16()
@@ -39,15 +43,29 @@ def test_nothing_exists_before_the_first_gradient_and_after_clear() -> None:
     assert total is not None and not total.any()
 
 
-def test_parameters_that_were_moved_between_steps_are_found() -> None:
-    parameters = make((2, 3))
-    gradients = Gradients(parameters)
+def test_a_parameter_without_a_gradient_has_none_though_its_unit_has_sums() -> None:
+    weights, parameters = make(layers__0__a=(2, 3), layers__0__b=(2, 3))
+    gradients = Gradients(weights, parameters)
     gradients.of(parameters[0])
-    gradients.clear()
-    parameters[0].data = parameters[0].data.clone()
+    assert gradients.get(parameters[0]) is not None and gradients.get(parameters[1]) is None
+
+
+def test_joined_parameters_of_which_some_are_frozen_have_one_sum_to_add_to() -> None:
+    weights, (query, key, value) = make(q_proj__weight=(64, 4), k_proj__weight=(64, 4), v_proj__weight=(64, 4))
+    gradients = Gradients(weights, [value])
+    total = gradients.of(query, key, value)
+    assert total is not None and gradients.of(query) is None
+    total += 1.0
+    assert torch.equal(gradients.get(value), torch.ones(64, 4)) and gradients.get(query) is None
+
+
+def test_parameters_that_were_moved_are_found() -> None:
+    weights, parameters = make(a=(2, 3))
+    gradients = Gradients(weights, parameters)
     total = gradients.of(parameters[0])
     assert total is not None
     total += 1.0
+    parameters[0].data = parameters[0].data.clone()
     assert torch.equal(gradients.get(parameters[0]), torch.ones(2, 3))
 
 

@@ -21,7 +21,8 @@ from tests.tiny import tiny_model
 from trimtab.base.errors import ConfigError
 from trimtab.config.run import Run
 from trimtab.config.schema import Model
-from trimtab.model import liger, policy
+from trimtab.model import kernel_choice, liger
+from trimtab.model.kernel_choice import use_kernels
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
 from trimtab.run.build import refuse_kernels
@@ -102,7 +103,7 @@ def test_a_patched_model_has_the_same_gradient_and_no_other_is_touched(
     own, other = Policy(made()), Policy(made())
     norm, rotation = modeling_llama.LlamaRMSNorm, modeling_llama.apply_rotary_pos_emb
     expected = gradient(own)
-    other.use("liger")
+    use_kernels(other, "liger")
     assert other.description == "the model's own modules with Liger's kernels" and Norm.calls > 0
     seen = Norm.calls
     assert_same(expected, gradient(other))
@@ -113,7 +114,7 @@ def test_a_patched_model_has_the_same_gradient_and_no_other_is_touched(
     gradient(own)
     assert Norm.calls == seen, "the first model runs as it did"
     again = Policy(made())
-    again.use("liger")
+    use_kernels(again, "liger")
     assert modeling_llama.apply_rotary_pos_emb.plain is rotation, "patched twice, put back once"
 
 
@@ -121,7 +122,7 @@ def test_kernels_that_give_other_log_probs_are_refused(stand_in: None, monkeypat
     monkeypatch.setattr(liger, "refuse", lambda kind, device: None)
     monkeypatch.setattr(Norm, "forward", lambda self, hidden: 1.5 * hidden)
     with pytest.raises(ConfigError, match=r"run\.kernels: Liger's kernels give other log-probs for LlamaForCausalLM"):
-        Policy(tiny_model("llama")).use("liger")
+        use_kernels(Policy(tiny_model("llama")), "liger")
 
 
 def test_what_cannot_work_is_refused_with_what_to_do(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +146,10 @@ def test_a_run_on_a_cpu_is_refused_before_weights_are_read(model_folder: Path, k
 
 def test_native_is_the_fused_layers_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"run\.kernels: fused layers do not serve this run: they need a CUDA device"):
-        Policy(tiny_model("llama")).use("native")
+        use_kernels(Policy(tiny_model("llama")), "native")
     plain = Policy(tiny_model("llama"))
-    monkeypatch.setattr(policy.Policy, "fuse", lambda self: pytest.fail("plain is plain"))
-    plain.use("plain")
+    monkeypatch.setattr(kernel_choice, "fuse", lambda _: pytest.fail("plain is plain"))
+    use_kernels(plain, "plain")
 
 
 @pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed")

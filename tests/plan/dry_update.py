@@ -110,7 +110,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
 
     config = AutoConfig.for_model(case["kind"], **case["config"])
     policy = Policy(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), check=False)
-    policy._fused = FusedForward(policy)
+    policy.fused_forward = FusedForward(policy)
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
     updater = Updater(
         policy, PolicyGradient(learn), learn, token_budget=10**9, score_token_budget=10**9, logprob_chunk=case["chunk"],

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from trimtab.base.errors import ConfigError
 from trimtab.config.learn import Learn
 from trimtab.config.run import Offload, Rollout, Run
+from trimtab.model.sizes import PIECE
+from trimtab.model.weights import WeightStore
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.job import COUNTED, Correction, Job, Machine
 from trimtab.plan.kv import kv_bytes
@@ -285,6 +287,15 @@ def test_devices_share_states() -> None:
     assert predict(qwen("qwen2.5-7b"), eight.machine, eight.run, eight.place).publish > 0
 
 
+def test_pieces_on_the_way_of_a_small_model_are_of_its_largest_unit() -> None:
+    job = qwen()
+    small = replace(job, shape=replace(job.shape, vocabulary=1000, blocks=job.shape.blocks[:2]))
+    found = draw_up(small, h(140), make_plan(Run(offload=Offload(optimizer=True)), small, h(140)).run)
+    largest = max(small.shape.table, small.shape.blocks[0].parameters)
+    assert largest < PIECE
+    assert found["optimizer"].device["pieces on the way"] == 3 * largest * (8 + 4)
+
+
 def test_what_waits_on_the_host_is_counted_there() -> None:
     job = qwen("qwen2.5-7b", fused=True)
     run = make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run
@@ -309,7 +320,7 @@ def test_moments_of_8_bits_are_counted_with_their_scales(itemsize: int) -> None:
     assert away["optimizer"].device["pieces on the way"] == 3 * 2**26 * (6 + 8 / 256)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     named = [("a", torch.nn.Parameter(torch.zeros(300, 1000, dtype=dtype)))]
-    small = MasterAdamW(named, Learn(optimizer={"states": "8bit"}))
+    small = MasterAdamW(WeightStore(named), Learn(optimizer={"states": "8bit"}))
     assert small.state_bytes == pytest.approx(300_000 * (one + (4 if itemsize == 2 else 0)), rel=1e-3)
 
 

@@ -252,7 +252,7 @@ def test_fused_layers_are_left_where_the_plan_says_so() -> None:
         "llama", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
     )
     policy = Policy(AutoModelForCausalLM.from_config(config), check=False)
-    policy._fused = object()  # type: ignore[assignment]
+    policy.fused_forward = object()  # type: ignore[assignment]
     plan = make_plan(Run(), qwen(), h(140))
     use_planned_kernels(plan, policy, None)
     assert policy.fused

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 
 from tests import running
+from tests.record.format1 import write_as_format_1
 from trimtab.base.errors import DivergedError, TrainingError
 from trimtab.config.learn import Learn
+from trimtab.model.weights import WeightStore
 from trimtab.record import checkpoint
 from trimtab.record.checkpoint import (
     RunState,
@@ -37,7 +39,7 @@ from trimtab.update.optimizer import MasterAdamW
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, MasterAdamW]:
     model = tiny_model(dtype=dtype)
-    return model, MasterAdamW(model.named_parameters(), Learn(lr=1e-2))
+    return model, MasterAdamW(WeightStore(model.named_parameters()), Learn(lr=1e-2))
 
 
 def stepped(model: torch.nn.Module, optimizer: MasterAdamW, seed: int) -> None:
@@ -61,7 +63,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(tmp_path: Path, tokenizer, dty
     stepped(model, optimizer, 1)
     saved = save(tmp_path, 1, tokenizer, model=(model, optimizer))
     restored = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
-    again = MasterAdamW(restored.named_parameters(), Learn(lr=1e-2))
+    again = MasterAdamW(WeightStore(restored.named_parameters()), Learn(lr=1e-2))
     load_optimizer(saved, again)
     for seed in (2, 3):
         stepped(model, optimizer, seed)
@@ -153,6 +155,7 @@ def test_a_full_disk_is_told_and_nothing_half_written_stays(
 
 def test_a_checkpoint_from_before_a_field_existed_is_resumed_without_it(tmp_path: Path, tokenizer) -> None:
     saved = save(tmp_path, 4, tokenizer)
+    write_as_format_1(saved)
     state = json.loads((saved / checkpoint.STATE).read_text())
     del state["oom_recoveries"], state["memory"]
     (saved / checkpoint.STATE).write_text(json.dumps(state))
@@ -255,6 +258,115 @@ def test_a_damaged_checkpoint_is_told_with_the_one_to_go_on_from(
     assert train(model_folder, folder, {"steps": 3}, resume=True)["steps"] == 3
 
 
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+
+
+def swap_files(folder: Path, one: str, two: str) -> None:
+    (folder / one).rename(folder / "aside")
+    (folder / two).rename(folder / one)
+    (folder / "aside").rename(folder / two)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda f: flip_a_bit(f / "model.safetensors"), r"model\.safetensors has been changed or damaged"),
+        (lambda f: flip_a_bit(f / "optimizer.safetensors"), r"optimizer\.safetensors has been changed or damaged"),
+        (
+            lambda f: cut(f / "optimizer.safetensors"),
+            r"optimizer\.safetensors has [\d,]+ bytes and was written with [\d,]+",
+        ),
+        (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+        (lambda f: take_from_step_1(f, "model.safetensors"), r"model\.safetensors is that of step-1"),
+        (
+            lambda f: swap_files(f, "model.safetensors", "optimizer.safetensors"),
+            r"model\.safetensors has the contents of optimizer\.safetensors; optimizer\.safetensors has",
+        ),
+        (lambda f: edit(f, version=7), r"state\.json has been changed or damaged"),
+    ],
+)
+def test_a_file_that_is_not_what_was_written_is_named(
+    two_checkpoints: Path, tmp_path: Path, damage: Callable[[Path], object], told: str
+) -> None:
+    shutil.copytree(two_checkpoints / "checkpoints", tmp_path / "checkpoints")
+    damage(tmp_path / "checkpoints/step-2")
+    with pytest.raises(TrainingError, match=rf"step-2 cannot be read \(ValueError: {told}.*goes on from step-1\."):
+        load_state(tmp_path / "checkpoints/step-2")
+    assert load_state(tmp_path / "checkpoints/step-1").step == 1
+
+
+def test_the_table_says_where_each_parameter_lies(two_checkpoints: Path) -> None:
+    """Whoever reads it needs no model: unit, name, shape, type and offset."""
+    folder = two_checkpoints / "checkpoints/step-2"
+    state, tensors = json.loads((folder / "state.json").read_text()), load_file(folder / "optimizer.safetensors")
+    weights, table = load_file(folder / "model.safetensors"), state["tables"]["optimizer.safetensors"]
+    assert state["format"] == 2 and {row["name"] for row in table} == set(weights)
+    assert set(state["files"]) == {p.name for p in folder.iterdir()} - {"state.json"}
+    for row in table:
+        assert row["shape"] == list(weights[row["name"]].shape) and row["dtype"] == "float32"
+        assert row["offset"] % 256 == 0
+        assert row["offset"] + math.prod(row["shape"]) <= tensors[f"exp_avg/{row['unit']}"].numel()
+
+
+def test_a_state_that_is_written_again_keeps_what_it_says_of_the_files(two_checkpoints: Path, tmp_path: Path) -> None:
+    """An evaluation that is made up for changes the state of a checkpoint that is on disk."""
+    for as_it_was in (lambda _: None, write_as_format_1):
+        folder = tmp_path / as_it_was.__name__.strip("<>") / "checkpoints"
+        shutil.copytree(two_checkpoints / "checkpoints", folder)
+        as_it_was(folder / "step-2")
+        before = json.loads((folder / "step-2/state.json").read_text())
+        state = load_state(folder / "step-2")
+        state.accuracy_last = 0.5
+        checkpoint.write_state(folder / "step-2", state)
+        assert load_state(folder / "step-2") == state
+        after = json.loads((folder / "step-2/state.json").read_text())
+        assert {key: after.get(key) for key in ("format", "files", "tables")} == {
+            key: before.get(key) for key in ("format", "files", "tables")
+        }
+
+
+@pytest.mark.parametrize("settings", [{}, {"algorithm": "ppo"}, {"optimizer": {"states": "8bit"}}])
+def test_a_checkpoint_of_format_1_goes_on_bit_for_bit(
+    model_folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    train(model_folder, tmp_path / "new", {"steps": 1, **settings})
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    write_as_format_1(tmp_path / "old/checkpoints/step-1")
+    for run in ("new", "old"):
+        train(model_folder, tmp_path / run, {"steps": 2, **settings}, resume=True)
+    files = {p.name for p in (tmp_path / "new/checkpoints/step-2").glob("*.safetensors")}
+    assert len(files) == (4 if "algorithm" in settings else 2)
+    for name in files:
+        new, old = (load_file(tmp_path / run / "checkpoints/step-2" / name) for run in ("new", "old"))
+        assert new.keys() == old.keys() and all(torch.equal(new[key], old[key]) for key in new), name
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda f: cut(f / "optimizer.safetensors"), "SafetensorError"),
+        (lambda f: spoil(f / "optimizer.safetensors", "exp_avg/"), "exp_avg/.* holds values that are not finite"),
+        (lambda f: take_from_step_1(f, "optimizer.safetensors"), "optimizer.safetensors is of step 1"),
+        (
+            lambda f: take_from_step_1(f, "model.safetensors"),
+            "its weights are not those that optimizer.safetensors is for",
+        ),
+    ],
+)
+def test_damage_to_format_1_is_told_as_far_as_it_can_be(
+    two_checkpoints: Path, model_folder: Path, tmp_path: Path, damage: Callable[[Path], object], told: str
+) -> None:
+    shutil.copytree(two_checkpoints, tmp_path / "run")
+    for step in (1, 2):
+        write_as_format_1(tmp_path / f"run/checkpoints/step-{step}")
+    damage(tmp_path / "run/checkpoints/step-2")
+    with pytest.raises(TrainingError, match=rf"step-2 cannot be read \(.*{told}.*goes on from step-1\."):
+        train(model_folder, tmp_path / "run", {"steps": 3}, resume=True)
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_every_part_of_a_checkpoint_is_of_its_step(model_folder: Path, tmp_path: Path, algorithm: str) -> None:
     """Whichever is another step's; PPO has two more."""
@@ -275,7 +387,7 @@ def test_adapters_of_another_step_are_told(model_folder: Path, tmp_path: Path) -
     model = {"path": str(model_folder), "lora": {"r": 2}}
     train(model, tmp_path / "run", {"steps": 2})
     take_from_step_1(tmp_path / "run/checkpoints/step-2", "adapter_model.safetensors")
-    with pytest.raises(TrainingError, match=r"its weights are not those that optimizer\.safetensors is for"):
+    with pytest.raises(TrainingError, match=r"\(ValueError: adapter_model\.safetensors is that of step-1\)"):
         train(model, tmp_path / "run", {"steps": 3}, resume=True)
     shutil.rmtree(tmp_path / "run/checkpoints/step-2")
     assert train(model, tmp_path / "run", {"steps": 3}, resume=True)["steps"] == 3
@@ -291,8 +403,7 @@ def test_a_checkpoint_from_before_parts_named_their_step_is_resumed(
     two_checkpoints: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(two_checkpoints, tmp_path / "run")
-    file = tmp_path / "run/checkpoints/step-2/optimizer.safetensors"
-    save_file(load_file(file), file)
+    write_as_format_1(tmp_path / "run/checkpoints/step-2", step_in_files=False)
     assert train(model_folder, tmp_path / "run", {"steps": 3}, resume=True)["steps"] == 3
 
 

@@ -18,10 +18,11 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from trimtab.config.learn import Sampling  # noqa: E402
 from trimtab.model.attention import Rules, causal_window, dense_attention  # noqa: E402
 from trimtab.model.packed import PackedPlan  # noqa: E402
-from trimtab.model.parts import SILU, Adapter, Linears, Unfusable, Watch, join  # noqa: E402
+from trimtab.model.parts import SILU, Adapter, Linears, Unfusable, Watch  # noqa: E402
 from trimtab.model.policy import Policy  # noqa: E402
 from trimtab.model.shapes import layer_shapes  # noqa: E402
 from trimtab.model.sizes import FUSED  # noqa: E402
+from trimtab.model.weights import WeightStore  # noqa: E402
 from trimtab.rollout.native import cuda  # noqa: E402
 from trimtab.rollout.native.arena import Arena  # noqa: E402
 from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment  # noqa: E402
@@ -280,7 +281,8 @@ def test_a_product_follows_its_adapters(merge: bool, at_once: int, monkeypatch: 
     """Merged whole, or two rows of six at a time."""
     monkeypatch.setattr("trimtab.rollout.native.fused.MERGED_AT_ONCE", at_once)
     linear, a, b = torch.nn.Linear(6, 5), torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
-    product = Product(Linears([linear.weight], [linear.bias], [Adapter(a, b, 0.5, 1, 4), Adapter(a, b, 0.25, 1, 4)]))
+    adapters = [Adapter(a, b, 0.5, 1, 4), Adapter(a, b, 0.25, 1, 4)]
+    product = Product(Linears(WeightStore(linear.named_parameters()), [linear.weight], [linear.bias], adapters))
     x = torch.randn(7, 6)
     product.make_room((lambda shape, dtype: torch.empty(shape, dtype=dtype)) if merge else None)
     with torch.no_grad():
@@ -304,7 +306,8 @@ def test_adapters_of_several_layers_are_merged_each_into_its_own(at_once: int, m
     adapters = [
         Adapter(*pair, scale, *place) for pair, place in zip(pairs, places) for scale in (100.0, -100.0, 0.5)
     ]  # fmt: skip
-    product, before = Product(Linears([linear.weight], None, adapters)), linear.weight.detach().clone()
+    product = Product(Linears(WeightStore(linear.named_parameters()), [linear.weight], None, adapters))
+    before = linear.weight.detach().clone()
     product.make_room(lambda shape, dtype: torch.full(shape, float("nan"), dtype=dtype))
     with torch.no_grad():
         product.refresh()
@@ -318,7 +321,9 @@ def test_merging_takes_little_memory_beside_the_copy(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("trimtab.rollout.native.fused.MERGED_AT_ONCE", 40)
     linear = torch.nn.Linear(20, 8, bias=False).bfloat16()
     a, b = torch.nn.Linear(20, 1, bias=False), torch.nn.Linear(1, 8, bias=False)
-    product = Product(Linears([linear.weight], None, [Adapter(a, b, 0.5, 0, 8)]))
+    product = Product(
+        Linears(WeightStore(linear.named_parameters()), [linear.weight], None, [Adapter(a, b, 0.5, 0, 8)])
+    )
     product.make_room(lambda shape, dtype: torch.empty(shape, dtype=dtype))
     sizes: list[int] = []
 
@@ -353,8 +358,8 @@ def test_joined_weights_stay_the_models_own(tmp_path) -> None:
     model = tiny_model("qwen2")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     projections = [model.model.layers[0].self_attn.get_submodule(f"{n}_proj") for n in "qkv"]
-    whole = join([p.weight for p in projections])
-    assert join([p.weight for p in projections]).data_ptr() == whole.data_ptr()
+    whole = WeightStore(model.named_parameters()).joined([p.weight for p in projections])
+    assert whole.data_ptr() == projections[0].weight.data_ptr()
     torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
     with torch.no_grad():
         projections[1].weight.add_(1.0)

@@ -16,6 +16,7 @@ from trimtab.config.learn import Learn
 from trimtab.config.load import config_from_dict
 from trimtab.config.schema import Lora
 from trimtab.model.adapters import add_adapters
+from trimtab.model.weights import WeightStore
 from trimtab.record.checkpoint import RunState, save_checkpoint
 from trimtab.record.folder import begin
 from trimtab.run import export
@@ -34,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     for step in (2, 9, 10):
         model = tiny_model(seed=step)
         state = RunState(step=step, best_step=2, best_score=0.9)
-        save_checkpoint(folder, state, model, tokenizer, MasterAdamW(model.named_parameters(), Learn()), 2)
+        save_checkpoint(folder, state, model, tokenizer, MasterAdamW(WeightStore(model.named_parameters()), Learn()), 2)
     return folder
 
 
@@ -75,7 +76,7 @@ def test_adapters_are_merged_into_the_type_they_were_trained_in(tmp_path: Path, 
     run.mkdir()
     begin(run, config_from_dict(settings), [])
     adapted = add_adapters(model, Lora(r=2), seed=0)
-    optimizer = MasterAdamW(adapted.named_parameters(), Learn())
+    optimizer = MasterAdamW(WeightStore(adapted.named_parameters()), Learn())
     save_checkpoint(run, RunState(step=1), adapted, tokenizer, optimizer, 2)
     for dtype, expected in (("same", torch.bfloat16), ("float32", torch.float32)):
         export_run(run, tmp_path / dtype, "last", dtype)
@@ -130,7 +131,9 @@ def test_a_checkpoint_is_no_run(run: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_no_evaluation_means_no_best(tmp_path: Path, tokenizer) -> None:
     begin(tmp_path, CONFIG, [])
     model = tiny_model()
-    save_checkpoint(tmp_path, RunState(step=1), model, tokenizer, MasterAdamW(model.named_parameters(), Learn()), 1)
+    save_checkpoint(
+        tmp_path, RunState(step=1), model, tokenizer, MasterAdamW(WeightStore(model.named_parameters()), Learn()), 1
+    )
     with pytest.raises(ConfigError, match=r"has no evaluation to choose the best by\. Use last\."):
         find_checkpoint(tmp_path, "best")
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.update.test_optimizer import backward, larger, parameters
 from trimtab.config.learn import Learn
+from trimtab.model.weights import WeightStore
 from trimtab.update import optimizer as optimizers
 from trimtab.update.eightbit import BLOCK, Room, signed_map, unsigned_map
 from trimtab.update.optimizer import MasterAdamW
@@ -148,7 +149,7 @@ def test_steps_equal_the_same_written_down_in_numpy() -> None:
     start = rng.normal(size=size).astype(np.float32)
     grads = [(rng.normal(size=size) * np.exp(rng.normal(size=size) * 2)).astype(np.float32) for _ in range(6)]
     weight = torch.nn.Parameter(torch.from_numpy(start.copy()).view(8, -1))
-    optimizer = MasterAdamW([("weight", weight)], Learn(max_grad_norm=None, optimizer={"states": "8bit"}))
+    optimizer = MasterAdamW(WeightStore([("weight", weight)]), Learn(max_grad_norm=None, optimizer={"states": "8bit"}))
     for grad in grads:
         weight.grad = torch.from_numpy(grad.copy()).view(8, -1)
         optimizer.step(lr)
@@ -157,7 +158,7 @@ def test_steps_equal_the_same_written_down_in_numpy() -> None:
     # A quotient within float32's rounding of the middle between two codes may go either way: a few elements, by a code.
     assert np.mean(off > 1e-5) < 0.01 and off.max() < 2e-3
     full = torch.nn.Parameter(torch.from_numpy(start.copy()).view(8, -1))
-    wide = MasterAdamW([("weight", full)], Learn(max_grad_norm=None))
+    wide = MasterAdamW(WeightStore([("weight", full)]), Learn(max_grad_norm=None))
     for grad in grads:
         full.grad = torch.from_numpy(grad.copy()).view(8, -1)
         wide.step(lr)
@@ -168,10 +169,13 @@ def test_steps_equal_the_same_written_down_in_numpy() -> None:
 def test_state_is_a_quarter_and_is_counted() -> None:
     named = [("weight", torch.nn.Parameter(torch.zeros(64, 4 * BLOCK)))]
     count = named[0][1].numel()
-    assert MasterAdamW(named, SMALL).state_bytes == 2 * (count + 4 * count // BLOCK)
+    assert MasterAdamW(WeightStore(named), SMALL).state_bytes == 2 * (count + 4 * count // BLOCK)
     half = [("weight", torch.nn.Parameter(torch.zeros(64, 4 * BLOCK, dtype=torch.bfloat16)))]
-    assert MasterAdamW(half, SMALL).state_bytes == 2 * (count + 4 * count // BLOCK) + 4 * count
-    assert MasterAdamW([("weight", torch.nn.Parameter(torch.zeros(64, 4 * BLOCK)))], Learn()).state_bytes == 8 * count
+    assert MasterAdamW(WeightStore(half), SMALL).state_bytes == 2 * (count + 4 * count // BLOCK) + 4 * count
+    assert (
+        MasterAdamW(WeightStore([("weight", torch.nn.Parameter(torch.zeros(64, 4 * BLOCK)))]), Learn()).state_bytes
+        == 8 * count
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -185,7 +189,7 @@ def test_pieces_and_chunks_change_nothing(dtype: torch.dtype, monkeypatch: pytes
         monkeypatch.setattr(optimizers, "PIECE", piece)
         large = torch.nn.Parameter(torch.randn(30, 41, generator=torch.Generator().manual_seed(2)).to(dtype))
         named = [*parameters(dtype), ("mid", larger(dtype)), ("large", large)]
-        optimizer = MasterAdamW(named, SMALL, offload=offload)
+        optimizer = MasterAdamW(WeightStore(named), SMALL, offload=offload)
         for step, scale in enumerate((1.0, -0.5, float("nan"), 2.0)):
             if on_the_way and step == 2:
                 optimizer.offload()
@@ -203,7 +207,7 @@ def test_pieces_and_chunks_change_nothing(dtype: torch.dtype, monkeypatch: pytes
 @pytest.mark.parametrize("offload", [False, True])
 def test_saved_and_loaded_goes_on_bit_for_bit(dtype: torch.dtype, offload: bool, tmp_path: Path) -> None:
     one, two = ([*parameters(dtype), ("large", larger(dtype))] for _ in range(2))
-    first, second = MasterAdamW(one, SMALL, offload=offload), MasterAdamW(two, SMALL)
+    first, second = MasterAdamW(WeightStore(one), SMALL, offload=offload), MasterAdamW(WeightStore(two), SMALL)
     for scale in (1.0, 0.3, -2.0):
         backward(one, scale)
         first.step(0.01)
@@ -211,7 +215,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(dtype: torch.dtype, offload: bool,
     with torch.no_grad():
         for (_, a), (_, b) in zip(one, two):
             b.copy_(a)
-    second.load_state_tensors(load_file(tmp_path / "state.safetensors"))
+    second.load_state_tensors(load_file(tmp_path / "state.safetensors"), first.table())
     for scale in (1.0, -0.1):
         for named, optimizer in ((one, first), (two, second)):
             backward(named, scale)
@@ -222,7 +226,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(dtype: torch.dtype, offload: bool,
 
 def test_a_step_that_is_refused_and_a_parameter_without_a_gradient_stay_as_they_are() -> None:
     named = [*parameters(torch.bfloat16), ("large", larger(torch.bfloat16))]
-    optimizer = MasterAdamW(named, SMALL)
+    optimizer = MasterAdamW(WeightStore(named), SMALL)
     backward(named)
     optimizer.step(0.01)
     before = {k: v.clone() for k, v in optimizer.state_tensors().items()}
@@ -239,7 +243,7 @@ def test_a_step_that_is_refused_and_a_parameter_without_a_gradient_stay_as_they_
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_step_without_memory_for_itself_changes_nothing(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     named = [("large", larger(torch.float32))]
-    optimizer = MasterAdamW(named, SMALL, offload=offload)
+    optimizer = MasterAdamW(WeightStore(named), SMALL, offload=offload)
     backward(named)
     before = named[0][1].detach().clone()
 
@@ -267,7 +271,7 @@ def test_nothing_is_allocated_once_there_is_room(monkeypatch: pytest.MonkeyPatch
 def test_a_tiny_second_moment_does_not_make_a_huge_step() -> None:
     """Beside a gradient a million times larger in its block: with a second moment of 0 the step would be the first over eps."""
     weight = torch.nn.Parameter(torch.zeros(2, BLOCK))
-    optimizer = MasterAdamW([("weight", weight)], Learn(max_grad_norm=None, optimizer={"states": "8bit"}))
+    optimizer = MasterAdamW(WeightStore([("weight", weight)]), Learn(max_grad_norm=None, optimizer={"states": "8bit"}))
     for _ in range(5):
         weight.grad = torch.full((2, BLOCK), 1e-4)
         weight.grad[0, 0] = 100.0

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 from trimtab.base.errors import MemoryExhausted
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
+from trimtab.model.keep import Keep
 from trimtab.model.memory import Shortage, attempt, host_memory, in_parts, is_out_of_memory
-from trimtab.model.policy import Keep, Policy
+from trimtab.model.policy import Policy
 from trimtab.update import guard as guards
 from trimtab.update import ladder
 from trimtab.update.batch import Sample
@@ -273,7 +274,7 @@ def test_rungs_come_in_order_and_the_end_says_what_binds(monkeypatch: pytest.Mon
     guard = guarded(torch.float32, FakeEngine(4), token_budget=400, logprob_chunk=1000)
     guard.ladder.own_memory = True
     policy, out = guard.updater.policy, out_of_memory
-    monkeypatch.setattr(policy, "_fused", object())  # fused layers can keep a part
+    monkeypatch.setattr(policy, "fused_forward", object())  # fused layers can keep a part
     policy.hidden = lambda *_: out()
     with pytest.raises(MemoryExhausted) as caught:
         guard.step(batch([20] * 8), 1e-3, 0.0)

@@ -11,9 +11,10 @@ import torch
 from transformers import get_scheduler
 
 from trimtab.config.learn import Learn
+from trimtab.model.sizes import BLOCK
+from trimtab.model.weights import WeightStore
 from trimtab.update import optimizer as optimizers
 from trimtab.update.optimizer import MasterAdamW, learning_rate
-from trimtab.update.states import ALIGNED
 
 
 def parameters(dtype: torch.dtype) -> list[tuple[str, torch.nn.Parameter]]:
@@ -48,7 +49,7 @@ def test_equals_the_formula_with_decay_on_matrices_only() -> None:
     learn = Learn(lr=0.1, max_grad_norm=None, optimizer={"weight_decay": 0.1})
     named = parameters(torch.float32)
     start = {name: p.detach().clone() for name, p in named}
-    optimizer = MasterAdamW(named, learn)
+    optimizer = MasterAdamW(WeightStore(named), learn)
     grads: dict[str, list[torch.Tensor]] = {"matrix": [], "vector": []}
     for scale in (1.0, -0.5, 2.0):
         backward(named, scale)
@@ -62,18 +63,18 @@ def test_equals_the_formula_with_decay_on_matrices_only() -> None:
 
 def test_the_norm_is_of_the_whole_step_and_clips_it() -> None:
     named = parameters(torch.float32)
-    optimizer = MasterAdamW(named, Learn(max_grad_norm=0.5))
+    optimizer = MasterAdamW(WeightStore(named), Learn(max_grad_norm=0.5))
     backward(named)
     backward(named)
     expected = math.sqrt(sum(float((p.grad**2).sum()) for _, p in named))
     seen = {}
-    original = optimizer._step_group
+    original = optimizer._step_whole
 
     def spy(*arguments) -> None:
         seen["norm"] = math.sqrt(sum(float((p.grad**2).sum()) for _, p in named))
         original(*arguments)
 
-    optimizer._step_group = spy
+    optimizer._step_whole = spy
     assert optimizer.step(0.01).grad_norm == pytest.approx(expected, rel=1e-5)
     assert seen["norm"] == pytest.approx(0.5, rel=1e-4)
 
@@ -82,7 +83,7 @@ def test_the_norm_is_of_the_whole_step_and_clips_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, dtype: torch.dtype) -> None:
     named = parameters(dtype)
-    optimizer = MasterAdamW(named, Learn())
+    optimizer = MasterAdamW(WeightStore(named), Learn())
     backward(named)
     assert optimizer.step(0.01).applied
     before = {k: v.clone() for k, v in optimizer.state_tensors().items()}
@@ -104,7 +105,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, dtype: torch.
 def test_bfloat16_accumulates_and_steps_in_float32() -> None:
     """Updates far smaller than bfloat16's spacing add up in the masters, and many small gradients add up exactly."""
     named = parameters(torch.bfloat16)
-    optimizer = MasterAdamW(named, Learn(max_grad_norm=None))
+    optimizer = MasterAdamW(WeightStore(named), Learn(max_grad_norm=None))
     start = [m.clone() for m in optimizer.masters()]
     for _ in range(256):
         backward(named, 1 / 256)
@@ -124,14 +125,14 @@ def test_bfloat16_accumulates_and_steps_in_float32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_and_loaded_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
     one, two = parameters(dtype), parameters(dtype)
-    first, second = MasterAdamW(one, Learn()), MasterAdamW(two, Learn())
+    first, second = MasterAdamW(WeightStore(one), Learn()), MasterAdamW(WeightStore(two), Learn())
     for _ in range(3):
         backward(one)
         first.step(0.01)
     with torch.no_grad():
         for (_, a), (_, b) in zip(one, two):
             b.copy_(a)
-    second.load_state_tensors({k: v.clone() for k, v in first.state_tensors().items()})
+    second.load_state_tensors({k: v.clone() for k, v in first.state_tensors().items()}, first.table())
     for _ in range(3):
         for named, optimizer in ((one, first), (two, second)):
             backward(named)
@@ -142,10 +143,13 @@ def test_saved_and_loaded_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_offloaded_is_the_same_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces that cut parameters, through steps, a step that is refused, and a checkpoint."""
-    monkeypatch.setattr(optimizers, "PIECE", 64)
+    monkeypatch.setattr(optimizers, "PIECE", BLOCK)
     one, two = ([*parameters(dtype), ("large", larger(dtype))] for _ in range(2))
-    here, there = MasterAdamW(one, Learn(max_grad_norm=0.5)), MasterAdamW(two, Learn(max_grad_norm=0.5), offload=True)
-    assert [group.columns for group in there._groups] == [64 + 192, 64]
+    here, there = (
+        MasterAdamW(WeightStore(one), Learn(max_grad_norm=0.5)),
+        MasterAdamW(WeightStore(two), Learn(max_grad_norm=0.5), offload=True),
+    )
+    assert [unit.unit.size for unit in there._units] == [BLOCK, BLOCK, BLOCK]
     for scale in (1.0, -0.5, float("nan"), 2.0):
         for named, optimizer in ((one, here), (two, there)):
             backward(named, scale)
@@ -154,7 +158,7 @@ def test_offloaded_is_the_same_bit_for_bit(dtype: torch.dtype, monkeypatch: pyte
     states = here.state_tensors(), there.state_tensors()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    there.load_state_tensors({key: value.clone() for key, value in states[0].items()})
+    there.load_state_tensors({key: value.clone() for key, value in states[0].items()}, here.table())
     for named, optimizer in ((one, here), (two, there)):
         backward(named)
         optimizer.step(0.01)
@@ -165,14 +169,14 @@ def test_offloaded_is_the_same_bit_for_bit(dtype: torch.dtype, monkeypatch: pyte
 def test_state_that_moves_to_the_host_in_a_run_is_the_same_bit_for_bit(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizers, "PIECE", 128)
+    monkeypatch.setattr(optimizers, "PIECE", BLOCK)
     one, two = ([*parameters(dtype), ("large", larger(dtype))] for _ in range(2))
-    here, moved = (MasterAdamW(named, Learn(max_grad_norm=0.5)) for named in (one, two))
+    here, moved = (MasterAdamW(WeightStore(named), Learn(max_grad_norm=0.5)) for named in (one, two))
     for step in range(5):
         if step == 2:
             moved.offload()
         if step == 4:
-            moved.piece = ALIGNED
+            moved.piece = BLOCK
         for named, optimizer in ((one, here), (two, moved)):
             backward(named, 1.0 - step / 3)
             optimizer.step(0.01)
@@ -185,7 +189,7 @@ def test_state_that_moves_to_the_host_in_a_run_is_the_same_bit_for_bit(
 
 def test_a_host_without_room_leaves_the_state_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     named = parameters(torch.bfloat16)
-    optimizer = MasterAdamW(named, Learn())
+    optimizer = MasterAdamW(WeightStore(named), Learn())
     made = optimizers.HostMemory
     calls: list[int] = []
 
@@ -209,7 +213,7 @@ def test_a_step_without_memory_for_itself_changes_nothing_and_can_be_repeated(
 ) -> None:
     """Neither weights nor state nor gradients, whichever allocation it is that fails."""
     one, two = ([("large", larger(torch.float32))] for _ in range(2))
-    plain, short = (MasterAdamW(named, Learn(max_grad_norm=0.5), offload=offload) for named in (one, two))
+    plain, short = (MasterAdamW(WeightStore(named), Learn(max_grad_norm=0.5), offload=offload) for named in (one, two))
     for named in (one, two):
         backward(named)
         named[0][1].grad = named[0][1].grad.t().contiguous().t()  # a copy has to be made
@@ -236,13 +240,13 @@ def test_a_step_without_memory_for_itself_changes_nothing_and_can_be_repeated(
 def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
     """Neither its step counts nor its weight decays."""
     named = parameters(torch.bfloat16)
-    optimizer = MasterAdamW(named, Learn(optimizer={"weight_decay": 0.1}))
+    optimizer = MasterAdamW(WeightStore(named), Learn(optimizer={"weight_decay": 0.1}))
     before = named[0][1].detach().clone()
     backward([named[1]])
     assert optimizer.step(0.01).applied
     assert torch.equal(named[0][1], before)
     assert optimizer.state_tensors()["step/matrix"] == 0
-    assert optimizer.state_tensors()["step/vector"] == 1
+    assert optimizer.state_tensors()["step/vectors"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -255,11 +259,11 @@ def test_the_layout_of_a_parameter_does_not_matter(dtype: torch.dtype, offload: 
     assert not turned.is_contiguous() and not spread.is_contiguous()
     found = []
     for parameter in (plain, turned, spread):
-        optimizer = MasterAdamW([("weight", parameter)], Learn(max_grad_norm=None), offload=offload)
+        optimizer = MasterAdamW(WeightStore([("weight", parameter)]), Learn(max_grad_norm=None), offload=offload)
         for scale in (1.0, -0.3):
             backward([("weight", parameter)], scale)
             optimizer.step(0.01)
-        found.append((parameter.detach(), {k: v.clone() for k, v in optimizer.state_tensors().items()}))
+        found.append((parameter.detach(), {k: v.clone() for k, v in optimizer.state_of_parameters().items()}))
     for weight, state in found[1:]:
         torch.testing.assert_close(weight, found[0][0], atol=1e-6, rtol=0)
         for key, value in state.items():
@@ -268,11 +272,11 @@ def test_the_layout_of_a_parameter_does_not_matter(dtype: torch.dtype, offload: 
 
 def test_two_optimizers_do_not_share_parameters_but_may_follow_each_other() -> None:
     named = parameters(torch.bfloat16)
-    first = MasterAdamW(named, Learn())
+    first = MasterAdamW(WeightStore(named), Learn())
     with pytest.raises(RuntimeError, match="have an optimizer already"):
-        MasterAdamW(named, Learn())
+        MasterAdamW(WeightStore(named), Learn())
     del first
-    second = MasterAdamW(named, Learn())
+    second = MasterAdamW(WeightStore(named), Learn())
     backward(named)
     assert second.step(0.01).grad_norm > 0
 
@@ -280,7 +284,7 @@ def test_two_optimizers_do_not_share_parameters_but_may_follow_each_other() -> N
 def test_parameters_are_freed_with_their_optimizer() -> None:
     named = parameters(torch.bfloat16)
     seen = weakref.ref(named[0][1])
-    optimizer = MasterAdamW(named, Learn())
+    optimizer = MasterAdamW(WeightStore(named), Learn())
     backward(named)
     optimizer.step(0.01)
     del named, optimizer

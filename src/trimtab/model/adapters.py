@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, Problem
 from trimtab.config.schema import Lora
+from trimtab.model.transfer import apart
 
 
 def has_adapters(model: Any) -> bool:
@@ -76,4 +77,4 @@ def merged_state(model: PeftModel) -> dict[str, torch.Tensor]:
             state[f"{name}.base_layer.weight"] = whole.to(
                 weight.dtype
             ).cpu()  # at once: the device may have no room for all
-    return {name.replace(".base_layer.", "."): value.cpu() for name, value in state.items()}
+    return {name.replace(".base_layer.", "."): apart(value.cpu()) for name, value in state.items()}

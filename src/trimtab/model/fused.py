@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from trimtab.model.attention import AttentionPlan
 from trimtab.model.kernels import train as kernels
 from trimtab.model.layer import LayerCall, run_layer
-from trimtab.model.parts import ModelParts, Norm, Rotary, Unfusable, Watch, read_parts, rotary_tables
+from trimtab.model.norms import Norm, Rotary
+from trimtab.model.parts import ModelParts, Unfusable, Watch, read_parts, rotary_tables
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
 

@@ -1,43 +1,50 @@
 """Float32 sums of the gradients of half-precision parameters over the micro-batches of a step.
 
 The fused layers' and the head's products add to them directly, on a GPU without rounding to half precision in between; what
-autograd makes (embeddings, the model's own modules) is added by hooks. Parameters that share a storage (parts.py joins those
-that read one input) have gradients that share one in the same order, so one product fills them all.
+autograd makes (embeddings, the model's own modules) is added by hooks. The sums of a unit have the layout of its weights
+(weights.py), so one product fills those of projections that are joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from trimtab.model.weights import WeightStore
+
 
 class Gradients:
-    """Sums of gradients by parameter; they exist from the first one of a step until `clear`."""
+    """Sums of gradients by unit; a unit's exist from its first gradient of a step until `clear`."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, weights: WeightStore, parameters: Iterable[torch.Tensor]) -> None:
+        """`parameters`: those of the store whose gradients are summed here."""
+        self._weights = weights
         self._ids = {id(parameter) for parameter in parameters}
-        self._places: set[int] | None = None
-        self._sums: dict[int, torch.Tensor] = {}
+        self.sums: dict[str, torch.Tensor] = {}
+        """By unit, laid out as it is."""
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}
+        """Parts of the sums, by the parameters that they are for: what a product adds to in every micro-batch."""
+        self._touched: set[int] = set()
+        """Parameters that have a gradient; the others of their unit have zeros that mean nothing."""
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
+    def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._ids
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The sum for a parameter, or for several that are one tensor; None for what is not among the parameters."""
-        storage = tensor.untyped_storage()
-        at = storage.data_ptr()
-        if at not in self._sums:
-            if at not in self._known_places():
+    def of(self, *parameters: torch.Tensor) -> torch.Tensor | None:
+        """The sum to add to for a parameter, or for several that are joined, of which some may be frozen; None where none of them
+        is summed here."""
+        key = tuple(map(id, parameters))
+        if key not in self._views:
+            if self._ids.isdisjoint(key):
                 return None
-            count = storage.nbytes() // tensor.element_size()
-            self._sums[at] = torch.zeros(count, dtype=torch.float32, device=tensor.device)
-        return self._view(tensor)
+            self._views[key] = self._view(parameters)
+            self._touched |= self._ids.intersection(key)
+        return self._views[key]
 
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The sum for a parameter; None where nothing has been added yet."""
-        return self._view(parameter) if parameter.untyped_storage().data_ptr() in self._sums else None
+        return self._view([parameter]) if id(parameter) in self._touched else None
 
     def add(self, parameter: torch.Tensor) -> None:
         """Take over a gradient that autograd made."""
@@ -48,17 +55,19 @@ class Gradients:
             parameter.grad = None
 
     def clear(self) -> None:
-        self._sums, self._places = {}, None
+        self.sums, self._views, self._touched = {}, {}, set()
 
-    def _known_places(self) -> set[int]:
-        """Addresses of the parameters' storages, looked up once a step: they may have been moved since the last."""
-        if self._places is None:
-            self._places = {parameter.untyped_storage().data_ptr() for parameter in self._parameters}
-        return self._places
-
-    def _view(self, tensor: torch.Tensor) -> torch.Tensor:
-        total = self._sums[tensor.untyped_storage().data_ptr()]
-        return total.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    def _view(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        unit, entry = self._weights.place(parameters[0])
+        if unit.name not in self.sums:
+            self.sums[unit.name] = torch.zeros(unit.size, dtype=torch.float32, device=parameters[0].device)
+        total = self.sums[unit.name]
+        if len(parameters) == 1:
+            return entry.view(total)
+        stretch = self._weights.stretch(parameters)
+        assert stretch is not None, "only parameters that lie side by side have one sum"
+        _, offset, shape = stretch
+        return total[offset : offset + shape.numel()].view(shape)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

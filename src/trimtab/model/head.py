@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trimtab.model.gradients import Gradients, add_product
+from trimtab.model.transform import Transform
 
 
 class TokenStats(NamedTuple):
@@ -25,15 +26,6 @@ class TokenStats(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-
-
-class Transform(NamedTuple):
-    """What becomes of the product of hidden states and weights on its way to a logit at the sampling temperature."""
-
-    bias_V: torch.Tensor | None
-    scale: float
-    softcap: float | None
-    temperature: float
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ class _ChunkedStats(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, _, lse, _, _ = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        total = None if ctx.gradients is None or not ctx.needs_input_grad[1] else ctx.gradients.of(weight)
+        total = None if ctx.gradients is None or not ctx.needs_input_grad[1] else ctx.gradients.of(ctx.head.weight_VE)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] and total is None else total
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[2] else None
         logits_grad = _tiled_grad if _has_kernels(hidden, weight) else _chunk_grad

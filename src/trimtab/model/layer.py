@@ -15,10 +15,11 @@ import torch.nn.functional as F
 
 from trimtab.model.attention import AttentionPlan
 from trimtab.model.gradients import Gradients, add_product
+from trimtab.model.keep import Keep
 from trimtab.model.kernels import train as kernels
 from trimtab.model.kernels.shared import gated
-from trimtab.model.parts import LayerParts, Linears, Norm, Rotary
-from trimtab.model.policy import Keep
+from trimtab.model.norms import Norm, Rotary
+from trimtab.model.parts import LayerParts, Linears
 from trimtab.model.shelf import Shelf
 
 
@@ -247,7 +248,7 @@ class _Found:
                 self.add(adapter.b.weight, (part.t() @ low).mul_(adapter.scale))
 
     def _product(self, linears: Linears, dout: torch.Tensor, x: torch.Tensor) -> None:
-        total = None if self._gradients is None else self._gradients.of(linears.weight)
+        total = None if self._gradients is None else self._gradients.of(*linears.weights)
         if total is not None:
             add_product(total, dout.t(), x)
             return

@@ -26,6 +26,7 @@ from trimtab.config.schema import Model
 from trimtab.model.adapters import has_adapters, merged_state
 from trimtab.model.context import SERVED_LAYERS
 from trimtab.model.names import inside_run, near_models
+from trimtab.model.transfer import host_state
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
@@ -248,9 +249,10 @@ def declared_stops(model: Model, tokenizer: Any) -> list[int]:
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a Hugging Face folder that loads anywhere, without a trace of how it was trained: adapters are merged in."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = None
     if has_adapters(model):
         state, model = merged_state(model), model.get_base_model()
+    else:
+        state = host_state(model)
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
 

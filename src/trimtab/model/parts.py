@@ -1,8 +1,8 @@
 """The parts of a model's decoder layers, read off its modules: which norms stand where, which activation, which heads are
 normalised, how positions rotate. Fused paths, of the engine and of the trainer, are built from them.
 
-Projections that read the same input (query, key, value; gate, up) are moved into one storage, of which the model's own
-parameters become views: one product serves them all, and an optimizer step is seen at once.
+Projections that read the same input (query, key, value; gate, up) lie side by side in the weight store (weights.py): one product
+serves them all, and an optimizer step is seen at once.
 
 `read_parts` raises `Unfusable` for architectures that no test compares, and for what it doesn't know of the others.
 """
@@ -18,50 +18,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from trimtab.model.norms import OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
-from trimtab.model.sizes import FUSED
+from trimtab.model.sizes import BLOCK, FUSED
+from trimtab.model.weights import WeightStore
 
 SILU, GELU_TANH = 0, 1
 ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
 STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
 """tests/rollout/test_decode_kernels.py compares each of them. Others look alike and are not: a layer that does not rotate, or
 normalises under another name, would pass a comparison of a few tokens in bfloat16."""
-ROUNDED, WIDE, OFFSET = 1, 2, 3
-"""How a norm applies its weight (0: there is no norm): to the rounded value; in float32; in float32, one larger than stored."""
 _norm_kinds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Of norms that were tried. They are read again, without a kernel, when their weights have been put elsewhere."""
 
 
 class Unfusable(Exception):
     """Why a model's layers are not served by a fused path."""
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMS norm; `kind` says how its weight is applied."""
-
-    weight: torch.Tensor
-    eps: float
-    kind: int
-
-
-@dataclass(frozen=True)
-class HeadNorm:
-    """RMS norm of each query and key head before rotation."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    eps: float
-    kind: int
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """cos and sin of every position, [positions, rotated dimensions], as the model itself computes them."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -79,11 +52,19 @@ class Linears:
     """Linear layers that read one input, their weights in one storage, and the adapters beside them."""
 
     def __init__(
-        self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None, adapters: list[Adapter]
+        self,
+        store: WeightStore,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor] | None,
+        adapters: list[Adapter],
     ) -> None:
         self.weights, self.biases, self.adapters = weights, biases, adapters
-        self.weight = join(weights)
-        self.bias = None if biases is None else join(biases)
+        weight, bias = store.joined(weights), None if biases is None else store.joined(biases)
+        if weight is None or (bias is None) != (biases is None):
+            raise Unfusable(
+                f"layers that read one input are of sizes that are no multiples of {BLOCK}, so they are not joined"
+            )
+        self.weight, self.bias = weight, bias
 
 
 @dataclass(frozen=True)
@@ -149,11 +130,12 @@ def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
     kinds = getattr(policy.config, "layer_types", None) or ["full_attention"] * len(shapes)
     factor = _embedding_factor(body.embed_tokens, policy)
     _check_rotation(body)
-    layers = [_read_layer(layer, shapes[i], kinds[i]) for i, layer in enumerate(body.layers)]
+    store = policy.lay_out_weights()  # others may have put parameters elsewhere
+    layers = [_read_layer(layer, store, shapes[i], kinds[i]) for i, layer in enumerate(body.layers)]
     return ModelParts(body.embed_tokens.weight, body.embed_tokens.padding_idx, factor, layers, _norm(body.norm))
 
 
-def _read_layer(layer: nn.Module, shape: LayerShape, kind: str) -> LayerParts:
+def _read_layer(layer: nn.Module, store: WeightStore, shape: LayerShape, kind: str) -> LayerParts:
     attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
     norms = {
         name: _norm(getattr(layer, name)) if hasattr(layer, name) else None
@@ -174,14 +156,14 @@ def _read_layer(layer: nn.Module, shape: LayerShape, kind: str) -> LayerParts:
         kind,
         shape,
         norms["input_layernorm"],
-        _joined(attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"]),
+        _joined(store, attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"]),
         _head_norm(attention, shape),
-        _joined(attention, ["o_proj"], ["dense"]),
+        _joined(store, attention, ["o_proj"], ["dense"]),
         after_attention,
         before_mlp,
-        _joined(mlp, ["gate_up_proj"], ["gate_proj", "up_proj"]),
+        _joined(store, mlp, ["gate_up_proj"], ["gate_proj", "up_proj"]),
         activation,
-        _joined(mlp, ["down_proj"]),
+        _joined(store, mlp, ["down_proj"]),
         norms["post_feedforward_layernorm"],
         float(getattr(layer, "residual_multiplier", 1.0)),
     )
@@ -194,7 +176,7 @@ def _child(module: nn.Module, name: str) -> nn.Module:
     return child
 
 
-def _joined(owner: nn.Module, *choices: list[str]) -> Linears:
+def _joined(store: WeightStore, owner: nn.Module, *choices: list[str]) -> Linears:
     """The product of the first choice of linear layers that the owner has, their weights in one storage."""
     for names in choices:
         modules = [getattr(owner, name, None) for name in names]
@@ -210,7 +192,7 @@ def _joined(owner: nn.Module, *choices: list[str]) -> Linears:
             end = start + linear.out_features
             adapters += [Adapter(a, b, scale, start, end) for a, b, scale in added]
             start = end
-        return Linears([l.weight for l in linears], None if biases[0] is None else biases, adapters)
+        return Linears(store, [l.weight for l in linears], None if biases[0] is None else biases, adapters)
     raise Unfusable(f"{type(owner).__name__} has no linear layers {' or '.join(', '.join(c) for c in choices)}")
 
 
@@ -230,24 +212,6 @@ def _linear(module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, nn.Line
     if any(layer.lora_B[name].bias is not None for name in active):
         raise Unfusable("its adapters have a bias")
     return base, [(layer.lora_A[name], layer.lora_B[name], float(layer.scaling[name])) for name in active]
-
-
-@torch.no_grad()
-def join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor that holds all of them; each goes on as a view of its part. Nothing is copied if they lie so already."""
-    first = parameters[0].data
-    ends, together = first.data_ptr(), True
-    for parameter in parameters:
-        together &= parameter.data_ptr() == ends and parameter.is_contiguous()
-        together &= parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        ends += parameter.numel() * parameter.element_size()
-    rows = sum(p.shape[0] for p in parameters)
-    if together:
-        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-    whole = torch.cat([p.data for p in parameters])
-    for parameter, part in zip(parameters, whole.split([p.shape[0] for p in parameters])):
-        parameter.data = part
-    return whole
 
 
 def _norm(module: nn.Module) -> Norm:

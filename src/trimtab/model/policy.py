@@ -8,46 +8,45 @@ name before anything is trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 
-from trimtab.base.errors import ConfigError, ModelError, Problem
-from trimtab.config.run import Kernels
+from trimtab.base.errors import ModelError
 from trimtab.config.schema import Model
-from trimtab.model import liger
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.context import context_of
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
+from trimtab.model.keep import Keep
 from trimtab.model.load import building, load_config, refuse_unserved
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.shelf import Shelf
 from trimtab.model.transfer import HostMemory
-
-if TYPE_CHECKING:
-    from trimtab.model.fused import FusedForward
+from trimtab.model.weights import Unit, WeightStore
 
 PROBE_LENGTHS = [7, 12]
+OWN_MODULES = "the model's own modules"
 TOLERANCE_NATS = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
-"""How far two forward passes that should give the same log-probs may be apart (`_distance`), by the type they compute in.
+"""How far two forward passes that should give the same log-probs may be apart (`distance`), by the type they compute in.
 transformers' own attention takes its softmax in float32, whatever the type."""
 
 
-class Keep(Enum):
-    """What the layers of a training pass keep for their backward pass (fused.py)."""
+class PackedForward(Protocol):
+    """A forward pass of packed rows (fused.py)."""
 
-    ALL = "all"
-    SOME = "some"
-    INPUT = "input"
+    def __call__(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, longest: int, plan: AttentionPlan
+    ) -> torch.Tensor: ...
+
+    def forget(self) -> None:
+        """Keep nothing of where the weights were."""
 
 
 class Policy:
@@ -58,12 +57,15 @@ class Policy:
         self.config = model.config.get_text_config()
         refuse_unserved(model, self.name, self.config)
         self.body = model.get_decoder()
+        self.weights = WeightStore(model.named_parameters())
+        """Where the parameters lie."""
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self.head = self._head()
-        self.description = "the model's own modules"
+        self.description = OWN_MODULES
         """How packed rows run, and why not faster, in words for the user."""
-        self._fused: FusedForward | None = None
+        self.fused_forward: PackedForward | None = None
+        """What runs packed rows in the place of the model's modules; chosen in kernel_choice.py."""
         self.keep = Keep.ALL
         self.shelf: Shelf | None = None
         """Where the inputs of layers wait for the backward pass; None: on the device."""
@@ -90,7 +92,7 @@ class Policy:
     @property
     def fused(self) -> bool:
         """Packed rows run through fused layers."""
-        return self._fused is not None
+        return self.fused_forward is not None
 
     @property
     def tiled_head(self) -> bool:
@@ -115,8 +117,8 @@ class Policy:
 
     def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Last hidden state of every token of one packed row, [T, E]."""
-        if self._fused is not None and isinstance(plan, PackedPlan):
-            return self._fused(tokens_T, positions_T, plan.longest, plan)
+        if self.fused_forward is not None and isinstance(plan, PackedPlan):
+            return self.fused_forward(tokens_T, positions_T, plan.longest, plan)
         away = self.shelf is not None and torch.is_grad_enabled()
         with save_on_cpu(pin_memory=self.device.type == "cuda") if away else nullcontext():
             out = self.body(
@@ -147,60 +149,19 @@ class Policy:
         elif self.model.is_gradient_checkpointing:
             self.model.gradient_checkpointing_disable()
 
-    def use(self, kernels: Kernels) -> None:
-        """From now on run packed rows as `run.kernels` says."""
-        if kernels in ("auto", "native"):
-            self.fuse()
-        if kernels == "native" and not self.fused:
-            why = self.description if ":" in self.description else "they need a CUDA device and bfloat16"
-            raise ConfigError([Problem("run.kernels", f"fused layers do not serve this run: {why}", "Write auto.")])
-        if kernels == "liger":
-            self._use_liger()
-        if kernels == "plain" and self._fused is not None:
-            self._fused = None
-            self.description = "the model's own modules"
-
-    def _use_liger(self) -> None:
-        liger.refuse(self.config.model_type, self.device)
-        own = self._probe()
-        liger.patch(self.model)
-        gap = _distance(self._probe(), own)
-        if not gap <= TOLERANCE_NATS[self.dtype]:
-            what = f"Liger's kernels give other log-probs for {self.name} (off by {gap:.3g} nats)"
-            raise ConfigError([Problem("run.kernels", what, "Write auto.")])
-        self.description = "the model's own modules with Liger's kernels"
-
-    def fuse(self) -> None:
-        """From now on run packed rows through kernels made for training, where they serve this model on this device and agree
-        with its own modules."""
-        if self.device.type != "cuda" or self.dtype not in (torch.bfloat16, torch.float16):
-            return
-        if find_spec("triton") is None:
-            self.description += ": Triton is not installed"
-            return
-        from trimtab.model.fused import FusedForward
-        from trimtab.model.parts import Unfusable
-
-        own = self._probe()
-        try:
-            self._fused = FusedForward(self)
-        except Unfusable as reason:
-            self.description += f": {reason}"
-            return
-        gap = _distance(self._probe(), own)
-        if gap <= TOLERANCE_NATS[self.dtype]:
-            self.description = "fused layers"
-        else:
-            self._fused = None
-            self.description += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
+    def lay_out_weights(self) -> WeightStore:
+        """Where the parameters lie; laid out anew where some were added or put elsewhere."""
+        if not self.weights.is_of(self.model):
+            self.weights = WeightStore(self.model.named_parameters())
+        return self.weights
 
     def forget(self) -> None:
         """Keep nothing of where the weights were: they have been put elsewhere."""
-        if self._fused is not None:
-            self._fused.forget()
+        if self.fused_forward is not None:
+            self.fused_forward.forget()
 
     @torch.no_grad()
-    def _probe(self) -> torch.Tensor:
+    def probe(self) -> torch.Tensor:
         """Log-probs of two short sequences in one row."""
         plan = PackedPlan(PROBE_LENGTHS, self.device)
         hidden = self.hidden(torch.cat(self._probe_rows()), plan.positions, plan)
@@ -245,12 +206,12 @@ class Policy:
         self.model.eval()
         self.look_at_layers()
         with self._told_apart():
-            packed = self._probe()
+            packed = self.probe()
         self.model.set_attn_implementation("eager")
         alone = [self.model(input_ids=row[None], use_cache=False).logits[0] for row in self._probe_rows()]
         self.model.set_attn_implementation(ATTENTION_NAME)
         expected = torch.cat(alone).to(packed.dtype).log_softmax(-1)
-        worst = _distance(packed, expected)
+        worst = distance(packed, expected)
         if math.isnan(worst):
             named = [name for name, weight in self.model.named_parameters() if not torch.isfinite(weight).all()]
             where = f"{named[0]} holds values that are not finite" if named else "its weights overflow"
@@ -285,38 +246,35 @@ class FromHost:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head, self._device = policy, policy.head, policy.device
-        self._homes: dict[int, torch.Tensor] = {}
-        """By the address they had: each storage's bytes. Weights that fused layers joined stay together."""
-        self._memories: list[HostMemory] = []
-        self._views: list[tuple[torch.nn.Parameter, int, torch.Tensor]] = []
         layers = list(getattr(policy.body, "layers", []))
-        within = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        self._take([parameter for parameter in policy.model.parameters() if id(parameter) not in within])
-        self._needed: list[int] = []
-        """By layer: how many storages are there when it runs."""
-        for layer in layers:
-            self._take(layer.parameters())
-            self._needed.append(len(self._homes))
-        # Fused layers end with the norm that the next one begins with.
-        self._needed = [*self._needed[1:], len(self._homes)]
+        self._units = _in_order_of_use(policy.weights, layers)
+        self._needed = [sum(at <= index + 1 for at, _ in self._units) for index in range(len(layers))]
+        """By layer: how many units are there when it runs. Fused layers end with the norm that the next one begins with."""
+        self._memories: list[HostMemory] = []
+        self._homes: list[torch.Tensor] = []
+        """By unit: its weights in host memory."""
+        for _, unit in self._units:
+            flat = policy.weights.flats[unit.name]
+            self._memories.append(HostMemory(flat.nbytes, flat.device))
+            self._homes.append(self._memories[-1].tensor(tuple(flat.shape), flat.dtype).copy_(flat))
+            policy.weights.put(unit, self._homes[-1])
         self._inward = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._arrived: list[torch.cuda.Event] = []
-        """By storage."""
+        """By unit."""
         policy.before_layer = self._wait_for
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, index=index: self._wait_for(index))
-        self._put(self._homes)
         policy.forget()
 
     @contextmanager
     def present(self) -> Iterator[None]:
         # Of the stream that uses them, or the allocator would keep them for copying alone.
-        places = {at: torch.empty_like(home, device=self._device) for at, home in self._homes.items()}
+        places = [torch.empty_like(home, device=self._device) for home in self._homes]
         if self._inward is not None:
             self._inward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._inward):
-            for at, home in self._homes.items():
-                places[at].copy_(home, non_blocking=True)
+            for place, home in zip(places, self._homes):
+                place.copy_(home, non_blocking=True)
                 if self._inward is not None:
                     self._arrived.append(self._inward.record_event())
         self._put(places)
@@ -338,20 +296,20 @@ class FromHost:
         if self._arrived:
             torch.cuda.current_stream(self._device).wait_event(self._arrived[self._needed[layer] - 1])
 
-    def _take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        for parameter in parameters:
-            storage, at = parameter.untyped_storage(), parameter.untyped_storage().data_ptr()
-            if at not in self._homes:
-                flat = torch.empty(0, dtype=torch.uint8, device=parameter.device).set_(storage)
-                self._memories.append(HostMemory(flat.numel(), flat.device))
-                self._homes[at] = self._memories[-1].tensor((flat.numel(),), torch.uint8).copy_(flat)
-            self._views.append((parameter, at, parameter.data))
+    def _put(self, flats: list[torch.Tensor]) -> None:
+        for (_, unit), flat in zip(self._units, flats):
+            self._policy.weights.put(unit, flat)
 
-    def _put(self, places: dict[int, torch.Tensor]) -> None:
-        for index, (parameter, at, like) in enumerate(self._views):
-            shape, stride, offset = like.shape, like.stride(), like.storage_offset()
-            parameter.data = places[at].view(parameter.dtype).as_strided(shape, stride, offset)
-            self._views[index] = (parameter, at, parameter.data)
+
+def _in_order_of_use(weights: WeightStore, layers: list[torch.nn.Module]) -> list[tuple[int, Unit]]:
+    """The units, each with the number of the first layer that reads it; what all layers read, or none, comes first."""
+    owner = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
+    found = []
+    for unit in weights.units:
+        readers = {owner.get(id(weights.parameters[entry.name])) for entry in unit.entries}
+        (only,) = readers if len(readers) == 1 else (None,)
+        found.append((-1 if only is None else only, unit))
+    return sorted(found, key=lambda pair: pair[0])
 
 
 AnyPolicy = Policy | WithoutAdapters | FromHost
@@ -366,7 +324,7 @@ def refuse_other_layers(model: Model) -> None:
     Policy(made, check=False).look_at_layers()
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The worst token's difference in nats, weighted by probability: improbable words are the noisiest and matter least."""
     return float(((found - expected).abs() * expected.exp()).sum(-1).max())
 

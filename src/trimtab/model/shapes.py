@@ -7,17 +7,29 @@ several times, of which a cache would keep the last.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from trimtab.base.errors import ModelError
-from trimtab.model.attention import Rules
+from trimtab.model.attention import AttentionPlan, Rules
 from trimtab.model.context import config_of_layer
 from trimtab.model.packed import PackedPlan
 
-if TYPE_CHECKING:
-    from trimtab.model.policy import Policy
+
+class Decoder(Protocol):
+    """What is asked of a policy here."""
+
+    body: Any
+    config: Any
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class _ShapeProbe(PackedPlan):
 
 
 @torch.no_grad()
-def layer_shapes(policy: Policy) -> dict[int, LayerShape]:
+def layer_shapes(policy: Decoder) -> dict[int, LayerShape]:
     """What the model really stores, seen in a one-token forward: right for any head layout, with no table of architectures."""
     if not all(getattr(module, "is_causal", True) for module in policy.body.modules()):
         raise ModelError("its tokens see those that come after them")
@@ -63,7 +75,7 @@ def layer_shapes(policy: Policy) -> dict[int, LayerShape]:
     return probe.shapes
 
 
-def _refuse_silent_layers(policy: Policy, shapes: dict[int, LayerShape]) -> None:
+def _refuse_silent_layers(policy: Decoder, shapes: dict[int, LayerShape]) -> None:
     """Layers that mix tokens by other means than attention, or in a window that they do not speak of."""
     config = policy.config
     layers = getattr(config, "num_hidden_layers", None) or 0

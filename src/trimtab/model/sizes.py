@@ -11,11 +11,12 @@ HEAD_TILE = 256
 REWARD_TOKENS = 8192
 """Tokens of a row that a reward model scores at a time (reward/models.py)."""
 PIECE = 2**26
-"""Elements of a group of parameters, at most, that an offloaded optimizer step has in one piece (update/optimizer.py)."""
+"""Elements of a unit of weights, at most, that an offloaded optimizer step has in one piece (update/optimizer.py)."""
 SLOTS = 3
 """Pieces that are on the device at a time (update/conveyor.py): one on its way in, one worked on, one on its way out."""
 BLOCK = 256
-"""Elements that share a scale where moments have 8 bits (update/eightbit.py)."""
+"""Elements that share a scale where moments have 8 bits (update/eightbit.py), and to a multiple of which weights begin
+(model/weights.py)."""
 CHUNK = 2**22
 """Elements whose 8-bit moments exist in full at one time (update/eightbit.py)."""
 MERGED_AT_ONCE = 2**23

@@ -1,4 +1,4 @@
-"""Numbers on their way to a device."""
+"""Numbers on their way to a device, or from one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ from trimtab.base.units import GIB
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device, without waiting for what runs there: from pinned memory, which is kept until it is read."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def host_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What is saved of a model, on the host, each tensor in a storage of its own, as libraries that save tensors want it: they
+    would copy those that share one, on their device. What is on the host already is not copied; tied tensors stay tied."""
+    named = model.state_dict(keep_vars=True)
+    found = {id(value): apart(value.detach().cpu()) for value in named.values()}
+    return {name: found[id(value)] for name, value in named.items()}
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host as the whole of a storage, without a copy where its memory allows that."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.is_contiguous():
+        return tensor
+    return torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
 
 
 class HostMemory:

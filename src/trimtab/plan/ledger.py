@@ -423,8 +423,12 @@ def _kv_cut(job: Job, run: Run) -> int:
 def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:
     found = {}
     if run.offload.optimizer:
-        piece = min(PIECE, job.trained)
-        found["pieces on the way"] = min(SLOTS, -(-job.trained // PIECE)) * (moment_bytes(job, piece) + 4 * piece)
+        # Of a unit of the weight store: a layer, the embedding or the head; all adapters are one.
+        largest = max(job.shape.table, *(block.parameters for block in job.shape.kinds))
+        piece, pieces = (
+            (min(PIECE, job.trained), -(-job.trained // PIECE)) if job.rank else (min(PIECE, largest), SLOTS)
+        )
+        found["pieces on the way"] = min(SLOTS, pieces) * (moment_bytes(job, piece) + 4 * piece)
     if job.eight_bit:
         found["moments in full"] = min(CHUNK, job.trained) * (3 * _wide(job) + 4)
     return found

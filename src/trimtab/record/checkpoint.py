@@ -1,22 +1,26 @@
-"""Checkpoints: whole or not there. safetensors and JSON, nothing pickled.
+"""Checkpoints: whole or not there, and what was written or refused. safetensors and JSON, nothing pickled.
 
 A checkpoint is written into a folder with another name, flushed to disk, and renamed; deleting one renames it away first. So at
 any moment, a kill included, every folder called `step-N` is complete, and the newest of them resumes the run exactly.
 Writing one takes no device memory: tensors are put in order on the host.
+
+Format 2: `state.json`, written last, has the size and sha256 of every other file, and its own sha256. Optimizer state is flat
+tensors, one a kind and unit of the weight store (model/weights.py); `tables` says which parameter lies where in them, so they are
+read whatever the units are. Format 1, which has neither and names the state by parameter, is read too.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pydantic import TypeAdapter
@@ -28,15 +32,34 @@ from trimtab.base.files import aside_of, clear, fsync, put_in_place, remove_whol
 from trimtab.model.adapters import has_adapters, save_adapters
 from trimtab.model.load import save_model
 from trimtab.model.memory import is_out_of_memory
+from trimtab.model.weights import Place
+from trimtab.record.checksums import Sum, refuse_other_files, sums_of
 from trimtab.record.layout import CONFIG
-from trimtab.update.optimizer import MasterAdamW
 
-FORMAT = 1
+FORMAT = 2
+BEFORE_CHECKSUMS = 1
+"""The format that is still read."""
 STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
 FACTS, WEIGHTS_MARK = "trimtab", "weights"
-"""What a file of tensors says of itself. One entry: safetensors writes several in any order, and equal runs write equal files."""
+"""What a file of tensors of format 1 says of itself."""
+FILES, TABLES, DIGEST = "files", "tables", "sha256"
+"""What `state.json` says of the checkpoint beside the run's state, and of itself."""
 MOST = 2**62
 """No run counts as far."""
+
+
+class Stateful(Protocol):
+    """What has state in flat tensors: an optimizer."""
+
+    params: list[torch.nn.Parameter]
+
+    def state_tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+    def table(self) -> list[Place]:
+        """Which parameter lies where in them."""
+
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor], table: Sequence[Place] | None) -> None:
+        """Take over what the other two gave. Without a table the tensors are named by parameter."""
 
 
 @dataclass
@@ -102,19 +125,19 @@ def save_checkpoint(
     state: RunState,
     model: Any,
     tokenizer: Any,
-    optimizer: MasterAdamW,
+    optimizer: Stateful,
     keep: int,
-    others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    others: Mapping[str, Mapping[str, torch.Tensor] | Stateful] | None = None,
 ) -> Path:
-    """Write `step-N`, then remove what is neither among the newest `keep` nor the best. `others`: more files of tensors."""
+    """Write `step-N`, then remove what is neither among the newest `keep` nor the best. `others`: what is in more files."""
     folder = run_dir / "checkpoints"
     target = folder / f"step-{state.step}"
     aside = aside_of(target)
-    parts = {OPTIMIZER: optimizer.state_tensors(), **(others or {})}
+    owners = {OPTIMIZER: optimizer, **(others or {})}
+    parts = {name: owner if isinstance(owner, Mapping) else owner.state_tensors() for name, owner in owners.items()}
+    tables = {name: owner.table() for name, owner in owners.items() if not isinstance(owner, Mapping)}
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     _refuse_to_save_non_finite({"": trained, **parts}, run_dir, state.step)
-    # What other libraries write has no room for a step: it is told by what is in it.
-    facts = {OPTIMIZER: {WEIGHTS_MARK: mark_of_weights(optimizer.params)}}
     has_config = (run_dir / CONFIG).exists()
     with _explaining_failed_writes(run_dir, state.step, has_config):
         folder.mkdir(exist_ok=True)
@@ -125,20 +148,26 @@ def save_checkpoint(
         else:
             save_model(model, tokenizer, aside)
         for name, tensors in parts.items():
-            of_step = {FACTS: json.dumps({"step": state.step, **facts.get(name, {})})}
-            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name, of_step)
+            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name)
         if has_config:
             shutil.copy(run_dir / CONFIG, aside)
-        write_state(aside, state)
+        rows = {name: [asdict(place) for place in table] for name, table in tables.items()}
+        write_state(aside, state, {"format": FORMAT, FILES: sums_of(aside), TABLES: rows})
         put_in_place(aside, target)
         fsync(run_dir)  # the first checkpoint makes a folder there
         prune(run_dir, keep, state.best_step)
     return target
 
 
-def write_state(checkpoint: Path, state: RunState) -> None:
-    """Write the state of a checkpoint, whole or not at all."""
-    write_json(checkpoint / STATE, {"format": FORMAT, **_finite(asdict(state))})
+def write_state(checkpoint: Path, state: RunState, of_files: Mapping[str, Any] | None = None) -> None:
+    """Write the state of a checkpoint, whole or not at all. `of_files`: its format and what its files are; None: as it says."""
+    if of_files is None:
+        before = _read(checkpoint)
+        of_files = {key: before[key] for key in ("format", FILES, TABLES) if key in before}
+    saved = {"format": of_files["format"], **_finite(asdict(state)), **of_files}
+    if saved["format"] != BEFORE_CHECKSUMS:
+        saved[DIGEST] = _digest(saved)
+    write_json(checkpoint / STATE, saved)
     fsync(checkpoint)
 
 
@@ -151,9 +180,10 @@ def largest_values(tensors: Iterable[torch.Tensor]) -> list[float]:
     return torch.stack(largest).tolist() if largest else []
 
 
-def mark_of_weights(parameters: Iterable[torch.Tensor]) -> str:
-    """What tells weights from those of another step: nearly every step moves the largest value of some tensor."""
-    return repr(math.fsum(largest_values(parameters)))
+def _digest(saved: Mapping[str, Any]) -> str:
+    """The sha256 of a state as JSON, however it is indented."""
+    text = json.dumps({key: value for key, value in saved.items() if key != DIGEST}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -193,11 +223,11 @@ def _explaining_failed_writes(run_dir: Path, step: int, had_config: bool) -> Ite
     except Exception as error:
         if not (isinstance(error, OSError) or is_no_space(error) or "os error" in str(error)):
             raise
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             clear(run_dir / "checkpoints")
         if not run_dir.exists() or (had_config and not (run_dir / CONFIG).exists()):
             for made_again in (run_dir / "checkpoints", run_dir):  # by a library that makes what is not there
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     made_again.rmdir()
             raise folder_is_gone(run_dir, step) from error
         raise TrainingError(_why_not_written(run_dir, step, error)) from error
@@ -228,12 +258,44 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def load_state(checkpoint: Path) -> RunState:
+    """The state of a checkpoint all of whose files are what was written."""
+    state = read_state(checkpoint)
+    check_files(checkpoint)
+    return state
+
+
+def check_files(checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True) -> None:
+    """Refuse a checkpoint of which a file is missing, cut off, damaged or another's. `wanted`: the names to look at."""
     with reading(checkpoint):
-        saved = json.loads((checkpoint / STATE).read_text())
-        if saved.pop("format", None) != FORMAT:
-            raise TrainingError(
-                f"{checkpoint} was written by another version of Trimtab and cannot be resumed by this one."
-            )
+        written = {name: found for name, found in _read(checkpoint).get(FILES, {}).items() if wanted(name)}
+        others = (path for path in checkpoints(checkpoint.parent.parent).values() if path != checkpoint)
+        refuse_other_files(checkpoint, written, {path.name: _files_of(path) for path in others})
+
+
+def _files_of(checkpoint: Path) -> dict[str, Sum]:
+    """What another checkpoint's files were when it was written, as far as that can be read."""
+    with suppress(ValueError, OSError, TrainingError):
+        found: dict[str, Sum] = _read(checkpoint).get(FILES, {})
+        return found
+    return {}
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    """All that `state.json` says: of the run, and of the checkpoint's files."""
+    saved: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+    if saved.get("format") not in (BEFORE_CHECKSUMS, FORMAT):
+        raise TrainingError(
+            f"{checkpoint} was written by another version of Trimtab and cannot be resumed by this one."
+        )
+    if saved["format"] == FORMAT and saved.get(DIGEST) != _digest(saved):
+        raise ValueError(f"{STATE} has been changed or damaged since it was written: its sha256 is another")
+    return saved
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """The state alone, whatever the other files are."""
+    with reading(checkpoint):
+        saved = _read(checkpoint)
         known = {f.name for f in fields(RunState)}
         values = {key: value for key, value in saved.items() if key in known}
         if values.get("best_score") is None:
@@ -266,21 +328,27 @@ def load_part(file: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load_optimizer(checkpoint: Path, optimizer: MasterAdamW) -> None:
+def load_optimizer(checkpoint: Path, optimizer: Stateful, file: str = OPTIMIZER) -> None:
     """Make the optimizer what it was. The weights it is for are those of the checkpoint, and are loaded already."""
     with reading(checkpoint):
-        saved = load_part(checkpoint / OPTIMIZER)
+        saved = load_part(checkpoint / file)
         values = largest_values(optimizer.params)
         if not all(map(math.isfinite, values)):
             raise ValueError("its weights hold values that are not finite")
-        mark = _facts(checkpoint / OPTIMIZER).get(WEIGHTS_MARK)
+        mark = _facts(checkpoint / file).get(WEIGHTS_MARK)
         if mark is not None and mark != repr(math.fsum(values)):
-            raise ValueError(f"its weights are not those that {OPTIMIZER} is for: they are of another step, or damaged")
-        optimizer.load_state_tensors(saved)
+            raise ValueError(f"its weights are not those that {file} is for: they are of another step, or damaged")
+        optimizer.load_state_tensors(saved, _table(checkpoint, file))
+
+
+def _table(checkpoint: Path, file: str) -> list[Place] | None:
+    """Which parameter lies where in a file of flat tensors; None in format 1."""
+    tables = _read(checkpoint).get(TABLES)
+    return None if tables is None else TypeAdapter(list[Place]).validate_python(tables[file])
 
 
 def _facts(file: Path) -> dict[str, Any]:
-    """What is said in a file of tensors beside them."""
+    """What a file of tensors of format 1 says beside them."""
     with safe_open(file, "pt") as opened:
         found: dict[str, Any] = json.loads((opened.metadata() or {}).get(FACTS, "{}"))
     return found

@@ -23,6 +23,7 @@ from trimtab.config.schema import Model, Observe
 from trimtab.data.files import mark_of
 from trimtab.model import liger
 from trimtab.model.adapters import add_adapters, load_adapters
+from trimtab.model.kernel_choice import use_kernels
 from trimtab.model.load import load_config, load_model, resolve_dtype
 from trimtab.model.policy import Policy
 from trimtab.observe.console import Console
@@ -62,7 +63,7 @@ def load_policy(
             found = load_model(source, device)
     with nullcontext() if checkpoint is None else reading(checkpoint):
         policy = Policy(found)
-    policy.use(kernels)
+    use_kernels(policy, kernels)
     return policy
 
 
@@ -70,7 +71,7 @@ def use_planned_kernels(plan: Plan, *policies: object) -> None:
     """Leave the fused layers where the plan had to: they are chosen before there is a plan."""
     for policy in policies:
         if isinstance(policy, Policy) and plan.run.kernels == "plain":
-            policy.use("plain")
+            use_kernels(policy, "plain")
 
 
 def update_settings(run: ResolvedRun) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from trimtab.config.schema import Config, Model
 from trimtab.config.sft import SftConfig
 from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
-from trimtab.record.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoints, load_state, reading
+from trimtab.record.checkpoint import CONFIG, OPTIMIZER, STATE, check_files, checkpoints, read_state, reading
 from trimtab.record.folder import FINAL
 from trimtab.record.reader import run_of_checkpoint
 
@@ -35,7 +35,7 @@ def find_checkpoint(run: Path, which: str) -> Path:
         raise ConfigError([Problem("RUN", f"{run} has no checkpoint yet")])
     step = max(found)
     if which == "best":
-        step = load_state(found[step]).best_step
+        step = read_state(found[step]).best_step
         if step < 0:
             raise ConfigError([Problem("--checkpoint", f"{run} has no evaluation to choose the best by", "Use last.")])
     elif which.isdecimal():
@@ -58,9 +58,15 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
     if isinstance(config, RewardModelConfig):
         what = f"{run} is the run of a reward model, which is written out once, normalised, at its end"
         raise ConfigError([Problem("RUN", what, f"Take {run / FINAL}.")])
+    check_files(source, _is_exported)
     with _writing_aside(target, to) as aside:
         _write(config, source, aside, dtype)
     return source
+
+
+def _is_exported(name: str) -> bool:
+    """Of a checkpoint's files: not what only training reads."""
+    return name not in (CONFIG, OPTIMIZER) and not Path(name).match("critic*.safetensors")
 
 
 def _free_place(to: Path, run: Path) -> Path:
@@ -108,7 +114,7 @@ def _write(config: Config | SftConfig, source: Path, aside: Path, dtype: str) ->
         save_model(adapted, load_tokenizer(settings), aside)
     elif dtype == "same":
         for file in source.iterdir():
-            if file.name not in (CONFIG, STATE, OPTIMIZER) and not file.match("critic*.safetensors"):
+            if file.name != STATE and _is_exported(file.name):
                 copy = shutil.copytree if file.is_dir() else shutil.copy2
                 copy(file, aside / file.name)
     else:

@@ -14,6 +14,7 @@ from trimtab.config.known import ResolvedRun
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.data.stream import Stream
+from trimtab.model.kernel_choice import use_kernels
 from trimtab.model.load import load_model, stop_token_ids
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
@@ -178,7 +179,7 @@ def load_policies(config: AnyConfig, device: torch.device, checkpoint: Path | No
     if config.model.lora is not None:
         return policy, WithoutAdapters(policy)
     reference = Policy(load_model(config.model, device).requires_grad_(False), check=False)
-    reference.use(config.run.kernels)
+    use_kernels(reference, config.run.kernels)
     return policy, reference
 
 

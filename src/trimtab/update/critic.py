@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.known import ResolvedLearn
 from trimtab.model.policy import Policy
+from trimtab.record.checkpoint import Stateful, load_optimizer
 from trimtab.update.objectives.values import Values
 from trimtab.update.updater import Updater
 
@@ -33,6 +34,7 @@ def add_value_head(policy: Policy) -> torch.nn.Linear:
     output = policy.model.get_output_embeddings()
     if output is not None and output.weight is not policy.model.get_input_embeddings().weight:
         output.requires_grad_(False)  # nothing is read from it
+    policy.lay_out_weights()
     return head
 
 
@@ -41,15 +43,15 @@ def open_critic(policy: Policy, learn: ResolvedLearn, **settings: Any) -> Update
     return Updater(policy, Values(add_value_head(policy), learn.critic.clip), learn, **settings)
 
 
-def critic_files(critic: Updater) -> dict[str, dict[str, torch.Tensor]]:
+def critic_files(critic: Updater) -> dict[str, dict[str, torch.Tensor] | Stateful]:
     """What a checkpoint keeps of a critic, by file: what is trained of it, and its optimizer's state."""
     trained = {name: p.detach() for name, p in critic.policy.model.named_parameters() if p.requires_grad}
-    return {CRITIC: trained, CRITIC_OPTIMIZER: critic.optimizer.state_tensors()}
+    return {CRITIC: trained, CRITIC_OPTIMIZER: critic.optimizer}
 
 
 @torch.no_grad()
 def restore_critic(checkpoint: Path, critic: Updater, load: Load = load_file) -> None:
-    """Make the critic what it was when the checkpoint was written. `load` reads one of its files."""
+    """Make the critic what it was when the checkpoint was written. `load` reads its weights."""
     if not (checkpoint / CRITIC).is_file():
         raise ConfigError(
             [Problem("learn.algorithm", f"{checkpoint.name} has no critic to go on with", "Write it as it was.")]
@@ -58,4 +60,4 @@ def restore_critic(checkpoint: Path, critic: Updater, load: Load = load_file) ->
     for name, parameter in critic.policy.model.named_parameters():
         if parameter.requires_grad:
             parameter.copy_(saved[name])
-    critic.optimizer.load_state_tensors(load(checkpoint / CRITIC_OPTIMIZER))
+    load_optimizer(checkpoint, critic.optimizer, CRITIC_OPTIMIZER)

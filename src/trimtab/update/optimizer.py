@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +29,10 @@ from trimtab.config.sft import SftLearn
 from trimtab.model.gradients import Gradients
 from trimtab.model.sizes import BLOCK, CHUNK, PIECE
 from trimtab.model.transfer import HostMemory
+from trimtab.model.weights import Place, WeightStore
 from trimtab.update.conveyor import Conveyor
 from trimtab.update.eightbit import Room
-from trimtab.update.states import Group, Member, flat, is_dense, make_group, needs_master
+from trimtab.update.states import Member, UnitState, by_parameter, flat, make_state, needs_master
 
 AnyLearn = Learn | SftLearn | PairLearn
 
@@ -42,21 +43,26 @@ class StepOutcome:
     applied: bool
 
 
-class MasterAdamW:
-    """Owns masters, gradients and moments of a list of named parameters."""
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a unit's state."""
 
-    def __init__(
-        self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], learn: AnyLearn, *, offload: bool = False
-    ) -> None:
-        named = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self.params = [p for _, p in named]
+    unit: UnitState
+    first: int
+    """Number of its first element."""
+    state: tuple[torch.Tensor, ...]
+
+
+class MasterAdamW:
+    """Owns masters, gradients and moments of the trained parameters of a model."""
+
+    def __init__(self, weights: WeightStore, learn: AnyLearn, *, offload: bool = False) -> None:
+        self.weights = weights
+        self.params = [p for p in weights.parameters.values() if p.requires_grad]
         self.max_grad_norm = learn.max_grad_norm
         self._settings = learn.optimizer
-        for parameter in self.params:
-            if not is_dense(parameter):
-                parameter.data = parameter.data.contiguous()
-        apart = [p for p in self.params if needs_master(p)]
-        self.gradients = Gradients(apart)
+        apart = [p for p in self.params if needs_master(p.dtype)]
+        self.gradients = Gradients(weights, apart)
         """Where products may add a gradient themselves; what autograd makes is taken over by hooks."""
         self._hooks = [_take_over(parameter, self.gradients) for parameter in apart]
         self._device = self.params[0].device if self.params else torch.device("cpu")
@@ -67,14 +73,10 @@ class MasterAdamW:
         self.begun = 0
         """Steps that have begun to change weights or state."""
         self._memories: list[HostMemory] = []
-        kinds: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.nn.Parameter]]] = {}
-        for name, parameter in named:
-            kinds.setdefault((needs_master(parameter), parameter.ndim >= 2, parameter.dtype), []).append(
-                (name, parameter)
-            )
-        self._groups = [
-            make_group(members, self._decay(members), self.eight_bit, self._room, self._device)
-            for members in kinds.values()
+        self._units = [
+            make_state(weights, unit, self._settings.weight_decay, self.eight_bit, self._room)
+            for unit in weights.units
+            if any(weights.parameters[entry.name].requires_grad for entry in unit.entries)
         ]
 
     @property
@@ -88,16 +90,16 @@ class MasterAdamW:
     @property
     def state_bytes(self) -> int:
         """Bytes of masters and moments, wherever they are."""
-        return sum(group.nbytes for group in self._groups)
+        return sum(unit.nbytes for unit in self._units)
 
     def offload(self) -> None:
         """From now on masters and moments wait in host memory, as if they always had. If that is short too, nothing changes."""
         if self.offloaded:
             return
-        memories = [[HostMemory(matrix.nbytes, self._device) for matrix in group.state] for group in self._groups]
-        self._groups = [
-            group.moved(tuple(m.tensor(tuple(t.shape), t.dtype).copy_(t) for m, t in zip(own, group.state)))
-            for group, own in zip(self._groups, memories)
+        memories = [[HostMemory(matrix.nbytes, self._device) for matrix in unit.state] for unit in self._units]
+        self._units = [
+            unit.moved(tuple(m.tensor(tuple(t.shape), t.dtype).copy_(t) for m, t in zip(own, unit.state)))
+            for unit, own in zip(self._units, memories)
         ]
         self._conveyor, self._memories = Conveyor(self._device), [memory for own in memories for memory in own]
 
@@ -108,9 +110,6 @@ class MasterAdamW:
         self._memories.append(HostMemory(shape[0] * shape[1] * dtype.itemsize, self._device))
         return self._memories[-1].tensor(shape, dtype).zero_()
 
-    def _decay(self, named: list[tuple[str, torch.nn.Parameter]]) -> float:
-        return self._settings.weight_decay if named[0][1].ndim >= 2 else 0.0
-
     def grads(self) -> list[torch.Tensor | None]:
         """The gradient of each parameter so far, summed in float32 or wider; None where there is none."""
         return [self.gradients.get(p) if p in self.gradients else p.grad for p in self.params]
@@ -118,7 +117,7 @@ class MasterAdamW:
     def masters(self) -> list[torch.Tensor]:
         """The float32 (or wider) weights, in the order of `params`, wherever they are."""
         self._settle()
-        found = {id(m.parameter): m.parts.get("master", m.parameter) for g in self._groups for m in g.members}
+        found = {id(m.parameter): m.parts.get("master", m.parameter) for unit in self._units for m in unit.members}
         return [found[id(p)] for p in self.params]
 
     @torch.no_grad()
@@ -131,18 +130,14 @@ class MasterAdamW:
         applied = bool(torch.isfinite(norm))
         if applied and grads:
             factor = None if self.max_grad_norm is None else _clip_factor(self.max_grad_norm, norm).to(grads[0].device)
-            slots = (
-                []
-                if self._conveyor is None
-                else self._conveyor.slots([p for g in self._groups for p in g.pieces(self.piece)])
-            )
+            in_pieces, slots = self._pieces(by_parameter)
             rooms = self._chunk_rooms()
             self.begun += 1
             self.applying = True
             if factor is not None:
                 torch._foreach_mul_(grads, factor)
-            for group in self._groups:
-                self._step_group(group, by_parameter, lr, slots, rooms)
+            self._step_whole(by_parameter, lr)
+            self._step_in_pieces(in_pieces, by_parameter, lr, slots, rooms)
             self.applying = False
         self.zero_grad()
         return StepOutcome(float(norm), applied)
@@ -160,45 +155,75 @@ class MasterAdamW:
         if not self.eight_bit:
             return {}
         sizes: dict[torch.dtype, int] = {}
-        for group in self._groups:
-            sizes[group.dtype] = max(sizes.get(group.dtype, 0), min(CHUNK, group.columns))
+        for unit in self._units:
+            sizes[unit.dtype] = max(sizes.get(unit.dtype, 0), min(CHUNK, unit.columns))
         return {dtype: Room(size, dtype, self._device) for dtype, size in sizes.items()}
 
-    def _step_group(
-        self, group: Group, grads: dict[int, torch.Tensor], lr: float, slots: list[torch.Tensor], rooms: dict[torch.dtype, Room]
-    ) -> None:  # fmt: skip
-        """AdamW on the parameters that have a gradient; masters are rounded into the working weights, which the engine reads."""
-        members = [member for member in group.members if id(member.parameter) in grads]
-        if not members:
-            return
-        if self._conveyor is None and not group.eight_bit:
-            slopes = [grads[id(m.parameter)] for m in members]
-            weights = [m.parts["master"] if group.has_masters else m.parameter.data for m in members]
+    def _members(self, unit: UnitState, grads: dict[int, torch.Tensor]) -> list[Member]:
+        """The parameters of a unit that have a gradient."""
+        return [member for member in unit.members if id(member.parameter) in grads]
+
+    def _step_whole(self, grads: dict[int, torch.Tensor], lr: float) -> None:
+        """AdamW on units whose state is here in full; masters are rounded into the working weights, which the engine reads."""
+        alike: dict[tuple[float, torch.dtype, bool], list[Member]] = {}
+        for unit in self._units if self._conveyor is None else ():
+            if not unit.eight_bit:
+                alike.setdefault((unit.weight_decay, unit.dtype, unit.has_masters), []).extend(
+                    self._members(unit, grads)
+                )
+        for (decay, _, has_masters), members in alike.items():
+            if not members:
+                continue
+            weights = [m.parts["master"] if has_masters else m.parameter.data for m in members]
             moments = [[m.parts["exp_avg"], m.parts["exp_avg_sq"]] for m in members]
-            self._adamw(group, weights, slopes, moments, [m.step for m in members], lr)
-            if group.has_masters:
+            self._adamw(
+                decay, weights, [grads[id(m.parameter)] for m in members], moments, [m.step for m in members], lr
+            )
+            if has_masters:
                 torch._foreach_copy_([m.parameter for m in members], weights)
-            return
 
-        def work(index: int, piece: tuple[torch.Tensor, ...]) -> None:
-            self._step_piece(group, members, index * self.piece, piece, grads, lr, rooms.get(group.dtype))
+    def _pieces(self, grads: dict[int, torch.Tensor]) -> tuple[list[Piece], list[torch.Tensor]]:
+        """Pieces of the units whose state is on the host or in 8 bits, and the device memory that they pass through."""
+        pieces = [
+            Piece(unit, first, state)
+            for unit in self._units
+            if (self._conveyor is not None or unit.eight_bit) and self._members(unit, grads)
+            for first, state in unit.pieces(self.piece)
+        ]
+        if self._conveyor is None:
+            return pieces, []
+        return pieces, self._conveyor.slots([piece.state for piece in pieces])
 
-        pieces = group.pieces(self.piece)
+    def _step_in_pieces(
+        self,
+        pieces: Sequence[Piece],
+        grads: dict[int, torch.Tensor],
+        lr: float,
+        slots: list[torch.Tensor],
+        rooms: dict[torch.dtype, Room],
+    ) -> None:
+        def work(index: int, state: tuple[torch.Tensor, ...]) -> None:
+            piece = pieces[index]
+            self._step_piece(piece.unit, piece.first, state, grads, lr, rooms.get(piece.unit.dtype))
+
         if self._conveyor is None:
             for index, piece in enumerate(pieces):
-                work(index, piece)
-        else:
-            self._conveyor.run(pieces, work, slots)
-        torch._foreach_add_([m.step for m in members], 1.0)
+                work(index, piece.state)
+        elif pieces:
+            self._conveyor.run([piece.state for piece in pieces], work, slots)
+        stepped = {id(piece.unit): piece.unit for piece in pieces}
+        steps = [m.step for unit in stepped.values() for m in self._members(unit, grads)]
+        if steps:
+            torch._foreach_add_(steps, 1.0)
 
     def _step_piece(
-        self, group: Group, members: list[Member], first: int, piece: tuple[torch.Tensor, ...], grads: dict[int, torch.Tensor],
-        lr: float, room: Room | None,
+        self, unit: UnitState, first: int, piece: tuple[torch.Tensor, ...], grads: dict[int, torch.Tensor], lr: float,
+        room: Room | None,
     ) -> None:  # fmt: skip
-        """The same for a stretch of a group's state, which is here and begins at element `first`."""
-        if not group.eight_bit:
+        """The same for a stretch of a unit's state, which is here and begins at element `first`."""
+        if not unit.eight_bit:
             rows = piece[0]
-            self._step_stretch(group, members, first, rows[:2], rows[2] if group.has_masters else None, grads, lr)
+            self._step_stretch(unit, first, rows[:2], rows[2] if unit.has_masters else None, grads, lr)
             return
         assert room is not None
         codes, scales = piece[:2]
@@ -206,17 +231,17 @@ class MasterAdamW:
             here = slice(at, at + room.size)
             blocks = slice(at // BLOCK, (at + room.size) // BLOCK)
             moments = room.load(codes[:, here], scales[:, blocks])
-            masters = piece[2][0, here] if group.has_masters else None
-            self._step_stretch(group, members, first + at, moments, masters, grads, lr)
+            masters = piece[2][0, here] if unit.has_masters else None
+            self._step_stretch(unit, first + at, moments, masters, grads, lr)
             room.store(codes[:, here], scales[:, blocks])
 
     def _step_stretch(
-        self, group: Group, members: list[Member], first: int, moments_2N: torch.Tensor, masters_N: torch.Tensor | None,
+        self, unit: UnitState, first: int, moments_2N: torch.Tensor, masters_N: torch.Tensor | None,
         grads: dict[int, torch.Tensor], lr: float,
     ) -> None:  # fmt: skip
         """It may cut a parameter: what is done is the same for every element."""
         weights, slopes, moments, copies, whose = [], [], [], [], []
-        for member in members:
+        for member in self._members(unit, grads):
             begin, end = max(first, member.start), min(first + moments_2N.shape[1], member.end)
             if begin >= end:
                 continue
@@ -231,18 +256,18 @@ class MasterAdamW:
             return
         counts = [member.count for member in whose]
         torch._foreach_copy_(counts, [member.step for member in whose])
-        self._adamw(group, weights, slopes, moments, counts, lr)
-        if group.has_masters:
+        self._adamw(unit.weight_decay, weights, slopes, moments, counts, lr)
+        if unit.has_masters:
             torch._foreach_copy_(copies, weights)
 
     def _adamw(
-        self, group: Group, weights: list[torch.Tensor], grads: list[torch.Tensor], moments: list[list[torch.Tensor]],
+        self, decay: float, weights: list[torch.Tensor], grads: list[torch.Tensor], moments: list[list[torch.Tensor]],
         steps: list[torch.Tensor], lr: float,
     ) -> None:  # fmt: skip
         settings = self._settings
         adamw(
             weights, grads, [m[0] for m in moments], [m[1] for m in moments], [], steps, fused=True, amsgrad=False,
-            beta1=settings.beta1, beta2=settings.beta2, lr=lr, weight_decay=group.weight_decay, eps=settings.eps, maximize=False,
+            beta1=settings.beta1, beta2=settings.beta2, lr=lr, weight_decay=decay, eps=settings.eps, maximize=False,
         )  # fmt: skip
 
     def zero_grad(self) -> None:
@@ -251,27 +276,54 @@ class MasterAdamW:
         self.gradients.clear()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything beyond the working weights that a resumed run needs."""
+        """Everything beyond the working weights that a resumed run needs, by unit: flat tensors called KIND/UNIT, which `table`
+        says the contents of, and `step/UNIT`, one number a parameter."""
         self._settle()
         tensors: dict[str, torch.Tensor] = {}
-        for group in self._groups:
-            for member in group.members:
+        for unit in self._units:
+            tensors[f"step/{unit.unit.name}"] = unit.steps
+            tensors |= {f"{kind}/{unit.unit.name}": row for kind, row in unit.rows.items()}
+        return tensors
+
+    def table(self) -> list[Place]:
+        """Where each parameter lies in the flat tensors of `state_tensors`."""
+        return [
+            Place(
+                unit.unit.name,
+                m.name,
+                m.entry.shape,
+                m.entry.stride,
+                str(unit.unit.dtype).removeprefix("torch."),
+                m.start,
+            )
+            for unit in self._units
+            for m in unit.members
+        ]
+
+    def state_of_parameters(self) -> dict[str, torch.Tensor]:
+        """The state as format 1 of checkpoints names it: KIND/PARAMETER."""
+        self._settle()
+        tensors: dict[str, torch.Tensor] = {}
+        for unit in self._units:
+            for member in unit.members:
                 tensors[f"step/{member.name}"] = member.step
-                tensors |= {f"{key}/{member.name}": part for key, part in member.parts.items()}
+                tensors |= {f"{kind}/{member.name}": part for kind, part in member.parts.items()}
         return tensors
 
     @torch.no_grad()
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over what `state_tensors` gave; moments that are not in it are as in the beginning."""
-        for name, own in self.state_tensors().items():
-            if name in tensors:
-                own.copy_(tensors[name])
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor], table: Sequence[Place] | None) -> None:
+        """Take over what `state_tensors` and `table` gave, however units were cut then; without a table, tensors by parameter.
+        Moments that are not in it are as in the beginning."""
+        found = tensors if table is None else by_parameter(tensors, table)
+        for name, own in self.state_of_parameters().items():
+            if name in found:
+                own.copy_(found[name])
             else:
                 assert not name.startswith("master/"), f"no {name} in the checkpoint"
                 own.zero_()
-        for group in self._groups:
-            if group.has_masters:
-                for member in group.members:
+        for unit in self._units:
+            if unit.has_masters:
+                for member in unit.members:
                     member.parameter.copy_(member.parts["master"])
 
     def _settle(self) -> None:

@@ -1,50 +1,56 @@
 """What an optimizer remembers of its parameters, and how that lies in memory.
 
-Parameters that are stepped alike are a group, and a group's state is a few matrices with a column an element (or a block of
-elements), so that any stretch of columns can be taken elsewhere and worked on there. A parameter's own state begins on a column
-that kernels, and blocks, can begin on.
+The state of a unit (model/weights.py) is a few matrices with a column an element (or a block of elements), so that any stretch of
+columns can be taken elsewhere and worked on there. It has the unit's layout, except that joined vectors (biases) begin on blocks
+of their own: blocks of 8 bits hold values of one parameter only, and a cut is a multiple of a block into every parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 
-from trimtab.update.eightbit import BLOCK
+from trimtab.model.sizes import BLOCK
+from trimtab.model.weights import Entry, Place, Unit, WeightStore, round_up
 
-ALIGNED = 64
-"""Elements to a multiple of which a parameter's state begins, so that kernels read it in whole lines."""
-Room = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
-"""Makes a matrix of zeros."""
+MakeZeros = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter and where its state begins in that of its group."""
+    """A trained parameter and its own part of its unit's state."""
 
-    name: str
+    entry: Entry
     parameter: torch.nn.Parameter
     start: int
+    """Its first element's column in the state."""
     step: torch.Tensor
     count: torch.Tensor
     """Room for a copy of `step`: the kernel counts, and would once for every piece of a step that is done in pieces."""
     parts: dict[str, torch.Tensor]
-    """Its own of the group's state, as checkpoints have it: laid out as the parameter is, but codes and scales as memory is."""
+    """Laid out as the parameter is, but codes and scales as memory is."""
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
 
     @property
     def end(self) -> int:
-        return self.start + self.parameter.numel()
+        return self.start + self.entry.count
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that are stepped alike. `state`: one matrix with a row for each moment and, if they have them, masters; or, with
-    8-bit moments, codes, their blocks' scales, and masters."""
+class UnitState:
+    """A unit's state. `state`: one matrix with a row for each moment and, if it has them, masters; or, with 8-bit moments, codes,
+    their blocks' scales, and masters."""
 
+    unit: Unit
     members: list[Member]
+    steps: torch.Tensor
+    """Of which `Member.step` are views, in the order of members."""
     weight_decay: float
     state: tuple[torch.Tensor, ...]
     has_masters: bool
@@ -61,60 +67,57 @@ class Group:
     @property
     def dtype(self) -> torch.dtype:
         """What a step computes in."""
-        return wide(self.members[0].parameter)
+        return wide(self.unit.dtype)
 
-    def pieces(self, size: int) -> list[tuple[torch.Tensor, ...]]:
-        """The state cut into stretches of so many elements, which is a multiple of a block."""
-        assert size % BLOCK == 0 or not self.eight_bit
+    @property
+    def rows(self) -> dict[str, torch.Tensor]:
+        """The flat tensors that make up the state, by what they hold."""
+        return _rows(self.state, self.eight_bit)
+
+    def pieces(self, size: int) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
+        """The state cut into stretches of so many elements, a multiple of a block, each with its first element's column."""
+        assert size % BLOCK == 0
         cut = [matrix.split(size * matrix.shape[1] // self.columns, dim=1) for matrix in self.state]
-        return list(zip(*cut, strict=True))
+        return [(index * size, piece) for index, piece in enumerate(zip(*cut, strict=True))]
 
-    def moved(self, state: tuple[torch.Tensor, ...]) -> Group:
-        """The same group with its state elsewhere."""
-        members = [replace(m, parts=_parts(state, m.parameter, m.start, self.eight_bit)) for m in self.members]
-        return replace(self, members=members, state=state)
+    def moved(self, state: tuple[torch.Tensor, ...]) -> UnitState:
+        """The same with its state elsewhere."""
+        rows = _rows(state, self.eight_bit)
+        return replace(
+            self, members=[replace(m, parts=parts_of(rows, m.entry, m.start)) for m in self.members], state=state
+        )
 
 
-def make_group(
-    named: list[tuple[str, torch.nn.Parameter]], weight_decay: float, eight_bit: bool, room: Room, device: torch.device
-) -> Group:
-    """A group of parameters of one kind, with moments of zero and masters that are what the parameters are."""
-    first, unit = named[0][1], BLOCK if eight_bit else ALIGNED
-    starts = [0, *accumulate(-(-p.numel() // unit) * unit for _, p in named)]
-    masters = int(needs_master(first))
+def make_state(
+    weights: WeightStore, unit: Unit, weight_decay: float, eight_bit: bool, make_zeros: MakeZeros
+) -> UnitState:
+    """State of a unit's trained parameters, with moments of zero and masters that are what the parameters are."""
+    trained = [entry for entry in unit.entries if weights.parameters[entry.name].requires_grad]
+    starts, columns = _starts(trained)
+    masters, dtype = int(needs_master(unit.dtype)), wide(unit.dtype)
     if eight_bit:
-        shapes = [(2, starts[-1], torch.uint8), (2, starts[-1] // BLOCK, torch.float32)]
-        shapes += [(1, starts[-1], wide(first))] * masters
+        shapes = [(2, columns, torch.uint8), (2, columns // BLOCK, torch.float32)] + [(1, columns, dtype)] * masters
     else:
-        shapes = [(2 + masters, starts[-1], wide(first))]
-    state = tuple(room((rows, columns), dtype) for rows, columns, dtype in shapes)
+        shapes = [(2 + masters, columns, dtype)]
+    state = tuple(make_zeros((rows, width), kind) for rows, width, kind in shapes)
+    steps, counts = torch.zeros((2, len(trained)), dtype=torch.float32, device=weights.flats[unit.name].device)
+    rows = _rows(state, eight_bit)
     members = []
-    for (name, parameter), start in zip(named, starts):
-        parts = _parts(state, parameter, start, eight_bit)
-        step, count = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
-        members.append(Member(name, parameter, start, step, count, parts))
+    for index, (entry, start) in enumerate(zip(trained, starts)):
+        parameter = weights.parameters[entry.name]
+        members.append(Member(entry, parameter, start, steps[index], counts[index], parts_of(rows, entry, start)))
         if masters:
-            parts["master"].copy_(parameter.detach())
-    return Group(members, weight_decay, state, bool(masters), eight_bit)
+            members[-1].parts["master"].copy_(parameter.detach())
+    decay = weight_decay if unit.decayed else 0.0
+    return UnitState(unit, members, steps, decay, state, bool(masters), eight_bit)
 
 
-def needs_master(parameter: torch.Tensor) -> bool:
-    return parameter.dtype.itemsize < 4
+def needs_master(dtype: torch.dtype) -> bool:
+    return dtype.itemsize < 4
 
 
-def wide(parameter: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Its elements are all there is from its first to its last, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,19 +125,49 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _parts(
-    state: tuple[torch.Tensor, ...], parameter: torch.Tensor, start: int, eight_bit: bool
-) -> dict[str, torch.Tensor]:
-    """A parameter's own of its group's state."""
+def _starts(entries: Iterable[Entry]) -> tuple[list[int], int]:
+    """Each parameter's first column, on a block, and the number of all columns."""
+    starts, end = [], 0
+    for entry in entries:
+        starts.append(end)
+        end += round_up(entry.count, BLOCK)
+    return starts, end
 
-    def laid_out(row: torch.Tensor) -> torch.Tensor:
-        return row.as_strided(parameter.shape, parameter.stride(), row.storage_offset() + start)
 
+def _rows(state: tuple[torch.Tensor, ...], eight_bit: bool) -> dict[str, torch.Tensor]:
     if not eight_bit:
-        return dict(zip(("exp_avg", "exp_avg_sq", "master"), map(laid_out, state[0])))
-    blocks = slice(start // BLOCK, -(-(start + parameter.numel()) // BLOCK))
+        return dict(zip(("exp_avg", "exp_avg_sq", "master"), state[0]))
+    found = {f"{name}_codes": codes for name, codes in zip(("exp_avg", "exp_avg_sq"), state[0])}
+    found |= {f"{name}_scales": scales for name, scales in zip(("exp_avg", "exp_avg_sq"), state[1])}
+    return found | ({"master": state[2][0]} if len(state) == 3 else {})
+
+
+def parts_of(rows: dict[str, torch.Tensor], entry: Entry, start: int) -> dict[str, torch.Tensor]:
+    """A parameter's own of its unit's state."""
+    end = start + round_up(entry.count, BLOCK)
     found = {}
-    for name, codes, scales in zip(("exp_avg", "exp_avg_sq"), state[0], state[1]):
-        found[f"{name}_codes"] = codes[blocks.start * BLOCK : blocks.stop * BLOCK]
-        found[f"{name}_scales"] = scales[blocks]
-    return found | ({"master": laid_out(state[2][0])} if len(state) == 3 else {})
+    for name, row in rows.items():
+        if name.endswith("_codes"):
+            found[name] = row[start:end]
+        elif name.endswith("_scales"):
+            found[name] = row[start // BLOCK : end // BLOCK]
+        else:
+            found[name] = entry.view(row, start)
+    return found
+
+
+def by_parameter(tensors: Mapping[str, torch.Tensor], table: Iterable[Place]) -> dict[str, torch.Tensor]:
+    """The tensors of units cut into those of parameters."""
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, unit = name.partition("/")
+        kinds.setdefault(unit, {})[kind] = tensor
+    found, numbers = {}, Counter[str]()
+    for place in table:
+        rows = dict(kinds.get(place.unit, {}))
+        if "step" in rows:
+            found[f"step/{place.name}"] = rows.pop("step")[numbers[place.unit]]
+        numbers[place.unit] += 1
+        entry = Entry(place.name, place.shape, place.stride, place.offset)
+        found |= {f"{kind}/{place.name}": part for kind, part in parts_of(rows, entry, place.offset).items()}
+    return found

@@ -14,7 +14,7 @@ import torch
 
 from trimtab.model.policy import AnyPolicy
 from trimtab.plan.governor import Governor, Move
-from trimtab.record.checkpoint import RunState, load_optimizer, load_part, reading, save_checkpoint
+from trimtab.record.checkpoint import RunState, Stateful, load_optimizer, load_part, reading, save_checkpoint
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.update.batch import Sample
@@ -128,7 +128,7 @@ class LocalTrainer:
         else:
             export_model(updater.policy, self._tokenizer, self.guard, folder)
 
-    def _other_files(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _other_files(self) -> Mapping[str, Mapping[str, torch.Tensor] | Stateful]:
         """Tensors of a checkpoint beside the policy's and its optimizer's, by file."""
         objective = self.updater.objective
         if isinstance(objective, BradleyTerry):

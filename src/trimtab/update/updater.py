@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 
 from trimtab.config.run import Recompute
-from trimtab.model.policy import AnyPolicy, Keep, Policy
+from trimtab.model.keep import Keep
+from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.update.batch import MicroBatch, Sample, row_tokens
 from trimtab.update.launching import Launching
 from trimtab.update.objectives.objective import Objective
@@ -67,7 +68,7 @@ class Updater:
         self.token_budget = token_budget
         self.score_token_budget = score_token_budget
         self.logprob_chunk = logprob_chunk if objective.logits else 1
-        self.optimizer = MasterAdamW(policy.model.named_parameters(), learn, offload=offload_optimizer)
+        self.optimizer = MasterAdamW(policy.weights, learn, offload=offload_optimizer)
         policy.add_gradients_to(self.optimizer.gradients)
         policy.offload_activations(offload_activations)
         self.checkpoint_activations: Recompute = False

@@ -41,6 +41,23 @@ def test_weights_go_through_memory_that_has_no_name() -> None:
     assert not memory.exists()
 
 
+def test_weights_are_told_by_unit_and_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One handle a unit, and each tensor's bytes within it."""
+    policy = small_policy()
+    flats = {flat.data_ptr(): name for name, flat in policy.weights.flats.items()}
+    monkeypatch.setattr(weights, "export", lambda pointer: (flats[pointer].encode(), 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    shared = SharedWeights(policy)
+    shared.direct = True
+    published = shared.publish()
+    found = {entry.name: entry for entry in published.layout}
+    assert set(found) == set(policy.model.state_dict())
+    for name, value in policy.model.state_dict().items():
+        entry, flat = found[name], policy.weights.flats[published.handles[found[name].handle].decode()]
+        part = flat.view(torch.uint8)[entry.offset : entry.offset + value.nbytes]
+        assert torch.equal(part.view(value.dtype).view(value.shape), value), name
+
+
 def test_weights_that_an_engine_cannot_see_go_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """And from then on always."""
     policy = small_policy()

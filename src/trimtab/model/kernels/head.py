@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trimtab.model.head import Transform
 from trimtab.model.sizes import HEAD_TILE
+from trimtab.model.transform import Transform
 
 
 @triton.jit

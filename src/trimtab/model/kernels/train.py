@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from trimtab.model.kernels.shared import activate, warps_for, weighted
-from trimtab.model.parts import HeadNorm, Norm, Rotary
+from trimtab.model.norms import HeadNorm, Norm, Rotary
 from trimtab.model.sizes import PROGRAMS
 
 

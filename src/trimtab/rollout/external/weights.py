@@ -33,12 +33,14 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     one tensor and checkpoints one by one, are copies, made a layer at a time."""
     model = policy.model.get_base_model() if has_adapters(policy.model) else policy.model
     layers: dict[str, dict[str, torch.Tensor]] = {}
-    for name, value in model.state_dict().items():
+    for name, value in model.state_dict(keep_vars=True).items():
         if ".lora_" not in name:
             name = name.replace(".base_layer.", ".")
             layers.setdefault(_layer(name), {})[name] = value
     for found in layers.values():
-        yield from revert_weight_conversion(model, found).items()
+        with torch.no_grad():
+            converted = revert_weight_conversion(model, found)
+        yield from converted.items()
 
 
 def _layer(name: str) -> str:
@@ -91,20 +93,21 @@ class SharedWeights:
             self._file = None
 
 
-def _own(policy: Policy) -> set[int]:
-    """Addresses of the memory that the model itself has."""
-    return {value.untyped_storage().data_ptr() for value in policy.model.state_dict().values()}
-
-
 def _places(policy: Policy) -> Weights:
-    """Where the weights themselves lie on the device."""
-    own = _own(policy)
+    """Where the weights themselves lie on the device: in their units, each of which is shared once."""
+    store, buffers = policy.lay_out_weights(), {id(buffer) for buffer in policy.model.buffers()}
+    units = {unit.name: export(store.flats[unit.name].data_ptr()) for unit in store.units}
     handles: dict[bytes, int] = {}
     layout = []
     for name, value in named_weights(policy):
-        if value.untyped_storage().data_ptr() not in own or not value.is_contiguous():
+        if not value.is_contiguous() or (value not in store and id(value) not in buffers):
             raise NotShared(f"{name} is not a piece of the model's memory")
-        handle, offset = export(value.data_ptr())
+        if value in store:
+            unit, entry = store.place(value)
+            handle, begin = units[unit.name]
+            offset = begin + entry.offset * value.element_size()
+        else:
+            handle, offset = export(value.data_ptr())
         layout.append(_entry(name, value, offset, handles.setdefault(handle, len(handles))))
     return Weights(tuple(layout), None, tuple(handles))
 
@@ -114,13 +117,14 @@ class _File:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        own, entries, offset, places = _own(policy), [], 0, dict[int, int]()
+        store, entries, offset, places = policy.weights, [], 0, dict[tuple[bool, str], int]()
         for name, value in named_weights(policy):
-            tied = places.get(value.data_ptr()) if value.untyped_storage().data_ptr() in own else None
-            entries.append(_entry(name, value, offset if tied is None else tied))
-            if tied is None:
-                places[value.data_ptr()] = offset
+            known = value in store
+            key = (known, store.place(value)[1].name if known else name)  # what is tied has one place
+            if key not in places:
+                places[key] = offset
                 offset += -(-value.nbytes // ALIGNED) * ALIGNED
+            entries.append(_entry(name, value, places[key]))
         self.layout = tuple(entries)
         self.nbytes = max(1, offset)
         self._file = os.memfd_create("trimtab-weights")

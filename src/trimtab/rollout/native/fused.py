@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from trimtab.model.kernels.shared import gated
 from trimtab.model.kernels.train import turn
-from trimtab.model.parts import LayerParts, Linears, Norm, Rotary, read_parts, rotary_tables
+from trimtab.model.norms import Norm, Rotary
+from trimtab.model.parts import LayerParts, Linears, read_parts, rotary_tables
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.model.sizes import MERGED_AT_ONCE

@@ -26,7 +26,7 @@ import triton.language as tl
 from trimtab.model.attention import Rules
 from trimtab.model.kernels.chain import follow, launch_options
 from trimtab.model.kernels.shared import weighted
-from trimtab.model.parts import HeadNorm, Rotary
+from trimtab.model.norms import HeadNorm, Rotary
 from trimtab.model.shapes import LayerShape
 
 LOG2E = tl.constexpr(1.4426950408889634)

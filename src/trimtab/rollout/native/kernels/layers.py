@@ -14,7 +14,7 @@ import triton.language as tl
 
 from trimtab.model.kernels.chain import follow, launch_options
 from trimtab.model.kernels.shared import warps_for, weighted
-from trimtab.model.parts import Norm
+from trimtab.model.norms import Norm
 
 
 @triton.jit
