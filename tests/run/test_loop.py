@@ -24,7 +24,7 @@ from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor, Move
 from trimtab.record.checkpoint import checkpoints
 from trimtab.record.sinks import read_metrics
-from trimtab.run import loop
+from trimtab.run import rollout_step
 from trimtab.run.export import export_run
 from trimtab.update.updater import Updater
 
@@ -424,7 +424,7 @@ def test_the_order_in_which_groups_finish_does_not_matter(model_folder, tmp_path
 def test_a_rollout_that_is_stopped_loses_no_step(model_folder, tmp_path, monkeypatch, error) -> None:
     """No checkpoint is due before the last step; the run that was stopped in its third ends as the one that was not."""
     whole, _ = train(model_folder, tmp_path / "whole")
-    sample = loop.sample
+    sample = rollout_step.sample
 
     def stopped(run: Any, *rest: Any) -> Any:
         if run.state.step == 2:
@@ -432,7 +432,7 @@ def test_a_rollout_that_is_stopped_loses_no_step(model_folder, tmp_path, monkeyp
         return sample(run, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "sample", stopped)
+        patched.setattr(rollout_step, "sample", stopped)
         with pytest.raises(error):
             train(model_folder, tmp_path / "stopped")
     assert list(checkpoints(tmp_path / "stopped" / "run")) == [2]
