@@ -29,7 +29,7 @@ from trimtab.model.adapters import add_adapters
 from trimtab.model.kernel_choice import fuse
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine, Request
-from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.find import interpreter
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.native.engine import NativeEngine
@@ -70,7 +70,7 @@ def make_engine(kind: str, policy: Policy, sequences: int, python: str | None, p
         "eager": not cuda,
         "processes": processes,
     }
-    return OutsideEngine(KINDS[kind], policy, None, [], longest=128 + NEW, **where, **settings)
+    return ExternalEngine(KINDS[kind], policy, None, [], longest=128 + NEW, **where, **settings)
 
 
 def used_gib(device: torch.device) -> float | None:

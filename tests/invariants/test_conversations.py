@@ -75,7 +75,7 @@ def test_sampled_equals_trained_plus_dropped_and_only_own_tokens_are_trained_on(
     def watched(self, samples, kl_coef):
         stats = original(self, samples, kl_coef)
         assert stats.tokens == sum(len(s.engine_logprobs) for s in samples)
-        assert any(s.own is not None for s in samples)
+        assert any(s.policy_mask is not None for s in samples)
         learned.append(len(samples))
         return stats
 

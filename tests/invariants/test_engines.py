@@ -26,7 +26,7 @@ from trimtab.model.load import save_model
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import Plan
 from trimtab.record.jsonl import read_jsonl
-from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.messages import Done
 from trimtab.run import engines, opening
@@ -86,8 +86,8 @@ def test_another_engine_learns_what_the_native_engine_learns(
 ) -> None:
     if kind == "sglang" and parts > 1:
         pytest.skip("SGLang runs on one device")
-    close, paths = OutsideEngine.close, []
-    monkeypatch.setattr(OutsideEngine, "close", lambda self: (paths.append(self.description), close(self)))
+    close, paths = ExternalEngine.close, []
+    monkeypatch.setattr(ExternalEngine, "close", lambda self: (paths.append(self.description), close(self)))
     found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind](), "tensor_parallel": parts})
     assert_same_learned(native, found, folder)
     assert all(row["rollout/logprob_gap"] < 1e-4 for row in found[0] if "rollout/logprob_gap" in row)
@@ -99,15 +99,15 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
     folder: Path, tmp_path: Path, native, anywhere: None, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """SIGKILL in the second step's rollout."""
-    whole, killed = OutsideEngine._next_done, []
+    whole, killed = ExternalEngine._next_done, []
 
-    def interrupted(self: OutsideEngine) -> Done:
+    def interrupted(self: ExternalEngine) -> Done:
         if self.version == 1 and self.stats.sequences == 1 and not killed:  # one of them has come
             killed.append(self.pids[0])
             os.kill(self.pids[0], signal.SIGKILL)
         return whole(self)
 
-    monkeypatch.setattr(OutsideEngine, "_next_done", interrupted)
+    monkeypatch.setattr(ExternalEngine, "_next_done", interrupted)
     found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind]()})
     assert killed
     assert sum(row.get("rollout/restarts", 0) for row in found[0]) == 1
@@ -147,11 +147,11 @@ def test_an_engine_that_nobody_asked_for_gives_way_where_it_cannot_start(
     def wanting(run: Run, job: Job, machine: Machine) -> Plan:
         return plain(run.model_copy(update={"engine": "vllm"}) if run.engine == "auto" else run, job, machine)
 
-    def failing(*_: object, **__: object) -> OutsideEngine:
+    def failing(*_: object, **__: object) -> ExternalEngine:
         raise EngineError("vLLM cannot go on: its process ended.\nand more")
 
     monkeypatch.setattr(opening, "planned", wanting)
-    monkeypatch.setattr(engines, "OutsideEngine", failing)
+    monkeypatch.setattr(engines, "ExternalEngine", failing)
     found = run(folder, tmp_path / "run")
     assert_same_learned(native, found, folder)
     choices = {c["key"]: c for c in json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]}

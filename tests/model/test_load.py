@@ -95,7 +95,7 @@ def test_the_newest_checkpoint_of_a_run_without_a_final_model_is_meant(shelf: Pa
 
 @pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen2.5-0.5B-Instruct", "org/name_1.0-x"])
 def test_hub_names_are_asked_for_and_what_is_near_here_is_named(shelf: Path, path: str) -> None:
-    assert load.find_source(path) == load.Source(path)
+    assert load.find_source(path) == load.ModelSource(path)
     assert (
         load.find_source("qwen-smal").also == f"There is no folder {shelf}/qwen-smal either. Did you mean 'qwen-small'?"
     )

@@ -14,7 +14,7 @@ from trimtab.observe.metrics import reward_metrics
 from trimtab.observe.task_names import MOST_TASKS, OTHER, metric_names
 from trimtab.observe.tasks import Tasks, task_kl, task_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
-from trimtab.update.samples import Ledger, to_samples, usable
+from trimtab.update.samples import SampleCounts, to_samples, usable
 from trimtab.update.updater import UpdateStats
 
 
@@ -90,7 +90,7 @@ def test_rewards_that_failed_add_up_to_those_of_the_step() -> None:
     lost.trajectories[0].failed_in = "environment"
     groups = [*GROUPS, lost]
     kept, dropped = usable(groups)
-    step = reward_metrics(groups, [], None, Ledger(9, sum(len(g.trajectories) for g in kept), dropped))
+    step = reward_metrics(groups, [], None, SampleCounts(9, sum(len(g.trajectories) for g in kept), dropped))
     found = task_metrics(TASKS, groups, None)
     assert step["reward/failed"] == found["reward/task/sums/failed"] + found["reward/task/7/failed"] == 2
 

@@ -27,7 +27,7 @@ class Completion:
 
     prompt: list[int]
     tokens: list[int]
-    own: list[bool]
+    policy_mask: list[bool]
     """Which tokens the model drew."""
     engine: list[float]
     """Log-prob of each token that the model drew."""
@@ -80,7 +80,7 @@ def record_training(patch: pytest.MonkeyPatch, **arguments: Any) -> Record:
 
 
 def _completion(t: Any, asked: int) -> Completion:
-    own = [True] * len(t.tokens) if t.own is None else t.own.tolist()
+    own = [True] * len(t.tokens) if t.policy_mask is None else t.policy_mask.tolist()
     used = len(t.prompt.tokens) + len(t.tokens) - asked
     return Completion(
         list(t.prompt.tokens), t.tokens.tolist(), own, t.logprobs.tolist(), used, dict(t.rewards), t.reward, t.finish

@@ -39,7 +39,7 @@ class Padded:
             length = len(c.prompt) + len(c.tokens)
             tokens[b, :length] = torch.tensor([*c.prompt, *c.tokens])
             attention[b, :length] = 1
-            mask[b, len(c.prompt) : length] = torch.tensor(c.own)
+            mask[b, len(c.prompt) : length] = torch.tensor(c.policy_mask)
         return cls(tokens, attention, mask[:, 1:])
 
     def spread(self, rows: list[list[float]]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from trimtab.config.schema import RewardPart
 from trimtab.data.prompt import Prompt
 from trimtab.reward.scorer import Scorer, check_failures
-from trimtab.rollout.trajectory import Group, Played, Trajectory
+from trimtab.rollout.trajectory import Conversation, Group, Trajectory
 
 
 def conversation(
@@ -18,14 +18,14 @@ def conversation(
 ) -> Trajectory:
     """(role letter, text) pairs; one token a character."""
     roles = {"a": "assistant", "t": "tool"}
-    played = Played([{"role": roles[who], "content": text} for who, text in turns], earned)
+    conversation = Conversation([{"role": roles[who], "content": text} for who, text in turns], earned)
     own = torch.tensor([who == "a" for who, text in turns for _ in text], dtype=torch.bool)
     text = "".join(text for _, text in turns)
     count = int(own.sum())
     return Trajectory(
         Prompt(0, prompt, [1], {"answer": "42"}), 0, torch.arange(len(own)), torch.zeros(count), torch.zeros(count),
-        "failed" if failure else "stop", text, failure=failure, failed_in="environment" if failure else "reward", own=own,
-        played=played,
+        "failed" if failure else "stop", text, failure=failure, failed_in="environment" if failure else "reward", policy_mask=own,
+        conversation=conversation,
     )  # fmt: skip
 
 

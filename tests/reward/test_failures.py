@@ -179,7 +179,7 @@ PARENT = """
     scorer = Scorer([RewardPart(fn="misbehave.py:score", timeout_s=1000)], workers=3, base_dir=Path(sys.argv[1]))
     for text in ("hang_with_children", "busy_loop"):  # the third worker stays idle
         # no torch: it takes seconds to import
-        trajectory = SimpleNamespace(text=text, tokens=array("l", [1]), failure=None, own=None, played=None)
+        trajectory = SimpleNamespace(text=text, tokens=array("l", [1]), failure=None, policy_mask=None, conversation=None)
         scorer.submit(SimpleNamespace(prompt=prompt, trajectories=[trajectory]))
     print("ready", flush=True)
     sys.stdin.readline()

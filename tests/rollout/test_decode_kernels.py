@@ -29,7 +29,7 @@ from trimtab.rollout.native.cache import KVCache, PrefillPlan, PrefillSegment  #
 from trimtab.rollout.native.fused import FusedBody, Product  # noqa: E402
 from trimtab.rollout.native.kernels import attention as kernels  # noqa: E402
 from trimtab.rollout.native.kernels import skinny as streaming  # noqa: E402
-from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention  # noqa: E402
+from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, Partials, decode_attention  # noqa: E402
 from trimtab.rollout.native.kernels.skinny import Cut, cut_for, serves, skinny  # noqa: E402
 from trimtab.rollout.native.rows import Rows  # noqa: E402
 
@@ -124,7 +124,7 @@ def test_paged_attention_equals_dense(case: str, shared: int, splits: int, monke
     if shared:
         items[1] = torch.tensor([0, count, shared])
         shared_B[:count] = shared
-    batch = Batch(index, state_tables, positions, done, shared_B, items if shared else None, page)
+    batch = DecodeBatch(index, state_tables, positions, done, shared_B, items if shared else None, page)
     partials = Partials(16, [shape], empty)
     out = empty((count + 1, shape.heads, shape.value_size), torch.float32)
     q, k, v = (torch.cat((x, x[:1])) for x in (q, k, v))
@@ -214,7 +214,7 @@ def decode_all(policy: Policy, tokens: torch.Tensor, page: int = 4, merge: bool 
     found = []
     with torch.no_grad():
         for t in range(length):
-            batch = Batch(index, tables, torch.full_like(index, t), done, shared, None, page)
+            batch = DecodeBatch(index, tables, torch.full_like(index, t), done, shared, None, page)
             found.append(body.decode(batch, tokens[:, t].contiguous(), cache, space).clone())
     return torch.stack(found, 1)
 

@@ -11,7 +11,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.learn.parts import Part
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.samples import (
-    Ledger,
+    SampleCounts,
     set_advantages,
     set_weights,
     shaped_rewards,
@@ -68,9 +68,9 @@ def test_a_failed_reward_is_dropped_and_the_rest_of_its_group_is_kept() -> None:
 
 
 def test_the_ledger_notices_a_missing_completion() -> None:
-    Ledger(5, 3, usable([group(0, [None, None])])[1]).check()
+    SampleCounts(5, 3, usable([group(0, [None, None])])[1]).check()
     with pytest.raises(AssertionError, match="completions went missing"):
-        Ledger(6, 3, usable([group(0, [None, None])])[1]).check()
+        SampleCounts(6, 3, usable([group(0, [None, None])])[1]).check()
 
 
 def test_grpo_advantages_ignore_dropped_samples() -> None:

@@ -38,7 +38,7 @@ UNDONE = ("fp8", "mxfp4")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model comes from, as transformers wants it said."""
 
     location: str
@@ -56,25 +56,25 @@ class Source:
         return "" if local.exists() else f"There is no folder {local} either.{near}"
 
 
-def find_source(path: str, key: str = "model.path") -> Source:
+def find_source(path: str, key: str = "model.path") -> ModelSource:
     """Tell a GGUF file, a folder and a hub name apart, and say what is missing where none fits. `key` is what holds the path."""
     local = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not local.is_file():
             raise ModelError(f"{key}: no GGUF file at {local.absolute()}.{near_models(local)}")
         _require_gguf()
-        return Source(str(local.parent), local.name)
+        return ModelSource(str(local.parent), local.name)
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ModelError(
                 f"{key}: {local.absolute()} has no config.json, so it is not a Hugging Face model folder.{inside_run(local)}"
             )
-        return Source(str(local))
+        return ModelSource(str(local))
     if is_local(path):
         raise ModelError(
             f"{key}: no model folder at {local.absolute()}.{near_models(local)} Give a folder, a .gguf file or a hub name."
         )
-    return Source(path)
+    return ModelSource(path)
 
 
 def resolve_dtype(model: Model, device: torch.device) -> torch.dtype:
@@ -198,7 +198,7 @@ def load_config(model: Model) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _read_gguf(source: Source, changed: int, size: int) -> Any:
+def _read_gguf(source: ModelSource, changed: int, size: int) -> Any:
     """The config in a GGUF file: read once until the file changes, as it takes seconds (the vocabulary lies beside it)."""
     return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
 

@@ -17,7 +17,7 @@ from trimtab.model.context import config_of_layer
 from trimtab.model.packed import PackedPlan
 
 
-class Decoder(Protocol):
+class ShapedModel(Protocol):
     """What is asked of a policy here."""
 
     body: Any
@@ -65,7 +65,7 @@ class _ShapeProbe(PackedPlan):
 
 
 @torch.no_grad()
-def layer_shapes(policy: Decoder) -> dict[int, LayerShape]:
+def layer_shapes(policy: ShapedModel) -> dict[int, LayerShape]:
     """What the model really stores, seen in a one-token forward: right for any head layout, with no table of architectures."""
     if not all(getattr(module, "is_causal", True) for module in policy.body.modules()):
         raise ModelError("its tokens see those that come after them")
@@ -75,7 +75,7 @@ def layer_shapes(policy: Decoder) -> dict[int, LayerShape]:
     return probe.shapes
 
 
-def _refuse_silent_layers(policy: Decoder, shapes: dict[int, LayerShape]) -> None:
+def _refuse_silent_layers(policy: ShapedModel, shapes: dict[int, LayerShape]) -> None:
     """Layers that mix tokens by other means than attention, or in a window that they do not speak of."""
     config = policy.config
     layers = getattr(config, "num_hidden_layers", None) or 0

@@ -35,7 +35,7 @@ VECTORS, ADAPTERS = "vectors", "adapters"
 
 
 @dataclass(frozen=True)
-class Entry:
+class UnitEntry:
     """A parameter's place in its unit."""
 
     name: str
@@ -81,7 +81,7 @@ class Unit:
 
     name: str
     dtype: torch.dtype
-    entries: tuple[Entry, ...]
+    entries: tuple[UnitEntry, ...]
     size: int
     """Elements, the padding at its end included."""
 
@@ -133,7 +133,7 @@ class WeightStore:
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._places
 
-    def place(self, parameter: torch.Tensor) -> tuple[Unit, Entry]:
+    def place(self, parameter: torch.Tensor) -> tuple[Unit, UnitEntry]:
         return self._places[id(parameter)]
 
     def joined(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -190,7 +190,7 @@ def _sharing_memory(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-def _is_view(parameter: torch.Tensor, entry: Entry, flat: torch.Tensor) -> bool:
+def _is_view(parameter: torch.Tensor, entry: UnitEntry, flat: torch.Tensor) -> bool:
     # Elements of `flat` are counted from its own beginning, wherever in its storage that is.
     return (
         parameter.untyped_storage()._cdata == flat.untyped_storage()._cdata
@@ -271,7 +271,7 @@ def _lay_out(
         for member in together:
             parameter = named[member]
             stride = parameter.stride() if _is_dense(parameter) else _contiguous(parameter.shape)
-            entries.append(Entry(member, tuple(parameter.shape), tuple(stride), offset))
+            entries.append(UnitEntry(member, tuple(parameter.shape), tuple(stride), offset))
             offset += parameter.numel()
     return Unit(name, dtype, tuple(entries), round_up(max(offset, 1), multiple))
 

@@ -11,7 +11,7 @@ from trimtab.rollout.trajectory import Group
 def conversation_metrics(groups: Sequence[Group], wait_s: float, prefix: str = "environment") -> dict[str, float]:
     """Means are over all completions. `wait_s`: for which sampling stood still for environments."""
     everyone = [t for group in groups for t in group.trajectories]
-    played = [t.played for t in everyone if t.played is not None]
+    played = [t.conversation for t in everyone if t.conversation is not None]
     if not played:
         return {}
     counts: Counter[str] = Counter()

@@ -11,7 +11,7 @@ from trimtab.learn.values import explained_variance
 from trimtab.rollout.engine import RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.update.batch import Sample
-from trimtab.update.samples import Ledger
+from trimtab.update.samples import SampleCounts
 from trimtab.update.updater import UpdateStats
 
 
@@ -32,7 +32,7 @@ def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def reward_metrics(
-    groups: list[Group], parts: Sequence[str], zero_signal: Sequence[Group] | None, ledger: Ledger
+    groups: list[Group], parts: Sequence[str], zero_signal: Sequence[Group] | None, counts: SampleCounts
 ) -> dict[str, float]:
     """Rewards of everything that has one, lengths of everything sampled, and what became of it. `zero_signal`: the groups that
     can teach nothing; None where samples are not compared within their groups."""
@@ -43,14 +43,14 @@ def reward_metrics(
         "reward/mean": float(rewards.mean()) if rewards.size else float("nan"),
         "reward/std": float(rewards.std()) if rewards.size else float("nan"),
         **({} if zero_signal is None else {"reward/zero_std_groups": len(zero_signal) / len(groups)}),
-        "reward/failed": float(ledger.dropped["reward_failed"]),
+        "reward/failed": float(counts.dropped["reward_failed"]),
         **{f"reward/{name}": float(np.mean(found)) for name, found in values.items() if found},
         "response/length_mean": float(np.mean([len(t) for t in trajectories])),
         **_quantiles([len(t) for t in trajectories]),
         "response/truncated": sum(t.finish == "length" for t in trajectories) / len(trajectories),
-        "run/samples": float(ledger.sampled),
-        "run/samples_trained": float(ledger.trained),
-        **{f"run/dropped_{reason}": float(count) for reason, count in ledger.dropped.items()},
+        "run/samples": float(counts.sampled),
+        "run/samples_trained": float(counts.trained),
+        **{f"run/dropped_{reason}": float(count) for reason, count in counts.dropped.items()},
     }
 
 

@@ -71,13 +71,14 @@ def _mean_reward(group: Group) -> float:
 
 
 def _row(sample: Trajectory) -> dict[str, Any]:
-    played = {} if sample.played is None else {"turns": sample.played.turns, "earned": finite(sample.played.earned)}
+    held = sample.conversation
+    turns = {} if held is None else {"turns": held.turns, "earned": finite(held.earned)}
     return {
         "prompt_id": sample.prompt.id,
         "sample": sample.sample,
         "prompt": sample.prompt.prompt,
         "completion": sample.text,
-        **played,
+        **turns,
         "rewards": {name: finite(value) for name, value in sample.rewards.items()},
         "reward": finite(sample.reward),
         "finish": sample.finish,

@@ -283,8 +283,8 @@ class _Sheet:
             "completions": [_completion(trajectory, prompt.conversational, last_only) for trajectory in chosen],
             "completion_ids": [_drawn(trajectory) for trajectory in chosen],
         }
-        if any(trajectory.played is not None for trajectory in chosen):
-            played = [trajectory.played for trajectory in chosen if trajectory.played is not None]
+        if any(trajectory.conversation is not None for trajectory in chosen):
+            played = [trajectory.conversation for trajectory in chosen if trajectory.conversation is not None]
             offered["turns"] = [each.turns for each in played]
             offered["environment_reward"] = [each.earned for each in played]
         return offered
@@ -343,7 +343,7 @@ class _Sheet:
 
 def _completion(trajectory: Trajectory, conversational: bool, last_only: bool) -> Any:
     """As rewards see it: text, or messages where the prompt is messages; of a conversation all, or what the model said last."""
-    played = trajectory.played
+    played = trajectory.conversation
     if conversational and played is not None and not last_only:
         return played.turns
     text = played.answers[-1] if played is not None and last_only else trajectory.text
@@ -352,7 +352,7 @@ def _completion(trajectory: Trajectory, conversational: bool, last_only: bool) -
 
 def _drawn(trajectory: Trajectory) -> list[int]:
     """The tokens that the model drew."""
-    tokens = trajectory.tokens if trajectory.own is None else trajectory.tokens[trajectory.own]
+    tokens = trajectory.tokens if trajectory.policy_mask is None else trajectory.tokens[trajectory.policy_mask]
     return tokens.tolist()
 
 

@@ -18,7 +18,7 @@ Finish = Literal["stop", "length", "turns", "failed"]
 
 
 @dataclass
-class Played:
+class Conversation:
     """What happened between the model and an environment."""
 
     turns: list[Message] = field(default_factory=list)
@@ -62,14 +62,14 @@ class Trajectory:
     """Why there is no reward, if a reward call or the environment failed."""
     failed_in: Literal["reward", "environment"] = "reward"
     """Where, if it did."""
-    own: torch.Tensor | None = None
+    policy_mask: torch.Tensor | None = None
     """bool, one entry a token: which ones the model drew. None: all."""
-    played: Played | None = None
+    conversation: Conversation | None = None
     """With an environment."""
 
     def __len__(self) -> int:
         """Tokens that the model drew."""
-        return self.tokens.shape[0] if self.own is None else int(self.own.sum())
+        return self.tokens.shape[0] if self.policy_mask is None else int(self.policy_mask.sum())
 
 
 @dataclass

@@ -19,7 +19,7 @@ from trimtab.rollout.conversations.episodes import Episodes
 from trimtab.rollout.conversations.hosts import Hosts
 from trimtab.rollout.conversations.replies import ReplyEncoder
 from trimtab.rollout.engine import Engine, Sampler
-from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.find import interpreter
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.native.engine import NativeEngine
@@ -78,7 +78,7 @@ def make_engine(
     python = interpreter(rollout.python)
     settings |= {"longest": longest, "eager": eager, "python": python, "processes": rollout.processes}
     settings |= {"tensor_parallel": rollout.tensor_parallel, "logs": logs, "on_restart": recoveries.restarted}
-    return OutsideEngine(KINDS[run.engine], **settings)
+    return ExternalEngine(KINDS[run.engine], **settings)
 
 
 def outside_note(run: Run) -> str:

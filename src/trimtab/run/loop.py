@@ -1,6 +1,6 @@
 """The run: rollout -> reward -> advantages -> update -> publish -> observe, once a step.
 
-Every completion that was sampled is trained on or dropped with a reason, and the counts add up each step (`Ledger.check`).
+Every completion that was sampled is trained on or dropped with a reason, and the counts add up each step (`SampleCounts.check`).
 A step that is killed anywhere leaves the last checkpoint as it was, and repeats the same way from there; one that is stopped, or
 fails, leaves a checkpoint of the last whole step (keeping.py).
 """

@@ -26,7 +26,7 @@ from trimtab.run.offline import run_offline
 from trimtab.run.roles import Trainer
 from trimtab.update.batch import Sample
 from trimtab.update.critic import add_value_head
-from trimtab.update.objectives.preferences import Answer, BradleyTerry, to_samples
+from trimtab.update.objectives.preferences import BradleyTerry, PairSample, to_samples
 from trimtab.update.stats import UpdateStats
 
 
@@ -90,7 +90,7 @@ class Preferences(Given):
 def _scored(trainer: Trainer, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores of better and of worse answers, and the pairs' margins."""
     trainer.score(samples, "score")
-    pairs = [(s, s.mate) for s in samples if isinstance(s, Answer) and s.mate is not None]
+    pairs = [(s, s.mate) for s in samples if isinstance(s, PairSample) and s.mate is not None]
     better, worse = (torch.stack([side.score for side in sides]) for sides in zip(*pairs))
     return better, worse, torch.tensor([first.margin for first, _ in pairs], dtype=better.dtype)
 

@@ -25,11 +25,11 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     learn, state, tasks = run.config.learn, run.state, run.data.tasks
     parts = reward_parts(run.config, run.rewarder)
     batch = sort_out(groups, learn, parts)
-    metrics = reward_metrics(groups, run.rewarder.names, batch.zero_signal, batch.ledger)
+    metrics = reward_metrics(groups, run.rewarder.names, batch.zero_signal, batch.counts)
     if tasks is not None:
         metrics |= task_metrics(tasks, groups, batch.zero_signal)
     state.note_reward(metrics["reward/mean"])
-    if not batch.ledger.trained:
+    if not batch.counts.trained:
         why = "all completions were cut off (learn.mask_truncated)" if batch.groups else "no group has a usable reward"
         run.observer.warn(f"step {state.step + 1}: {why}; nothing is learned from it")
         return metrics

@@ -19,7 +19,7 @@ from trimtab.model.transfer import to_device
 
 @dataclass
 class Sample:
-    """One sequence to learn from. Tensors are on the CPU; but for `tokens` and `own` they have one entry a learned token."""
+    """One sequence to learn from. Tensors are on the CPU; all but `tokens` and `policy_mask` have one entry a learned token."""
 
     prompt_tokens: list[int]
     tokens: torch.Tensor
@@ -33,7 +33,7 @@ class Sample:
     values: torch.Tensor | None = None
     """What a critic expected before the update."""
     returns: torch.Tensor | None = None
-    own: torch.Tensor | None = None
+    policy_mask: torch.Tensor | None = None
     """bool, one entry a token: which ones the model drew, and are learned. None: all."""
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Sample:
     @property
     def learned(self) -> int:
         """Tokens that have a share in the loss."""
-        return self.tokens.shape[0] if self.own is None else int(self.own.sum())
+        return self.tokens.shape[0] if self.policy_mask is None else int(self.policy_mask.sum())
 
 
 def row_tokens(samples: Sequence[Sample]) -> int:
@@ -142,4 +142,4 @@ class MicroBatch:
 
 def _learned_places(sample: Sample) -> torch.Tensor:
     """Where the learned tokens are among `tokens`."""
-    return torch.arange(len(sample.tokens)) if sample.own is None else sample.own.nonzero()[:, 0]
+    return torch.arange(len(sample.tokens)) if sample.policy_mask is None else sample.policy_mask.nonzero()[:, 0]

@@ -32,7 +32,7 @@ from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Place, WeightStore
 from trimtab.update.conveyor import Conveyor
 from trimtab.update.eightbit import Room
-from trimtab.update.states import Member, UnitState, by_parameter, flat, make_state, needs_master
+from trimtab.update.states import ParameterState, UnitState, by_parameter, flat, make_state, needs_master
 
 AnyLearn = Learn | SftLearn | PairLearn
 
@@ -159,13 +159,13 @@ class MasterAdamW:
             sizes[unit.dtype] = max(sizes.get(unit.dtype, 0), min(CHUNK, unit.columns))
         return {dtype: Room(size, dtype, self._device) for dtype, size in sizes.items()}
 
-    def _members(self, unit: UnitState, grads: dict[int, torch.Tensor]) -> list[Member]:
+    def _members(self, unit: UnitState, grads: dict[int, torch.Tensor]) -> list[ParameterState]:
         """The parameters of a unit that have a gradient."""
         return [member for member in unit.members if id(member.parameter) in grads]
 
     def _step_whole(self, grads: dict[int, torch.Tensor], lr: float) -> None:
         """AdamW on units whose state is here in full; masters are rounded into the working weights, which the engine reads."""
-        alike: dict[tuple[float, torch.dtype, bool], list[Member]] = {}
+        alike: dict[tuple[float, torch.dtype, bool], list[ParameterState]] = {}
         for unit in self._units if self._conveyor is None else ():
             if not unit.eight_bit:
                 alike.setdefault((unit.weight_decay, unit.dtype, unit.has_masters), []).extend(

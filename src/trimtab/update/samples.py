@@ -34,7 +34,7 @@ from trimtab.update.batch import Sample
 
 
 @dataclass
-class Ledger:
+class SampleCounts:
     """What became of every sampled completion: law 9, the counts add up each step."""
 
     sampled: int
@@ -105,7 +105,10 @@ def to_samples(groups: list[Group]) -> list[list[Sample]]:
     """The tensors of each group's completions; advantages and weights are still empty."""
     empty = torch.empty(0)
     return [
-        [Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs, own=t.own) for t in group.trajectories]
+        [
+            Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs, policy_mask=t.policy_mask)
+            for t in group.trajectories
+        ]
         for group in groups
     ]
 
@@ -119,7 +122,7 @@ class Batch:
     """Of each group."""
     zero_signal: list[Group] | None
     """Groups that can teach nothing; None where samples are not compared within their groups."""
-    ledger: Ledger
+    counts: SampleCounts
 
     @property
     def flat(self) -> list[Sample]:
@@ -128,22 +131,22 @@ class Batch:
 
 def sort_out(groups: list[Group], learn: ResolvedLearn, parts: Sequence[Part] = ()) -> Batch:
     """What there is to learn from in scored groups; every sample is trained or dropped for a reason."""
-    ledger = Ledger(sum(len(group.trajectories) for group in groups), 0, Counter())
-    kept, ledger.dropped = usable(groups)
+    counts = SampleCounts(sum(len(group.trajectories) for group in groups), 0, Counter())
+    kept, counts.dropped = usable(groups)
     # Elsewhere a group of equal rewards teaches as much as any other: it is not compared with itself.
     zero_signal = split_signal(kept, learn, parts)[1] if learn.advantage in GROUP_ADVANTAGES else None
     if learn.dynamic_sampling.enabled:
         assert zero_signal is not None, "refused with any other advantage"
         gone = {id(group) for group in zero_signal}
         kept = [group for group in kept if id(group) not in gone]
-        ledger.dropped["no_signal"] = sum(len(group.trajectories) for group in zero_signal)
+        counts.dropped["no_signal"] = sum(len(group.trajectories) for group in zero_signal)
     samples = to_samples(kept)
     masked = sum(not in_loss(trajectory, learn) for group in kept for trajectory in group.trajectories)
     if masked:
-        ledger.dropped["truncated"] = masked
-    ledger.trained = sum(map(len, samples)) - masked
-    ledger.check()
-    return Batch(kept, samples, zero_signal, ledger)
+        counts.dropped["truncated"] = masked
+    counts.trained = sum(map(len, samples)) - masked
+    counts.check()
+    return Batch(kept, samples, zero_signal, counts)
 
 
 def optimizer_steps(batch: Batch, learn: ResolvedLearn) -> Iterator[tuple[int, list[Sample]]]:

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from trimtab.model.sizes import BLOCK
-from trimtab.model.weights import Entry, Place, Unit, WeightStore, round_up
+from trimtab.model.weights import Place, Unit, UnitEntry, WeightStore, round_up
 
 MakeZeros = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Member:
+class ParameterState:
     """A trained parameter and its own part of its unit's state."""
 
-    entry: Entry
+    entry: UnitEntry
     parameter: torch.nn.Parameter
     start: int
     """Its first element's column in the state."""
@@ -48,9 +48,9 @@ class UnitState:
     their blocks' scales, and masters."""
 
     unit: Unit
-    members: list[Member]
+    members: list[ParameterState]
     steps: torch.Tensor
-    """Of which `Member.step` are views, in the order of members."""
+    """Of which `ParameterState.step` are views, in the order of members."""
     weight_decay: float
     state: tuple[torch.Tensor, ...]
     has_masters: bool
@@ -105,7 +105,9 @@ def make_state(
     members = []
     for index, (entry, start) in enumerate(zip(trained, starts)):
         parameter = weights.parameters[entry.name]
-        members.append(Member(entry, parameter, start, steps[index], counts[index], parts_of(rows, entry, start)))
+        members.append(
+            ParameterState(entry, parameter, start, steps[index], counts[index], parts_of(rows, entry, start))
+        )
         if masters:
             members[-1].parts["master"].copy_(parameter.detach())
     decay = weight_decay if unit.decayed else 0.0
@@ -125,7 +127,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _starts(entries: Iterable[Entry]) -> tuple[list[int], int]:
+def _starts(entries: Iterable[UnitEntry]) -> tuple[list[int], int]:
     """Each parameter's first column, on a block, and the number of all columns."""
     starts, end = [], 0
     for entry in entries:
@@ -142,7 +144,7 @@ def _rows(state: tuple[torch.Tensor, ...], eight_bit: bool) -> dict[str, torch.T
     return found | ({"master": state[2][0]} if len(state) == 3 else {})
 
 
-def parts_of(rows: dict[str, torch.Tensor], entry: Entry, start: int) -> dict[str, torch.Tensor]:
+def parts_of(rows: dict[str, torch.Tensor], entry: UnitEntry, start: int) -> dict[str, torch.Tensor]:
     """A parameter's own of its unit's state."""
     end = start + round_up(entry.count, BLOCK)
     found = {}
@@ -168,6 +170,6 @@ def by_parameter(tensors: Mapping[str, torch.Tensor], table: Iterable[Place]) ->
         if "step" in rows:
             found[f"step/{place.name}"] = rows.pop("step")[numbers[place.unit]]
         numbers[place.unit] += 1
-        entry = Entry(place.name, place.shape, place.stride, place.offset)
+        entry = UnitEntry(place.name, place.shape, place.stride, place.offset)
         found |= {f"{kind}/{place.name}": part for kind, part in parts_of(rows, entry, place.offset).items()}
     return found

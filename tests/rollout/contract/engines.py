@@ -16,7 +16,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.native.engine import NativeEngine
 
@@ -92,4 +92,4 @@ def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any
         "eager": True,
         **changes,
     }
-    return OutsideEngine(KINDS[kind], policy, tokenizer, [STOP], python=PYTHONS[kind]() or "", **settings)
+    return ExternalEngine(KINDS[kind], policy, tokenizer, [STOP], python=PYTHONS[kind]() or "", **settings)

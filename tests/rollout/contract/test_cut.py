@@ -12,7 +12,7 @@ from tests.rollout.contract.test_adapters import adapted, change
 from tests.rollout.contract.test_contract import ask, collect, flat, prompts, tokens
 from tests.running import guarded
 from trimtab.model.policy import Policy
-from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.engine import ExternalEngine
 
 pytestmark = [
     pytest.mark.skipif(PYTHONS["vllm"]() is None, reason=NO_VLLM),
@@ -23,7 +23,7 @@ pytestmark = [
 def test_a_model_in_two_parts_gives_the_tokens_of_the_whole() -> None:
     policy = Policy(tiny_model("qwen2", tie_word_embeddings=True, **SHAPE | {"num_key_value_heads": 2}))
     engine = make_engine("vllm", policy, tensor_parallel=2)
-    assert isinstance(engine, OutsideEngine)
+    assert isinstance(engine, ExternalEngine)
     native = make_engine("native", policy)
     requests = ask(prompts(4, shared=20), samples=3)
     found, wanted = collect(engine, requests), collect(native, requests)

@@ -20,7 +20,7 @@ from trimtab.base.errors import EngineError
 from trimtab.model.policy import Policy
 from trimtab.rollout.external import engine as engines
 from trimtab.rollout.external import members
-from trimtab.rollout.external.engine import OutsideEngine
+from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.kinds import VLLM
 from trimtab.rollout.external.messages import Done, Generate, Ready, Settled, Sleep
 from trimtab.rollout.external.process import EngineLost, EngineProcess
@@ -38,7 +38,7 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     """Killed in the middle of a rollout and once more between two, under weights that are not those it began with."""
     policy = small_policy()
     engine = make_engine(kind, policy, logs=tmp_path / "logs")
-    assert isinstance(engine, OutsideEngine)
+    assert isinstance(engine, ExternalEngine)
     said: list[str] = []
     engine.on_restart = said.append
     with torch.no_grad():
@@ -48,14 +48,14 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     short, *others = prompts(8)
     requests = [*ask([short], samples=4, new=3), *ask(others, samples=4, new=90)]
     wanted = tokens(collect(make_engine("native", policy), requests))
-    first, whole = engine.pids[0], OutsideEngine._next_done
+    first, whole = engine.pids[0], ExternalEngine._next_done
 
-    def interrupted(self: OutsideEngine) -> Done:
+    def interrupted(self: ExternalEngine) -> Done:
         if self.stats.sequences == 1 and self.pids[0] == first:  # one has come, and most are far from their end
             os.kill(first, signal.SIGKILL)
         return whole(self)
 
-    monkeypatch.setattr(OutsideEngine, "_next_done", interrupted)
+    monkeypatch.setattr(ExternalEngine, "_next_done", interrupted)
     groups = list(engine.generate(requests))
     assert engine.pids[0] != first and engine.stats.restarts == 1 and "SIGKILL" in said[0]
     assert tokens(sorted(groups, key=lambda g: g.index)) == wanted
@@ -79,7 +79,7 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: 
     with pytest.raises(
         EngineError, match=r"exit status 3; what it wrote is in .*vllm-1.log(.|\n)*a library is missing"
     ):
-        OutsideEngine(
+        ExternalEngine(
             VLLM, small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, page_tokens=32,
             longest=64, python=str(python), logs=tmp_path / "logs",
         )  # fmt: skip
@@ -152,7 +152,7 @@ class Scripted:
 def scripted(
     monkeypatch: pytest.MonkeyPatch, *scripts: list[object], first: list[object] | None = None, policy: Policy | None = None,
     **changes: int,
-) -> tuple[OutsideEngine, list[Scripted]]:  # fmt: skip
+) -> tuple[ExternalEngine, list[Scripted]]:  # fmt: skip
     waiting, made = list(scripts), []
     begins = [Settled()] if first is None else first
 
@@ -230,7 +230,7 @@ def test_two_processes_give_what_one_gives(kind: str) -> None:
     requests = ask(prompts(5, shared=20), samples=3, new=24)
     wanted = tokens(collect(make_engine("native", policy), requests))
     engine = make_engine(kind, policy, processes=2)
-    assert isinstance(engine, OutsideEngine) and len(set(engine.pids)) == 2 and "2 processes" in engine.description
+    assert isinstance(engine, ExternalEngine) and len(set(engine.pids)) == 2 and "2 processes" in engine.description
     assert tokens(collect(engine, requests)) == wanted
     with torch.no_grad():
         for mine, new in zip(policy.model.parameters(), small_model(7).parameters()):

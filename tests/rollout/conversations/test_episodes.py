@@ -18,10 +18,10 @@ from trimtab.config.schema import Environment
 from trimtab.data.prompt import Prompt
 from trimtab.model.policy import Policy
 from trimtab.rollout.conversations.episodes import Episodes
-from trimtab.rollout.conversations.hosts import Answer, Hosts, Seat
+from trimtab.rollout.conversations.hosts import ConversationHandle, EnvironmentReply, Hosts
 from trimtab.rollout.conversations.observation import Observation
 from trimtab.rollout.conversations.replies import ReplyEncoder
-from trimtab.rollout.conversations.wire import Loaded, Opened, Said
+from trimtab.rollout.conversations.wire import Loaded, ResetResult, StepResult
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.sampler import stream_key, uniforms
@@ -72,28 +72,28 @@ class Desk:
         self.ended: list[int] = []
         self.seeds: list[int] = []
 
-    def seat(self) -> Seat:
+    def new_handle(self) -> ConversationHandle:
         self._keys += 1
-        return Seat(self._keys)
+        return ConversationHandle(self._keys)
 
-    def reset(self, tag: Any, seat: Seat, seed: int, columns: Any) -> None:
+    def reset(self, tag: Any, handle: ConversationHandle, seed: int, columns: Any) -> None:
         self.seeds.append(seed)
-        self._answers.append(Answer(tag, self._plan(seed, None), 0.25))
+        self._answers.append(EnvironmentReply(tag, self._plan(seed, None), 0.25))
 
-    def step(self, tag: Any, seat: Seat, seed: int, text: str) -> None:
+    def step(self, tag: Any, handle: ConversationHandle, seed: int, text: str) -> None:
         self.seeds.append(seed)
-        self._answers.append(Answer(tag, self._plan(seed, text), 0.25))
+        self._answers.append(EnvironmentReply(tag, self._plan(seed, text), 0.25))
 
-    def end(self, seat: Seat) -> None:
-        self.ended.append(seat.key)
+    def end(self, handle: ConversationHandle) -> None:
+        self.ended.append(handle.key)
 
-    def ready(self) -> list[Answer]:
+    def ready(self) -> list[EnvironmentReply]:
         if self._late:
             return []
         found, self._answers = self._answers, []
         return found
 
-    def wait(self) -> Answer | None:
+    def wait(self) -> EnvironmentReply | None:
         return self._answers.pop() if self._answers else None
 
     def forget(self) -> None:
@@ -107,8 +107,8 @@ def plan(seed: int, text: str | None) -> Any:
         return Failure("raised", "no")
     reply = "xyz<>"[: seed % 6]
     if text is None:
-        return Opened(reply if kind < 5 else None, b"")
-    return Said(Observation(reply, done=kind < 3, reward=float(kind), counts={"kinds": kind}), b"")
+        return ResetResult(reply if kind < 5 else None, b"")
+    return StepResult(Observation(reply, done=kind < 3, reward=float(kind), counts={"kinds": kind}), b"")
 
 
 def requests(prompts: int, samples: int, limit: int, seed: int) -> list[Request]:
@@ -134,20 +134,20 @@ def test_any_conversation_is_whole_masked_and_within_its_limits(
     for group in made:
         assert [t.sample for t in group.trajectories] == list(range(samples))
         for t in group.trajectories:
-            own = torch.ones(len(t.tokens), dtype=torch.bool) if t.own is None else t.own
+            own = torch.ones(len(t.tokens), dtype=torch.bool) if t.policy_mask is None else t.policy_mask
             used = len(t.prompt.tokens) - len(group.prompt.tokens) + len(t.tokens)
             assert used <= limit or t.finish == "failed"
             assert len(t) == int(own.sum()) == len(t.logprobs) == len(t.versions)
             torch.testing.assert_close(t.logprobs, -t.tokens[own] / 10)  # log-probs stay with their tokens
             assert t.prompt.tokens[: len(group.prompt.tokens)] == group.prompt.tokens
-            assert t.played is not None
-            assert 0 <= len(t.played.answers) <= max_turns
+            assert t.conversation is not None
+            assert 0 <= len(t.conversation.answers) <= max_turns
             assert (t.failure is None) == (t.finish != "failed")
             if t.finish != "failed":
                 assert own[-1]
                 assert t.failed_in == "reward"
-            assert "".join(turn["content"] for turn in t.played.turns).endswith(t.text)
-            assert (t.finish == "turns") <= (len(t.played.answers) == max_turns)
+            assert "".join(turn["content"] for turn in t.conversation.turns).endswith(t.text)
+            assert (t.finish == "turns") <= (len(t.conversation.answers) == max_turns)
     assert sum(stats_of(call) for call in engine.asked) == drawn
     assert set(desk.ended) == set(range(1, prompts * samples + 1))
 
@@ -169,9 +169,9 @@ def test_neither_order_nor_company_changes_a_conversation(
             (g.prompt.id, t.sample): (
                 t.prompt.tokens,
                 t.tokens.tolist(),
-                t.own is None or t.own.tolist(),
+                t.policy_mask is None or t.policy_mask.tolist(),
                 t.finish,
-                t.played,
+                t.conversation,
             )
             for g in made
             for t in g.trajectories
@@ -186,7 +186,7 @@ def test_neither_order_nor_company_changes_a_conversation(
 
 def test_every_random_number_is_used_once() -> None:
     """Positions go on counting through what the environment said, and no call of an environment shares its seed with another."""
-    engine, desk = Script(), Desk(lambda seed, text: Said(Observation("ab", reward=None), b""), 5, False, True)
+    engine, desk = Script(), Desk(lambda seed, text: StepResult(Observation("ab", reward=None), b""), 5, False, True)
     asked = requests(3, 4, 60, 1)
     list(Episodes(engine, desk, ReplyEncoder(TOKENIZER, False)).generate(asked))  # type: ignore[arg-type]
     used: list[tuple[int, int, int]] = []
@@ -207,7 +207,7 @@ def test_a_key_that_begins_later_is_the_same_stream() -> None:
 
 def test_samples_that_read_the_same_share_a_request_and_later_turns_do_not() -> None:
     def says(seed: int, text: str | None) -> Any:
-        return Opened("go", b"") if text is None else Said(Observation("x"), b"")
+        return ResetResult("go", b"") if text is None else StepResult(Observation("x"), b"")
 
     engine, desk = Script(), Desk(says, 3, True, True)
     list(Episodes(engine, desk, ReplyEncoder(TOKENIZER, False)).generate(requests(2, 4, 50, 0)))  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def test_samples_that_read_the_same_share_a_request_and_later_turns_do_not() -> 
 def test_what_cannot_be_written_down_costs_its_completion_alone() -> None:
     def says(seed: int, text: str | None) -> Any:
         reply = [{"role": "user", "content": "x"}] if seed % 2 else "x"
-        return Opened(None, b"") if text is None else Said(Observation(reply), b"")
+        return ResetResult(None, b"") if text is None else StepResult(Observation(reply), b"")
 
     made = Episodes(Script(), Desk(says, 2, True, True), ReplyEncoder(TOKENIZER, False)).generate(requests(4, 4, 50, 0))  # type: ignore[arg-type]
     trajectories = [t for group in made for t in group.trajectories]
@@ -233,13 +233,18 @@ def test_a_reply_far_beyond_the_limit_is_not_even_tokenised(monkeypatch) -> None
     def says(seed: int, text: str | None) -> Any:
         huge = "x" * 10_000_000
         if text is None:
-            return Opened(huge if seed % 4 == 0 else None, b"")
-        return Said(Observation(huge), b"")
+            return ResetResult(huge if seed % 4 == 0 else None, b"")
+        return StepResult(Observation(huge), b"")
 
     replies = ReplyEncoder(TOKENIZER, False)
     monkeypatch.setattr(replies, "_behind", None)
     made = Episodes(Script(), Desk(says, 9, True, True), replies).generate(requests(4, 4, 50, 0))  # type: ignore[arg-type]
-    ends = {(t.finish, len(t.played.turns)) for group in made for t in group.trajectories if t.played is not None}
+    ends = {
+        (t.finish, len(t.conversation.turns))
+        for group in made
+        for t in group.trajectories
+        if t.conversation is not None
+    }
     assert ends == {("length", 1), ("failed", 0)}
 
 
@@ -292,11 +297,11 @@ def test_tokens_depend_on_no_schedule(policy, baseline, workers: int, engine: di
     for key, t in baseline.items():
         assert again[key].tokens.tolist() == t.tokens.tolist()
         assert again[key].prompt.tokens == t.prompt.tokens
-        assert again[key].played.turns == t.played.turns
-        assert again[key].played.earned == t.played.earned
+        assert again[key].conversation.turns == t.conversation.turns
+        assert again[key].conversation.earned == t.conversation.earned
         torch.testing.assert_close(again[key].logprobs, t.logprobs, atol=2e-5, rtol=0)
-    assert any(t.own is not None for t in baseline.values())
-    assert len({len(t.played.answers) for t in baseline.values()}) > 1
+    assert any(t.policy_mask is not None for t in baseline.values())
+    assert len({len(t.conversation.answers) for t in baseline.values()}) > 1
 
 
 def test_log_probs_are_those_of_one_forward_over_the_whole_conversation(policy, baseline) -> None:
@@ -307,5 +312,5 @@ def test_log_probs_are_those_of_one_forward_over_the_whole_conversation(policy, 
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0]
         logp = logits[len(t.prompt.tokens) - 1 : -1].log_softmax(-1).gather(1, t.tokens[:, None])[:, 0]
-        own = torch.ones(len(t.tokens), dtype=torch.bool) if t.own is None else t.own
+        own = torch.ones(len(t.tokens), dtype=torch.bool) if t.policy_mask is None else t.policy_mask
         torch.testing.assert_close(t.logprobs, logp[own], atol=1e-5, rtol=0)

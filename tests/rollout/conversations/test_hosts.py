@@ -15,7 +15,7 @@ from tests.running import runs, wait_for
 from trimtab.base.errors import EnvError
 from trimtab.config.schema import Environment
 from trimtab.rollout.conversations.hosts import Hosts
-from trimtab.rollout.conversations.wire import Opened, Said
+from trimtab.rollout.conversations.wire import ResetResult, StepResult
 from trimtab.workers.messages import Failure
 
 HERE = Path(__file__).parent
@@ -54,13 +54,13 @@ def all_answers(hosts: Hosts) -> dict[Any, Any]:
 
 def test_every_conversation_has_its_own_state(hosts) -> None:
     host = hosts("Echo", args={"turns": 3})
-    seats = [host.seat() for _ in range(20)]
-    for number, seat in enumerate(seats):
-        host.reset(number, seat, number, {})
-    assert all(isinstance(result, Opened) and result.opening is None for result in all_answers(host).values())
+    handles = [host.new_handle() for _ in range(20)]
+    for number, handle in enumerate(handles):
+        host.reset(number, handle, number, {})
+    assert all(isinstance(result, ResetResult) and result.opening is None for result in all_answers(host).values())
     for turn in range(3):
-        for number, seat in enumerate(seats):
-            host.step(number, seat, turn, "a" * number)
+        for number, handle in enumerate(handles):
+            host.step(number, handle, turn, "a" * number)
         for number, result in all_answers(host).items():
             assert result.observation.reply == f"<{number}>"
             assert result.observation.reward == number
@@ -70,16 +70,16 @@ def test_every_conversation_has_its_own_state(hosts) -> None:
 @pytest.mark.parametrize(("fn", "survive"), [("Slow", True), ("Bound", False)])
 def test_others_outlive_the_death_of_a_process_where_their_state_can_be_copied(hosts, fn: str, survive: bool) -> None:
     host = hosts(fn, workers=1, timeout_s=1.5)
-    seats = [host.seat() for _ in range(4)]
-    for number, seat in enumerate(seats):
-        host.reset(number, seat, 0, {"hang": 2 if number == 1 else 0})
+    handles = [host.new_handle() for _ in range(4)]
+    for number, handle in enumerate(handles):
+        host.reset(number, handle, 0, {"hang": 2 if number == 1 else 0})
     all_answers(host)
-    for number, seat in enumerate(seats):
-        host.step(number, seat, 0, "one")
+    for number, handle in enumerate(handles):
+        host.step(number, handle, 0, "one")
     first = all_answers(host)
     assert all(result.observation.reply.startswith("1 ") for result in first.values())
-    for number, seat in enumerate(seats):
-        host.step(number, seat, 0, "two")
+    for number, handle in enumerate(handles):
+        host.step(number, handle, 0, "two")
     second = all_answers(host)
     assert second[1].kind == "timeout"
     assert "took longer than 1.5 s" in second[1].summary
@@ -93,7 +93,7 @@ def test_others_outlive_the_death_of_a_process_where_their_state_can_be_copied(h
             assert "lost its state" in second[number].summary
     if survive:
         for number in (0, 2, 3):
-            host.step(number, seats[number], 0, "three")
+            host.step(number, handles[number], 0, "three")
         assert all(result.observation.reply.startswith("3 ") for result in all_answers(host).values())
 
 
@@ -116,7 +116,7 @@ def test_a_class_from_python_keeps_its_state_across_processes(hosts) -> None:
             return type(instance)
 
     host = hosts("object:Local", workers=1, objects={"Local": Local})
-    a, b = host.seat(), host.seat()
+    a, b = host.new_handle(), host.new_handle()
     host.reset("a", a, 0, {})
     host.reset("b", b, 0, {})
     all_answers(host)
@@ -133,16 +133,16 @@ def test_random_numbers_depend_on_the_conversation_and_not_on_the_worker(hosts) 
     runs = []
     for workers in (1, 3):
         host = hosts("Chance", workers=workers)
-        seats = [host.seat() for _ in range(12)]
+        handles = [host.new_handle() for _ in range(12)]
         order = range(12) if workers == 1 else reversed(range(12))
         said: dict[int, list[Any]] = {number: [] for number in range(12)}
         for number in order:
-            host.reset(number, seats[number], 1000 + number, {})
+            host.reset(number, handles[number], 1000 + number, {})
         for number, result in all_answers(host).items():
             said[number].append(result.opening)
         for turn in range(2):
             for number in said:
-                host.step(number, seats[number], 77 * turn + number, "hello")
+                host.step(number, handles[number], 77 * turn + number, "hello")
             for number, result in all_answers(host).items():
                 said[number].append((result.observation.reply, result.observation.done, result.observation.reward))
         runs.append(said)
@@ -166,10 +166,10 @@ def test_random_numbers_depend_on_the_conversation_and_not_on_the_worker(hosts) 
 )
 def test_failures_have_a_kind_and_a_reason(hosts, fn: str, text: str, kind: str, words: str) -> None:
     host = hosts(fn)
-    seat = host.seat()
-    host.reset("a", seat, 0, {})
+    handle = host.new_handle()
+    host.reset("a", handle, 0, {})
     all_answers(host)
-    host.step("a", seat, 0, text)
+    host.step("a", handle, 0, text)
     failure = all_answers(host)["a"]
     assert isinstance(failure, Failure)
     assert failure.kind == kind
@@ -183,7 +183,7 @@ def test_numpy_is_seeded_where_an_environment_imports_it_in_a_call(hosts) -> Non
     openings = set()
     for _ in range(2):
         host = hosts("Lazy", workers=1)
-        host.reset("a", host.seat(), 5, {})
+        host.reset("a", host.new_handle(), 5, {})
         openings.add(all_answers(host)["a"].opening)
     assert len(openings) == 1
 
@@ -192,39 +192,39 @@ def test_an_ended_conversation_is_closed_and_async_methods_are_awaited(hosts, tm
     log = tmp_path / "log"
     host = hosts("Closes", workers=1)
     for _ in range(3):
-        seat = host.seat()
-        host.reset("a", seat, 0, {"log": str(log)})
+        handle = host.new_handle()
+        host.reset("a", handle, 0, {"log": str(log)})
         all_answers(host)
-        host.end(seat)
-        host.end(seat)
-    seat = host.seat()
-    host.reset("b", seat, 0, {"log": str(log)})
+        host.end(handle)
+        host.end(handle)
+    handle = host.new_handle()
+    host.reset("b", handle, 0, {"log": str(log)})
     all_answers(host)  # the one worker has come to this after the others
     assert log.read_text().splitlines() == ["closed"] * 3
     failing = hosts("Opens", workers=1)
-    seat = failing.seat()
-    failing.reset("a", seat, 0, {"log": str(log)})
+    handle = failing.new_handle()
+    failing.reset("a", handle, 0, {"log": str(log)})
     assert "raised ValueError: full" in str(all_answers(failing)["a"])
     assert log.read_text().splitlines() == ["closed"] * 4
     other = hosts("Async")
-    seat = other.seat()
-    other.reset("a", seat, 0, {})
+    handle = other.new_handle()
+    other.reset("a", handle, 0, {})
     all_answers(other)
-    other.step("a", seat, 0, "abc")
+    other.step("a", handle, 0, "abc")
     result = all_answers(other)["a"]
-    assert isinstance(result, Said)
+    assert isinstance(result, StepResult)
     assert result.observation.reply == "<3>"
 
 
 def test_the_end_of_a_run_waits_for_conversations_to_be_closed(hosts, tmp_path: Path) -> None:
     log = tmp_path / "log"
     host = hosts("ClosesSlowly", workers=2)
-    seats = [host.seat() for _ in range(8)]
-    for number, seat in enumerate(seats):
-        host.reset(number, seat, 0, {"log": str(log)})
+    handles = [host.new_handle() for _ in range(8)]
+    for number, handle in enumerate(handles):
+        host.reset(number, handle, 0, {"log": str(log)})
     all_answers(host)
-    for seat in seats:
-        host.end(seat)
+    for handle in handles:
+        host.end(handle)
     host.close()
     assert log.read_text().splitlines() == ["closed"] * 8
     host.close()
@@ -233,11 +233,11 @@ def test_the_end_of_a_run_waits_for_conversations_to_be_closed(hosts, tmp_path: 
 def test_the_end_of_a_run_does_not_wait_for_a_conversation_that_hangs(hosts, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("trimtab.rollout.conversations.hosts.PATIENCE_S", 0.2)
     host = hosts("Slow", workers=1, timeout_s=1000.0)
-    seat = host.seat()
-    host.reset("a", seat, 0, {"hang": 1})
+    handle = host.new_handle()
+    host.reset("a", handle, 0, {"hang": 1})
     all_answers(host)
-    host.step("a", seat, 0, "hang")
-    host.end(seat)
+    host.step("a", handle, 0, "hang")
+    host.end(handle)
     workers = psutil.Process().children()
     assert workers and host._closing == 1
     host.close()
@@ -247,14 +247,14 @@ def test_the_end_of_a_run_does_not_wait_for_a_conversation_that_hangs(hosts, tmp
 @pytest.mark.parametrize("text", ["crash", "hang", "go on"])
 def test_nothing_that_an_environment_started_outlives_its_process(hosts, tmp_path: Path, text: str) -> None:
     host, mark = hosts("Daemonic", workers=1, timeout_s=1.0 if text == "hang" else 60.0), str(tmp_path)
-    seat = host.seat()
-    host.reset("a", seat, 0, {"mark": mark})
-    assert isinstance(all_answers(host)["a"], Opened)
+    handle = host.new_handle()
+    host.reset("a", handle, 0, {"mark": mark})
+    assert isinstance(all_answers(host)["a"], ResetResult)
     started: list[psutil.Process] = []
     assert wait_for(lambda: started.extend(p for p in psutil.process_iter() if mark in arguments(p)) or started)
     try:
-        host.step("a", seat, 0, text)
-        assert isinstance(all_answers(host)["a"], Said if text == "go on" else Failure)
+        host.step("a", handle, 0, text)
+        assert isinstance(all_answers(host)["a"], StepResult if text == "go on" else Failure)
         if text == "go on":
             assert all(map(runs, started)), "it lives as long as its process"
             host.close()

@@ -16,7 +16,7 @@ from trimtab.rollout.conversations.observation import (
     checked_observation,
     checked_opening,
 )
-from trimtab.rollout.trajectory import Group, Played, Trajectory
+from trimtab.rollout.trajectory import Conversation, Group, Trajectory
 
 
 def message(**more: Any) -> list[dict[str, Any]]:
@@ -65,7 +65,9 @@ def one_token() -> Trajectory:
 
     from trimtab.data.prompt import Prompt
 
-    played = Played()
-    played.counts["tool_calls"] = 1
+    conversation = Conversation()
+    conversation.counts["tool_calls"] = 1
     versions = torch.zeros(1, dtype=torch.int32)
-    return Trajectory(Prompt(0, "", [5], {}), 0, torch.tensor([4]), torch.zeros(1), versions, "stop", played=played)
+    return Trajectory(
+        Prompt(0, "", [5], {}), 0, torch.tensor([4]), torch.zeros(1), versions, "stop", conversation=conversation
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trimtab.config.learn import Sampling
-from trimtab.rollout.external.drawing import KeyedSampler, Row
+from trimtab.rollout.external.drawing import KeyedSampler, LogitsRow
 from trimtab.rollout.external.sglang.rows import draw_batch
 from trimtab.rollout.sampler import sample
 
@@ -30,7 +30,7 @@ def test_a_row_draws_what_the_sampler_draws(sampling: dict, rows: tuple[int, ...
     keys, positions = [11, -5, 2**62], [0, 3, 7]
     for name in "abc":
         drawn.hold(name)
-    at, tokens = drawn.draw(scores, [Row(i, "abc"[i], keys[i], positions[i]) for i in rows])
+    at, tokens = drawn.draw(scores, [LogitsRow(i, "abc"[i], keys[i], positions[i]) for i in rows])
     wanted, logprobs = sample(
         scores.cpu()[list(rows)] / (settings.temperature or 1.0),
         settings,
@@ -48,7 +48,7 @@ def test_slots_are_kept_given_back_and_made() -> None:
     for name in ("a", "b", "a", "c", "d", "e"):
         drawn.hold(name)  # three more than there were slots
     scores = logits(5)
-    _, tokens = drawn.draw(scores, [Row(i, name, i, 0) for i, name in enumerate("abcde")])
+    _, tokens = drawn.draw(scores, [LogitsRow(i, name, i, 0) for i, name in enumerate("abcde")])
     assert len(tokens) == 5
     values = {name: drawn.take([name], [1])[0].item() for name in "ca"}
     whole = torch.log_softmax(scores.float(), -1)
@@ -64,7 +64,7 @@ def test_a_request_that_is_held_again_keeps_what_was_noted() -> None:
     drawn, scores, tokens = KeyedSampler(4, 4, DEVICE), logits(2), []
     for position in range(2):
         drawn.hold("a")
-        tokens.append(drawn.draw(scores[position : position + 1], [Row(0, "a", 3, position)])[1].item())
+        tokens.append(drawn.draw(scores[position : position + 1], [LogitsRow(0, "a", 3, position)])[1].item())
     whole = torch.log_softmax(scores.float(), -1).cpu()
     wanted = [whole[position, token].item() for position, token in enumerate(tokens)]
     assert drawn.take(["a"], [2])[0].tolist() == pytest.approx(wanted, abs=1e-5)
@@ -76,7 +76,7 @@ def test_slots_that_were_given_back_are_used_again() -> None:
         names = [f"{round}{name}" for name in "ab"]
         for name in names:
             drawn.hold(name)
-        drawn.draw(logits(2), [Row(i, name, i, 0) for i, name in enumerate(names)])
+        drawn.draw(logits(2), [LogitsRow(i, name, i, 0) for i, name in enumerate(names)])
         drawn.forget(names[:1])
         drawn.take(names[1:], [1])
     assert drawn._logprobs.shape[0] == 2
@@ -87,7 +87,7 @@ def test_half_precision_is_drawn_from_in_full() -> None:
     drawn, scores = KeyedSampler(4, 8, DEVICE), 5 * logits(1).bfloat16()
     drawn.sampling = Sampling(temperature=0.7)
     drawn.hold("a")
-    drawn.draw(scores, [Row(0, "a", 9, 0)])
+    drawn.draw(scores, [LogitsRow(0, "a", 9, 0)])
     _, wanted = sample(scores.float().cpu() / 0.7, drawn.sampling, torch.tensor([9]), torch.tensor([0]))
     assert drawn.take(["a"], [1])[0].item() == pytest.approx(wanted.item(), abs=1e-4)
 

@@ -28,11 +28,11 @@ from trimtab.rollout.external.messages import (
     Abort,
     Beat,
     Done,
+    EngineSetup,
     Generate,
     Publish,
     Ready,
     Settled,
-    Setup,
     Sleep,
     Unread,
 )
@@ -190,7 +190,7 @@ def test_the_first_process_compiles_for_the_others(eager: bool, monkeypatch: pyt
     class Noted(Scripted):
         def send(self, message: object) -> None:
             super().send(message)
-            if isinstance(message, Setup):
+            if isinstance(message, EngineSetup):
                 order.append("starts")
 
         def receive(self, seconds: float) -> object:
@@ -282,7 +282,7 @@ def test_log_probs_that_are_the_trainers_on_the_average_are_taken(
     """Within 0.002 nats a token in float32; and what was tried is not counted."""
     made: list[Computing] = []
     engine = computing(monkeypatch, shift, made, longest=longest, processes=2)
-    assert isinstance(engine, engines.OutsideEngine) and engine.stats.sequences == 0
+    assert isinstance(engine, engines.ExternalEngine) and engine.stats.sequences == 0
     assert sum(len(asked(process)) for process in made) >= 4 and not any(process.closed for process in made)
     engine.close()
 
@@ -329,7 +329,7 @@ def test_what_is_tried_is_as_long_as_the_models_window_asks_for(monkeypatch: pyt
     policy.config.sliding_window = 20
     monkeypatch.setattr("tests.rollout.external.test_engine.small_policy", lambda: policy)
     engine = computing(monkeypatch, little, made)
-    assert isinstance(engine, engines.OutsideEngine)
+    assert isinstance(engine, engines.ExternalEngine)
     assert {len(a.tokens) for order in made[0].sent if isinstance(order, Generate) for a in order.asks} == {40}
     engine.close()
 
@@ -371,7 +371,7 @@ def test_every_process_and_device_has_its_part_of_the_cache(monkeypatch: pytest.
     for changes, wanted in (({"processes": 2}, 2**25), ({"tensor_parallel": 2}, 2**25), ({}, 2**26)):
         engine, made = scripted(monkeypatch, policy=two, kv_bytes=2**26, **changes)
         setup = made[0].sent[0]
-        assert isinstance(setup, Setup) and setup.kv_bytes == wanted
+        assert isinstance(setup, EngineSetup) and setup.kv_bytes == wanted
         assert setup.tensor_parallel == changes.get("tensor_parallel", 1)
         assert changes != {"tensor_parallel": 2} or "the model in 2 parts" in engine.description
         engine.close()

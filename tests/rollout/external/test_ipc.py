@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trimtab.rollout.external import ipc
-from trimtab.rollout.external.ipc import HANDLE_BYTES, NotShared, Opened, export
+from trimtab.rollout.external.ipc import HANDLE_BYTES, NotShared, OpenedAllocations, export
 from trimtab.rollout.external.messages import Weight, Weights
 from trimtab.rollout.external.reading import Reader
 
@@ -60,7 +60,7 @@ def test_a_tensor_is_told_by_its_allocation_and_how_far_into_it(driver: Driver) 
 
 
 def test_each_allocation_is_opened_once_and_closed_when_it_is_no_longer_named(driver: Driver) -> None:
-    opened = Opened()
+    opened = OpenedAllocations()
     opened.only((handle(1), handle(2)))
     opened.only((handle(2), handle(3)))
     opened.only(())
@@ -71,7 +71,7 @@ def test_each_allocation_is_opened_once_and_closed_when_it_is_no_longer_named(dr
 def test_bytes_are_those_at_the_offset(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the allocation that is named."""
     monkeypatch.setattr(ipc, "torch", SimpleNamespace(as_tensor=lambda found, device: found.__cuda_array_interface__))
-    opened = Opened()
+    opened = OpenedAllocations()
     opened.only((handle(1), handle(2)))
     found: Any = opened.bytes_of(handle(2), 48, 16)
     assert found["data"][0] == 248 and found["shape"] == (16,)
@@ -81,11 +81,11 @@ def test_weights_that_cannot_be_opened_leave_those_before(driver: Driver, monkey
     """Each is read from its own allocation, at its own place."""
     memory = {handle(1): torch.arange(8, dtype=torch.float32), handle(2): 10 + torch.arange(8, dtype=torch.float32)}
 
-    def bytes_of(self: Opened, which: bytes, offset: int, count: int) -> torch.Tensor:
+    def bytes_of(self: OpenedAllocations, which: bytes, offset: int, count: int) -> torch.Tensor:
         assert which in self._pointers
         return memory[which].view(torch.uint8)[offset : offset + count]
 
-    monkeypatch.setattr(Opened, "bytes_of", bytes_of)
+    monkeypatch.setattr(OpenedAllocations, "bytes_of", bytes_of)
     layout = (Weight("a", "float32", (2, 1), 8, 0), Weight("b", "float32", (3,), 4, 1))
     reader = Reader()
     reader.take(Weights(layout, None, (handle(1), handle(2))))

@@ -75,7 +75,9 @@ def test_a_process_says_what_ended_it_and_whether_that_was_memory(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_engine_has_a_core(kind: str) -> None:
-    assert importlib.util.find_spec(worker.core_module(kind))
+    found = importlib.util.find_spec(worker.core_module(kind))
+    assert found is not None and found.origin is not None
+    assert f"class {worker.core_class(kind)}:" in Path(found.origin).read_text()
 
 
 STAND_IN = """

@@ -24,15 +24,15 @@ import torch
 from trimtab.base.errors import EnvError
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
-from trimtab.rollout.conversations.hosts import Answer, Hosts, Seat
+from trimtab.rollout.conversations.hosts import ConversationHandle, EnvironmentReply, Hosts
 from trimtab.rollout.conversations.observation import Observation
 from trimtab.rollout.conversations.replies import ReplyEncoder
 from trimtab.rollout.conversations.tools import END
-from trimtab.rollout.conversations.wire import Opened
+from trimtab.rollout.conversations.wire import ResetResult
 from trimtab.rollout.engine import Request, RolloutStats, Sampler
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.stops import decode_all
-from trimtab.rollout.trajectory import Finish, Group, Played, Trajectory
+from trimtab.rollout.trajectory import Conversation, Finish, Group, Trajectory
 from trimtab.workers.messages import Failure
 
 SEEDS = (1 << 63) - 1
@@ -46,15 +46,15 @@ class Episode:
     group: int
     place: int
     """Among the samples of its request."""
-    seat: Seat
+    handle: ConversationHandle
     prompt: Prompt
     limit: int
     """Tokens that may follow the prompt."""
     tokens: list[int] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
+    policy_mask: list[bool] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
     versions: list[torch.Tensor] = field(default_factory=list)
-    played: Played = field(default_factory=Played)
+    conversation: Conversation = field(default_factory=Conversation)
     turns: int = 0
     """Turns that the model has had."""
     finish: Finish | None = None
@@ -74,9 +74,9 @@ class Episode:
         what = f"step {self.turns}" if self.turns else "reset"
         self.failure, self.finish = f"environment, {what}: {why}", "failed"
 
-    def add(self, tokens: list[int], own: bool) -> None:
+    def add(self, tokens: list[int], by_policy: bool) -> None:
         self.tokens += tokens
-        self.own += [own] * len(tokens)
+        self.policy_mask += [by_policy] * len(tokens)
 
     def trajectory(self) -> Trajectory:
         assert self.finish is not None
@@ -90,8 +90,8 @@ class Episode:
             finish=self.finish,
             failure=self.failure,
             failed_in="environment" if self.failure else "reward",
-            own=None if all(self.own) else torch.tensor(self.own),
-            played=self.played,
+            policy_mask=None if all(self.policy_mask) else torch.tensor(self.policy_mask),
+            conversation=self.conversation,
         )
 
 
@@ -113,7 +113,7 @@ class Episodes:
         try:
             if self._hosts.stateful:
                 for episode in episodes:
-                    self._hosts.reset(episode, episode.seat, episode.seed, episode.request.prompt.columns)
+                    self._hosts.reset(episode, episode.handle, episode.seed, episode.request.prompt.columns)
                 yield from self._settle(waiting)
             while going := [episode for episode in episodes if episode.finish is None]:
                 asked, players = self._continued(going)
@@ -127,12 +127,12 @@ class Episodes:
                 yield from self._settle(waiting)
         finally:
             for episode in episodes:
-                self._hosts.end(episode.seat)
+                self._hosts.end(episode.handle)
         assert not waiting
 
     def _begin(self, request: Request, index: int) -> list[Episode]:
         return [
-            Episode(request, index, place, self._hosts.seat(), request.prompt, limit)
+            Episode(request, index, place, self._hosts.new_handle(), request.prompt, limit)
             for place, limit in enumerate(request.limits)
         ]
 
@@ -173,26 +173,26 @@ class Episodes:
     def _hear(self, episode: Episode, said: Trajectory) -> None:
         """One turn of the model. One that was cut short by the limit is not shown to the environment."""
         tokens = said.tokens.tolist()
-        episode.add(tokens, own=True)
+        episode.add(tokens, by_policy=True)
         episode.logprobs.append(said.logprobs)
         episode.versions.append(said.versions)
         episode.turns += 1
         text = self._replies.said(tokens)
-        episode.played.turns.append({"role": "assistant", "content": text})
+        episode.conversation.turns.append({"role": "assistant", "content": text})
         if said.finish == "length":
             episode.finish = "length"
         else:
-            self._hosts.step(episode, episode.seat, episode.seed, text)
+            self._hosts.step(episode, episode.handle, episode.seed, text)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: EnvironmentReply) -> None:
         """What an environment answered, and how the conversation goes on."""
         episode, result = answer.tag, answer.result
-        episode.played.seconds += answer.seconds
+        episode.conversation.seconds += answer.seconds
         if isinstance(result, Failure):
             episode.fail(str(result))
             return
         try:
-            if isinstance(result, Opened):
+            if isinstance(result, ResetResult):
                 self._open(episode, result)
             else:
                 self._go_on(episode, result.observation)
@@ -203,9 +203,9 @@ class Episodes:
 
     def _go_on(self, episode: Episode, seen: Observation) -> None:
         """What was said to one turn."""
-        played = episode.played
-        played.earned += seen.reward or 0.0
-        played.counts.update(seen.counts)
+        conversation = episode.conversation
+        conversation.earned += seen.reward or 0.0
+        conversation.counts.update(seen.counts)
         if seen.done:
             episode.finish = "stop"
         elif episode.turns == self._hosts.settings.max_turns:
@@ -218,10 +218,10 @@ class Episodes:
             if tokens is None or len(tokens) >= left:
                 episode.finish = "length"
                 return
-            episode.add(tokens, own=False)
-            played.turns += self._replies.turns(seen.reply)
+            episode.add(tokens, by_policy=False)
+            conversation.turns += self._replies.turns(seen.reply)
 
-    def _open(self, episode: Episode, opened: Opened) -> None:
+    def _open(self, episode: Episode, opened: ResetResult) -> None:
         """What the environment begins with becomes part of the prompt: it is read and not learned, and uses up tokens."""
         if not opened.opening:
             return
@@ -235,7 +235,7 @@ class Episodes:
             )
         episode.limit -= len(tokens) - before
         episode.prompt = replace(episode.prompt, tokens=tokens)
-        episode.played.turns += self._replies.turns(opened.opening)
+        episode.conversation.turns += self._replies.turns(opened.opening)
 
     def _settle(self, waiting: dict[int, list[Episode]]) -> Iterator[Group]:
         """Wait until every environment has answered, handing over groups as they become complete."""
@@ -256,7 +256,7 @@ class Episodes:
                 del waiting[index]
                 trajectories = [episode.trajectory() for episode in episodes]
                 for episode in episodes:
-                    self._hosts.end(episode.seat)
+                    self._hosts.end(episode.handle)
                 for trajectory, text in zip(trajectories, self._texts(trajectories)):
                     trajectory.text = text
                 yield Group(episodes[0].request.prompt, trajectories, index)

@@ -1,7 +1,7 @@
 """Environments, seen from the trainer: conversations are begun, continued and ended, and answers arrive in a queue.
 
 Guarantees:
-- Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the crew breaks.
+- Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the worker pool breaks.
 - A conversation stays in the process that began it. Should that process end, because another conversation hung or crashed there,
   it goes on in another from the copy that was kept after its last turn; where there is no copy it fails, and says so.
 - A conversation that has ended is closed in its process, also at the end of the run, unless that hangs.
@@ -24,7 +24,18 @@ from trimtab.base.errors import EnvError
 from trimtab.base.suggestions import near_or_all
 from trimtab.config.schema import Environment
 from trimtab.rollout.conversations.tools import BUILTINS
-from trimtab.rollout.conversations.wire import CLASS, TOOL, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
+from trimtab.rollout.conversations.wire import (
+    CLASS,
+    TOOL,
+    Close,
+    EnvironmentSetup,
+    Loaded,
+    Reset,
+    ResetResult,
+    Step,
+    StepResult,
+    UnknownConversation,
+)
 from trimtab.workers.messages import Failure
 from trimtab.workers.pool import Crew, Job, Reply
 from trimtab.workers.process import SLICE_S, import_path
@@ -39,7 +50,7 @@ LOST = (
 
 
 @dataclass(eq=False)
-class Seat:
+class ConversationHandle:
     """One conversation's place."""
 
     key: int
@@ -48,18 +59,18 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EnvironmentReply:
     """What became of one call."""
 
     tag: Any
     """Given with the call."""
-    result: Opened | Said | Failure
+    result: ResetResult | StepResult | Failure
     seconds: float
 
 
 @dataclass(frozen=True)
-class Call:
-    """One errand of the crew."""
+class EnvironmentCall:
+    """One call of the worker pool."""
 
     asked: Reset | Step | Close
     timeout_s: float
@@ -99,7 +110,7 @@ class Hosts:
         objects: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         found = locate_environment(settings, base_dir, objects or {})
-        setup = pickle.dumps(Setup(import_path(base_dir), found.made, settings.args, found.tools, templated))
+        setup = pickle.dumps(EnvironmentSetup(import_path(base_dir), found.made, settings.args, found.tools, templated))
         self.settings = settings
         self.stateful = found.made is not None
         self._crew = Crew(
@@ -107,7 +118,7 @@ class Hosts:
             workers,
         )
         self.loaded: Loaded = self._crew.loaded
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[EnvironmentReply] = queue.SimpleQueue()
         self._keys = 0
         self._open = 0
         """Calls that are not answered yet."""
@@ -124,30 +135,30 @@ class Hosts:
                 f"{near_or_all(column, known)} Offered besides the columns: seed"
             )
 
-    def seat(self) -> Seat:
+    def new_handle(self) -> ConversationHandle:
         self._keys += 1
-        return Seat(self._keys)
+        return ConversationHandle(self._keys)
 
-    def reset(self, tag: Any, seat: Seat, seed: int, columns: dict[str, Any]) -> None:
-        self._call(tag, seat, Reset(seat.key, seed, columns))
+    def reset(self, tag: Any, handle: ConversationHandle, seed: int, columns: dict[str, Any]) -> None:
+        self._call(tag, handle, Reset(handle.key, seed, columns))
 
-    def step(self, tag: Any, seat: Seat, seed: int, text: str) -> None:
-        self._call(tag, seat, Step(seat.key, seed, text))
+    def step(self, tag: Any, handle: ConversationHandle, seed: int, text: str) -> None:
+        self._call(tag, handle, Step(handle.key, seed, text))
 
-    def end(self, seat: Seat) -> None:
+    def end(self, handle: ConversationHandle) -> None:
         """The conversation is over: its instance is closed and forgotten. How that ends is nobody's business any more."""
-        if seat.home is not None:
+        if handle.home is not None:
             with self._changed:
                 self._closing += 1
-            self._crew.call(Call(Close(seat.key), self.settings.timeout_s, self._closed, seat.home))
-            seat.home = seat.copy = None
+            self._crew.call(EnvironmentCall(Close(handle.key), self.settings.timeout_s, self._closed, handle.home))
+            handle.home = handle.copy = None
 
     def _closed(self, reply: Reply) -> None:
         with self._changed:
             self._closing -= 1
             self._changed.notify_all()
 
-    def ready(self) -> list[Answer]:
+    def ready(self) -> list[EnvironmentReply]:
         """Answers that are there."""
         found = []
         while not self._answers.empty():
@@ -155,7 +166,7 @@ class Hosts:
         self._open -= len(found)
         return found
 
-    def wait(self) -> Answer | None:
+    def wait(self) -> EnvironmentReply | None:
         """The next answer; None once every call is answered."""
         while self._open:
             try:
@@ -185,25 +196,25 @@ class Hosts:
         finally:
             self._crew.close()
 
-    def _call(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
+    def _call(self, tag: Any, handle: ConversationHandle, asked: Reset | Step) -> None:
         self._open += 1
-        self._send(tag, seat, asked)
+        self._send(tag, handle, asked)
 
-    def _send(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
-        receive = partial(self._receive, tag, seat, asked)
-        self._crew.call(Call(asked, self.settings.timeout_s, receive, seat.home))
+    def _send(self, tag: Any, handle: ConversationHandle, asked: Reset | Step) -> None:
+        receive = partial(self._receive, tag, handle, asked)
+        self._crew.call(EnvironmentCall(asked, self.settings.timeout_s, receive, handle.home))
 
-    def _receive(self, tag: Any, seat: Seat, asked: Reset | Step, reply: Reply) -> None:
+    def _receive(self, tag: Any, handle: ConversationHandle, asked: Reset | Step, reply: Reply) -> None:
         result = reply.result
-        if isinstance(result, Unknown):
+        if isinstance(result, UnknownConversation):
             assert isinstance(asked, Step)
-            if seat.copy is not None:
-                copy, seat.home = seat.copy, None
-                self._send(tag, seat, replace(asked, state=copy))
+            if handle.copy is not None:
+                copy, handle.home = handle.copy, None
+                self._send(tag, handle, replace(asked, state=copy))
                 return
             result = Failure("crashed", LOST)
-        if isinstance(result, Opened | Said):
-            seat.home, seat.copy = (reply.worker if self.stateful else None), result.state
+        if isinstance(result, ResetResult | StepResult):
+            handle.home, handle.copy = (reply.worker if self.stateful else None), result.state
         else:
-            seat.home = None
-        self._answers.put(Answer(tag, result, reply.seconds))
+            handle.home = None
+        self._answers.put(EnvironmentReply(tag, result, reply.seconds))

@@ -14,7 +14,7 @@ TOOL = Naming("environment.tools", "tool", "function", EnvError)
 
 
 @dataclass(frozen=True)
-class Setup:
+class EnvironmentSetup:
     """The first message: what answers the model."""
 
     path: list[str]
@@ -60,7 +60,7 @@ class Close:
 
 
 @dataclass(frozen=True)
-class Opened:
+class ResetResult:
     """The answer to a reset."""
 
     opening: Reply | None
@@ -68,7 +68,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Said:
+class StepResult:
     """The answer to a step."""
 
     observation: Observation
@@ -76,5 +76,5 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownConversation:
     """The worker does not have this conversation: it is not the process that began it."""

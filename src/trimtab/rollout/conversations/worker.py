@@ -25,7 +25,17 @@ from trimtab.base.errors import EnvError
 from trimtab.base.suggestions import near_or_all
 from trimtab.rollout.conversations.observation import Refused, checked_observation, checked_opening
 from trimtab.rollout.conversations.tools import ToolBox
-from trimtab.rollout.conversations.wire import CLASS, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
+from trimtab.rollout.conversations.wire import (
+    CLASS,
+    Close,
+    EnvironmentSetup,
+    Loaded,
+    Reset,
+    ResetResult,
+    Step,
+    StepResult,
+    UnknownConversation,
+)
 from trimtab.workers.child import await_, serve, set_up
 from trimtab.workers.messages import Failure, receive, send
 from trimtab.workers.user_code import Source, import_object, told, user_traceback
@@ -37,20 +47,22 @@ LARGEST_COPY = 1 << 22
 def main(channel_fd: str, trace_fd: str) -> None:
     channel = set_up(int(channel_fd), int(trace_fd))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        setup: Setup = pickle.loads(receive(channel))
+        setup: EnvironmentSetup = pickle.loads(receive(channel))
         sys.path[:] = setup.path
         try:
-            house: House | ToolHouse = ToolHouse(setup) if setup.made is None else House(setup.made, setup.args)
+            host: EnvironmentHost | ToolHost = (
+                ToolHost(setup) if setup.made is None else EnvironmentHost(setup.made, setup.args)
+            )
         except EnvError as error:
             send(channel, pickle.dumps(Failure("raised", str(error))))
             return
-        send(channel, pickle.dumps(house.loaded))
-        serve(channel, lambda message: respond(message, house))
+        send(channel, pickle.dumps(host.loaded))
+        serve(channel, lambda message: respond(message, host))
 
 
-def respond(message: bytes, house: House | ToolHouse) -> Any:
+def respond(message: bytes, host: EnvironmentHost | ToolHost) -> Any:
     try:
-        return house.serve(pickle.loads(message))
+        return host.serve(pickle.loads(message))
     except Refused as error:
         return Failure("invalid", str(error))
     except BaseException as error:  # user code: also SystemExit and KeyboardInterrupt
@@ -58,20 +70,20 @@ def respond(message: bytes, house: House | ToolHouse) -> Any:
         return Failure("raised", summary, user_traceback(error))
 
 
-class ToolHouse:
+class ToolHost:
     """Tools have no state: any worker serves any turn."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EnvironmentSetup) -> None:
         self._box = ToolBox.load(setup.tools, setup.templated)
         self.loaded = Loaded(schemas=self._box.schemas)
 
-    def serve(self, call: Any) -> Said:
+    def serve(self, call: Any) -> StepResult:
         assert isinstance(call, Step)
         seed_all(call.seed)
-        return Said(checked_observation(self._box.step(call.text)), b"")
+        return StepResult(checked_observation(self._box.step(call.text)), b"")
 
 
-class House:
+class EnvironmentHost:
     """Instances of the user's class, by conversation."""
 
     def __init__(self, source: Source, args: dict[str, Any]) -> None:
@@ -81,7 +93,7 @@ class House:
         self.loaded = Loaded(self.needs)
         self._here: dict[int, Any] = {}
 
-    def serve(self, call: Reset | Step | Close) -> Opened | Said | Unknown | None:
+    def serve(self, call: Reset | Step | Close) -> ResetResult | StepResult | UnknownConversation | None:
         if isinstance(call, Close):
             self._close(call.key)
             return None
@@ -89,7 +101,7 @@ class House:
             return self._reset(call)
         if call.key not in self._here:
             if call.state is None:
-                return Unknown()
+                return UnknownConversation()
             self._here[call.key] = self._thaw(call.state)
         seed_all(call.seed)
         instance = self._here[call.key]
@@ -98,7 +110,7 @@ class House:
         except BaseException:
             self._drop(call.key)
             raise
-        return Said(said, None if said.done else self._freeze(instance))
+        return StepResult(said, None if said.done else self._freeze(instance))
 
     def _close(self, key: int) -> None:
         instance = self._here.pop(key, None)
@@ -110,7 +122,7 @@ class House:
         with contextlib.suppress(Exception):
             self._close(key)
 
-    def _reset(self, call: Reset) -> Opened:
+    def _reset(self, call: Reset) -> ResetResult:
         seed_all(call.seed)
         instance = self._make(**self._args)
         offered = {"seed": call.seed, **call.columns}
@@ -122,7 +134,7 @@ class House:
         except BaseException:
             self._drop(call.key)
             raise
-        return Opened(opening, self._freeze(instance))
+        return ResetResult(opening, self._freeze(instance))
 
     def _freeze(self, instance: Any) -> bytes | None:
         """A copy, or None where there can be none: the instance holds something that lives in this process only."""

@@ -18,7 +18,7 @@ from trimtab.model.transfer import to_device
 from trimtab.rollout.sampler import sample
 
 
-class Row(NamedTuple):
+class LogitsRow(NamedTuple):
     """A row of a step's logits that is to be drawn from."""
 
     at: int
@@ -48,7 +48,7 @@ class KeyedSampler:
         if name not in self._slots:
             self._slots[name] = self._free.pop() if self._free else self._grow()
 
-    def draw(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, logits_BV: torch.Tensor, rows: Sequence[LogitsRow]) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each of these rows, of which there is one at least; the rows, and the tokens, on the logits' device."""
         mine = [(row.key, self._slots[row.name], row.position, row.at) for row in rows]
         key_B, slot_B, position_B, at_B = to_device(torch.tensor(mine), logits_BV.device).t().contiguous()

@@ -31,7 +31,7 @@ from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
 
 
-class OutsideEngine:
+class ExternalEngine:
     """See rollout/engine.py."""
 
     def __init__(

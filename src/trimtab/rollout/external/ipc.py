@@ -32,7 +32,7 @@ def export(pointer: int) -> tuple[bytes, int]:
     return bytes(handle.reserved), pointer - base.value
 
 
-class Opened:
+class OpenedAllocations:
     """Allocations of another process, by handle; each is opened once and closed when it is no longer named."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ class Kind:
     """One of them."""
 
     name: str
-    """Its name in `run.engine`, that of its module, and of the package here that drives it (`core.Core`)."""
+    """Its name in `run.engine`, that of its module, and of the package here that drives it (`core.py`)."""
     title: str
     packages: tuple[str, ...]
     """It is installed as one of these."""

@@ -20,7 +20,7 @@ from trimtab.model.adapters import has_adapters
 from trimtab.model.memory import free
 from trimtab.model.policy import Policy
 from trimtab.rollout.external.kinds import Kind
-from trimtab.rollout.external.messages import Ask, Beat, Publish, Ready, Settled, Setup, Unread
+from trimtab.rollout.external.messages import Ask, Beat, EngineSetup, Publish, Ready, Settled, Unread
 from trimtab.rollout.external.process import SILENT_S, EngineLost, EngineProcess
 from trimtab.rollout.external.weights import SharedWeights
 
@@ -58,8 +58,8 @@ class Member:
 
 
 class Members:
-    """All processes of an engine. `settings` is what `Setup` says of them, but for where the model lies and how many sequences
-    each runs."""
+    """All processes of an engine. `settings`: the fields of `EngineSetup`, except where the model lies and how many sequences each
+    process runs."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Members:
         for together in (members[:ahead], members[ahead:]):
             for member in together:
                 member.process = EngineProcess(self.kind.name, self.python, threads)
-                member.process.send(Setup(**self._settings, max_sequences=self.each))
+                member.process.send(EngineSetup(**self._settings, max_sequences=self.each))
                 member.sequences = self.each
             for member in together:
                 ready = member.running.receive(START_S)

@@ -29,7 +29,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineSetup:
     """What an engine is made with. The first message to a process."""
 
     folder: str

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from trimtab.rollout.external.ipc import Opened
+from trimtab.rollout.external.ipc import OpenedAllocations
 from trimtab.rollout.external.messages import Weight, Weights
 
 
@@ -16,7 +16,7 @@ class Reader:
     """Sees what was last published where it lies."""
 
     def __init__(self) -> None:
-        self._opened = Opened()
+        self._opened = OpenedAllocations()
         self._weights = Weights(())
 
     def take(self, weights: Weights) -> None:

@@ -20,11 +20,11 @@ from trimtab.rollout.external.ipc import NotShared
 from trimtab.rollout.external.messages import (
     Abort,
     Done,
+    EngineSetup,
     Failed,
     Generate,
     Publish,
     Settled,
-    Setup,
     Sleep,
     Unread,
 )
@@ -56,15 +56,20 @@ class Core(Protocol):
 
 
 def core_module(kind: str) -> str:
-    """Where the engine's `Core` is: a string, since only the engine's own environment can import it."""
+    """The module that holds the engine's core: a string, since only the engine's own environment can import it."""
     return f"trimtab.rollout.external.{kind}.core"
+
+
+def core_class(kind: str) -> str:
+    """The name of the core's class there: VllmCore, SglangCore."""
+    return f"{kind.capitalize()}Core"
 
 
 def serve(kind: str, link: Channel) -> None:
     """Carry out orders in turn; between them, step."""
     setup = link.receive()
-    assert isinstance(setup, Setup)
-    core: Core = importlib.import_module(core_module(kind)).Core(setup)
+    assert isinstance(setup, EngineSetup)
+    core: Core = getattr(importlib.import_module(core_module(kind)), core_class(kind))(setup)
     link.send(core.account.ready)
     beaten = time.monotonic()
     while True:

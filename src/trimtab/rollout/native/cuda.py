@@ -34,7 +34,7 @@ from trimtab.rollout.native.arena import Arena, piece_bytes
 from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.fused import FusedBody, Workspace
 from trimtab.rollout.native.kernels.attention import (
-    Batch,
+    DecodeBatch,
     DecodeShape,
     Partials,
     decode_attention,
@@ -72,7 +72,7 @@ class _Layout:
 class _ModulesPlan:
     """The model's own modules, with attention over the pages."""
 
-    batch: Batch
+    batch: DecodeBatch
     cache: KVCache
     partials: Partials
 
@@ -250,12 +250,12 @@ class CudaDecoder:
         partials = space.partials if space is not None else Partials(self.batch, self._decode_shapes, empty)
         return _Layout(cache, space, partials, empty((self.batch, self.policy.head.weight_VE.shape[0]), torch.float32))
 
-    def _batch(self, index_B: torch.Tensor, rows: Rows, items: torch.Tensor | None) -> Batch:
+    def _batch(self, index_B: torch.Tensor, rows: Rows, items: torch.Tensor | None) -> DecodeBatch:
         shared_B = self._shared[: index_B.shape[0]]
         state = rows.state
-        return Batch(index_B, rows.pages, state.positions, state.done, shared_B, items, self.page_tokens)
+        return DecodeBatch(index_B, rows.pages, state.positions, state.done, shared_B, items, self.page_tokens)
 
-    def _hidden(self, batch: Batch, rows: Rows) -> torch.Tensor:
+    def _hidden(self, batch: DecodeBatch, rows: Rows) -> torch.Tensor:
         if self._body is not None:
             assert self._layout.space is not None
             return self._body.decode(batch, rows.state.last_tokens, self.cache, self._layout.space)

@@ -21,7 +21,7 @@ from trimtab.model.shapes import LayerShape
 from trimtab.model.sizes import MERGED_AT_ONCE
 from trimtab.rollout.native.arena import piece_bytes
 from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
-from trimtab.rollout.native.kernels.attention import Batch, DecodeShape, Partials, decode_attention
+from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, Partials, decode_attention
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, most_rows, serves, skinny
 
@@ -178,7 +178,7 @@ class FusedBody:
     def workspace(self, batch: int, empty: Empty) -> Workspace:
         return Workspace(batch, self.layers, self.table.shape[1], self.policy.dtype, empty)
 
-    def decode(self, batch: Batch, tokens_R: torch.Tensor, cache: KVCache, space: Workspace) -> torch.Tensor:
+    def decode(self, batch: DecodeBatch, tokens_R: torch.Tensor, cache: KVCache, space: Workspace) -> torch.Tensor:
         """Last hidden state of the newest token of every entry, [B, E]; its keys and values are stored."""
         b = batch.index_B.shape[0]
         residual, x, y = space.residual[:b], space.x[:b], space.y[:b]
@@ -225,7 +225,7 @@ class FusedBody:
         return self.final if index + 1 == len(self.layers) else self.layers[index + 1].parts.before_attention
 
     def _attend(
-        self, batch: Batch, layer: FusedLayer, qkv: torch.Tensor, out: torch.Tensor, cache: KVCache, index: int,
+        self, batch: DecodeBatch, layer: FusedLayer, qkv: torch.Tensor, out: torch.Tensor, cache: KVCache, index: int,
         space: Workspace,
     ) -> None:  # fmt: skip
         shape = layer.decode_shape

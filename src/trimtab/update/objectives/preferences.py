@@ -24,10 +24,10 @@ UNREAD = 0
 
 
 @dataclass(eq=False)
-class Answer(Sample):
+class PairSample(Sample):
     """One of a pair."""
 
-    mate: Answer | None = None
+    mate: PairSample | None = None
     """Set for the better answer of a pair: the worse one."""
     margin: float = 0.0
     score: torch.Tensor | None = None
@@ -38,8 +38,8 @@ def to_samples(pairs: Sequence[Pair]) -> list[Sample]:
     share, none = torch.tensor([1 / max(1, len(pairs))]), torch.empty(0)
     samples: list[Sample] = []
     for pair in pairs:
-        worse = Answer(pair.prompt, torch.tensor([*pair.worse, UNREAD]), none, share, none)
-        better = Answer(
+        worse = PairSample(pair.prompt, torch.tensor([*pair.worse, UNREAD]), none, share, none)
+        better = PairSample(
             pair.prompt, torch.tensor([*pair.better, UNREAD]), none, share, none, mate=worse, margin=pair.margin
         )
         samples += [better, worse]
@@ -75,7 +75,7 @@ class BradleyTerry:
     ) -> torch.Tensor:
         scores = self.estimate(policy, batch, chunk)
         place = {id(sample): at for at, sample in enumerate(batch.samples)}
-        better = [s for s in batch.samples if isinstance(s, Answer) and s.mate is not None]
+        better = [s for s in batch.samples if isinstance(s, PairSample) and s.mate is not None]
         first, second = (
             torch.tensor([place[id(s)] for s in side], device=scores.device)
             for side in (better, [s.mate for s in better])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trimtab.rollout.external.drawing import KeyedSampler
-from trimtab.rollout.external.messages import Setup
+from trimtab.rollout.external.messages import EngineSetup
 from trimtab.rollout.external.sglang.rows import draw_batch
 
 VOCABULARY = 40
@@ -91,7 +91,7 @@ class Model(torch.nn.Module):
 class Scheduler:
     """Retracts its youngest request in every fifth step."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
         self.model = Model()
         self.drawing = SimpleNamespace(
@@ -183,7 +183,7 @@ class Scheduler:
 def modules(kept: list[Scheduler]) -> dict[str, Any]:
     """What an engine imports, by name; the schedulers that were made are kept."""
 
-    def start(setup: Setup) -> Scheduler:
+    def start(setup: EngineSetup) -> Scheduler:
         kept.append(Scheduler(setup))
         return kept[-1]
 

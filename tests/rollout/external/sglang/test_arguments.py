@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.rollout.external.messages import Setup
+from trimtab.rollout.external.messages import EngineSetup
 from trimtab.rollout.external.sglang.arguments import (
     BACKEND,
     CONTEXT_ROOM,
@@ -19,7 +19,7 @@ from trimtab.rollout.external.sglang.arguments import (
     whole_pages,
 )
 
-SETUP = Setup(
+SETUP = EngineSetup(
     folder="/model", dtype="bfloat16", cuda=True, max_sequences=24, kv_bytes=2**30, prefill_tokens=1000, page_tokens=16,
     longest=300, prefix_cache=True, eager=False, sleeps=True,
 )  # fmt: skip

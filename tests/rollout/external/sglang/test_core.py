@@ -20,7 +20,7 @@ from tests.rollout.external.sglang.test_arguments import SETUP
 from trimtab.config.learn import Sampling
 from trimtab.rollout.external.messages import Ask, Done, Generate, Publish, Weight, Weights
 from trimtab.rollout.external.sglang.arguments import NEEDED
-from trimtab.rollout.external.sglang.core import Core
+from trimtab.rollout.external.sglang.core import SglangCore
 from trimtab.rollout.sampler import sample
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 
@@ -28,11 +28,11 @@ STOP = 2
 
 
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Core:
+def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SglangCore:
     return make(monkeypatch, tmp_path)
 
 
-def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Core:
+def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> SglangCore:
     for name, module in modules([]).items():
         monkeypatch.setitem(sys.modules, name, module)
     driver = "trimtab.rollout.external.sglang.driver"
@@ -42,7 +42,7 @@ def make(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Core:
     for name in {*os.environ, *NEEDED}:
         monkeypatch.setenv(name, os.environ.get(name, ""))  # whatever the engine changes is undone
     tiny_tokenizer().save_pretrained(folder)
-    made = Core(replace(SETUP, folder=str(folder), max_sequences=6, **changes))
+    made = SglangCore(replace(SETUP, folder=str(folder), max_sequences=6, **changes))
     made.publish(published(folder, 0))
     return made
 
@@ -63,7 +63,7 @@ def order(asked: list[Ask], call: int = 1, stop_ids: tuple[int, ...] = (STOP,), 
     return Generate(call, asked, Sampling(**sampling).model_dump(), list(stop_ids))
 
 
-def finish(core: Core) -> dict[int, Done]:
+def finish(core: SglangCore) -> dict[int, Done]:
     found: dict[int, Done] = {}
     for _ in range(1000):
         for done in core.step() if core.busy else ():
@@ -93,14 +93,14 @@ def alone(
     return made, logprobs, stopped
 
 
-def scheduler(core: Core) -> Scheduler:
+def scheduler(core: SglangCore) -> Scheduler:
     found = core._scheduler
     assert isinstance(found, Scheduler)
     return found
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}], ids=str)
-def test_sequences_are_those_that_each_would_be_alone(core: Core, sampling: dict) -> None:
+def test_sequences_are_those_that_each_would_be_alone(core: SglangCore, sampling: dict) -> None:
     """Slots are fewer than sequences, and some are retracted."""
     asked = asks()
     core.begin(order(asked, **sampling))
@@ -116,7 +116,7 @@ def test_sequences_are_those_that_each_would_be_alone(core: Core, sampling: dict
     assert core.account.beat.decode_steps > 0 and core.account.beat.blocks == 16 and core.account.ready.blocks == 64
 
 
-def test_a_stop_token_at_the_limit_is_a_stop(core: Core) -> None:
+def test_a_stop_token_at_the_limit_is_a_stop(core: SglangCore) -> None:
     """SGLang looks at the limit first, and calls it a length."""
     whole = {ask.id: alone(0, ask, stop_ids=()) for ask in asks()}
     asked = [replace(ask, limit=4) for ask in asks()]
@@ -128,7 +128,7 @@ def test_a_stop_token_at_the_limit_is_a_stop(core: Core) -> None:
     assert done.stopped and len(tokens(done)) == 1
 
 
-def test_stop_strings_end_where_they_are_complete(core: Core) -> None:
+def test_stop_strings_end_where_they_are_complete(core: SglangCore) -> None:
     asked = asks(limit=30)
     core.begin(order(asked, stop=["a", "7+"]))
     found = finish(core)
@@ -141,14 +141,14 @@ def test_stop_strings_end_where_they_are_complete(core: Core) -> None:
     assert cut, "or nothing was tried"
 
 
-def test_what_ended_with_a_stop_string_is_not_gone_on_with(core: Core) -> None:
+def test_what_ended_with_a_stop_string_is_not_gone_on_with(core: SglangCore) -> None:
     core.begin(order(asks(2, limit=200), stop=["a", "7", "+"]))
     assert len(finish(core)) == 6
     there = [*scheduler(core).running, *scheduler(core).waiting_queue]
     assert not [request for request in there if not request.finished() and request.to_finish is None]
 
 
-def test_no_more_enter_than_there_is_room_for(core: Core) -> None:
+def test_no_more_enter_than_there_is_room_for(core: SglangCore) -> None:
     """But for the samples of a prompt, which follow its first."""
     core.begin(order(asks()))
     while core.busy:
@@ -157,7 +157,7 @@ def test_no_more_enter_than_there_is_room_for(core: Core) -> None:
         list(core.step())
 
 
-def test_stop_strings_of_sequences_too_short_to_be_looked_at_are_found_at_their_end(core: Core) -> None:
+def test_stop_strings_of_sequences_too_short_to_be_looked_at_are_found_at_their_end(core: SglangCore) -> None:
     asked = asks(limit=LOOK_EVERY - 2)
     core.begin(order(asked, stop=["a", "7", "+"]))
     found = finish(core)
@@ -169,13 +169,13 @@ def test_stop_strings_of_sequences_too_short_to_be_looked_at_are_found_at_their_
     assert inside, "or nothing was tried"
 
 
-def test_ended_by_a_stop_string_it_takes_no_other_with_it(core: Core) -> None:
+def test_ended_by_a_stop_string_it_takes_no_other_with_it(core: SglangCore) -> None:
     """SGLang aborts every request whose name begins with the one that is named."""
     names = [core._name(Ask(id, [], 1, 0)) for id in range(120)]
     assert not [(one, two) for one in names for two in names if one != two and two.startswith(one)]
 
 
-def test_nothing_is_left_of_what_was_aborted(core: Core) -> None:
+def test_nothing_is_left_of_what_was_aborted(core: SglangCore) -> None:
     core.begin(order(asks()))
     for _ in range(3):
         list(core.step())
@@ -187,7 +187,7 @@ def test_nothing_is_left_of_what_was_aborted(core: Core) -> None:
     assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(0, ask)[0] for ask in asks(2)}
 
 
-def test_new_weights_are_used_and_nothing_old_is(core: Core, tmp_path: Path) -> None:
+def test_new_weights_are_used_and_nothing_old_is(core: SglangCore, tmp_path: Path) -> None:
     core.begin(order(asks()))
     list(core.step())
     core.publish(published(tmp_path, 4, version=1))
@@ -196,7 +196,7 @@ def test_new_weights_are_used_and_nothing_old_is(core: Core, tmp_path: Path) -> 
     assert {id: tokens(done) for id, done in finish(core).items()} == {ask.id: alone(4, ask)[0] for ask in asks()}
 
 
-def test_memory_comes_back_in_parts_with_the_weights_in_between(core: Core, tmp_path: Path) -> None:
+def test_memory_comes_back_in_parts_with_the_weights_in_between(core: SglangCore, tmp_path: Path) -> None:
     scheduler(core).log.clear()
     core.sleep()
     core.sleep()
@@ -224,7 +224,9 @@ def test_weights_that_are_not_taken_are_an_error(monkeypatch: pytest.MonkeyPatch
         make(monkeypatch, tmp_path)
 
 
-def test_a_cache_that_is_not_emptied_is_an_error(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_not_emptied_is_an_error(
+    core: SglangCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scheduler(core), "flush_cache", lambda empty_cache: False)
     with pytest.raises(RuntimeError, match="did not empty its prefix cache"):
         core.publish(published(tmp_path, 4, version=1))
@@ -286,14 +288,14 @@ def test_variables_are_the_engines_own(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "SGLANG_MAX_NEW_TOKENS_LIMIT" not in os.environ and os.environ["TRITON_F32_DEFAULT"] == "ieee"
 
 
-def test_a_sequence_that_would_be_cut_short_is_an_error(core: Core) -> None:
+def test_a_sequence_that_would_be_cut_short_is_an_error(core: SglangCore) -> None:
     scheduler(core).most = 5
     core.begin(order(asks()))
     with pytest.raises(RuntimeError, match="after 5 of 12 new tokens"):
         list(core.step())
 
 
-def test_a_sequence_that_is_given_up_is_an_error(core: Core) -> None:
+def test_a_sequence_that_is_given_up_is_an_error(core: SglangCore) -> None:
     core.begin(order(asks(1, 1)))
     list(core.step())
     scheduler(core).abort_request(type("Order", (), {"rid": "1-0."})())
@@ -301,7 +303,7 @@ def test_a_sequence_that_is_given_up_is_an_error(core: Core) -> None:
         finish(core)
 
 
-def test_a_sequence_that_is_lost_is_an_error(core: Core) -> None:
+def test_a_sequence_that_is_lost_is_an_error(core: SglangCore) -> None:
     core.begin(order(asks(1, 1)))
     list(core.step())
     scheduler(core).running.clear()

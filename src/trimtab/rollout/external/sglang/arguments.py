@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.rollout.external.messages import Setup
+from trimtab.rollout.external.messages import EngineSetup
 
 BACKEND = "trimtab"
 """Under which name Trimtab's sampler is registered."""
@@ -32,7 +32,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in UNWANTED} | NEEDED
 
 
-def server_arguments(setup: Setup) -> dict[str, Any]:
+def server_arguments(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `ServerArgs`. The bytes of the KV cache are not among them: see driver.py."""
     chunk = whole_pages(setup.prefill_tokens, setup.page_tokens)
     arguments: dict[str, Any] = {
@@ -78,7 +78,7 @@ def whole_pages(tokens: int, page: int) -> int:
     return max(1, -(-tokens // page)) * page
 
 
-def least_kv_tokens(setup: Setup) -> int:
+def least_kv_tokens(setup: EngineSetup) -> int:
     """With fewer in its cache SGLang would cut the longest sequence short: it counts the prompt in whole pages, and a page."""
     return setup.longest + 2 * setup.page_tokens
 

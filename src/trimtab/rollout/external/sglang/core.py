@@ -17,7 +17,7 @@ import torch
 
 from trimtab.config.learn import Sampling
 from trimtab.rollout.external.account import Account, stop_strings
-from trimtab.rollout.external.messages import Ask, Done, Generate, Publish, Setup
+from trimtab.rollout.external.messages import Ask, Done, EngineSetup, Generate, Publish
 from trimtab.rollout.external.reading import Reader
 from trimtab.rollout.external.sglang.admission import Admission
 from trimtab.rollout.external.sglang.arguments import environment
@@ -28,7 +28,7 @@ WEIGHTS, KV = "weights", "kv_cache"
 
 
 @dataclass
-class _Running:
+class _SglangRequest:
     ask: Ask
     request: Any = None
     """SGLang's, since it entered."""
@@ -39,10 +39,10 @@ class _Running:
         return list(self.request.output_ids)
 
 
-class Core:
+class SglangCore:
     """One SGLang scheduler."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         wanted = environment(os.environ) | setup.exact
         for name in os.environ.keys() - wanted.keys():
             del os.environ[name]
@@ -54,7 +54,7 @@ class Core:
         self._setup, self._driver = setup, driver
         self._scheduler = driver.start(setup)
         self._drawing = self._scheduler.drawing
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _SglangRequest] = {}
         self._admission = Admission(setup.max_sequences, setup.prefix_cache)
         self._stops, self._stop_ids = StopStrings([], None), frozenset[int]()
         self._asleep: set[str] = set()
@@ -136,7 +136,7 @@ class Core:
         self._drawing.keyed.sampling = sampling
         self._stops = stop_strings(sampling, self._setup.folder)
         self._stop_ids = frozenset(order.stop_ids)
-        self._running |= {self._name(ask): _Running(ask) for ask in order.asks}
+        self._running |= {self._name(ask): _SglangRequest(ask) for ask in order.asks}
         self._drawing.keys = {name: running.ask.key for name, running in self._running.items()}
         self._admission.add(order.asks)
 

@@ -22,7 +22,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils import DynamicGradMode
 
 from trimtab.rollout.external.drawing import KeyedSampler
-from trimtab.rollout.external.messages import Setup
+from trimtab.rollout.external.messages import EngineSetup
 from trimtab.rollout.external.sglang.arguments import BACKEND, least_kv_tokens, server_arguments
 from trimtab.rollout.external.sglang.drawing import DrawingSampler
 
@@ -66,7 +66,7 @@ class Driven(Scheduler):
         return batch
 
 
-def start(setup: Setup) -> Driven:
+def start(setup: EngineSetup) -> Driven:
     """A scheduler whose weights mean nothing yet."""
     keyed = KeyedSampler(setup.max_sequences, setup.longest, torch.device("cuda" if setup.cuda else "cpu"))
     register_sampler_backend(BACKEND, lambda: DrawingSampler(keyed))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trimtab.rollout.external.drawing import KeyedSampler, Row
+from trimtab.rollout.external.drawing import KeyedSampler, LogitsRow
 
 
 def draw_batch(
@@ -17,7 +17,7 @@ def draw_batch(
     is still in the batch."""
     assert len(requests) == logits_BV.shape[0], f"{logits_BV.shape[0]} rows of {len(requests)} requests"
     mine = [
-        Row(at, request.rid, keys[request.rid], len(request.output_ids))
+        LogitsRow(at, request.rid, keys[request.rid], len(request.output_ids))
         for at, request in enumerate(requests)
         if request.rid in keyed and request.inflight_middle_chunks <= 0
     ]

@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.config.learn import Sampling
 from trimtab.rollout.external.account import Account, stop_strings
 from trimtab.rollout.external.kinds import VLLM_RANKS
-from trimtab.rollout.external.messages import Done, Generate, Publish, Setup
+from trimtab.rollout.external.messages import Done, EngineSetup, Generate, Publish
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -38,15 +38,15 @@ def _in_words() -> Iterator[None]:
 
 
 @dataclass
-class _Running:
+class _VllmRequest:
     ask_id: int
     looked: int = 0
 
 
-class Core:
+class VllmCore:
     """One vLLM engine."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         usual = {key: value for key, value in USUAL.items() if key not in os.environ}
         os.environ.update(usual | NEEDED | setup.exact | (CUT if setup.tensor_parallel > 1 else {}))
         import vllm
@@ -88,7 +88,7 @@ class Core:
             }
         self._llm = vllm.LLM(**arguments)
         self._engine = self._llm.llm_engine
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _VllmRequest] = {}
         self._stops = StopStrings([], None)
         self._asleep = False
         self._published = Publish(0)
@@ -157,7 +157,7 @@ class Core:
         self._stops = stop_strings(Sampling.model_validate(order.sampling), self._setup.folder)
         for ask in order.asks:
             name = f"{order.call}-{ask.id}"
-            self._running[name] = _Running(ask.id)
+            self._running[name] = _VllmRequest(ask.id)
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=ask.limit,

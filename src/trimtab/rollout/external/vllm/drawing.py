@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from trimtab.rollout.external.drawing import KeyedSampler, Row
+from trimtab.rollout.external.drawing import KeyedSampler, LogitsRow
 
 
 class DrawingProcessor(LogitsProcessor):
@@ -52,7 +52,7 @@ class DrawingProcessor(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         held = [(row, *self._rows[row]) for row in range(logits.shape[0]) if row in self._rows]
-        mine = [Row(row, asked["id"], asked["key"], len(made)) for row, asked, made in held if "id" in asked]
+        mine = [LogitsRow(row, asked["id"], asked["key"], len(made)) for row, asked, made in held if "id" in asked]
         if mine:  # or it is a rehearsal of vLLM's own
             logits[self.keyed.draw(logits, mine)] = float("inf")
         return logits

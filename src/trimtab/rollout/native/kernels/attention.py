@@ -293,7 +293,7 @@ class Partials:
 
 
 @dataclass
-class Batch:
+class DecodeBatch:
     """Who decodes: entries, their rows, their pages, and which entries share pages."""
 
     index_B: torch.Tensor
@@ -330,7 +330,7 @@ def prefix_launch(row_bytes: int) -> Launch:
 
 
 def decode_attention(
-    batch: Batch, shape: DecodeShape, rules: Rules, partials: Partials,
+    batch: DecodeBatch, shape: DecodeShape, rules: Rules, partials: Partials,
     q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     out_BHD: torch.Tensor, rotary: Rotary | None = None, norm: HeadNorm | None = None,
 ) -> None:  # fmt: skip

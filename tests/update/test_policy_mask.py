@@ -51,7 +51,7 @@ def samples(dtype: torch.dtype = torch.float64) -> list[Sample]:
                 engine_logprobs=draws[0],
                 old_logprobs=draws[1],
                 ref_logprobs=draws[2],
-                own=own,
+                policy_mask=own,
             )
         )
     return made
@@ -71,9 +71,9 @@ def reference_gradient(batch: list[Sample], learn: Learn, kl_coef: float) -> dic
         distribution = logits[i, start - 1 : len(rows[i]) - 1].log_softmax(-1)
         logp = distribution.gather(1, s.tokens[:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)
-        kept = s.own.double()
+        kept = s.policy_mask.double()
 
-        def spread(values: torch.Tensor, own: torch.Tensor = s.own) -> torch.Tensor:
+        def spread(values: torch.Tensor, own: torch.Tensor = s.policy_mask) -> torch.Tensor:
             """Values of learned tokens at their places among all tokens, zeros elsewhere."""
             return torch.zeros(len(own), dtype=torch.float64).masked_scatter(own, values.double())
 
@@ -146,27 +146,29 @@ def test_any_interleaving_is_packed_whole_and_only_own_tokens_are_targets(groups
             own = torch.tensor([mine for mine, length in pieces for _ in range(length)])
             values = torch.arange(int(own.sum()), dtype=torch.float32) + 100 * mark
             tokens = torch.arange(len(own)) + 1000 * mark
-            made.append(Sample(list(range(g, g + prompt)), tokens, values, values, values, own=own))
+            made.append(Sample(list(range(g, g + prompt)), tokens, values, values, values, policy_mask=own))
     budget = max(map(len, made)) + spare
     parts = list(same_prompt(made, budget))
     batches = [
         MicroBatch.build([s for i in indices for s in parts[i]], CPU)
         for indices in pack([row_tokens(part) for part in parts], budget)
     ]
-    wanted = Counter(t for s in made for t in s.tokens[s.own].tolist())
+    wanted = Counter(t for s in made for t in s.tokens[s.policy_mask].tolist())
     assert Counter(t for b in batches for t in b.targets_R.tolist()) == wanted
     for batch in batches:
         assert batch.tokens_T.shape[0] <= budget
         assert sum(batch.plan.lengths) == batch.tokens_T.shape[0]
         before = [
-            ([s.prompt_tokens[-1], *s.tokens.tolist()])[place] for s in batch.samples for place in s.own.nonzero()[:, 0]
+            ([s.prompt_tokens[-1], *s.tokens.tolist()])[place]
+            for s in batch.samples
+            for place in s.policy_mask.nonzero()[:, 0]
         ]
         assert batch.tokens_T[batch.predictors_R].tolist() == before
         owners = [i for i, s in enumerate(batch.samples) for _ in range(s.learned)]
         assert batch.sequence_R.tolist() == owners
         batch.scatter(batch.targets_R.float() + 0.5, "old_logprobs")
     for sample in made:
-        assert torch.equal(sample.old_logprobs, sample.tokens[sample.own].float() + 0.5)
+        assert torch.equal(sample.old_logprobs, sample.tokens[sample.policy_mask].float() + 0.5)
 
 
 @pytest.mark.parametrize("budget", [20, 4096])
@@ -190,7 +192,7 @@ def test_scores_are_those_of_own_tokens(budget: int) -> None:
             logits = policy.model(input_ids=ids, use_cache=False).logits[0]
         start = len(sample.prompt_tokens)
         all_of_them = logits[start - 1 : -1].log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
-        torch.testing.assert_close(sample.old_logprobs.double(), all_of_them[sample.own], atol=1e-5, rtol=0)
+        torch.testing.assert_close(sample.old_logprobs.double(), all_of_them[sample.policy_mask], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("budget", [20, 4096])
@@ -202,7 +204,7 @@ def test_a_critic_values_own_tokens_only(budget: int) -> None:
         ids = torch.tensor([[*sample.prompt_tokens, *sample.tokens.tolist()]])
         hidden = made.policy.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
         values = made.objective.head(hidden[len(sample.prompt_tokens) - 1 : -1]).squeeze(-1)
-        torch.testing.assert_close(sample.values.double(), values[sample.own], atol=1e-5, rtol=0)
+        torch.testing.assert_close(sample.values.double(), values[sample.policy_mask], atol=1e-5, rtol=0)
 
 
 def group(texts: list[str], rewards: list[float | None], prompt: Prompt | None = None) -> Group:
@@ -211,7 +213,9 @@ def group(texts: list[str], rewards: list[float | None], prompt: Prompt | None =
     for number, (text, reward) in enumerate(zip(texts, rewards)):
         own, n = mask(text), text.count("o")
         tokens = torch.arange(len(own)) + 3
-        made.append(Trajectory(prompt, number, tokens, -torch.ones(n), torch.zeros(n), "stop", reward=reward, own=own))
+        made.append(
+            Trajectory(prompt, number, tokens, -torch.ones(n), torch.zeros(n), "stop", reward=reward, policy_mask=own)
+        )
     return Group(prompt, made)
 
 
