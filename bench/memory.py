@@ -152,7 +152,7 @@ def rollout(engine: NativeEngine, job: Job, meter: Meter) -> int:
     meter.reset()
     for _ in engine.generate(requests):
         pass
-    return meter.peak(engine.outside_bytes)
+    return meter.peak(engine.non_torch_bytes)
 
 
 def measure(case: Case, device: torch.device) -> dict[str, Any]:

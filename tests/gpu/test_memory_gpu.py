@@ -97,7 +97,7 @@ def test_a_rollout_takes_what_was_predicted() -> None:
     torch.cuda.reset_peak_memory_stats()
     for _ in engine.generate(requests):
         pass
-    measured = torch.cuda.max_memory_allocated() - before + engine.outside_bytes
+    measured = torch.cuda.max_memory_allocated() - before + engine.non_torch_bytes
     elsewhere = ("masters", "optimizer state", "workspaces")  # not made here, or before by the policy's own check
     others = sum(size for name, size in plan.ledger["rollout"].device.items() if name in elsewhere)
     assert LOWEST < (plan.ledger["rollout"].allocated - others) / measured < HIGHEST

@@ -74,7 +74,7 @@ def test_tokens_do_not_depend_on_the_schedule(policy: Policy, expected: dict, ch
     native = engine(policy, **changes)
     assert_same(expected, sample(native))
     if "kv_bytes" in changes:
-        assert native.stats.parked > 0
+        assert native.stats.preempted > 0
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "olmo2"])
@@ -92,14 +92,14 @@ def test_lent_memory_is_free_and_graphs_go_on(policy: Policy, expected: dict) ->
     native = engine(policy, lend_memory=True, kv_bytes=2**30)
     assert_same(expected, sample(native))
     graphs = dict(native._decoder._graphs)
-    before, held = torch.cuda.mem_get_info()[0], native.outside_bytes
+    before, held = torch.cuda.mem_get_info()[0], native.non_torch_bytes
     native.lend()
-    assert native.outside_bytes == 0
+    assert native.non_torch_bytes == 0
     assert torch.cuda.mem_get_info()[0] - before > 0.9 * held > 2**29
     other = torch.full((2**28,), float("nan"), device="cuda")  # what comes back is not what was there
     del other
     assert_same(expected, sample(native))
-    assert native.outside_bytes == held
+    assert native.non_torch_bytes == held
     assert all(native._decoder._graphs[key] is graph for key, graph in graphs.items())
 
 
@@ -204,17 +204,17 @@ def test_a_merged_copy_is_lent_with_the_rest() -> None:
     native = merging(Policy(model), lend=True)
     decoder = native._decoder
     before = generate(native, prompts(6))
-    held = native.outside_bytes
+    held = native.non_torch_bytes
     assert decoder._copies is not None and held == decoder.arena.nbytes + decoder._body.adapted_bytes
     native.lend()
-    assert native.outside_bytes == 0
+    assert native.non_torch_bytes == 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(0.3)
     native.publish(1)
     after = generate(native, prompts(6))
-    assert native.outside_bytes == held
+    assert native.non_torch_bytes == held
     assert any(before[key].tokens.tolist() != after[key].tokens.tolist() for key in before)
     assert_same(generate(merging(native.policy, lend=False), prompts(6)), after)
 

@@ -16,13 +16,13 @@ from tiny import tiny_model
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.fused import FusedForward
 from trimtab.model.gradients import Gradients
 from trimtab.model.keep import Keep
 from trimtab.model.packed import PackedPlan, _Copies, _copies_of
 from trimtab.model.parts import Unfusable
 from trimtab.model.policy import Policy
-from trimtab.model.shelf import Shelf
 from trimtab.model.sizes import FUSED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,15 +96,15 @@ def test_layer_inputs_that_wait_in_host_memory_change_nothing() -> None:
     fused = FusedForward(policy)
     found = []
     policy.keep = Keep.INPUT
-    for shelf in (None, Shelf(DEVICE)):
-        policy.shelf = shelf
+    for activation_offload in (None, ActivationOffload(DEVICE)):
+        policy.activation_offload = activation_offload
         for _ in range(2):
             found.append(gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan)))
-    assert policy.shelf is not None and len(policy.shelf._free) == 3
+    assert policy.activation_offload is not None and len(policy.activation_offload._free) == 3
     with torch.no_grad():
         tokens, plan = row(policy)
         assert torch.equal(fused(tokens, plan.positions, 16, plan), found[0][0])
-    assert not policy.shelf._tickets
+    assert not policy.activation_offload._waiting
     for hidden, grads in found[1:]:
         assert torch.equal(hidden, found[0][0])
         assert all(torch.equal(grad, found[0][1][name]) for name, grad in grads.items())

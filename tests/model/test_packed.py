@@ -179,7 +179,7 @@ def test_memory_that_runs_out_says_nothing_about_an_architecture(
     def failing(self: Policy) -> torch.Tensor:
         raise error
 
-    monkeypatch.setattr(Policy, "_probe", failing)
+    monkeypatch.setattr(Policy, "probe", failing)
     with pytest.raises(told):
         Policy(tiny_model())
 

@@ -87,7 +87,7 @@ def test_greedy_tokens_equal_transformers_generate(architecture: str) -> None:
 )
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_tokens_do_not_depend_on_the_schedule(architecture: str, changes: dict) -> None:
-    """Batch of one = batch of many, chunked = whole prefill, parked and resumed = uninterrupted, cached = computed."""
+    """Batch of one = batch of many, chunked = whole prefill, preempted and resumed = uninterrupted, cached = computed."""
     policy = Policy(tiny_model(architecture))
     asked = prompts(6, shared=9)
     assert_same(generate(engine(policy), asked), generate(engine(policy, **changes), asked))
@@ -104,7 +104,7 @@ def test_tokens_do_not_depend_on_the_schedule(architecture: str, changes: dict) 
     st.booleans(),
 )
 def test_any_schedule_gives_the_same_tokens(work, spare, page, rows, prefill, rounds, cached) -> None:
-    """Pools that hold hardly more than one sequence, few rows, any page size, looking late: parked wherever it may happen."""
+    """Pools that hold hardly more than one sequence, few rows, any page size, looking late: preempted wherever it may happen."""
     policy = SMALL
     g = torch.Generator().manual_seed(len(work))
     asked = [
@@ -154,7 +154,7 @@ def test_tokens_do_not_depend_on_rounds(changes: dict, ahead: int, steps: int) -
 def test_a_tight_cache_really_parks() -> None:
     native = engine(Policy(tiny_model()), kv_bytes=15 * 4 * 384)
     generate(native, prompts(6, shared=9))
-    assert native.stats.parked > 0
+    assert native.stats.preempted > 0
     assert native.stats.peak_pages <= native.pool.total == 15
 
 

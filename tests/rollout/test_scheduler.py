@@ -21,7 +21,7 @@ def drive(
     prefill_tokens: int,
     most_steps: int = 1,
 ):
-    """Run the scheduler as the engine does, with sequences that end at their limit. Returns (finished, parked, pool)."""
+    """Run the scheduler as the engine does, with sequences that end at their limit. Returns (finished, preempted, pool)."""
     pool = PagePool(pages, page_tokens)
     made: dict[tuple[int, int], int] = {}
 
@@ -32,7 +32,7 @@ def drive(
     for index, (prompt, samples, limit) in enumerate(groups):
         work.add(PromptGroup(index, list(range(index, index + prompt)), [limit] * samples))
     finished: Counter[tuple[int, int]] = Counter()
-    parked = 0
+    preempted = 0
     for _ in range(100_000):
         if not work.unfinished:
             break
@@ -53,8 +53,8 @@ def drive(
             continue
         steps = work.steps_ahead(live, most_steps)
         gone = work.make_room(live, max(1, steps))
-        assert not (gone and steps), "parked although there were pages"
-        parked += len(gone)
+        assert not (gone and steps), "preempted although there were pages"
+        preempted += len(gone)
         assert len(work.running) <= rows
         assert len({s.row for s in work.running}) == len(work.running)
         for sequence in list(work.running):
@@ -68,7 +68,7 @@ def drive(
                 finished[key] += 1
                 work.finish([sequence])
     assert not work.unfinished, "the scheduler stands still"
-    return finished, parked, pool
+    return finished, preempted, pool
 
 
 @settings(max_examples=400, deadline=None)
@@ -85,13 +85,13 @@ def test_every_sample_finishes_once_and_no_page_is_lost(
 
 def test_a_roomy_pool_never_parks() -> None:
     groups = [(5, 4, 20)] * 6
-    _, parked, _ = drive(groups, rows=24, pages=24 * 7 + 12, page_tokens=4, prefill_tokens=64)
-    assert parked == 0
+    _, preempted, _ = drive(groups, rows=24, pages=24 * 7 + 12, page_tokens=4, prefill_tokens=64)
+    assert preempted == 0
 
 
 def test_a_tight_pool_parks_and_still_finishes() -> None:
-    finished, parked, _ = drive([(4, 4, 12)] * 3, rows=8, pages=8, page_tokens=4, prefill_tokens=64)
-    assert parked > 0
+    finished, preempted, _ = drive([(4, 4, 12)] * 3, rows=8, pages=8, page_tokens=4, prefill_tokens=64)
+    assert preempted > 0
     assert sum(finished.values()) == 12
 
 
@@ -109,7 +109,7 @@ def test_prompts_that_end_with_a_page_leave_room_to_grow_too() -> None:
 
 
 def test_ten_thousand_random_operations_leak_nothing() -> None:
-    """Many groups through one small pool: decode steps, parks and resumes add up to well over 10,000 operations."""
+    """Many groups through one small pool: decode steps, preemptions and resumes add up to well over 10,000 operations."""
     groups = [(1 + i % 7, 1 + i % 4, 1 + (i * 7) % 23) for i in range(300)]
     finished, _, pool = drive(groups, rows=8, pages=20, page_tokens=3, prefill_tokens=16)
     assert sum(finished.values()) == sum(samples for _, samples, _ in groups)

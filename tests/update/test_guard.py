@@ -298,7 +298,7 @@ def test_rungs_come_in_order_and_the_end_says_what_binds(monkeypatch: pytest.Mon
     assert message.index("learn.max_new_tokens") < message.index("model.lora") < message.index("a smaller model")
     assert "Tried to allocate" in message
     assert caught.value.__cause__ is None and caught.value.__context__ is None
-    assert policy.keep is Keep.INPUT and policy.shelf is not None and guard.updater.optimizer.offloaded
+    assert policy.keep is Keep.INPUT and policy.activation_offload is not None and guard.updater.optimizer.offloaded
 
 
 def test_scoring_is_replayed_with_its_own_budget() -> None:

@@ -225,7 +225,7 @@ def test_a_step_without_memory_for_itself_changes_nothing_and_can_be_repeated(
     before, grad = two[0][1].detach().clone(), two[0][1].grad.clone()
     targets = [(torch, "empty_strided"), (torch.nn.utils, "get_total_norm"), (optimizers, "_clip_factor")]
     if offload:
-        targets.append((optimizers.Conveyor, "slots"))
+        targets.append((optimizers.StateStreamer, "slots"))
     for owner, name in targets:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)

@@ -78,7 +78,7 @@ class FusedForward:
             self.policy.before_layer(index)
             call = LayerCall(
                 index, layer, self._before(index), self._before(index + 1), self._rotaries[layer.kind], positions_T, plan,
-                self.policy.keep, self.policy.shelf, self.policy.gradients,
+                self.policy.keep, self.policy.activation_offload, self.policy.gradients,
             )  # fmt: skip
             residual_TE, x_TE = run_layer(residual_TE, x_TE, call)
         return x_TE

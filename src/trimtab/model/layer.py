@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.attention import AttentionPlan
 from trimtab.model.gradients import Gradients, add_product
 from trimtab.model.keep import Keep
@@ -20,7 +21,6 @@ from trimtab.model.kernels import train as kernels
 from trimtab.model.kernels.shared import gated
 from trimtab.model.norms import Norm, Rotary
 from trimtab.model.parts import LayerParts, Linears
-from trimtab.model.shelf import Shelf
 
 
 def run_layer(residual_TE: torch.Tensor, x_TE: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +51,7 @@ class LayerCall:
     positions: torch.Tensor
     plan: AttentionPlan
     keep: Keep
-    shelf: Shelf | None
+    offload: ActivationOffload | None
     gradients: Gradients | None
 
     @property
@@ -76,7 +76,7 @@ class LayerCall:
         layer = self.layer
         heads, kv_heads = layer.shape.heads, layer.shape.key[0]
         qkv_TX, kept.lows["qkv"] = _apply(x_TE, layer.qkv)
-        qkv_TND = kernels.turn(qkv_TX, self.positions, heads, kv_heads, self.rotary, layer.head_norm)
+        qkv_TND = kernels.rope(qkv_TX, self.positions, heads, kv_heads, self.rotary, layer.head_norm)
         kept.qkv = qkv_TX if layer.head_norm is not None else None
         kept.q, kept.k, kept.v = (x.detach().requires_grad_() for x in qkv_TND.split((heads, kv_heads, kv_heads), 1))
         with torch.set_grad_enabled(kept.graph):
@@ -138,7 +138,7 @@ class LayerCall:
         found.linears(layer.output, dout_TE, kept.attended.detach().flatten(1), kept.lows["output"], dlows)
         inputs = (kept.q, kept.k, kept.v)
         dq, dk, dv = torch.autograd.grad(kept.attended, inputs, dattended.view_as(kept.attended))
-        dqkv, dquery, dkey = kernels.turn_back(
+        dqkv, dquery, dkey = kernels.rope_back(
             dq.contiguous(), dk.contiguous(), dv.contiguous(), kept.qkv, self.positions, self.rotary, layer.head_norm
         )
         if layer.head_norm is not None:
@@ -269,8 +269,8 @@ class _Layer(torch.autograd.Function):
         kept = _Kept(graph=needed and call.keep is not Keep.INPUT)
         out = call.forward(residual, x, kept)
         if needed:
-            away = call.keep is Keep.INPUT and call.shelf is not None
-            ctx.ticket = call.shelf.put(residual) if away and call.shelf is not None else None
+            away = call.keep is Keep.INPUT and call.offload is not None
+            ctx.offloaded = call.offload.put(residual) if away and call.offload is not None else None
             held, ctx.counts = kept.pack(call.keep)
             ctx.save_for_backward(*([] if away else held))
             ctx.order = [id(t) for t in tensors]
@@ -287,10 +287,10 @@ class _Layer(torch.autograd.Function):
         assert not ctx.done, "a layer's backward pass runs once"
         ctx.done = True
         kept = _Kept(graph=True)
-        if ctx.ticket is not None:
-            assert call.shelf is not None
-            kept.residual = call.shelf.take(ctx.ticket)
-            ctx.ticket = None
+        if ctx.offloaded is not None:
+            assert call.offload is not None
+            kept.residual = call.offload.take(ctx.offloaded)
+            ctx.offloaded = None
         elif call.keep is Keep.INPUT:
             (kept.residual,) = ctx.saved_tensors
         else:

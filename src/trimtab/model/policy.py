@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from trimtab.base.errors import ModelError
 from trimtab.config.schema import Model
+from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.context import context_of
 from trimtab.model.gradients import Gradients
@@ -27,7 +28,6 @@ from trimtab.model.load import building, load_config, refuse_unserved
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
 from trimtab.model.shapes import layer_shapes
-from trimtab.model.shelf import Shelf
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Unit, WeightStore
 
@@ -67,7 +67,7 @@ class Policy:
         self.fused_forward: PackedForward | None = None
         """What runs packed rows in the place of the model's modules; chosen in kernel_choice.py."""
         self.keep = Keep.ALL
-        self.shelf: Shelf | None = None
+        self.activation_offload: ActivationOffload | None = None
         """Where the inputs of layers wait for the backward pass; None: on the device."""
         self.gradients: Gradients | None = None
         """Where gradients of half-precision parameters add up, where the policy is trained."""
@@ -119,7 +119,7 @@ class Policy:
         """Last hidden state of every token of one packed row, [T, E]."""
         if self.fused_forward is not None and isinstance(plan, PackedPlan):
             return self.fused_forward(tokens_T, positions_T, plan.longest, plan)
-        away = self.shelf is not None and torch.is_grad_enabled()
+        away = self.activation_offload is not None and torch.is_grad_enabled()
         with save_on_cpu(pin_memory=self.device.type == "cuda") if away else nullcontext():
             out = self.body(
                 input_ids=tokens_T[None],
@@ -137,7 +137,7 @@ class Policy:
 
     def offload_activations(self, away: bool) -> None:
         """From the next pass on the inputs of layers wait in host memory for the backward pass, or stay on the device."""
-        self.shelf = Shelf(self.device) if away else None
+        self.activation_offload = ActivationOffload(self.device) if away else None
 
     def keep_for_backward(self, keep: Keep) -> None:
         """From the next pass on keep so much for the backward pass; the rest is computed again."""

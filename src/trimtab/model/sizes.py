@@ -13,7 +13,7 @@ REWARD_TOKENS = 8192
 PIECE = 2**26
 """Elements of a unit of weights, at most, that an offloaded optimizer step has in one piece (update/optimizer.py)."""
 SLOTS = 3
-"""Pieces that are on the device at a time (update/conveyor.py): one on its way in, one worked on, one on its way out."""
+"""Pieces that are on the device at a time (update/state_streamer.py): one on its way in, one worked on, one on its way out."""
 BLOCK = 256
 """Elements that share a scale where moments have 8 bits (update/eightbit.py), and to a multiple of which weights begin
 (model/weights.py)."""

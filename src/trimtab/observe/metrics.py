@@ -25,7 +25,7 @@ def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
         "rollout/graph_share": stats.graph_share,
         "rollout/batch_occupancy": stats.occupancy,
         "rollout/kv_usage": stats.kv_usage,
-        "rollout/parked": float(stats.parked),
+        "rollout/parked": float(stats.preempted),
         "rollout/restarts": float(stats.restarts),
         "rollout/cached_prefix_tokens": float(stats.cached_prefix_tokens),
     }

@@ -55,7 +55,7 @@ class RolloutStats:
     slots: int = 0
     peak_pages: int = 0
     total_pages: int = 0
-    parked: int = 0
+    preempted: int = 0
     """Times a sequence lost its KV to an older one and was resumed later."""
     restarts: int = 0
     """Times the engine's process was lost and started again."""
@@ -71,7 +71,7 @@ class RolloutStats:
         for name in ("slots", "peak_pages", "total_pages"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
         for name in (
-            "sequences", "generated_tokens", "prefill_tokens", "cached_prefix_tokens", "decode_steps", "parked", "restarts",
+            "sequences", "generated_tokens", "prefill_tokens", "cached_prefix_tokens", "decode_steps", "preempted", "restarts",
             "graph_steps", "prefill_s", "decode_s", "wait_s",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -110,7 +110,7 @@ class Engine(Sampler, Protocol):
         ...
 
     @property
-    def outside_bytes(self) -> int:
+    def non_torch_bytes(self) -> int:
         """Device memory held now that torch's allocator does not know of."""
         ...
 

@@ -12,7 +12,7 @@ class NoRollout:
     """See rollout/engine.py."""
 
     description = "none"
-    outside_bytes = 0
+    non_torch_bytes = 0
 
     def __init__(self) -> None:
         self.stats = RolloutStats()

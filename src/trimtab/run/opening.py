@@ -153,7 +153,7 @@ def assemble(
     reference = _put_away(reference, plan.run)
     stage.load_rewards(ready, policy, tell)
     tell("preparing the update")
-    meter = MemoryMeter(ready.device, outside=lambda: engine.outside_bytes)
+    meter = MemoryMeter(ready.device, outside=lambda: engine.non_torch_bytes)
     updater = Updater(
         policy,
         stage.objective(config, policy),

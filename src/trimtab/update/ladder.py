@@ -95,7 +95,7 @@ class Ladder:
     def offload_activations(self, tried: Tried) -> str | None:
         policy = self.updater.policy
         inputs = 4 * policy.config.hidden_size * policy.config.num_hidden_layers * tried.largest
-        if policy.shelf is not None or not self._host_has_room(inputs):
+        if policy.activation_offload is not None or not self._host_has_room(inputs):
             return None
         policy.offload_activations(True)
         return self._note("offload_activations", False, True)

@@ -7,7 +7,7 @@ offloaded, in host memory, from where a step streams them through the device; th
 bits (eightbit.py) are made whole, stepped and stored again a chunk at a time, so they never all exist in full.
 
 A step cannot run out of memory half-way. What it needs beside the gradients (the norm's sums, copies of gradients that lie in
-memory otherwise than their parameters, the slots of the conveyor, room for a chunk) is allocated before anything is changed, at
+memory otherwise than their parameters, the slots of the streamer, room for a chunk) is allocated before anything is changed, at
 a time when the activations of the backward pass are gone; from the first change on, nothing is. `applying` says which side of
 it a step is on.
 """
@@ -30,8 +30,8 @@ from trimtab.model.gradients import Gradients
 from trimtab.model.sizes import BLOCK, CHUNK, PIECE
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Place, WeightStore
-from trimtab.update.conveyor import Conveyor
 from trimtab.update.eightbit import Room
+from trimtab.update.state_streamer import StateStreamer
 from trimtab.update.states import ParameterState, UnitState, by_parameter, flat, make_state, needs_master
 
 AnyLearn = Learn | SftLearn | PairLearn
@@ -66,7 +66,7 @@ class MasterAdamW:
         """Where products may add a gradient themselves; what autograd makes is taken over by hooks."""
         self._hooks = [_take_over(parameter, self.gradients) for parameter in apart]
         self._device = self.params[0].device if self.params else torch.device("cpu")
-        self._conveyor = Conveyor(self._device) if offload else None
+        self._streamer = StateStreamer(self._device) if offload else None
         self.piece = PIECE
         self.applying = False
         """Weights or state are being changed; after an error, they may have been in part."""
@@ -85,7 +85,7 @@ class MasterAdamW:
 
     @property
     def offloaded(self) -> bool:
-        return self._conveyor is not None
+        return self._streamer is not None
 
     @property
     def state_bytes(self) -> int:
@@ -101,11 +101,11 @@ class MasterAdamW:
             unit.moved(tuple(m.tensor(tuple(t.shape), t.dtype).copy_(t) for m, t in zip(own, unit.state)))
             for unit, own in zip(self._units, memories)
         ]
-        self._conveyor, self._memories = Conveyor(self._device), [memory for own in memories for memory in own]
+        self._streamer, self._memories = StateStreamer(self._device), [memory for own in memories for memory in own]
 
     def _room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for state, where it is kept."""
-        if self._conveyor is None:
+        if self._streamer is None:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         self._memories.append(HostMemory(shape[0] * shape[1] * dtype.itemsize, self._device))
         return self._memories[-1].tensor(shape, dtype).zero_()
@@ -166,7 +166,7 @@ class MasterAdamW:
     def _step_whole(self, grads: dict[int, torch.Tensor], lr: float) -> None:
         """AdamW on units whose state is here in full; masters are rounded into the working weights, which the engine reads."""
         alike: dict[tuple[float, torch.dtype, bool], list[ParameterState]] = {}
-        for unit in self._units if self._conveyor is None else ():
+        for unit in self._units if self._streamer is None else ():
             if not unit.eight_bit:
                 alike.setdefault((unit.weight_decay, unit.dtype, unit.has_masters), []).extend(
                     self._members(unit, grads)
@@ -187,12 +187,12 @@ class MasterAdamW:
         pieces = [
             Piece(unit, first, state)
             for unit in self._units
-            if (self._conveyor is not None or unit.eight_bit) and self._members(unit, grads)
+            if (self._streamer is not None or unit.eight_bit) and self._members(unit, grads)
             for first, state in unit.pieces(self.piece)
         ]
-        if self._conveyor is None:
+        if self._streamer is None:
             return pieces, []
-        return pieces, self._conveyor.slots([piece.state for piece in pieces])
+        return pieces, self._streamer.slots([piece.state for piece in pieces])
 
     def _step_in_pieces(
         self,
@@ -206,11 +206,11 @@ class MasterAdamW:
             piece = pieces[index]
             self._step_piece(piece.unit, piece.first, state, grads, lr, rooms.get(piece.unit.dtype))
 
-        if self._conveyor is None:
+        if self._streamer is None:
             for index, piece in enumerate(pieces):
                 work(index, piece.state)
         elif pieces:
-            self._conveyor.run([piece.state for piece in pieces], work, slots)
+            self._streamer.run([piece.state for piece in pieces], work, slots)
         stepped = {id(piece.unit): piece.unit for piece in pieces}
         steps = [m.step for unit in stepped.values() for m in self._members(unit, grads)]
         if steps:
@@ -240,7 +240,7 @@ class MasterAdamW:
         grads: dict[int, torch.Tensor], lr: float,
     ) -> None:  # fmt: skip
         """It may cut a parameter: what is done is the same for every element."""
-        weights, slopes, moments, copies, whose = [], [], [], [], []
+        weights, gradients, moments, copies, whose = [], [], [], [], []
         for member in self._members(unit, grads):
             begin, end = max(first, member.start), min(first + moments_2N.shape[1], member.end)
             if begin >= end:
@@ -248,7 +248,7 @@ class MasterAdamW:
             inside, here = slice(begin - member.start, end - member.start), slice(begin - first, end - first)
             working = flat(member.parameter.data)[inside]
             weights.append(working if masters_N is None else masters_N[here])
-            slopes.append(flat(grads[id(member.parameter)])[inside])
+            gradients.append(flat(grads[id(member.parameter)])[inside])
             moments.append([row[here] for row in moments_2N])
             copies.append(working)
             whose.append(member)
@@ -256,7 +256,7 @@ class MasterAdamW:
             return
         counts = [member.count for member in whose]
         torch._foreach_copy_(counts, [member.step for member in whose])
-        self._adamw(unit.weight_decay, weights, slopes, moments, counts, lr)
+        self._adamw(unit.weight_decay, weights, gradients, moments, counts, lr)
         if unit.has_masters:
             torch._foreach_copy_(copies, weights)
 
@@ -327,8 +327,8 @@ class MasterAdamW:
                     member.parameter.copy_(member.parts["master"])
 
     def _settle(self) -> None:
-        if self._conveyor is not None:
-            self._conveyor.settle()
+        if self._streamer is not None:
+            self._streamer.settle()
 
 
 def _take_over(parameter: torch.nn.Parameter, gradients: Gradients) -> RemovableHandle:

@@ -77,7 +77,7 @@ class LocalTrainer:
     @property
     def settings(self) -> PassSettings:
         updater = self.updater
-        away = updater.policy.shelf is not None
+        away = updater.policy.activation_offload is not None
         return PassSettings(updater.token_budget, updater.checkpoint_activations, updater.logprob_chunk, away)
 
     def end_step(self) -> dict[str, float]:

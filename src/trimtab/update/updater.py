@@ -85,8 +85,8 @@ class Updater:
     def abandon(self) -> None:
         """Keep nothing of a step that failed half-way."""
         self.optimizer.zero_grad()
-        if self.policy.shelf is not None:
-            self.policy.shelf.clear()
+        if self.policy.activation_offload is not None:
+            self.policy.activation_offload.clear()
 
     def rehearse(self, samples: Sequence[Sample]) -> None:
         """Forward and backward passes of one micro-batch that is not applied: what it takes is seen from outside. Gradients stay,

@@ -125,7 +125,7 @@ def _gated_back(X, DY, DX, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.conste
 
 
 @triton.jit
-def _turn(
+def _rope(
     X, OUT, POS, COS, SIN, QN, KN, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def _turn(
     n, d = tl.arange(0, HP)[:, None], tl.arange(0, DP)[None, :]
     dtype: tl.constexpr = X.dtype.element_ty
     at = t * (H + 2 * K) * D + n * D
-    real, turned = (n < H + 2 * K) & (d < D), n < H + K
+    real, rotated = (n < H + 2 * K) & (d < D), n < H + K
     half: tl.constexpr = RD // 2
     pair = tl.where(d < half, d + half, tl.where(d < RD, d - half, d))
     raw = tl.load(X + at + d, mask=real, other=0.0)
@@ -148,7 +148,7 @@ def _turn(
     cos = tl.load(COS + pos * RD + d, mask=d < RD, other=1.0).to(tl.float32)
     sin = tl.load(SIN + pos * RD + d, mask=d < RD, other=0.0).to(tl.float32)
     x = (x * cos).to(dtype).to(tl.float32) + (tl.where(d < half, -y, y) * sin).to(dtype).to(tl.float32)
-    tl.store(OUT + at + d, tl.where(turned, x.to(dtype), raw), mask=real)
+    tl.store(OUT + at + d, tl.where(rotated, x.to(dtype), raw), mask=real)
 
 
 @triton.jit
@@ -169,14 +169,14 @@ def _of_three(Q, K_, V, t, n, d, H: tl.constexpr, K: tl.constexpr, D: tl.constex
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _turn_back(
+def _rope_back(
     X, DQ, DK, DV, DX, POS, COS, SIN, QN, KN, DQN, DKN, tokens, eps, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, RD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of what `_turn` read; `P` programs share the tokens."""
+    """Gradient of what `_rope` read; `P` programs share the tokens."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     n, d = tl.arange(0, HP)[:, None], tl.arange(0, DP)[None, :]
-    real, turned = (n < H + 2 * K) & (d < D), n < H + K
+    real, rotated = (n < H + 2 * K) & (d < D), n < H + K
     half: tl.constexpr = RD // 2
     pair = tl.where(d < half, d + half, tl.where(d < RD, d - half, d))
     sum_q, sum_k = tl.zeros([DP], tl.float32), tl.zeros([DP], tl.float32)
@@ -193,12 +193,12 @@ def _turn_back(
             x = tl.load(X + at + d, mask=real, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
             unit = x * scale
-            sums = tl.where(turned & real, g * unit, 0.0)
+            sums = tl.where(rotated & real, g * unit, 0.0)
             sum_q += tl.sum(tl.where(n < H, sums, 0.0), 0)
             sum_k += tl.sum(tl.where(n < H, 0.0, sums), 0)
             g = g * _factors(_head_weight(QN, KN, n, d, H, D), NORM)
             g = scale * (g - unit * (tl.sum(g * unit, 1) / D)[:, None])
-        tl.store(DX + at + d, tl.where(turned, g.to(raw.dtype), raw), mask=real)
+        tl.store(DX + at + d, tl.where(rotated, g.to(raw.dtype), raw), mask=real)
     if NORM > 0:
         d1 = tl.arange(0, DP)
         tl.store(DQN + program * D + d1, sum_q, mask=d1 < D)
@@ -280,20 +280,20 @@ def gated_back(x_T2F: torch.Tensor, dy_TF: torch.Tensor, activation: int) -> tup
     return dx, out
 
 
-def turn(
+def rope(
     qkv_TX: torch.Tensor, positions_T: torch.Tensor, heads: int, kv_heads: int, rotary: Rotary, norm: HeadNorm | None
 ) -> torch.Tensor:
     """[T, H + 2K, D] queries and keys ready for attention, and values, from the projections of a packed row."""
     tokens, size = qkv_TX.shape[0], qkv_TX.shape[1] // (heads + 2 * kv_heads)
     out = qkv_TX.new_empty((tokens, heads + 2 * kv_heads, size))
-    _turn[(tokens,)](
+    _rope[(tokens,)](
         qkv_TX, out, positions_T, rotary.cos, rotary.sin, norm.query if norm else qkv_TX, norm.key if norm else qkv_TX,
-        norm.eps if norm else 0.0, **_turning(heads, kv_heads, size, rotary, norm),
+        norm.eps if norm else 0.0, **_rope_sizes(heads, kv_heads, size, rotary, norm),
     )  # fmt: skip
     return out
 
 
-def turn_back(
+def rope_back(
     dq_THD: torch.Tensor, dk_TKD: torch.Tensor, dv_TKD: torch.Tensor, qkv_TX: torch.Tensor | None,
     positions_T: torch.Tensor, rotary: Rotary, norm: HeadNorm | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
@@ -302,10 +302,10 @@ def turn_back(
     kv_heads, programs = dk_TKD.shape[1], min(tokens, PROGRAMS)
     dx = dq_THD.new_empty((tokens, (heads + 2 * kv_heads) * size))
     sums = torch.empty((2, programs if norm else 0, size), dtype=torch.float32, device=dx.device)
-    _turn_back[(programs,)](
+    _rope_back[(programs,)](
         dx if qkv_TX is None else qkv_TX, dq_THD, dk_TKD, dv_TKD, dx, positions_T, rotary.cos, rotary.sin,
         norm.query if norm else dx, norm.key if norm else dx, sums[0], sums[1], tokens, norm.eps if norm else 0.0,
-        **_turning(heads, kv_heads, size, rotary, norm),
+        **_rope_sizes(heads, kv_heads, size, rotary, norm),
     )  # fmt: skip
     if norm is None:
         return dx, None, None
@@ -313,7 +313,7 @@ def turn_back(
     return dx, dquery, dkey
 
 
-def _turning(heads: int, kv_heads: int, size: int, rotary: Rotary, norm: HeadNorm | None) -> dict[str, int]:
+def _rope_sizes(heads: int, kv_heads: int, size: int, rotary: Rotary, norm: HeadNorm | None) -> dict[str, int]:
     return {
         "H": heads, "K": kv_heads, "HP": triton.next_power_of_2(heads + 2 * kv_heads), "D": size,
         "DP": triton.next_power_of_2(size), "RD": rotary.cos.shape[-1], "NORM": norm.kind if norm else 0, "num_warps": 4,

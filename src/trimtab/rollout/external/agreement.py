@@ -18,9 +18,9 @@ PROMPTS, SAMPLES, TOKENS = 3, 2, 12
 def refuse_other_logprobs(sampler: Sampler, policy: Policy, context: int, library: str) -> None:
     """Draw a few sequences and compare their log-probs with the trainer's: a library may compute a model in another way, or not
     take all of its weights. `context`: tokens of the longest sequence; `library`: its name and version."""
-    numbers, words = torch.Generator().manual_seed(1), int(policy.config.vocab_size)
+    numbers, vocab_size = torch.Generator().manual_seed(1), int(policy.config.vocab_size)
     length, new = lengths(getattr(policy.config, "sliding_window", None), context)
-    rows = torch.randint(0, words, (PROMPTS, length), generator=numbers).tolist()
+    rows = torch.randint(0, vocab_size, (PROMPTS, length), generator=numbers).tolist()
     requests = [Request(Prompt(i, "", row), SAMPLES, new, Sampling(), seed=1, step=0) for i, row in enumerate(rows)]
     found = [trajectory for group in sampler.generate(requests) for trajectory in group.trajectories]
     gap = float(torch.cat([(t.logprobs - trainer_logprobs(policy, t)).abs() for t in found]).mean())

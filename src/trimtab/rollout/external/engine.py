@@ -63,7 +63,7 @@ class ExternalEngine:
         self.on_recovery, self.on_restart = on_recovery, on_restart
         self._made_with, self._parts = max_sequences, tensor_parallel
         self._stop_ids = list(stop_token_ids)
-        self._context, self._words = min(policy.context_tokens, longest), int(policy.config.vocab_size)
+        self._context, self._vocab_size = min(policy.context_tokens, longest), int(policy.config.vocab_size)
         self._generating, self._call = False, 0
         self._sampling: dict[str, Any] = {}
         cuda = policy.device.type == "cuda"
@@ -111,7 +111,7 @@ class ExternalEngine:
         return f"{members.kind.title} {members.ready.version}{where}, {many}; weights {how}; Trimtab draws the tokens"
 
     @property
-    def outside_bytes(self) -> int:
+    def non_torch_bytes(self) -> int:
         return 0
 
     @property
@@ -141,7 +141,7 @@ class ExternalEngine:
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
         refuse_while(self._generating, "generate")
-        sampling = check_requests(requests, self._context, self._words)
+        sampling = check_requests(requests, self._context, self._vocab_size)
         self._take_back()
         self.stats = RolloutStats(slots=self.max_sequences)
         self._call, self._sampling = self._call + 1, sampling.model_dump()

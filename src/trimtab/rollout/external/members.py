@@ -58,7 +58,7 @@ class Member:
 
 
 class Members:
-    """All processes of an engine. `settings`: the fields of `EngineSetup`, except where the model lies and how many sequences each
+    """All processes of an engine. `settings`: the fields of `EngineSetup` but where the model lies and how many sequences each
     process runs."""
 
     def __init__(

@@ -134,7 +134,7 @@ class CudaDecoder:
         self._known_model = self._watch.look()
 
     @property
-    def outside_bytes(self) -> int:
+    def non_torch_bytes(self) -> int:
         """Device memory that torch's allocator does not know of."""
         return sum(arena.nbytes for arena in self._arenas if arena.lendable and arena.mapped)
 
@@ -322,7 +322,7 @@ class CudaDecoder:
         size = self._body.adapted_bytes
         beside, merged = self._time_steps(), float("inf")
         # The plan counts a copy by the same rule (plan/ledger.py).
-        if device_room(self.policy.device, self.outside_bytes) > 2 * size:
+        if device_room(self.policy.device, self.non_torch_bytes) > 2 * size:
             self._copies = Arena(size, self.policy.device)
             self._body.make_room(self._copies.tensor)
             self._body.refresh()

@@ -26,7 +26,7 @@ class Decoder(Protocol):
     """Steps so far that were replays of a graph."""
 
     @property
-    def outside_bytes(self) -> int:
+    def non_torch_bytes(self) -> int:
         """Device memory held that torch's allocator does not know of."""
         ...
 

@@ -26,7 +26,7 @@ class EagerDecoder:
     most_steps = 1
     rounds_ahead = 0
     replays = 0
-    outside_bytes = 0
+    non_torch_bytes = 0
 
     def __init__(self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool) -> None:
         self.policy = policy

@@ -5,8 +5,8 @@ runs, and, while the device works on them, look who ended in the round before an
 device always has its next round in hand: a sequence that reaches its limit is not in it, and one that met a stop token sits it
 out on the device. Nothing here depends on how the batch happens to be composed, so neither do the tokens.
 
-So memory that runs out costs time and no token: prompts are prefilled in smaller chunks, or sequences are parked and fewer run at
-a time, from then on.
+So memory that runs out costs time and no token: prompts are prefilled in smaller chunks, or sequences are preempted and fewer run
+at a time, from then on.
 
 Shapes: B running sequences, V vocabulary, E hidden size.
 """
@@ -109,7 +109,7 @@ class NativeEngine:
         """When the device began and ended each prefill of this call."""
         self._lends, self._lent, self._generating = lend_memory, False, False
         self._too_many = 0
-        """Sequences that could not decode together: when all that was launched has been looked at, they are parked."""
+        """Sequences that could not decode together: when all that was launched has been looked at, they are preempted."""
         self._decoder = self._make_decoder(shapes)
         if lend_memory and (reason := getattr(self._decoder, "not_lendable", "")):
             raise EngineError(f"run.rollout.lend_memory: memory cannot be lent here, {reason}; write auto or false")
@@ -120,9 +120,9 @@ class NativeEngine:
         return self._decoder.description
 
     @property
-    def outside_bytes(self) -> int:
+    def non_torch_bytes(self) -> int:
         """Device memory held now that torch's allocator does not know of."""
-        return self._decoder.outside_bytes
+        return self._decoder.non_torch_bytes
 
     def _make_decoder(self, shapes: dict[int, LayerShape]) -> Decoder:
         policy = self.policy
@@ -275,7 +275,7 @@ class NativeEngine:
         live = work.live()
         if live:
             steps = work.steps_ahead(live, self._decoder.most_steps)
-            # Pages are short. Look at earlier rounds first: what ended gives pages back, and what is parked must have been seen.
+            # Pages are short. Look at earlier rounds first: what ended gives pages back; what is preempted must have been seen.
             if (not steps and (more or begun)) or not self._decode(work, rows, live, max(1, steps)):
                 live = []
         asked = list({id(s): s for s in (*(begun or []), *live) if s.row >= 0}.values())
@@ -362,15 +362,15 @@ class NativeEngine:
         """Park all that runs and let fewer run at a time: whatever the failed steps did to their rows is forgotten."""
         failed, self._too_many = self._too_many, 0
         self.max_sequences = failed // 2
-        self.stats.parked += len(work.retreat(self.max_sequences))
+        self.stats.preempted += len(work.retreat(self.max_sequences))
         self.on_recovery(
-            f"out of memory in decoding ({failed:,} sequences); parked; rollout.max_sequences -> {self.max_sequences:,}"
+            f"out of memory in decoding ({failed:,} sequences); preempted; rollout.max_sequences -> {self.max_sequences:,}"
         )
 
     def _decode(self, work: Scheduler, rows: Rows, live: list[Sequence], steps: int) -> bool:
         """Launch decode steps for everything that runs, as far as there is memory for it; False where there is not."""
-        parked = work.make_room(live, steps)
-        self.stats.parked += len(parked)
+        preempted = work.make_room(live, steps)
+        self.stats.preempted += len(preempted)
         live[:] = [s for s in live if s.row >= 0]
         rows.set_pages(live)
         outcome = attempt(self._decoder.run, live, steps)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from trimtab.model.kernels.shared import gated
-from trimtab.model.kernels.train import turn
+from trimtab.model.kernels.train import rope
 from trimtab.model.norms import Norm, Rotary
 from trimtab.model.parts import LayerParts, Linears, read_parts, rotary_tables
 from trimtab.model.policy import Policy
@@ -210,8 +210,8 @@ class FusedBody:
             shape = layer.decode_shape
             qkv = layer.qkv(x)
             rotary, norm = self.rotaries[layer.parts.kind], layer.parts.head_norm
-            turned = turn(qkv, positions_T, shape.heads, shape.kv_heads, rotary, norm)
-            q_THD, k_TKD, v_TKD = turned.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+            rotated = rope(qkv, positions_T, shape.heads, shape.kv_heads, rotary, norm)
+            q_THD, k_TKD, v_TKD = rotated.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
             layer.output(attended.flatten(1), y)
             residual_norm(residual, y, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)

@@ -176,13 +176,13 @@ class Rows:
         return Outputs(tokens, logprobs, counts, arrived)
 
     def save(self, sequence: Sequence) -> None:
-        """Keep what a sequence has made before it is parked."""
+        """Keep what a sequence has made before it is preempted."""
         made = int(self._generated[sequence.row])
         sequence.tokens = self.state.tokens[sequence.row, :made].tolist()
         sequence.logprobs = self.state.logprobs[sequence.row, : len(sequence.tokens)].tolist()
 
     def restore(self, sequence: Sequence) -> None:
-        """Put a parked sequence into its new row, as it was."""
+        """Put a preempted sequence into its new row, as it was."""
         row, made = sequence.row, len(sequence.tokens)
         state = self.state
         state.tokens[row, :made] = torch.tensor(sequence.tokens, device=self.device)

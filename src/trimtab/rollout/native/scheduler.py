@@ -1,8 +1,8 @@
 """Which sequences run, which wait, which page belongs to whom. Pure bookkeeping: no tensors, no model.
 
 Life of a group: waiting -> filling (its prompt is prefilled once, in chunks) -> ready (samples are forked off as rows and pages
-allow, sharing the prompt's full pages) -> its samples run and finish. A sample that loses its pages is parked, and later filled
-again from its own tokens and run on.
+allow, sharing the prompt's full pages) -> its samples run and finish. A sample that loses its pages is preempted, and later
+filled again from its own tokens and run on.
 
 Guarantees, checked by property tests: every sample finishes exactly once; admission leaves one page of growth for each running
 sequence that may need it, so parking is rare; when pages run out, prompts that only wait are given up first, then the youngest
@@ -49,7 +49,7 @@ class Sequence:
     row: int = -1
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Completion so far; kept here only while the sequence is parked."""
+    """Completion so far; kept here only while the sequence is preempted."""
     key: int = 0
     """Key of its random numbers."""
     stored: int = 0
@@ -69,7 +69,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class Filling:
-    """Tokens on their way into pages, for a prompt or for a parked sequence that comes back."""
+    """Tokens on their way into pages, for a prompt or for a preempted sequence that comes back."""
 
     owner: PromptGroup | Sequence
     tokens: list[int]
@@ -103,14 +103,14 @@ class Scheduler:
         self.filling: list[Filling] = []
         self.ready: deque[PromptGroup] = deque()
         self.running: list[Sequence] = []
-        self.parked: deque[Sequence] = deque()
+        self.preempted: deque[Sequence] = deque()
         self.free_rows = list(range(rows - 1, -1, -1))
         self.cached_tokens = 0
         self._births = 0
 
     @property
     def unfinished(self) -> bool:
-        return bool(self.waiting or self.filling or self.ready or self.running or self.parked)
+        return bool(self.waiting or self.filling or self.ready or self.running or self.preempted)
 
     def add(self, group: PromptGroup) -> None:
         self.waiting.append(group)
@@ -178,26 +178,26 @@ class Scheduler:
         return steps
 
     def make_room(self, live: list[Sequence], steps: int = 1) -> list[Sequence]:
-        """Give sequences the pages their next tokens need; returns those that had to be parked."""
-        parked: list[Sequence] = []
+        """Give sequences the pages their next tokens need; returns those that had to be preempted."""
+        preempted: list[Sequence] = []
         for sequence in sorted(self._short(live, steps), key=lambda s: s.born):
             while sequence.row >= 0 and (wanted := self._pages_wanted(sequence, steps)):
                 pages = self.pool.take(wanted)
                 if pages is not None:
                     sequence.pages += pages
                 elif not self._give_up_prompt():
-                    parked.append(self._park_youngest())
-        return parked
+                    preempted.append(self._preempt_youngest())
+        return preempted
 
     def retreat(self, rows: int) -> list[Sequence]:
         """Park everything that runs, and go on with no more than so many rows. The host must have seen all tokens so far."""
         while self._give_up_prompt():
             pass
-        parked = []
+        preempted = []
         while self.filling or self.running:
-            parked.append(self._park_youngest(last=True))
+            preempted.append(self._preempt_youngest(last=True))
         self.free_rows = sorted(self.free_rows, reverse=True)[-rows:]
-        return parked
+        return preempted
 
     def finish(self, ended: list[Sequence]) -> None:
         """Take sequences off their rows and give their pages back."""
@@ -210,12 +210,12 @@ class Scheduler:
         if not self.free_rows:
             return
         reserved = self._growing()
-        while self.parked and self.free_rows:
-            sequence = self.parked[0]
+        while self.preempted and self.free_rows:
+            sequence = self.preempted[0]
             tokens = (sequence.group.prompt + sequence.tokens)[:-1]
             if not self._start_filling(sequence, tokens, reserved):
                 return
-            self.parked.popleft()
+            self.preempted.popleft()
             sequence.row = self.free_rows.pop()
         rows = self._uncommitted_rows()
         while self.waiting and rows > 0:
@@ -277,20 +277,20 @@ class Scheduler:
             return True
         return False
 
-    def _park_youngest(self, last: bool = False) -> Sequence:
+    def _preempt_youngest(self, last: bool = False) -> Sequence:
         for filling in self.filling:  # a sequence that is just coming back is younger than any that runs
             owner = filling.owner
             assert isinstance(owner, Sequence)
             self.filling.remove(filling)
             owner.pages = filling.pages
             self._vacate(owner)
-            self.parked.appendleft(owner)
+            self.preempted.appendleft(owner)
             return owner
         assert last or len(self.running) > 1, "the pool is smaller than one sequence; refused before the run"
         youngest = max(self.running, key=lambda s: s.born)
         self._save(youngest)
         self.finish([youngest])
-        self.parked.appendleft(youngest)
+        self.preempted.appendleft(youngest)
         return youngest
 
     def _vacate(self, sequence: Sequence) -> None:

@@ -52,9 +52,9 @@ def _head_rows(
         if NORM > 0:
             y = weighted(y * rms, tl.load(W + pair, mask=pair < D, other=0.0)[None, :], dtype, NORM)
         y = tl.where((d < half)[None, :], -y, y)
-        turned = valid_R[:, None] & (d < RD)[None, :]
-        cos = tl.load(COS + pos_R[:, None] * RD + d[None, :], mask=turned, other=1.0).to(tl.float32)
-        sin = tl.load(SIN + pos_R[:, None] * RD + d[None, :], mask=turned, other=0.0).to(tl.float32)
+        rotated = valid_R[:, None] & (d < RD)[None, :]
+        cos = tl.load(COS + pos_R[:, None] * RD + d[None, :], mask=rotated, other=1.0).to(tl.float32)
+        sin = tl.load(SIN + pos_R[:, None] * RD + d[None, :], mask=rotated, other=0.0).to(tl.float32)
         x = (x * cos).to(dtype).to(tl.float32) + (y * sin).to(dtype).to(tl.float32)
     return x.to(dtype)
 

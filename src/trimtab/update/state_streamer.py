@@ -15,7 +15,7 @@ LINE = 256
 """Bytes."""
 
 
-class Conveyor:
+class StateStreamer:
     """Takes pieces of host memory to the device and back. A piece is a stretch of columns of one or more matrices."""
 
     def __init__(self, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from trimtab.model.transfer import HostMemory
 
 
 @dataclass(eq=False)
-class Ticket:
+class OffloadedTensor:
     """Where a tensor waits. `stored` and `arrived` are CUDA events."""
 
     buffer: HostMemory
@@ -31,71 +31,71 @@ class Ticket:
         return self.buffer.tensor(tuple(self.shape), self.dtype)
 
 
-class Shelf:
+class ActivationOffload:
     """Holds tensors in host memory, last in, first out."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
-        self._tickets: list[Ticket] = []
+        self._waiting: list[OffloadedTensor] = []
         self._free: list[tuple[HostMemory, Any]] = []
         """Buffers, and when the last copy from them is done."""
         self._recent: list[Any] = []
         """When the last copies, in either direction, are done."""
 
-    def put(self, x: torch.Tensor) -> Ticket:
+    def put(self, x: torch.Tensor) -> OffloadedTensor:
         buffer, read = self._buffer(x.nbytes)
-        ticket = Ticket(buffer, x.shape, x.dtype)
+        offloaded = OffloadedTensor(buffer, x.shape, x.dtype)
         if self._cuda:
             outward = self._streams[0]
             outward.wait_stream(torch.cuda.current_stream(self._device))
             if read is not None:
                 outward.wait_event(read)
             with torch.cuda.stream(outward):
-                ticket.waiting.copy_(x, non_blocking=True)
+                offloaded.waiting.copy_(x, non_blocking=True)
             x.record_stream(outward)
-            ticket.stored = outward.record_event()
-            self._keep_up(ticket.stored)
+            offloaded.stored = outward.record_event()
+            self._keep_up(offloaded.stored)
         else:
-            ticket.waiting.copy_(x)
-        self._tickets.append(ticket)
-        return ticket
+            offloaded.waiting.copy_(x)
+        self._waiting.append(offloaded)
+        return offloaded
 
-    def take(self, ticket: Ticket) -> torch.Tensor:
+    def take(self, offloaded: OffloadedTensor) -> torch.Tensor:
         """The tensor again. The one that was put before it is fetched at the same time."""
-        self._fetch(ticket)
-        self._tickets.remove(ticket)
-        if self._tickets:
-            self._fetch(self._tickets[-1])
-        x, ticket.fetched = ticket.fetched, None  # the ticket lives as long as the graph
+        self._fetch(offloaded)
+        self._waiting.remove(offloaded)
+        if self._waiting:
+            self._fetch(self._waiting[-1])
+        x, offloaded.fetched = offloaded.fetched, None  # the offloaded lives as long as the graph
         assert x is not None, "taken twice"
         if self._cuda:
-            torch.cuda.current_stream(self._device).wait_event(ticket.arrived)
+            torch.cuda.current_stream(self._device).wait_event(offloaded.arrived)
             x.record_stream(torch.cuda.current_stream(self._device))
-        self._free.append((ticket.buffer, ticket.arrived))
+        self._free.append((offloaded.buffer, offloaded.arrived))
         return x
 
     def clear(self) -> None:
         """Forget what nobody will take: a pass that failed."""
-        for ticket in self._tickets:
-            ticket.fetched = None
-            self._free.append((ticket.buffer, ticket.arrived or ticket.stored))
-        self._tickets = []
+        for offloaded in self._waiting:
+            offloaded.fetched = None
+            self._free.append((offloaded.buffer, offloaded.arrived or offloaded.stored))
+        self._waiting = []
 
-    def _fetch(self, ticket: Ticket) -> None:
-        if ticket.fetched is not None:
+    def _fetch(self, offloaded: OffloadedTensor) -> None:
+        if offloaded.fetched is not None:
             return
         if not self._cuda:
-            ticket.fetched = ticket.waiting.clone()
+            offloaded.fetched = offloaded.waiting.clone()
             return
         inward = self._streams[1]
-        inward.wait_event(ticket.stored)
+        inward.wait_event(offloaded.stored)
         with torch.cuda.stream(inward):
-            ticket.fetched = torch.empty(ticket.shape, dtype=ticket.dtype, device=self._device)
-            ticket.fetched.copy_(ticket.waiting, non_blocking=True)
-        ticket.arrived = inward.record_event()
-        self._keep_up(ticket.arrived)
+            offloaded.fetched = torch.empty(offloaded.shape, dtype=offloaded.dtype, device=self._device)
+            offloaded.fetched.copy_(offloaded.waiting, non_blocking=True)
+        offloaded.arrived = inward.record_event()
+        self._keep_up(offloaded.arrived)
 
     def _keep_up(self, done: Any) -> None:
         """Wait for the copy of two tensors ago: a copied tensor is the allocator's again only when the device is done with it."""
