@@ -108,7 +108,7 @@ def test_memory_that_is_not_there_is_said_and_awaited(policy: Policy, expected: 
     native.lend()
     free(torch.device("cuda"))  # what is left of earlier tests would be taken first
     hoard = torch.empty(torch.cuda.mem_get_info()[0] - 2**29, dtype=torch.uint8, device="cuda")
-    with pytest.raises(ArenaMemoryError, match=r"the rollout arena needs 1\.\d+ GiB and the device has 0"):
+    with pytest.raises(ArenaMemoryError, match=r"the rollout needs 1\.\d+ GiB, but the device has 0"):
         sample(native)
     del hoard
     assert_same(expected, sample(native))
@@ -227,6 +227,6 @@ def test_what_a_model_cannot_do_fused_is_said(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(cuda.FusedBody, "prefill", wrong)
     native = engine(Policy(tiny_model("llama").cuda()))
-    assert native.description.endswith("fused layers gave other log-probs")
+    assert native.description.endswith("fused layers compute different log-probs")
     monkeypatch.undo()
     assert_same(generate(engine(Policy(tiny_model("llama"))), prompts(4)), generate(native, prompts(4)))

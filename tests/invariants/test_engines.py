@@ -91,7 +91,7 @@ def test_another_engine_learns_what_the_native_engine_learns(
     found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind](), "tensor_parallel": parts})
     assert_same_learned(native, found, folder)
     assert all(row["rollout/logprob_gap"] < 1e-4 for row in found[0] if "rollout/logprob_gap" in row)
-    assert paths and ("the model in 2 parts" in paths[0]) is (parts == 2)
+    assert paths and ("the model split over 2 devices" in paths[0]) is (parts == 2)
 
 
 @pytest.mark.parametrize("kind", OUTSIDE)
@@ -148,7 +148,7 @@ def test_an_engine_that_nobody_asked_for_gives_way_where_it_cannot_start(
         return plain(run.model_copy(update={"engine": "vllm"}) if run.engine == "auto" else run, job, machine)
 
     def failing(*_: object, **__: object) -> ExternalEngine:
-        raise EngineError("vLLM cannot go on: its process ended.\nand more")
+        raise EngineError("vLLM failed: its process ended.\nand more")
 
     monkeypatch.setattr(opening, "planned", wanting)
     monkeypatch.setattr(engines, "ExternalEngine", failing)
@@ -156,7 +156,7 @@ def test_an_engine_that_nobody_asked_for_gives_way_where_it_cannot_start(
     assert_same_learned(native, found, folder)
     choices = {c["key"]: c for c in json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]}
     assert choices["run.engine"]["value"] == "native"
-    assert choices["run.engine"]["why"] == "vllm was planned: vLLM cannot go on: its process ended."
+    assert choices["run.engine"]["why"] == "vllm was planned: vLLM failed: its process ended."
     with pytest.raises(EngineError, match="its process ended"):
         run(folder, tmp_path / "asked", engine="vllm", rollout={"python": vllm_python() or fake_vllm(tmp_path)})
 
@@ -173,7 +173,7 @@ def test_versions_outside_of_what_was_tested_are_refused(tmp_path: Path, folder:
     python = tmp_path / "python"
     python.write_text("""#!/bin/sh\necho '{"there": true, "version": "0.9.1"}'\n""")
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"vLLM 0.9.1 is outside(.|\n)*Install one from 0.25"):
+    with pytest.raises(ConfigError, match=r"vLLM 0.9.1 is not a version(.|\n)*Install a version from 0.25"):
         run(folder, tmp_path / "run", engine="vllm", rollout={"python": str(python)})
     python.write_text("""#!/bin/sh\necho '{"there": false, "version": null}'\n""")
     with pytest.raises(ConfigError, match=r"not installed for(.|\n)*trimtab\[vllm\]"):

@@ -107,7 +107,7 @@ def test_targets_may_be_named_and_unknown_ones_are_refused() -> None:
     config = tiny_model("qwen2").config
     for served in (Lora(), Lora(targets=["q_proj", "mlp.up_proj"])):
         refuse_unknown_targets(served, config, False)
-    there = "There is: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj. Or write all-linear."
+    there = "Choose from: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj. Or write all-linear."
     with pytest.raises(
         ConfigError, match=f"model.lora.targets: Qwen2ForCausalLM has no linear layer a_proj, b. {there}"
     ):

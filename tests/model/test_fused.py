@@ -176,7 +176,7 @@ def test_a_row_sums_to_the_gradient_of_its_parts() -> None:
 
 
 def test_what_is_not_served_is_said() -> None:
-    with pytest.raises(Unfusable, match="not among the architectures"):
+    with pytest.raises(Unfusable, match="not tested with the architecture"):
         FusedForward(Policy(tiny_model("olmo2", num_hidden_layers=1).to(DEVICE), check=False))
 
 

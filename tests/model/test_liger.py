@@ -121,7 +121,9 @@ def test_a_patched_model_has_the_same_gradient_and_no_other_is_touched(
 def test_kernels_that_give_other_log_probs_are_refused(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger, "refuse", lambda kind, device: None)
     monkeypatch.setattr(Norm, "forward", lambda self, hidden: 1.5 * hidden)
-    with pytest.raises(ConfigError, match=r"run\.kernels: Liger's kernels give other log-probs for LlamaForCausalLM"):
+    with pytest.raises(
+        ConfigError, match=r"run\.kernels: Liger's kernels compute different log-probs for LlamaForCausalLM"
+    ):
         use_kernels(Policy(tiny_model("llama")), "liger")
 
 
@@ -145,7 +147,9 @@ def test_a_run_on_a_cpu_is_refused_before_weights_are_read(model_folder: Path, k
 
 
 def test_native_is_the_fused_layers_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"run\.kernels: fused layers do not serve this run: they need a CUDA device"):
+    with pytest.raises(
+        ConfigError, match=r"run\.kernels: fused layers do not support this run: they need a CUDA device"
+    ):
         use_kernels(Policy(tiny_model("llama")), "native")
     plain = Policy(tiny_model("llama"))
     monkeypatch.setattr(kernel_choice, "fuse", lambda _: pytest.fail("plain is plain"))

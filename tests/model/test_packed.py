@@ -94,7 +94,7 @@ def test_a_model_whose_packing_differs_is_refused_by_name(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         PackedPlan, "attend", lambda self, layer, q, k, v, rules: v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     )
-    with pytest.raises(ModelError, match="LlamaForCausalLM gives other log-probs when sequences are packed"):
+    with pytest.raises(ModelError, match="LlamaForCausalLM computes different log-probs when sequences are packed"):
         Policy(tiny_model("llama"))
 
 
@@ -112,11 +112,11 @@ PHIMOE = {"sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1
     ("architecture", "changes", "why"),
     [
         ("diffllama", {}, "layer 0 attends more than once"),  # a cache would keep its second values
-        ("phimoe", PHIMOE, "see 40 tokens back and do not say so"),  # which short sequences cannot show
+        ("phimoe", PHIMOE, "a sliding window of 40 tokens and do not pass it"),  # which short sequences cannot show
         ("nemotron", {}, "the attention plan did not reach"),
         ("doge", {}, "its layers make masks of their own"),
-        ("recurrent_gemma", {"attention_window_size": 8}, "2 of its 3 layers do not use it"),
-        ("roberta", {}, "see those that come after them"),
+        ("recurrent_gemma", {"attention_window_size": 8}, "2 of its 3 layers do not use attention"),
+        ("roberta", {}, "tokens see later tokens"),
     ],
 )
 def test_layers_that_attend_otherwise_are_refused_with_weights_and_without(
@@ -189,5 +189,5 @@ def test_weights_that_are_no_numbers_are_named() -> None:
     name, weight = next((n, w) for n, w in model.named_parameters() if "layers" in n)
     with torch.no_grad():
         weight.view(-1)[0] = float("nan")
-    with pytest.raises(ModelError, match=rf"no numbers: {name} holds values that are not finite"):
+    with pytest.raises(ModelError, match=rf"NaN: {name} holds values that are not finite"):
         Policy(model)

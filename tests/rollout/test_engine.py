@@ -275,7 +275,7 @@ def test_one_call_at_a_time() -> None:
     stream = native.generate(asked)
     next(stream)
     for meddle in (lambda: list(native.generate(asked)), lambda: native.publish(2)):
-        with pytest.raises(EngineError, match="an earlier generate is not finished; exhaust or close it first"):
+        with pytest.raises(EngineError, match=r"before the previous generate finished\. Exhaust or close its iterator"):
             meddle()
     assert len(list(stream)) == 2
     native.publish(2)

@@ -64,7 +64,7 @@ def test_sequences_that_cannot_all_decode_are_parked_and_fewer_run(monkeypatch: 
     assert_same(expected, generate(native, asked))
     assert failed == [18, 9]
     assert native.stats.preempted == 18 + 9
-    assert said[0] == "out of memory in decoding (18 sequences); preempted; rollout.max_sequences -> 9"
+    assert said[0] == "out of memory in decoding (18 sequences); preempted them; rollout.max_sequences -> 9"
     assert native.lowered == {"max_sequences": 4}
     assert_same(expected, generate(native, asked))
     assert len(said) == 2

@@ -128,7 +128,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     ("error", "expected"),
     [
         (torch.OutOfMemoryError("of any device"), True),
-        (MemoryError("1.0 GiB of host memory could not be pinned"), True),
+        (MemoryError("CUDA cannot pin 1.0 GiB of host memory"), True),
         (
             RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"),
             True,
@@ -329,11 +329,11 @@ def test_the_optimizer_step_is_replayed_only_before_it_changes_anything(monkeypa
 
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", short)
     guard.step(samples, 1e-3, 0.0)
-    assert guard.said == ["out of memory in the optimizer step; freed what was cached, replayed"]
+    assert guard.said == ["out of memory in the optimizer step; freed cached memory, replayed"]
     for one, two in zip(guard.updater.policy.parameters(), plain.updater.policy.parameters()):
         assert torch.equal(one, two)
     monkeypatch.setattr(guard.updater.optimizer, "_adamw", out_of_memory)
-    with pytest.raises(MemoryExhausted, match=r"not repeated\. Resume from the last checkpoint"):
+    with pytest.raises(MemoryExhausted, match=r"does not repeat the step\. Resume from the last checkpoint"):
         guard.step(samples, 1e-3, 0.0)
     assert len(guard.said) == 1
 
@@ -372,7 +372,7 @@ def test_other_work_is_repeated_and_gives_up_without_a_traceback_of_its_own() ->
         return out_of_memory() if len(calls) == 1 else 7
 
     assert guard.run("publish", work) == 7
-    assert guard.said == ["out of memory in publish; freed what was cached, replayed"]
+    assert guard.said == ["out of memory in publish; freed cached memory, replayed"]
     with pytest.raises(MemoryExhausted, match=r"in checkpoint.*the weights have to fit.*model\.lora") as caught:
         guard.run("checkpoint", out_of_memory)
     assert caught.value.__context__ is None
@@ -387,7 +387,7 @@ def test_an_allocator_that_asks_again_two_steps_in_a_row_lowers_the_budget() -> 
         guard.step(samples, 1e-3, 0.0)
         found.append((guard.end_step()["run/alloc_retries"], guard.updater.token_budget))
     assert found == [(0, 200), (1, 200), (0, 200), (1, 200), (2, 109), (0, 109)]
-    assert guard.said == ["the allocator had to free memory and ask again in 2 steps in a row; token_budget 200 -> 109"]
+    assert guard.said == ["the allocator ran short and retried in 2 steps in a row; token_budget 200 -> 109"]
 
 
 def test_retries_of_a_step_that_ran_out_are_not_counted_twice() -> None:

@@ -37,7 +37,7 @@ def refuse_unknown_targets(lora: Lora, config: Any, trust_remote_code: bool) -> 
     if unknown or not lora.targets:
         what = f"{type(model).__name__} has no linear layer {', '.join(unknown)}" if unknown else "the list is empty"
         there = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head"}))
-        raise ConfigError([Problem("model.lora.targets", what, f"There is: {there}. Or write all-linear.")])
+        raise ConfigError([Problem("model.lora.targets", what, f"Choose from: {there}. Or write all-linear.")])
 
 
 def add_adapters(model: Any, lora: Lora, seed: int) -> PeftModel:

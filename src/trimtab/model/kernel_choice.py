@@ -21,7 +21,7 @@ def use_kernels(policy: Policy, kernels: Kernels) -> None:
         fuse(policy)
     if kernels == "native" and not policy.fused:
         why = policy.description if ":" in policy.description else "they need a CUDA device and bfloat16"
-        raise ConfigError([Problem("run.kernels", f"fused layers do not serve this run: {why}", "Write auto.")])
+        raise ConfigError([Problem("run.kernels", f"fused layers do not support this run: {why}", "Write auto.")])
     if kernels == "liger":
         _use_liger(policy)
     if kernels == "plain" and policy.fused:
@@ -51,7 +51,7 @@ def fuse(policy: Policy) -> None:
         policy.description = "fused layers"
     else:
         policy.fused_forward = None
-        policy.description += f": fused layers gave other log-probs (off by {gap:.3g} nats)"
+        policy.description += f": fused layers compute different log-probs (off by {gap:.3g} nats)"
 
 
 def _use_liger(policy: Policy) -> None:
@@ -60,6 +60,6 @@ def _use_liger(policy: Policy) -> None:
     liger.patch(policy.model)
     gap = distance(policy.probe(), own)
     if not gap <= TOLERANCE_NATS[policy.dtype]:
-        what = f"Liger's kernels give other log-probs for {policy.name} (off by {gap:.3g} nats)"
+        what = f"Liger's kernels compute different log-probs for {policy.name} (off by {gap:.3g} nats)"
         raise ConfigError([Problem("run.kernels", what, "Write auto.")])
     policy.description = f"{OWN_MODULES} with Liger's kernels"

@@ -95,8 +95,8 @@ def load_model(model: Model, device: torch.device) -> Any:
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
-            f"model.path: {model.path!r} lacks {len(missing)} of the weights of a {type(loaded).__name__}, such as "
-            f"{missing[0]}; they would be random. Is it a whole checkpoint of a causal language model?"
+            f"model.path: {model.path!r} lacks {len(missing)} weights of a {type(loaded).__name__}, such as "
+            f"{missing[0]}, which would be random. Name a complete checkpoint of a causal language model."
         )
     _make_savable(loaded)
     if source.gguf_file:
@@ -118,7 +118,7 @@ def load_tokenizer(model: Model) -> Any:
             source.location, trust_remote_code=model.trust_remote_code, **source.options
         )
     if not source.gguf_file:  # or both are of one file, which takes seconds to read
-        _refuse_more_words(tokenizer, model, what)
+        _refuse_tokens_without_embedding(tokenizer, model, what)
     return tokenizer
 
 
@@ -133,7 +133,7 @@ def refuse_without_weights(model: Model) -> None:
         missing = [name for name in named if not (folder / name).is_file()]
         if missing:
             raise ModelError(
-                f"model.path: {folder.absolute()} lacks {len(missing)} of its {len(named)} files of weights, such as "
+                f"model.path: {folder.absolute()} lacks {len(missing)} of its {len(named)} weight files, such as "
                 f"{missing[0]}. {AGAIN}"
             )
 
@@ -160,20 +160,20 @@ def written_words(model: Model) -> dict[str, int] | None:
     return None if file is None else Tokenizer.from_file(file).get_vocab(with_added_tokens=False)
 
 
-def _refuse_more_words(tokenizer: Any, model: Model, key: str) -> None:
+def _refuse_tokens_without_embedding(tokenizer: Any, model: Model, key: str) -> None:
     """Tokens without an embedding. Those added to a vocabulary may have none: padding, which is never read."""
-    words = load_config(model).get_text_config().vocab_size
-    if tokenizer.vocab_size > words:
+    vocab_size = load_config(model).get_text_config().vocab_size
+    if tokenizer.vocab_size > vocab_size:
         raise ModelError(
-            f"{key}: the tokenizer has {tokenizer.vocab_size} tokens, and {model.path!r} knows {words}. Name the tokenizer that "
-            "it was trained with in model.tokenizer."
+            f"{key}: the tokenizer has {tokenizer.vocab_size} tokens, but {model.path!r} has {vocab_size}. Set model.tokenizer "
+            "to the tokenizer that the model was trained with."
         )
     written = f"{tokenizer.chat_template or ''}{tokenizer.bos_token or ''}"
-    lacking = [word for word, number in tokenizer.get_added_vocab().items() if number >= words and word in written]
+    lacking = [word for word, number in tokenizer.get_added_vocab().items() if number >= vocab_size and word in written]
     if lacking:
         raise ModelError(
-            f"{key}: prompts would hold {', '.join(map(repr, lacking))}, which {model.path!r} has no embedding for: it knows "
-            f"{words} tokens. Resize its embedding (resize_token_embeddings) and save it, or name its own tokenizer."
+            f"{key}: prompts would contain {', '.join(map(repr, lacking))}, but {model.path!r} has embeddings for only "
+            f"{vocab_size} tokens. Resize its embedding (resize_token_embeddings) and save it, or name its own tokenizer."
         )
 
 
@@ -223,7 +223,9 @@ def refuse_unserved(made: Any, name: str, config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS
     if kinds:
         served = " and ".join(sorted(SERVED_LAYERS))
-        raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab serves {served} layers only.")
+        raise ModelError(
+            f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only."
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Trimtab trains decoder-only models.")
 
@@ -269,7 +271,7 @@ def _require_gguf() -> None:
         import gguf  # noqa: F401
     except ImportError as error:
         raise ModelError(
-            "model.path is a GGUF file, which needs the gguf package: pip install 'trimtab[gguf]'."
+            "model.path is a GGUF file. Install the gguf package to read it: pip install 'trimtab[gguf]'."
         ) from error
 
 

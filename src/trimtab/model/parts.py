@@ -62,7 +62,7 @@ class Linears:
         weight, bias = store.joined(weights), None if biases is None else store.joined(biases)
         if weight is None or (bias is None) != (biases is None):
             raise Unfusable(
-                f"layers that read one input are of sizes that are no multiples of {BLOCK}, so they are not joined"
+                f"projections that share an input have sizes that are not multiples of {BLOCK}, so they cannot be joined"
             )
         self.weight, self.bias = weight, bias
 
@@ -117,9 +117,7 @@ class Watch:
 def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
     body = policy.body
     if policy.config.model_type not in FUSED:
-        raise Unfusable(
-            f"{policy.config.model_type} is not among the architectures that the fused layers were checked with"
-        )
+        raise Unfusable(f"fused layers were not tested with the architecture {policy.config.model_type}")
     missing = [name for name in ("layers", "norm", "embed_tokens") if not hasattr(body, name)]
     if missing:
         raise Unfusable(f"{type(body).__name__} has no {', '.join(missing)}")
@@ -202,10 +200,10 @@ def _linear(module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, nn.Line
         return module, []
     base: Any = getattr(module, "base_layer", None)
     if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
-        raise Unfusable(f"{type(module).__name__} is not a linear layer that is known")
+        raise Unfusable(f"{type(module).__name__} is not a linear layer that Trimtab supports")
     layer: Any = module
     if layer.merged or any(layer.use_dora.get(name, False) for name in layer.active_adapters):
-        raise Unfusable("its adapters are merged already, or are not plain LoRA")
+        raise Unfusable("its adapters are already merged, or are not plain LoRA")
     if layer.disable_adapters:
         return base, []
     active = [name for name in layer.active_adapters if name in layer.lora_A]

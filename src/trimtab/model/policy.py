@@ -215,12 +215,12 @@ class Policy:
         if math.isnan(worst):
             named = [name for name, weight in self.model.named_parameters() if not torch.isfinite(weight).all()]
             where = f"{named[0]} holds values that are not finite" if named else "its weights overflow"
-            raise ModelError(f"{self.name} gives log-probs that are no numbers: {where}.")
+            raise ModelError(f"{self.name} computes log-probs that are NaN: {where}.")
         if not worst <= TOLERANCE_NATS[self.dtype]:
             raise ModelError(
-                f"{self.name} gives other log-probs when sequences are packed (off by {worst:.3g} nats, allowed "
+                f"{self.name} computes different log-probs when sequences are packed (off by {worst:.3g} nats, allowed "
                 f"{TOLERANCE_NATS[self.dtype]:g} in {str(self.dtype).removeprefix('torch.')}). Its attention or its head does "
-                "something the attention interface does not pass on, so training it here would be wrong."
+                "something that transformers' attention interface does not pass on, so Trimtab would train it wrongly."
             )
 
 

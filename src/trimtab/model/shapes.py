@@ -68,7 +68,7 @@ class _ShapeProbe(PackedPlan):
 def layer_shapes(policy: ShapedModel) -> dict[int, LayerShape]:
     """What the model really stores, seen in a one-token forward: right for any head layout, with no table of architectures."""
     if not all(getattr(module, "is_causal", True) for module in policy.body.modules()):
-        raise ModelError("its tokens see those that come after them")
+        raise ModelError("its attention is not causal: tokens see later tokens")
     probe = _ShapeProbe(policy.device)
     policy.hidden(torch.zeros(1, dtype=torch.int64, device=policy.device), probe.positions, probe)
     _refuse_silent_layers(policy, probe.shapes)
@@ -80,10 +80,12 @@ def _refuse_silent_layers(policy: ShapedModel, shapes: dict[int, LayerShape]) ->
     config = policy.config
     layers = getattr(config, "num_hidden_layers", None) or 0
     if len(shapes) < layers:
-        raise ModelError(f"{layers - len(shapes)} of its {layers} layers do not use it")
+        raise ModelError(f"{layers - len(shapes)} of its {layers} layers do not use attention")
     kinds = getattr(config, "layer_types", None)
     windows = [getattr(config_of_layer(config, index), "sliding_window", None) for index in range(layers)]
     window = min((window for window in windows if window), default=policy.context_tokens)
     used = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
     if used and window < policy.context_tokens and all(shape.rules.window is None for shape in shapes.values()):
-        raise ModelError(f"its layers see {window} tokens back and do not say so")
+        raise ModelError(
+            f"its layers have a sliding window of {window} tokens and do not pass it to the attention function"
+        )

@@ -44,7 +44,7 @@ class HostMemory:
             if code:
                 with suppress(RuntimeError):
                     torch.zeros(1, device=device)  # CUDA keeps the error, and would tell a later kernel of it
-                raise MemoryError(f"{size / GIB:.1f} GiB of host memory could not be pinned (CUDA error {code})")
+                raise MemoryError(f"CUDA cannot pin {size / GIB:.1f} GiB of host memory (error {code})")
             weakref.finalize(self, _unpin, self._bytes).atexit = False
 
     @property

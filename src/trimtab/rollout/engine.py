@@ -142,7 +142,7 @@ class Engine(Sampler, Protocol):
         ...
 
 
-def check_requests(requests: Sequence[Request], context_tokens: int, vocabulary: int) -> Sampling:
+def check_requests(requests: Sequence[Request], context_tokens: int, vocab_size: int) -> Sampling:
     """Refuse what no engine can serve, before any work is done; the sampling that all requests share."""
     if not requests:
         raise EngineError("generate was called without requests")
@@ -153,15 +153,15 @@ def check_requests(requests: Sequence[Request], context_tokens: int, vocabulary:
             raise EngineError(
                 f"prompt {request.prompt.id}: a request needs at least one prompt token, one sample and one new token"
             )
-        if max(request.prompt.tokens) >= vocabulary:
+        if max(request.prompt.tokens) >= vocab_size:
             raise EngineError(
-                f"prompt {request.prompt.id} holds token {max(request.prompt.tokens)}, and the model knows {vocabulary}: the "
-                "tokenizer has words without an embedding. Take them out of the data, or resize the model's embedding"
+                f"prompt {request.prompt.id} contains token {max(request.prompt.tokens)}, but the model has embeddings for "
+                f"{vocab_size} tokens. Remove such tokens from the data, or resize the embedding (resize_token_embeddings)"
             )
         if len(request.prompt.tokens) + max(request.limits) > context_tokens:
             raise EngineError(
                 f"prompt {request.prompt.id} has {len(request.prompt.tokens)} tokens; with max_new_tokens "
-                f"{max(request.limits)} that exceeds the model's context of {context_tokens}"
+                f"{max(request.limits)} that exceeds the model's context of {context_tokens} tokens"
             )
     return requests[0].sampling
 
@@ -169,7 +169,9 @@ def check_requests(requests: Sequence[Request], context_tokens: int, vocabulary:
 def refuse_while(generating: bool, what: str) -> None:
     """No engine changes under a `generate` that is not finished."""
     if generating:
-        raise EngineError(f"{what} was called while an earlier generate is not finished; exhaust or close it first")
+        raise EngineError(
+            f"{what} was called before the previous generate finished. Exhaust or close its iterator first"
+        )
 
 
 def whole_group(request: Request, trajectories: list[Trajectory], index: int, tokenizer: Any) -> Group:

@@ -54,7 +54,13 @@ def restore_critic(checkpoint: Path, critic: Updater, load: Load = load_file) ->
     """Make the critic what it was when the checkpoint was written. `load` reads its weights."""
     if not (checkpoint / CRITIC).is_file():
         raise ConfigError(
-            [Problem("learn.algorithm", f"{checkpoint.name} has no critic to go on with", "Write it as it was.")]
+            [
+                Problem(
+                    "learn.algorithm",
+                    f"{checkpoint.name} has no critic to resume",
+                    "Write the algorithm it was trained with.",
+                )
+            ]
         )
     saved = load(checkpoint / CRITIC)
     for name, parameter in critic.policy.model.named_parameters():

@@ -141,7 +141,7 @@ class Guard:
             change = self.ladder.budget_to_longest(self._done)
             if change is not None:
                 self._learned = True
-                where = f"the allocator had to free memory and ask again in {THRASHING_STEPS} steps in a row"
+                where = f"the allocator ran short and retried in {THRASHING_STEPS} steps in a row"
                 self.report(Recovery(where, change, replayed=False))
         return {"run/alloc_retries": float(grown)}
 
@@ -189,8 +189,8 @@ class Guard:
     def _refuse_half_applied(self, short: Shortage) -> None:
         if self.updater.optimizer.applying:
             raise MemoryExhausted(
-                f"out of memory while the optimizer step was being applied ({short.message}). Weights may be changed in part, so "
-                "the step is not repeated. Resume from the last checkpoint."
+                f"out of memory while applying the optimizer step ({short.message}). Some weights may have changed already, so "
+                "Trimtab does not repeat the step. Resume from the last checkpoint."
             )
 
     def _exhausted(self, short: Shortage, where: str, tried: Tried) -> str:
@@ -199,12 +199,14 @@ class Guard:
         adapted = trained < updater.policy.parameter_count() // 2
         state_gib = (updater.optimizer.state_bytes + 4 * trained) / GIB
         lora = f"train adapters, model.lora: {{}} (gradients and optimizer state take {state_gib:.1f} GiB)"
-        fixes = [*([self._shorter] if tried.longest else []), *([] if adapted else [lora]), "take a smaller model"]
+        fixes = [*([self._shorter] if tried.longest else []), *([] if adapted else [lora]), "use a smaller model"]
         binds = f"one sequence of {tried.longest:,} tokens has to fit" if tried.longest else "the weights have to fit"
-        kept = ", ".join(f"{name} {value}" for name, value in self.ladder.lowered.items()) or "it was so from the start"
+        kept = (
+            ", ".join(f"{name} {value}" for name, value in self.ladder.lowered.items()) or "as they were from the start"
+        )
         return (
-            f"out of memory in {where}, with everything as low as it goes that does not change what is learned ({kept}). "
-            f"What binds: {binds}. To go on, the least change first: {'; '.join(fixes)}. The error was: {short.message}"
+            f"out of memory in {where}, even at minimum memory settings ({kept}). Bottleneck: {binds}. "
+            f"To continue, make one of these changes, the smallest first: {'; '.join(fixes)}. The error was: {short.message}"
         )
 
 
@@ -218,7 +220,7 @@ def machine(device: torch.device) -> str:
 
 def _freed(tried: Tried) -> str:
     """A rung for what leaves no garbage and has no size: the cache alone may have been in its way."""
-    return "freed what was cached"
+    return "freed cached memory"
 
 
 def _retries_of(device: torch.device) -> Callable[[], int] | None:

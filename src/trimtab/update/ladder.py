@@ -114,7 +114,7 @@ class Ladder:
         if not optimizer.offloaded or before <= LEAST_PIECE:
             return None
         optimizer.piece = max(LEAST_PIECE, before // 4)
-        return f"pieces of the optimizer's state {before:,} -> {optimizer.piece:,}"
+        return f"optimizer state moved at a time {before:,} -> {optimizer.piece:,} elements"
 
     def shrink_kv(self, tried: Tried) -> str | None:
         sizes = self.engine.shrink(self._least_kv_tokens)

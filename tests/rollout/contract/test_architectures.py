@@ -64,7 +64,7 @@ def test_weights_reach_architectures_with_other_layers_and_heads(
 @pytest.mark.skipif(sglang_python() is None, reason=NO_SGLANG)
 def test_an_engine_that_forgets_a_window_is_refused() -> None:
     """SGLang 0.5.17 lets every token of phi3 see all before it."""
-    with pytest.raises(EngineError, match=r"gives other log-probs for Phi3ForCausalLM(.|\n)*run.engine: native"):
+    with pytest.raises(EngineError, match=r"compute different log-probs for Phi3ForCausalLM(.|\n)*run.engine: native"):
         make_engine("sglang", policy_of("phi3", sliding_window=6))
 
 
@@ -72,7 +72,9 @@ def test_an_engine_that_forgets_a_window_is_refused() -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="vLLM's CPU kernels are what is wrong")
 def test_an_engine_whose_log_probs_are_others_is_refused() -> None:
     """vLLM 0.32 on a CPU does not reload experts."""
-    with pytest.raises(EngineError, match=r"gives other log-probs for Qwen3MoeForCausalLM(.|\n)*run.engine: native"):
+    with pytest.raises(
+        EngineError, match=r"compute different log-probs for Qwen3MoeForCausalLM(.|\n)*run.engine: native"
+    ):
         make_engine("vllm", policy_of("qwen3_moe", head_dim=32, moe_intermediate_size=32))
 
 

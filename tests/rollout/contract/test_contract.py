@@ -239,7 +239,7 @@ def test_one_call_at_a_time(served: Served) -> None:
         ([Request(Prompt(0, "", []), 1, 5, Sampling(), 0, 0)], "at least one prompt token"),
         ([Request(Prompt(0, "", [3]), 0, 5, Sampling(), 0, 0)], "one sample"),
         ([Request(Prompt(0, "", [3] * 100), 1, 10**6, Sampling(), 0, 0)], "exceeds the model's context"),
-        ([Request(Prompt(0, "", [3, 10**6]), 1, 5, Sampling(), 0, 0)], "holds token 1000000, and the model knows"),
+        ([Request(Prompt(0, "", [3, 10**6]), 1, 5, Sampling(), 0, 0)], "contains token 1000000, but the model has"),
         ([*ask(prompts(1)), *ask(prompts(1), temperature=0.5)], "share their sampling"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -48,7 +48,7 @@ def test_a_model_in_two_parts_gives_the_tokens_of_the_whole() -> None:
     engine.on_restart = said.append
     parts[1].kill()
     assert tokens(collect(engine, requests)) == new
-    assert engine.stats.restarts == 1 and "one of vLLM's workers has ended" in said[0]
+    assert engine.stats.restarts == 1 and "one of vLLM's worker processes ended" in said[0]
     parts += guarded(engine.pids[0]).children(recursive=True)
     engine.close()
     assert psutil.wait_procs(parts, timeout=60)[1] == [], "killed, if they did not end"

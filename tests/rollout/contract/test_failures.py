@@ -65,7 +65,7 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     hanging.suspend()  # alive and silent
     monkeypatch.setattr(engines, "SILENT_S", 2.0)
     assert tokens(collect(engine, requests)) == wanted
-    assert not hanging.is_running() and "said nothing" in said[1]
+    assert not hanging.is_running() and "has not answered" in said[1]
     engine.close()
     logs = [tmp_path / "logs" / f"{kind}-{number}.log" for number in (1, 2)]
     assert all(log.is_file() and str(log) in line for log, line in zip(logs, said, strict=True))
@@ -76,9 +76,7 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_lines(tmp_path: 
     python.write_text(BROKEN)
     python.chmod(0o755)
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(
-        EngineError, match=r"exit status 3; what it wrote is in .*vllm-1.log(.|\n)*a library is missing"
-    ):
+    with pytest.raises(EngineError, match=r"exit status 3; its log is .*vllm-1.log(.|\n)*a library is missing"):
         ExternalEngine(
             VLLM, small_policy(), tiny_tokenizer(), [2], kv_bytes=2**20, max_sequences=4, prefill_tokens=64, page_tokens=32,
             longest=64, python=str(python), logs=tmp_path / "logs",
@@ -250,10 +248,10 @@ def test_a_process_that_fails_again_and_again_ends_the_run(monkeypatch: pytest.M
     engine, made = scripted(monkeypatch, [EngineLost("its process was ended by SIGSEGV")])
     said: list[str] = []
     engine.on_restart = said.append
-    with pytest.raises(EngineError, match=r"cannot go on: again, 4 times in a row(.|\n)*the end of its log"):
+    with pytest.raises(EngineError, match=r"failed: again, 4 times in a row(.|\n)*the end of its log"):
         list(engine.generate(ask(prompts(1), samples=2)))
     assert len(made) == 1 + members.MOST_FAILURES
-    assert [line.split(" (")[0] for line in said] == ["vLLM was lost"] * members.MOST_FAILURES
+    assert [line.split(" (")[0] for line in said] == ["vLLM stopped"] * members.MOST_FAILURES
 
 
 def test_the_last_lines_are_those_of_the_process_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def test_what_cannot_be_written_down_costs_its_completion_alone() -> None:
     assert 0 < len(failed) < len(trajectories)
     for t in failed:
         assert (t.finish, t.failed_in) == ("failed", "environment")
-        assert "environment, step 1: the environment returned messages, but there is no chat template" in str(t.failure)
+        assert "environment, step 1: the environment returned messages, but no chat template" in str(t.failure)
 
 
 def test_a_reply_far_beyond_the_limit_is_not_even_tokenised(monkeypatch) -> None:

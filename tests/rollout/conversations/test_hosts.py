@@ -276,8 +276,8 @@ def arguments(process: psutil.Process) -> list[str]:
         ("Ecko", {}, "there is no 'Ecko' in it. Did you mean 'Echo'"),
         ("NoStep", {}, "has no method 'step'. Did you mean 'stepp'"),
         ("WrongStep", {}, "Write step(self, text)"),
-        ("not_a_class", {}, "is no class. Write one with reset(self, **columns) and step(self, text)"),
-        ("Echo", {"args": {"turn": 3}}, "It takes turns, opening"),
+        ("not_a_class", {}, "is not a class. Write a class with reset(self, **columns) and step(self, text)"),
+        ("Echo", {"args": {"turn": 3}}, "It accepts: turns, opening"),
     ],
 )
 def test_what_is_no_environment_is_refused_before_anything_runs(hosts, fn: str, settings: Any, error: str) -> None:
@@ -289,5 +289,5 @@ def test_what_is_no_environment_is_refused_before_anything_runs(hosts, fn: str, 
 def test_columns_that_reset_needs_have_to_be_there(hosts) -> None:
     host = hosts("Slow")
     host.check({"hang", "other"})
-    with pytest.raises(EnvError, match="reset needs a column 'hang', which the data does not have"):
+    with pytest.raises(EnvError, match="reset needs the column 'hang', but not every row has it"):
         host.check({"hangs"})

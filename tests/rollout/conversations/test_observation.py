@@ -43,7 +43,7 @@ def test_a_message_may_say_more_than_role_and_content() -> None:
     ("counts", "error"),
     [
         ([1, 2], "return names and numbers"),
-        ({"failed": 1}, "environment/failed already is; give the count another name"),
+        ({"failed": 1}, "environment/failed is a metric of Trimtab; give the count another name"),
         ({"a b": 1}, "without spaces and slashes"),
         ({"a": "many"}, "return a finite number"),
     ],

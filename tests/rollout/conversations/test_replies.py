@@ -83,12 +83,12 @@ def test_an_opening_comes_before_the_turn_that_the_prompt_has_opened(template: s
 
 def test_an_opening_that_cannot_be_written_is_refused() -> None:
     tokenizer = chat_tokenizer(QWEN)
-    with pytest.raises(EnvError, match="cannot put what reset returned behind a prompt"):
+    with pytest.raises(EnvError, match="cannot append to the prompt what reset returned"):
         ReplyEncoder(tokenizer, True).opened(ids(tokenizer, "an answer that is to be continued"), "hello")
     alternating = chat_tokenizer(ALTERNATES)
     asked = [{"role": "user", "content": "question"}]
     prompt = ids(alternating, alternating.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
-    with pytest.raises(EnvError, match="refuses a conversation of user, user: roles must alternate"):
+    with pytest.raises(EnvError, match="rejects a conversation with the roles user, user: roles must alternate"):
         ReplyEncoder(alternating, True).opened(prompt, "hello")
 
 
@@ -99,21 +99,23 @@ def test_plain_text_is_appended_as_it_is() -> None:
     assert encoder.opened([7, 8], "go") == [7, 8, *ids(tokenizer, "go")]
     assert encoder.after("", 3) == []
     assert encoder.turns("hi") == [{"role": "environment", "content": "hi"}]
-    with pytest.raises(EnvError, match="there is no chat template to write them"):
+    with pytest.raises(EnvError, match="no chat template writes them"):
         encoder.after([{"role": "tool", "content": "1"}], 3)
 
 
 def test_templates_that_cannot_show_answers_are_refused_at_once() -> None:
-    with pytest.raises(EnvError, match="does not write messages of the role tool behind an answer"):
+    with pytest.raises(EnvError, match="leaves out messages of the role tool after an answer"):
         ReplyEncoder(chat_tokenizer(DEAF), True, [SCHEMA])
-    with pytest.raises(EnvError, match="refuses a conversation of user, assistant, tool: only user and assistant"):
+    with pytest.raises(
+        EnvError, match="rejects a conversation with the roles user, assistant, tool: only user and assistant"
+    ):
         ReplyEncoder(chat_tokenizer(LLAMA2, eos="<eos>"), True, [SCHEMA])
 
 
 def test_tools_that_no_prompt_shows_are_refused() -> None:
     tokenizer, asked = TOKENIZERS["qwen"], [{"role": "user", "content": "hi"}]
     refuse_hidden_tools(tokenizer.apply_chat_template(asked, tools=[SCHEMA], tokenize=False), [SCHEMA])
-    with pytest.raises(EnvError, match="the model would not know of 'add'"):
+    with pytest.raises(EnvError, match="the model would not know 'add'"):
         refuse_hidden_tools(tokenizer.apply_chat_template(asked, tokenize=False), [SCHEMA])
 
 

@@ -154,7 +154,7 @@ def test_a_process_that_is_lost_over_its_first_weights_has_not_started(monkeypat
     said: list[str] = []
     engine.on_restart = said.append
     collect(engine, ask(prompts(1), samples=1))
-    assert [line.split(";")[0] for line in said] == ["vLLM was lost (gone)", "vLLM did not start (while it read them)"]
+    assert [line.split(";")[0] for line in said] == ["vLLM stopped (gone)", "vLLM did not start (while it read them)"]
     assert [asked(process) for process in made] == [[0], [], [0]]
     engine.close()
 
@@ -217,7 +217,7 @@ def test_what_nobody_listens_to_is_called_off(monkeypatch: pytest.MonkeyPatch) -
     listening.close()
     assert isinstance(made[0].sent[-1], Abort) and made[0].script == [made[0].script[-1]], "its answer was waited for"
     engine.publish(1)
-    assert "0 sequences are generated anew" in said[0]
+    assert "generating 0 sequences again" in said[0]
     assert len(collect(engine, ask(prompts(1), samples=1))) == 1
     engine.close()
 
@@ -300,7 +300,7 @@ def test_log_probs_that_are_not_the_trainers_are_refused_and_nothing_is_left(
     shift: Shift, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Computing] = []
-    with pytest.raises(EngineError, match=r"gives other log-probs for Qwen2ForCausalLM(.|\n)*run.engine: native"):
+    with pytest.raises(EngineError, match=r"compute different log-probs for Qwen2ForCausalLM(.|\n)*run.engine: native"):
         computing(monkeypatch, shift, made, processes=2)
     assert len(made) == 2 and all(process.closed for process in made)
     assert not Path(made[0].sent[0].folder).exists()
@@ -373,5 +373,5 @@ def test_every_process_and_device_has_its_part_of_the_cache(monkeypatch: pytest.
         setup = made[0].sent[0]
         assert isinstance(setup, EngineSetup) and setup.kv_bytes == wanted
         assert setup.tensor_parallel == changes.get("tensor_parallel", 1)
-        assert changes != {"tensor_parallel": 2} or "the model in 2 parts" in engine.description
+        assert changes != {"tensor_parallel": 2} or "the model split over 2 devices" in engine.description
         engine.close()

@@ -33,9 +33,9 @@ def python(folder: Path, answer: str) -> str:
         ),
         (
             '{"there": true, "version": "0.5.16"}',
-            r"SGLang 0.5.16 is outside(.|\n)*from 0.5.17 up to, not including, 0.5.18",
+            r"SGLang 0.5.16 is not a version(.|\n)*from 0.5.17 up to, but not including, 0.5.18",
         ),
-        ('{"there": true, "version": "0.5.18"}', r"SGLang 0.5.18 is outside"),
+        ('{"there": true, "version": "0.5.18"}', r"SGLang 0.5.18 is not a version"),
     ],
 )
 def test_what_was_not_tested_is_refused(tmp_path: Path, answer: str, words: str) -> None:
@@ -84,8 +84,8 @@ def test_more_parts_than_devices_are_refused(tmp_path: Path, monkeypatch: pytest
     there = python(tmp_path, '{"there": true, "version": "0.25.0"}')
     run = Run(engine="vllm", rollout=Rollout(python=there, tensor_parallel=4))
     for devices, words in (
-        (1, r"is 4, and there is one CUDA device(.|\n)*at most 1"),
-        (2, r"there are 2 CUDA devices"),
+        (1, r"is 4, but this machine has one CUDA device(.|\n)*at most 1"),
+        (2, r"has 2 CUDA devices"),
         (3, r"at most 3"),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)

@@ -226,12 +226,15 @@ class Episodes:
         if not opened.opening:
             return
         if self._replies.exceeds(opened.opening, episode.limit):
-            raise EnvError("what it returned leaves the model none of max_new_tokens")
+            raise EnvError(
+                "the text it returned fills all of max_new_tokens. Return less, or raise learn.max_new_tokens"
+            )
         before = len(episode.prompt.tokens)
         tokens = self._replies.opened(episode.prompt.tokens, opened.opening)
         if len(tokens) - before >= episode.limit:
             raise EnvError(
-                f"what it returned has {len(tokens) - before} tokens and leaves the model none of max_new_tokens"
+                f"the text it returned has {len(tokens) - before} tokens and fills all of max_new_tokens. Return less, or raise "
+                "learn.max_new_tokens"
             )
         episode.limit -= len(tokens) - before
         episode.prompt = replace(episode.prompt, tokens=tokens)

@@ -44,8 +44,8 @@ from trimtab.workers.user_code import Source, locate_object
 PATIENCE_S = 20.0
 """How long the end of a run waits for a conversation to be closed."""
 LOST = (
-    "lost its state: the process that held it has ended, because another completion hung or crashed there. An environment whose "
-    "attributes can be pickled would have gone on"
+    "lost its state: another conversation hung or crashed in the same process. Give the environment attributes that can be "
+    "pickled: such a conversation continues in another process"
 )
 
 
@@ -131,8 +131,8 @@ class Hosts:
         known = set(columns)
         for column in sorted(self.loaded.needs - known):
             raise EnvError(
-                f"environment {self.settings.fn}: reset needs a column {column!r}, which the data does not have in every row. "
-                f"{near_or_all(column, known)} Offered besides the columns: seed"
+                f"environment {self.settings.fn}: reset needs the column {column!r}, but not every row has it. "
+                f"{near_or_all(column, known)} Besides the columns, reset can take seed"
             )
 
     def new_handle(self) -> ConversationHandle:

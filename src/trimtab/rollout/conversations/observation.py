@@ -75,7 +75,9 @@ def checked_observation(returned: Any) -> Observation:
         if not isinstance(name, str) or not name or any(c.isspace() or c == "/" for c in name):
             raise Refused(f"step counted {name!r}; names of counts are text without spaces and slashes")
         if name in MEASURED:
-            raise Refused(f"step counted {name!r}, which environment/{name} already is; give the count another name")
+            raise Refused(
+                f"step counted {name!r}, but environment/{name} is a metric of Trimtab; give the count another name"
+            )
         counts[name] = _number(value, f"the count {name!r}")
     reward = None if returned.reward is None else _number(returned.reward, "a reward")
     return Observation(_reply(returned.reply, "step"), bool(returned.done), reward, counts)
@@ -93,7 +95,7 @@ def _reply(returned: Any, method: str) -> Reply:
             )
         if message["role"] == "assistant":
             raise Refused(
-                f"{method} returned a message of the assistant: that is the model itself. Use user, tool or system"
+                f"{method} returned a message with the role assistant, which is the model. Use user, tool or system"
             )
     return [_plain(message, method) for message in returned]
 
@@ -113,7 +115,7 @@ def _text(text: str, method: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refused(f"{method} returned text that holds half of a character: {error.reason}") from error
+        raise Refused(f"{method} returned text that is not valid Unicode: {error.reason}") from error
     return str(text)
 
 

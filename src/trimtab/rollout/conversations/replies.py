@@ -83,15 +83,15 @@ class ReplyEncoder:
         turn = self._behind(answer[len(bare) :]) if answer.startswith(bare) else []
         if not whole.startswith(bare) or not turn or prompt[-len(turn) :] != turn:
             raise EnvError(
-                "the chat template cannot put what reset returned behind a prompt: it writes the prompt differently then, or "
-                "the prompt ends inside an answer. Return nothing from reset, and put the text into the data instead"
+                "the chat template cannot append to the prompt what reset returned: it writes the prompt differently when "
+                "messages follow, or the prompt ends inside an answer. Return None from reset, and put the text into the data"
             )
         return prompt[: -len(turn)] + self._behind(whole[len(bare) :])
 
     def _plain(self, reply: Reply) -> list[int]:
         if not isinstance(reply, str):
             raise EnvError(
-                "the environment returned messages, but there is no chat template to write them (the tokenizer has none, or "
+                "the environment returned messages, but no chat template writes them (the tokenizer has none, or "
                 "data.chat_template is never). Return text"
             )
         return self._behind(reply)
@@ -114,7 +114,7 @@ class ReplyEncoder:
         except Exception as error:  # templates are foreign code
             roles = ", ".join(message["role"] for message in messages)
             raise EnvError(
-                f"environment: the tokenizer's chat template refuses a conversation of {roles}: {error}"
+                f"environment: the tokenizer's chat template rejects a conversation with the roles {roles}: {error}"
             ) from error
 
     def _try(self, role: str) -> None:
@@ -122,8 +122,8 @@ class ReplyEncoder:
         text = self._render([*asked, {"role": role, "name": "tool", "content": REPLIED}], answer=True)
         if ANSWERED not in text or REPLIED not in text[text.index(ANSWERED) :]:
             raise EnvError(
-                f"environment: the tokenizer's chat template does not write messages of the role {role} behind an answer. Name a "
-                "tokenizer whose template does (model.tokenizer), or write data.chat_template: never"
+                f"environment: the tokenizer's chat template leaves out messages of the role {role} after an answer. Set "
+                "model.tokenizer to a tokenizer whose template writes them, or write data.chat_template: never"
             )
 
 
@@ -133,6 +133,6 @@ def refuse_hidden_tools(shown: str, schemas: Sequence[Mapping[str, Any]]) -> Non
         name = schema["function"]["name"]
         if name not in shown:
             raise EnvError(
-                f"environment.tools: the tokenizer's chat template does not show tools, so the model would not know of {name!r}. "
-                "Describe each of them, with its name, in data.system, or name another tokenizer (model.tokenizer)"
+                f"environment.tools: the tokenizer's chat template does not list tools, so the model would not know {name!r}. "
+                "Describe each tool and its name in data.system, or set model.tokenizer to another tokenizer"
             )

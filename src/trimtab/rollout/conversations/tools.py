@@ -170,6 +170,6 @@ def _refuse_uncallable(tool: Tool, source: Source) -> None:
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if not by_name or (parameter.default is parameter.empty and parameter.name not in shown):
             raise EnvError(
-                f"tool {source}: the model cannot give {parameter.name!r} by name. Write parameters that have "
-                "names, without *, ** and /, and no self: of a class name a function, or make the class the environment"
+                f"tool {source}: the model passes arguments by name, and {parameter.name!r} cannot be passed so. Write named "
+                "parameters, without *, ** or /. Instead of a method name a function, or set environment.fn to the class"
             )

@@ -184,7 +184,9 @@ def signature(
 ) -> tuple[frozenset[str], frozenset[str] | None]:
     """Columns that `reset` needs, and those it takes (None: any); what does not fit the protocol is an EnvError."""
     if not inspect.isclass(make):
-        raise EnvError(f"environment {source} is no class. Write one with reset(self, **columns) and step(self, text)")
+        raise EnvError(
+            f"environment {source} is not a class. Write a class with reset(self, **columns) and step(self, text)"
+        )
     kind: Any = make
     for method in ("reset", "step"):
         if not callable(getattr(make, method, None)):
@@ -197,18 +199,20 @@ def signature(
     except TypeError as error:
         known = list(inspect.signature(make).parameters)
         raise EnvError(
-            f"environment.args: {source} cannot be made with {', '.join(args) or 'no arguments'}: {error}. It takes "
-            f"{', '.join(known) or 'none'}"
+            f"environment.args: {source} does not accept {', '.join(args) or 'no arguments'}: {error}. It accepts: "
+            f"{', '.join(known) or 'no arguments'}"
         ) from error
     try:
         inspect.signature(kind.step).bind(None, "text")
     except TypeError as error:
         raise EnvError(
-            f"environment {source}: step takes the model's text and nothing else. Write step(self, text)"
+            f"environment {source}: step must accept one argument, the model's text. Write step(self, text)"
         ) from error
     parameters = list(inspect.signature(kind.reset).parameters.values())[1:]
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-        raise EnvError(f"environment {source}: reset is called by name. Remove the / from its parameters")
+        raise EnvError(
+            f"environment {source}: Trimtab passes the arguments of reset by name. Remove the / from its parameters"
+        )
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     needs = frozenset(name for name, p in named.items() if p.default is p.empty and name != "seed")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -26,8 +26,8 @@ def refuse_other_logprobs(sampler: Sampler, policy: Policy, context: int, librar
     gap = float(torch.cat([(t.logprobs - trainer_logprobs(policy, t)).abs() for t in found]).mean())
     if not gap <= TOLERANCE_NATS[policy.dtype]:
         raise EngineError(
-            f"{library} gives other log-probs for {policy.name} than the trainer: {gap:.2g} nats a token. It computes this model "
-            "in another way, or does not take its weights. Write run.engine: native."
+            f"{library} and the trainer compute different log-probs for {policy.name}: {gap:.2g} nats a token apart. The library "
+            "computes this model differently, or did not load all of its weights. Write run.engine: native."
         )
 
 

@@ -104,11 +104,11 @@ class ExternalEngine:
     def description(self) -> str:
         members = self.members
         where = "" if members.python == sys.executable else f" of {members.python}"
-        many = "a process of its own" if len(members) == 1 else f"{len(members)} processes of their own"
+        many = "in its own process" if len(members) == 1 else f"in {len(members)} processes"
         if self._parts > 1:
-            many += f", the model in {self._parts} parts"
+            many += f", the model split over {self._parts} devices"
         how = "read in place" if members.weights.direct else "through host memory"
-        return f"{members.kind.title} {members.ready.version}{where}, {many}; weights {how}; Trimtab draws the tokens"
+        return f"{members.kind.title} {members.ready.version}{where}, {many}; weights {how}; Trimtab samples the tokens"
 
     @property
     def non_torch_bytes(self) -> int:

@@ -50,10 +50,11 @@ def refuse_without_engine(run: Run, device: torch.device) -> None:
         return
     if kind.needs_gpu and device.type != "cuda":
         fix = "Write run.engine: native, or vllm, which both run on a CPU; or run where there is a CUDA device."
-        raise ConfigError([Problem("run.engine", f"{kind.title} needs a CUDA device, and this run has none", fix)])
+        raise ConfigError([Problem("run.engine", f"{kind.title} needs a CUDA device, but this run has none", fix)])
     here = max(1, torch.cuda.device_count())
     if device.type == "cuda" and run.rollout.tensor_parallel > here:
-        what = f"is {run.rollout.tensor_parallel}, and there {'is one CUDA device' if here == 1 else f'are {here} CUDA devices'}"
+        there = "one CUDA device" if here == 1 else f"{here} CUDA devices"
+        what = f"is {run.rollout.tensor_parallel}, but this machine has {there}"
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write at most {here}.")])
     chosen = interpreter(run.rollout.python)
     key = "run.engine" if run.rollout.python is None else "run.rollout.python"
@@ -71,6 +72,6 @@ def refuse_without_engine(run: Run, device: torch.device) -> None:
     if not found["there"]:
         raise ConfigError([Problem(key, f"{kind.title} is not installed for {chosen}", kind.install)])
     if found["version"] is not None and not kind.serves(found["version"]):
-        what = f"{kind.title} {found['version']} is outside of what Trimtab was tested with"
-        fix = f"Install one from {kind.oldest} up to, not including, {kind.newest}; or write run.engine: native."
+        what = f"{kind.title} {found['version']} is not a version that Trimtab was tested with"
+        fix = f"Install a version from {kind.oldest} up to, but not including, {kind.newest}; or write run.engine: native."
         raise ConfigError([Problem(key, what, fix)])

@@ -140,14 +140,16 @@ class Members:
         self._count(member, lost)
         title, kept = self.kind.title, self._keep(lost)
         if lost.out_of_memory and member.sequences > self.each:  # another has run out at the same time
-            self._on_restart(f"{title} ran out of memory; starting it again with fewer sequences, as another was{kept}")
+            self._on_restart(
+                f"{title} ran out of memory; restarting it with fewer sequences, like the one before{kept}"
+            )
         elif lost.out_of_memory and self.max_sequences > len(self._members):
             self.max_sequences //= 2
             fewer = f"rollout.max_sequences -> {self.max_sequences:,}"
-            self._on_recovery(f"{title} ran out of memory; starting it again; {fewer}{kept}")
+            self._on_recovery(f"{title} ran out of memory; restarting it; {fewer}{kept}")
         else:
-            anew = f"{len(member.asks):,} sequences are generated anew"
-            self._on_restart(f"{title} was lost ({lost}); starting it again, {anew}{kept}")
+            again = f"generating {len(member.asks):,} sequences again"
+            self._on_restart(f"{title} stopped ({lost}); restarting it and {again}{kept}")
         self.restarts += 1
         self._restart(member)
 
@@ -209,7 +211,7 @@ class Members:
                 return
             except EngineLost as lost:
                 self._count(member, lost)
-                self._on_restart(f"{self.kind.title} did not start ({lost}); starting it again{self._keep(lost)}")
+                self._on_restart(f"{self.kind.title} did not start ({lost}); trying again{self._keep(lost)}")
 
     def _recover_all(self, lost: Mapping[Member, EngineLost]) -> None:
         for member, error in lost.items():
@@ -218,22 +220,22 @@ class Members:
     def _count(self, member: Member, lost: EngineLost) -> None:
         member.failures += 1
         if member.failures > MOST_FAILURES:
-            raise self._given_up(lost, f", {member.failures} times in a row without a sequence in between") from lost
+            raise self._given_up(lost, f", {member.failures} times in a row without finishing a sequence") from lost
 
     def _given_up(self, lost: EngineLost, often: str = "") -> EngineError:
         kept = self._keep(lost)
         self.close()
-        lines = f" Its last lines:\n{lost.lines}" if lost.lines else ""
-        return EngineError(f"{self.kind.title} cannot go on: {str(lost).rstrip('.')}{often}{kept}.{lines}")
+        lines = f" Last lines of its log:\n{lost.lines}" if lost.lines else ""
+        return EngineError(f"{self.kind.title} failed: {str(lost).rstrip('.')}{often}{kept}.{lines}")
 
     def _keep(self, lost: EngineLost) -> str:
         """Put what a lost process wrote where it stays, and say where."""
         if self._logs is None or lost.log is None:
             return ""
         try:
-            return f"; what it wrote is in {keep_log(lost.log, self._logs, self.kind.name)}"
+            return f"; its log is {keep_log(lost.log, self._logs, self.kind.name)}"
         except OSError as error:  # a run does not end for want of room for it
-            return f"; what it wrote could not be kept ({error.strerror})"
+            return f"; its log could not be saved ({error.strerror})"
 
 
 def keep_log(log: Path, folder: Path, name: str) -> Path:

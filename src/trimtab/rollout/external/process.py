@@ -71,7 +71,7 @@ class EngineProcess:
         try:
             self.link.send(message, seconds)
         except TimeoutError as error:
-            raise self._lost(f"its process has read nothing for {seconds:.0f} s") from error
+            raise self._lost(f"its process has not read for {seconds:.0f} s") from error
         except OSError as error:
             raise self._lost(self._ending()) from error
 
@@ -99,7 +99,7 @@ class EngineProcess:
         return message
 
     def silent(self, seconds: float) -> EngineLost:
-        return self._lost(f"its process has said nothing for {seconds:.0f} s")
+        return self._lost(f"its process has not answered for {seconds:.0f} s")
 
     def _lost(self, why: str, out_of_memory: bool = False) -> EngineLost:
         return EngineLost(why, out_of_memory, self.last_lines(), self.log)

@@ -128,8 +128,8 @@ class _Pages:
             self._unback()
             wanted, free = self.nbytes / GIB, self.driver.free_bytes() / GIB
             raise ArenaMemoryError(
-                f"the rollout arena needs {wanted:.2f} GiB and the device has {free:.2f} GiB free ({error}). "
-                "Free device memory and try again, or make the arena smaller"
+                f"the rollout needs {wanted:.2f} GiB, but the device has {free:.2f} GiB free ({error}). "
+                "Free device memory, or lower run.rollout.kv_memory"
             ) from error
         except BaseException:
             self._unback()

@@ -127,7 +127,7 @@ class CudaDecoder:
         self.refresh()
         if self._body is not None and not self._agrees():
             self._body = None
-            self.description = "the model's own modules in CUDA graphs: fused layers gave other log-probs"
+            self.description = "the model's own modules in CUDA graphs: fused layers compute different log-probs"
         self._capturable = self._body is not None
         self._merge_undecided = self._body is not None and self._body.adapted_bytes > 0
         self._watch = Watch(self.policy.model)

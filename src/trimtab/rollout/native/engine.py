@@ -112,7 +112,9 @@ class NativeEngine:
         """Sequences that could not decode together: when all that was launched has been looked at, they are preempted."""
         self._decoder = self._make_decoder(shapes)
         if lend_memory and (reason := getattr(self._decoder, "not_lendable", "")):
-            raise EngineError(f"run.rollout.lend_memory: memory cannot be lent here, {reason}; write auto or false")
+            raise EngineError(
+                f"run.rollout.lend_memory: the engine cannot lend its memory: {reason}. Write auto or false"
+            )
 
     @property
     def description(self) -> str:
@@ -364,7 +366,7 @@ class NativeEngine:
         self.max_sequences = failed // 2
         self.stats.preempted += len(work.retreat(self.max_sequences))
         self.on_recovery(
-            f"out of memory in decoding ({failed:,} sequences); preempted; rollout.max_sequences -> {self.max_sequences:,}"
+            f"out of memory in decoding ({failed:,} sequences); preempted them; rollout.max_sequences -> {self.max_sequences:,}"
         )
 
     def _decode(self, work: Scheduler, rows: Rows, live: list[Sequence], steps: int) -> bool:
@@ -440,8 +442,8 @@ class NativeEngine:
             if need > self.pool.total:
                 have = self.pool.total * self.page_bytes / 2**20
                 raise EngineError(
-                    f"one sequence of {total} tokens needs {need * self.page_bytes / 2**20:.1f} MiB of KV cache and there "
-                    f"are {have:.1f} MiB; raise run.rollout.kv_memory or lower learn.max_new_tokens"
+                    f"one sequence of {total} tokens needs {need * self.page_bytes / 2**20:.1f} MiB of KV cache, but "
+                    f"the cache has {have:.1f} MiB. Raise run.rollout.kv_memory or lower learn.max_new_tokens"
                 )
         return sampling
 

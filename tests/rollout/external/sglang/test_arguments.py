@@ -99,7 +99,7 @@ def test_adapters_are_where_the_trainer_has_them(tmp_path: Path) -> None:
     assert found["lora_target_modules"] == ["down_proj", "q_proj"] and found["max_lora_rank"] == 12
     assert found["max_loras_per_batch"] == 2, "graphs are captured with none"
     (written / "adapter_config.json").write_text(json.dumps({"target_modules": ".*proj"}))
-    with pytest.raises(RuntimeError, match="names of the layers"):
+    with pytest.raises(RuntimeError, match="a list of the layers"):
         adapted_layers(tmp_path)
     with pytest.raises(RuntimeError, match="no adapters"):
         adapted_layers(tmp_path / "elsewhere")

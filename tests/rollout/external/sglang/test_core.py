@@ -307,5 +307,5 @@ def test_a_sequence_that_is_lost_is_an_error(core: SglangCore) -> None:
     core.begin(order(asks(1, 1)))
     list(core.step())
     scheduler(core).running.clear()
-    with pytest.raises(RuntimeError, match="1 sequences are unfinished"):
+    with pytest.raises(RuntimeError, match="1 sequences unfinished"):
         finish(core)

@@ -90,7 +90,5 @@ def adapted_layers(folder: Path) -> list[str]:
         raise RuntimeError(f"there are no adapters in {folder}")
     targets = json.loads(found[-1].read_text())["target_modules"]
     if not isinstance(targets, list):
-        raise RuntimeError(
-            f"SGLang wants the names of the layers that adapters are on, and they are given as {targets!r}"
-        )
+        raise RuntimeError(f"SGLang needs a list of the layers that have adapters, but the adapters name {targets!r}")
     return sorted({name.rsplit(".", 1)[-1] for name in targets})

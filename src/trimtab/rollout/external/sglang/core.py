@@ -150,7 +150,7 @@ class SglangCore:
         batch = self._scheduler.turn()
         if batch is None:
             if self._scheduler.is_fully_idle() and not self._admission:
-                raise RuntimeError(f"SGLang has nothing left to do, and {len(self._running)} sequences are unfinished")
+                raise RuntimeError(f"SGLang stopped working with {len(self._running)} sequences unfinished")
             return
         self.account.step(self._scheduler.pool_stats_observer.get_pool_stats().get_max_pool_usage())
         ended = [request for request in batch.reqs if request.finished() and request.rid in self._running]

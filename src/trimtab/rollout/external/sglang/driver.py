@@ -83,8 +83,8 @@ def start(setup: EngineSetup) -> Driven:
     scheduler.model_config.hf_eos_token_id = set()
     if scheduler.max_total_num_tokens < least_kv_tokens(setup):
         raise RuntimeError(
-            f"the KV cache holds {scheduler.max_total_num_tokens} tokens, and SGLang needs {least_kv_tokens(setup)} for "
-            f"sequences of {setup.longest}: a larger run.rollout.kv_memory, or smaller run.rollout.page_tokens"
+            f"the KV cache holds {scheduler.max_total_num_tokens} tokens, but SGLang needs {least_kv_tokens(setup)} for "
+            f"sequences of {setup.longest} tokens. Raise run.rollout.kv_memory or lower run.rollout.page_tokens"
         )
     return scheduler
 
@@ -96,7 +96,7 @@ def _size_cache(kv_bytes: int) -> None:
     def given(self: Any, pre_model_load_memory: int) -> int:
         if self.mambaish_config is not None:
             raise RuntimeError(
-                "Trimtab does not know how to size the state of this architecture: write run.engine: native"
+                "Trimtab cannot tell how much memory SGLang needs for this architecture. Write run.engine: native"
             )
         return kv_bytes
 

@@ -33,7 +33,7 @@ def _in_words() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if str(error) in ("cancelled", "Executor failed."):
-            raise RuntimeError("one of vLLM's workers has ended") from error
+            raise RuntimeError("one of vLLM's worker processes ended") from error
         raise
 
 
