@@ -270,7 +270,7 @@ def test_a_longer_sequence_than_the_lowered_budget_is_trained_on_alone() -> None
 
 
 def test_rungs_come_in_order_and_the_end_says_what_binds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "CHUNK_FLOOR", 4)
+    monkeypatch.setattr(ladder, "MIN_CHUNK_TOKENS", 4)
     guard = guarded(torch.float32, FakeEngine(4), token_budget=400, logprob_chunk=1000)
     guard.ladder.own_memory = True
     policy, out = guard.updater.policy, out_of_memory

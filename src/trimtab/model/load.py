@@ -95,7 +95,7 @@ def load_model(model: Model, device: torch.device) -> Any:
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
-            f"model.path: {model.path!r} lacks {len(missing)} weights of a {type(loaded).__name__}, such as "
+            f"model.path: {model.path!r} lacks {len(missing)} weight(s) of a {type(loaded).__name__}, such as "
             f"{missing[0]}, which would be random. Name a complete checkpoint of a causal language model."
         )
     _make_savable(loaded)

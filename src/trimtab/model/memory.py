@@ -21,7 +21,7 @@ import torch
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
-SIGNS = (
+OUT_OF_MEMORY_PHRASES = (
     "out of memory",  # "CUDA error: out of memory", "HIP out of memory", "hipErrorOutOfMemory"
     "outofmemory",
     "can't allocate memory",  # DefaultCPUAllocator
@@ -43,7 +43,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign.lower() in text for sign in SIGNS)
+    return isinstance(error, RuntimeError) and any(sign.lower() in text for sign in OUT_OF_MEMORY_PHRASES)
 
 
 def attempt(work: Callable[[*Arguments], Result], *args: *Arguments) -> Result | Shortage:

@@ -68,7 +68,7 @@ class _ShapeProbe(PackedPlan):
 def layer_shapes(policy: ShapedModel) -> dict[int, LayerShape]:
     """What the model really stores, seen in a one-token forward: right for any head layout, with no table of architectures."""
     if not all(getattr(module, "is_causal", True) for module in policy.body.modules()):
-        raise ModelError("its attention is not causal: tokens see later tokens")
+        raise ModelError("its attention is not causal (tokens see later tokens)")
     probe = _ShapeProbe(policy.device)
     policy.hidden(torch.zeros(1, dtype=torch.int64, device=policy.device), probe.positions, probe)
     _refuse_silent_layers(policy, probe.shapes)

@@ -22,11 +22,11 @@ from trimtab.model.memory import Shortage, attempt, host_memory
 from trimtab.rollout.engine import Engine
 from trimtab.update.updater import Updater
 
-CHUNK_FLOOR = 128
+MIN_CHUNK_TOKENS = 128
 """Tokens whose logits make one tile of a product: below, time is lost and hardly any memory won."""
-SHRINK = 0.7
+BUDGET_SHRINK_FACTOR = 0.7
 """What is left of a budget that did not fit: halving would often give up more than was missing."""
-LEAST_PIECE = 2**20
+MIN_PIECE_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Ladder:
 
     def chunk(self, tried: Tried) -> str | None:
         now = min(self.updater.logprob_chunk, tried.largest)
-        return self._set("logprob_chunk", max(CHUNK_FLOOR, now // 4), below=now)
+        return self._set("logprob_chunk", max(MIN_CHUNK_TOKENS, now // 4), below=now)
 
     def budget(self, tried: Tried) -> str | None:
         if self._first_failed is None:
@@ -111,9 +111,9 @@ class Ladder:
     def smaller_pieces(self, tried: Tried) -> str | None:
         optimizer = self.updater.optimizer
         before = optimizer.piece
-        if not optimizer.offloaded or before <= LEAST_PIECE:
+        if not optimizer.offloaded or before <= MIN_PIECE_ELEMENTS:
             return None
-        optimizer.piece = max(LEAST_PIECE, before // 4)
+        optimizer.piece = max(MIN_PIECE_ELEMENTS, before // 4)
         return f"optimizer state moved at a time {before:,} -> {optimizer.piece:,} elements"
 
     def shrink_kv(self, tried: Tried) -> str | None:
@@ -139,7 +139,7 @@ class Ladder:
 
     def _less(self, name: str, tried: Tried, least: int) -> str | None:
         now = min(getattr(self.updater, name), tried.largest)
-        return self._set(name, max(least, int(now * SHRINK)), below=now)
+        return self._set(name, max(least, int(now * BUDGET_SHRINK_FACTOR)), below=now)
 
     def _set(self, name: str, value: int, below: int) -> str | None:
         if value >= below:

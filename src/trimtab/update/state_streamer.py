@@ -11,7 +11,7 @@ import torch
 from trimtab.model.sizes import SLOTS
 
 Piece = tuple[torch.Tensor, ...]
-LINE = 256
+ALIGNMENT_BYTES = 256
 """Bytes."""
 
 
@@ -73,7 +73,7 @@ class StateStreamer:
 
 def _room(matrix: torch.Tensor) -> int:
     """Bytes in a slot, so that the next matrix begins where kernels read whole lines."""
-    return -(-matrix.nbytes // LINE) * LINE
+    return -(-matrix.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _views(slot: torch.Tensor, piece: Piece) -> Piece:

@@ -63,7 +63,7 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
     assert {v for g in groups for t in g.trajectories for v in t.versions.tolist()} == {5}
     hanging = guarded(engine.pids[0])
     hanging.suspend()  # alive and silent
-    monkeypatch.setattr(engines, "SILENT_S", 2.0)
+    monkeypatch.setattr(engines, "SILENCE_TIMEOUT_S", 2.0)
     assert tokens(collect(engine, requests)) == wanted
     assert not hanging.is_running() and "has not answered" in said[1]
     engine.close()
@@ -250,12 +250,12 @@ def test_a_process_that_fails_again_and_again_ends_the_run(monkeypatch: pytest.M
     engine.on_restart = said.append
     with pytest.raises(EngineError, match=r"failed: again, 4 times in a row(.|\n)*the end of its log"):
         list(engine.generate(ask(prompts(1), samples=2)))
-    assert len(made) == 1 + members.MOST_FAILURES
-    assert [line.split(" (")[0] for line in said] == ["vLLM stopped"] * members.MOST_FAILURES
+    assert len(made) == 1 + members.MAX_FAILURES_IN_A_ROW
+    assert [line.split(" (")[0] for line in said] == ["vLLM stopped"] * members.MAX_FAILURES_IN_A_ROW
 
 
 def test_the_last_lines_are_those_of_the_process_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "MOST_FAILURES", 0)
+    monkeypatch.setattr(members, "MAX_FAILURES_IN_A_ROW", 0)
     engine, _ = scripted(monkeypatch, [done(1, 0)], [EngineLost("gone")], processes=2)
     with pytest.raises(EngineError, match=r"gone(.|\n)*the end of its log, 2"):
         list(engine.generate(ask(prompts(2), samples=1)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.rollout.conversations.calculator import DIGITS, calculator
+from trimtab.rollout.conversations.calculator import MAX_RESULT_DIGITS, calculator
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_is_not_arithmetic_is_refused(expression: str) -> None:
 )
 def test_no_expression_takes_long(expression: str) -> None:
     started = time.monotonic()
-    with pytest.raises(ValueError, match=f"more than {DIGITS} digits"):
+    with pytest.raises(ValueError, match=f"more than {MAX_RESULT_DIGITS} digits"):
         calculator(expression)
     assert time.monotonic() - started < 0.5
 

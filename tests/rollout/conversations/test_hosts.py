@@ -231,7 +231,7 @@ def test_the_end_of_a_run_waits_for_conversations_to_be_closed(hosts, tmp_path: 
 
 
 def test_the_end_of_a_run_does_not_wait_for_a_conversation_that_hangs(hosts, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("trimtab.rollout.conversations.hosts.PATIENCE_S", 0.2)
+    monkeypatch.setattr("trimtab.rollout.conversations.hosts.CLOSE_TIMEOUT_S", 0.2)
     host = hosts("Slow", workers=1, timeout_s=1000.0)
     handle = host.new_handle()
     host.reset("a", handle, 0, {"hang": 1})

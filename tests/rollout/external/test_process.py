@@ -100,7 +100,7 @@ guardian.main(int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
 
 @pytest.mark.parametrize("kind", ["hangs", "crashes"])
 def test_nothing_that_a_library_started_is_left(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STOP_S", 0.1)
+    monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.1)
     process = EngineProcess(kind, program(tmp_path, STAND_IN), {})
     everything = list(map(psutil.Process, process.receive(60.0)))
     try:

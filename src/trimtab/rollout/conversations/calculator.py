@@ -13,9 +13,9 @@ import operator
 import warnings
 from collections.abc import Callable
 
-LONGEST, DIGITS = 500, 1000
+MAX_EXPRESSION_CHARACTERS, MAX_RESULT_DIGITS = 500, 1000
 """Characters of an expression, and decimal digits of a whole number."""
-BITS = math.ceil(DIGITS * math.log2(10))
+MAX_RESULT_BITS = math.ceil(MAX_RESULT_DIGITS * math.log2(10))
 
 Number = int | float
 
@@ -27,8 +27,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: Numbers with + - * / // % **, brackets, and the functions sqrt, abs, round, min, max. Example: (12 + 3.5) * 4
     """
-    if len(expression) > LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters; {LONGEST} are allowed")
+    if len(expression) > MAX_EXPRESSION_CHARACTERS:
+        raise ValueError(f"the expression has {len(expression)} characters; {MAX_EXPRESSION_CHARACTERS} are allowed")
     try:
         with warnings.catch_warnings(action="ignore"):  # of Python about what a model wrote, such as 12if
             tree = ast.parse(expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/"), mode="eval")
@@ -66,16 +66,16 @@ def _bounded(value: Number) -> Number:
         raise ValueError("the result is not a real number")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("the result is too large")
-    if isinstance(value, int) and value.bit_length() > BITS:
-        raise ValueError(f"the result has more than {DIGITS} digits")
+    if isinstance(value, int) and value.bit_length() > MAX_RESULT_BITS:
+        raise ValueError(f"the result has more than {MAX_RESULT_DIGITS} digits")
     return value
 
 
 def _power(base: Number, exponent: Number) -> Number:
     """The size of the result is known before it is worked out."""
     whole = isinstance(base, int) and isinstance(exponent, int)
-    if whole and abs(base) > 1 and (int(base).bit_length() - 1) * abs(exponent) > BITS:
-        raise ValueError(f"the result has more than {DIGITS} digits")
+    if whole and abs(base) > 1 and (int(base).bit_length() - 1) * abs(exponent) > MAX_RESULT_BITS:
+        raise ValueError(f"the result has more than {MAX_RESULT_DIGITS} digits")
     found: Number = base**exponent
     return found
 

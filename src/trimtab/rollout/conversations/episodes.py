@@ -35,7 +35,7 @@ from trimtab.rollout.stops import decode_all
 from trimtab.rollout.trajectory import Conversation, Finish, Group, Trajectory
 from trimtab.workers.messages import Failure
 
-SEEDS = (1 << 63) - 1
+SEED_MASK = (1 << 63) - 1
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Episode:
     def seed(self) -> int:
         """What the environment's next call is seeded with."""
         request = self.request
-        return stream_key(request.seed, request.step, request.prompt.id, self.sample, -1 - self.turns) & SEEDS
+        return stream_key(request.seed, request.step, request.prompt.id, self.sample, -1 - self.turns) & SEED_MASK
 
     def fail(self, why: str) -> None:
         what = f"step {self.turns}" if self.turns else "reset"

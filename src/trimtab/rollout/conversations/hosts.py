@@ -41,7 +41,7 @@ from trimtab.workers.pool import Crew, Job, Reply
 from trimtab.workers.process import SLICE_S, import_path
 from trimtab.workers.user_code import Source, locate_object
 
-PATIENCE_S = 20.0
+CLOSE_TIMEOUT_S = 20.0
 """How long the end of a run waits for a conversation to be closed."""
 LOST = (
     "lost its state: another conversation hung or crashed in the same process. Give the environment attributes that can be "
@@ -185,14 +185,14 @@ class Hosts:
 
     def close(self) -> None:
         """End the workers, when they have closed the conversations that are over: what an instance holds outside its process, a
-        container say, would be left behind. One that hangs is not waited for longer than `PATIENCE_S`."""
-        deadline = time.monotonic() + PATIENCE_S
+        container say, would be left behind. One that hangs is not waited for longer than `CLOSE_TIMEOUT_S`."""
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         try:
             with self._changed, contextlib.suppress(EnvError, RuntimeError):
                 while self._closing and time.monotonic() < deadline:
                     self._crew.raise_if_broken()
                     if self._changed.wait(SLICE_S):
-                        deadline = time.monotonic() + PATIENCE_S
+                        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         finally:
             self._crew.close()
 

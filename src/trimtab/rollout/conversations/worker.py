@@ -40,7 +40,7 @@ from trimtab.workers.child import await_, serve, set_up
 from trimtab.workers.messages import Failure, receive, send
 from trimtab.workers.user_code import Source, import_object, told, user_traceback
 
-LARGEST_COPY = 1 << 22
+MAX_COPY_BYTES = 1 << 22
 """Bytes of a copy above which none is kept."""
 
 
@@ -145,7 +145,7 @@ class EnvironmentHost:
             pickler.dump(instance)
         except Exception:  # a lock, a socket, a process; whatever an attribute's own __reduce__ raises
             return None
-        return out.getvalue() if out.tell() <= LARGEST_COPY else None
+        return out.getvalue() if out.tell() <= MAX_COPY_BYTES else None
 
     def _thaw(self, state: bytes) -> Any:
         unpickler = _Unpickler(io.BytesIO(state))

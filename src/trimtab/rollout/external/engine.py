@@ -26,7 +26,7 @@ from trimtab.rollout.external.agreement import refuse_other_logprobs
 from trimtab.rollout.external.kinds import Kind
 from trimtab.rollout.external.members import Member, Members
 from trimtab.rollout.external.messages import Abort, Ask, Beat, Done, Generate, Sleep
-from trimtab.rollout.external.process import SILENT_S, EngineLost, wait_for
+from trimtab.rollout.external.process import SILENCE_TIMEOUT_S, EngineLost, wait_for
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
 
@@ -226,8 +226,8 @@ class ExternalEngine:
             for member in busy:
                 try:
                     message = member.running.take()
-                    if message is None and time.monotonic() - member.heard > SILENT_S:
-                        raise member.running.silent(SILENT_S)
+                    if message is None and time.monotonic() - member.heard > SILENCE_TIMEOUT_S:
+                        raise member.running.silent(SILENCE_TIMEOUT_S)
                 except EngineLost as lost:
                     self.members.recover(member, lost)
                     self._ask(member)

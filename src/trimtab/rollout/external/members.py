@@ -21,14 +21,14 @@ from trimtab.model.memory import free
 from trimtab.model.policy import Policy
 from trimtab.rollout.external.kinds import Kind
 from trimtab.rollout.external.messages import Ask, Beat, EngineSetup, Publish, Ready, Settled, Unread
-from trimtab.rollout.external.process import SILENT_S, EngineLost, EngineProcess
+from trimtab.rollout.external.process import SILENCE_TIMEOUT_S, EngineLost, EngineProcess
 from trimtab.rollout.external.weights import SharedWeights
 
-START_S = 600.0
+START_TIMEOUT_S = 600.0
 """Imports, kernels, graphs."""
-MOST_FAILURES = 3
+MAX_FAILURES_IN_A_ROW = 3
 """Failures in a row, without a sequence in between, that a process may have."""
-MOST_LOGS = 20
+MAX_KEPT_LOGS = 20
 """Of lost processes that are kept, the newest."""
 
 
@@ -171,7 +171,7 @@ class Members:
                 member.process.send(EngineSetup(**self._settings, max_sequences=self.each))
                 member.sequences = self.each
             for member in together:
-                ready = member.running.receive(START_S)
+                ready = member.running.receive(START_TIMEOUT_S)
                 assert isinstance(ready, Ready)
                 self.ready = ready
         for lost in self._publish(members).values():
@@ -219,7 +219,7 @@ class Members:
 
     def _count(self, member: Member, lost: EngineLost) -> None:
         member.failures += 1
-        if member.failures > MOST_FAILURES:
+        if member.failures > MAX_FAILURES_IN_A_ROW:
             raise self._given_up(lost, f", {member.failures} times in a row without finishing a sequence") from lost
 
     def _given_up(self, lost: EngineLost, often: str = "") -> EngineError:
@@ -243,7 +243,7 @@ def keep_log(log: Path, folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     found = [path.stem.removeprefix(f"{name}-") for path in folder.glob(f"{name}-*.log")]
     numbers = sorted(int(number) for number in found if number.isdecimal())
-    for number in numbers[: max(0, len(numbers) + 1 - MOST_LOGS)]:
+    for number in numbers[: max(0, len(numbers) + 1 - MAX_KEPT_LOGS)]:
         (folder / f"{name}-{number}.log").unlink()
     target = folder / f"{name}-{max(numbers, default=0) + 1}.log"
     shutil.copyfile(log, target)
@@ -252,7 +252,7 @@ def keep_log(log: Path, folder: Path, name: str) -> Path:
 
 def _answer(member: Member) -> Settled | Unread:
     while True:
-        message = member.running.receive(SILENT_S)
+        message = member.running.receive(SILENCE_TIMEOUT_S)
         if isinstance(message, Settled | Unread):
             return message
 

@@ -24,8 +24,8 @@ from trimtab.workers.spawn import KILL_EARLY, how_it_ended, kill_all, start
 
 SLICE_S = 0.2
 LAST_LINES = 25
-STOP_S = 5.0
-SILENT_S = 300.0
+STOP_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 300.0
 """A process that steps says so every second, and reads between steps; one step may compile something."""
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of the trainer's allocator that engines must not have: memory of expandable segments cannot be given up."""
@@ -66,7 +66,7 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: Any, seconds: float = SILENT_S) -> None:
+    def send(self, message: Any, seconds: float = SILENCE_TIMEOUT_S) -> None:
         """Send a message; EngineLost where nobody reads for so long. A large one has to be read before it is all written."""
         try:
             self.link.send(message, seconds)
@@ -113,7 +113,7 @@ class EngineProcess:
         """No process is left, nor anything that it started, and no file."""
         self.link.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
+            self._process.wait(STOP_TIMEOUT_S)
         kill_all(self._process)
         self._folder.cleanup()
 

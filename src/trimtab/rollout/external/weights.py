@@ -25,7 +25,7 @@ from trimtab.rollout.external.ipc import NotShared, export
 from trimtab.rollout.external.messages import Weight, Weights
 from trimtab.rollout.external.reading import count, view
 
-ALIGNED = 256
+ALIGNMENT_BYTES = 256
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,7 +123,7 @@ class _File:
             key = (known, store.place(value)[1].name if known else name)  # what is tied has one place
             if key not in places:
                 places[key] = offset
-                offset += -(-value.nbytes // ALIGNED) * ALIGNED
+                offset += -(-value.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             entries.append(_entry(name, value, places[key]))
         self.layout = tuple(entries)
         self.nbytes = max(1, offset)

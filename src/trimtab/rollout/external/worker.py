@@ -30,7 +30,7 @@ from trimtab.rollout.external.messages import (
 )
 from trimtab.workers.messages import Channel
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 
 
 class Core(Protocol):
@@ -92,7 +92,7 @@ def serve(kind: str, link: Channel) -> None:
             else:
                 raise AssertionError(f"unknown order {order!r}")
         ended = list(core.step())
-        if not core.busy or time.monotonic() - beaten > BEAT_S:
+        if not core.busy or time.monotonic() - beaten > HEARTBEAT_S:
             beaten = time.monotonic()
             link.send(core.account.beat)  # before the last sequence, after which nobody listens
         for done in ended:

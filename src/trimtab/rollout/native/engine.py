@@ -39,7 +39,7 @@ from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.stops import LOOK_EVERY, StopStrings
 from trimtab.rollout.trajectory import Finish, Group, Trajectory
 
-PREFILL_FLOOR = 16
+MIN_PREFILL_TOKENS = 16
 """Tokens of a prefill: a smaller one would save nothing worth having."""
 
 
@@ -337,9 +337,9 @@ class NativeEngine:
                 return True
             free(self.policy.device)
             tokens = sum(count for _, count in chosen)
-            if tokens <= PREFILL_FLOOR:
+            if tokens <= MIN_PREFILL_TOKENS:
                 raise _exhausted(f"a prefill of {tokens} tokens", outcome)
-            before, self.prefill_tokens = self.prefill_tokens, max(PREFILL_FLOOR, tokens // 2)
+            before, self.prefill_tokens = self.prefill_tokens, max(MIN_PREFILL_TOKENS, tokens // 2)
             work.prefill_tokens = self.prefill_tokens
             self.on_recovery(
                 f"out of memory in prefill ({tokens:,} tokens); rollout.prefill_tokens {before:,} -> {self.prefill_tokens:,}"

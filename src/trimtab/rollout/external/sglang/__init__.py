@@ -1,1 +1,1 @@
-"""SGLang as a rollout engine, in a process of its own: see outside/engine.py."""
+"""SGLang as a rollout engine, in a process of its own: see external/engine.py."""

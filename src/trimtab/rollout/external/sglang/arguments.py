@@ -23,7 +23,7 @@ NEEDED = {
 UNWANTED = ("SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLANG_TEST_RETRACT", "SGLANG_TEST_SCRIPTED_RUNTIME")
 CONTEXT_ROOM = 8
 """SGLang lets no prompt come nearer to the context's end than 6 tokens, and no sequence nearer than 2."""
-NEVER_S = 10**6
+WATCHDOG_OFF_S = 10**6
 """SGLang's own watchdog would signal this process's parent, which is the trainer."""
 
 
@@ -54,7 +54,7 @@ def server_arguments(setup: EngineSetup) -> dict[str, Any]:
         "enable_memory_saver": setup.sleeps,
         "sampling_backend": BACKEND,
         "skip_server_warmup": True,
-        "watchdog_timeout": NEVER_S,
+        "watchdog_timeout": WATCHDOG_OFF_S,
         "random_seed": 0,
         "log_level": "warning",
     }

@@ -1,4 +1,4 @@
-"""Trimtab's sampling inside SGLang (outside/drawing.py): a sampler of its own, registered under a name.
+"""Trimtab's sampling inside SGLang (external/drawing.py): a sampler of its own, registered under a name.
 
 SGLang hands a sampler the logits of a batch and no requests. Who drives the scheduler says whose they are before each step:
 without overlap a step's batch is known, and all tokens before it are.
@@ -17,7 +17,7 @@ from trimtab.rollout.external.sglang.rows import draw_batch
 
 
 class DrawingSampler(Sampler):
-    """See outside/drawing.py."""
+    """See external/drawing.py."""
 
     def __init__(self, keyed: KeyedSampler) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trimtab's sampling inside vLLM (outside/drawing.py).
+"""Trimtab's sampling inside vLLM (external/drawing.py).
 
 vLLM hands every step's logits to its logits processors before it picks tokens. This one draws a token for each row and gives it
 the largest logit; vLLM, asked to be greedy, then takes it.
