@@ -287,7 +287,7 @@ def test_what_cannot_be_served_is_refused_before_any_work() -> None:
     prompt = prompts(1)[0]
     with pytest.raises(EngineError, match=r"exceeds the model's context of 256"):
         list(engine(policy).generate([Request(prompt, 1, 10_000, Sampling(), 0, 0)]))
-    with pytest.raises(EngineError, match=r"raise run.rollout.kv_memory or lower learn.max_new_tokens"):
+    with pytest.raises(EngineError, match=r"Raise run.rollout.kv_memory or lower learn.max_new_tokens"):
         list(engine(policy, kv_bytes=4 * 4 * 384).generate([Request(prompt, 1, 100, Sampling(), 0, 0)]))
     for empty in (
         Request(Prompt(0, "", []), 1, 4, Sampling(), 0, 0),
