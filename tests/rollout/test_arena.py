@@ -254,7 +254,7 @@ def test_shortage_says_how_much_and_can_be_retried() -> None:
     arena = Arena(3 * gib, CPU, driver)
     assert arena.lend() == 3 * gib
     driver.memory = int(1.25 * gib)
-    with pytest.raises(torch.OutOfMemoryError, match=r"needs 3\.00 GiB and the device has 1\.25 GiB free") as caught:
+    with pytest.raises(torch.OutOfMemoryError, match=r"needs 3\.00 GiB, but the device has 1\.25 GiB free") as caught:
         arena.reclaim()
     assert isinstance(caught.value, EngineError)
     assert not arena.mapped and not driver.mappings
