@@ -16,7 +16,7 @@ from tests.reward.local_judge import LocalJudge
 from tests.running import guarded, wait_for
 from trimtab.base.errors import RewardError
 from trimtab.config.schema import RewardPart
-from trimtab.reward import lane
+from trimtab.reward import async_worker
 from trimtab.reward.judge import reward
 from trimtab.reward.judge.client import Judge
 from trimtab.reward.judge.options import Options, read_options
@@ -360,7 +360,7 @@ def test_what_no_request_can_hold_fails_alone(judged, group) -> None:
 
 def test_a_process_that_is_blocked_is_killed_and_its_calls_fail(judged, group, monkeypatch) -> None:
     one, server = judged("slow:600", timeout_s=500.0)
-    monkeypatch.setattr(lane, "SILENCE_S", 2.0)
+    monkeypatch.setattr(async_worker, "SILENCE_TIMEOUT_S", 2.0)
     given = numbered(group, 1)
     one.submit(given)
     for requests in (2, 3):  # of the first process, and of the one that takes over

@@ -31,11 +31,11 @@ from trimtab.model.load import find_source
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.packed import PackedPlan
 from trimtab.model.sizes import REWARD_TOKENS
-from trimtab.reward.pool import Request
+from trimtab.reward.pool import RewardRequest
 from trimtab.workers.messages import Cell, Failure
 from trimtab.workers.pool import Reply
 
-NO_TEMPLATE_HERE = (
+NO_CHAT_TEMPLATE = (
     "the prompt is messages, but the reward model's tokenizer has no chat template to write them. Make the prompts strings, or "
     "give the reward model's folder a tokenizer with a template"
 )
@@ -115,7 +115,7 @@ class Classifier:
             return Failure("invalid", "the completion is empty, so a reward model has nothing to score")
         if not isinstance(prompt, str):
             if not self._encoder.templated:
-                return Failure("invalid", NO_TEMPLATE_HERE)
+                return Failure("invalid", NO_CHAT_TEMPLATE)
             if prompt[-1]["role"] == "assistant":  # it was continued: what both say is one answer
                 prompt, text = prompt[:-1], (prompt[-1].get("content") or "") + text
         try:
@@ -187,19 +187,19 @@ class Classifier:
             )
 
 
-class ModelDesk:
+class ModelBackend:
     """Takes calls as workers do, and answers them when it is told to."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = list(paths)
         self.needs = [frozenset[str]() for _ in paths]
         self._models: list[Classifier] = []
-        self._waiting: list[Request] = []
+        self._waiting: list[RewardRequest] = []
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         self._models = [Classifier(path, device, dtype) for path in self.paths]
 
-    def call(self, request: Request) -> None:
+    def call(self, request: RewardRequest) -> None:
         self._waiting.append(request)
 
     def work(self) -> None:

@@ -22,7 +22,7 @@ from trimtab.base.errors import RewardError
 from trimtab.reward.load import Function, load
 from trimtab.workers.child import await_, serve, set_up
 from trimtab.workers.messages import Cell, Failure, receive, send
-from trimtab.workers.user_code import told, user_traceback
+from trimtab.workers.user_code import one_line_error, user_traceback
 
 
 def main(channel_fd: str, trace_fd: str) -> None:
@@ -55,10 +55,10 @@ def respond(message: bytes, functions: list[Function]) -> list[Cell] | Failure:
             result = await_(result)
         return checked(result, count)
     except BaseException as error:  # user code: also SystemExit and KeyboardInterrupt
-        return Failure("raised", f"raised {told(error)}", user_traceback(error))
+        return Failure("raised", f"raised {one_line_error(error)}", user_traceback(error))
 
 
-LARGEST = 3.4e38
+MAX_REWARD_MAGNITUDE = 3.4e38
 """What float32 holds: advantages are kept in it."""
 
 
@@ -92,6 +92,6 @@ def checked_entry(entry: Any) -> Cell:
         return Failure(
             "invalid", f"returned {value} as a reward; return a finite number, or None where it does not apply"
         )
-    if abs(value) > LARGEST:
+    if abs(value) > MAX_REWARD_MAGNITUDE:
         return Failure("invalid", f"returned {value:g} as a reward; return numbers that float32 can hold")
     return value

@@ -1,7 +1,7 @@
 """Environments, seen from the trainer: conversations are begun, continued and ended, and answers arrive in a queue.
 
 Guarantees:
-- Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the crew breaks.
+- Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the worker pool breaks.
 - A conversation stays in the process that began it. Should that process end, because another conversation hung or crashed there,
   it goes on in another from the copy that was kept after its last turn; where there is no copy it fails, and says so.
 - A conversation that has ended is closed in its process, also at the end of the run, unless that hangs.
@@ -26,9 +26,9 @@ from trimtab.config.schema import Environment
 from trimtab.rollout.conversations.tools import BUILTINS
 from trimtab.rollout.conversations.wire import CLASS, TOOL, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
 from trimtab.workers.messages import Failure
-from trimtab.workers.pool import Crew, Job, Reply
-from trimtab.workers.process import SLICE_S, import_path
-from trimtab.workers.user_code import Source, locate_object
+from trimtab.workers.pool import Reply, WorkerPool, WorkerSpec
+from trimtab.workers.process import POLL_S, import_path
+from trimtab.workers.user_code import UserCode, locate_object
 
 PATIENCE_S = 20.0
 """How long the end of a run waits for a conversation to be closed."""
@@ -48,7 +48,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EnvironmentReply:
     """What became of one call."""
 
     tag: Any
@@ -58,8 +58,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One errand of the crew."""
+class EnvironmentCall:
+    """One call of the worker pool."""
 
     asked: Reset | Step | Close
     timeout_s: float
@@ -75,8 +75,8 @@ class Call:
 class Answerer:
     """What answers the model, found but not imported."""
 
-    made: Source | None
-    tools: list[Source] = field(default_factory=list)
+    made: UserCode | None
+    tools: list[UserCode] = field(default_factory=list)
 
 
 def locate_environment(settings: Environment, base_dir: Path, objects: Mapping[str, Callable[..., Any]]) -> Answerer:
@@ -102,12 +102,14 @@ class Hosts:
         setup = pickle.dumps(Setup(import_path(base_dir), found.made, settings.args, found.tools, templated))
         self.settings = settings
         self.stateful = found.made is not None
-        self._crew = Crew(
-            Job("trimtab.rollout.conversations.worker", lambda: setup, "environment", "the environment", EnvError),
+        self._pool = WorkerPool(
+            WorkerSpec(
+                "trimtab.rollout.conversations.worker", lambda: setup, "environment", "the environment", EnvError
+            ),
             workers,
         )
-        self.loaded: Loaded = self._crew.loaded
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.loaded: Loaded = self._pool.loaded
+        self._answers: queue.SimpleQueue[EnvironmentReply] = queue.SimpleQueue()
         self._keys = 0
         self._open = 0
         """Calls that are not answered yet."""
@@ -139,7 +141,7 @@ class Hosts:
         if seat.home is not None:
             with self._changed:
                 self._closing += 1
-            self._crew.call(Call(Close(seat.key), self.settings.timeout_s, self._closed, seat.home))
+            self._pool.call(EnvironmentCall(Close(seat.key), self.settings.timeout_s, self._closed, seat.home))
             seat.home = seat.copy = None
 
     def _closed(self, reply: Reply) -> None:
@@ -147,7 +149,7 @@ class Hosts:
             self._closing -= 1
             self._changed.notify_all()
 
-    def ready(self) -> list[Answer]:
+    def ready(self) -> list[EnvironmentReply]:
         """Answers that are there."""
         found = []
         while not self._answers.empty():
@@ -155,13 +157,13 @@ class Hosts:
         self._open -= len(found)
         return found
 
-    def wait(self) -> Answer | None:
+    def wait(self) -> EnvironmentReply | None:
         """The next answer; None once every call is answered."""
         while self._open:
             try:
-                answer = self._answers.get(timeout=SLICE_S)
+                answer = self._answers.get(timeout=POLL_S)
             except queue.Empty:
-                self._crew.raise_if_broken()
+                self._pool.raise_if_broken()
                 continue
             self._open -= 1
             return answer
@@ -179,11 +181,11 @@ class Hosts:
         try:
             with self._changed, contextlib.suppress(EnvError, RuntimeError):
                 while self._closing and time.monotonic() < deadline:
-                    self._crew.raise_if_broken()
-                    if self._changed.wait(SLICE_S):
+                    self._pool.raise_if_broken()
+                    if self._changed.wait(POLL_S):
                         deadline = time.monotonic() + PATIENCE_S
         finally:
-            self._crew.close()
+            self._pool.close()
 
     def _call(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
         self._open += 1
@@ -191,7 +193,7 @@ class Hosts:
 
     def _send(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
         receive = partial(self._receive, tag, seat, asked)
-        self._crew.call(Call(asked, self.settings.timeout_s, receive, seat.home))
+        self._pool.call(EnvironmentCall(asked, self.settings.timeout_s, receive, seat.home))
 
     def _receive(self, tag: Any, seat: Seat, asked: Reset | Step, reply: Reply) -> None:
         result = reply.result
@@ -206,4 +208,4 @@ class Hosts:
             seat.home, seat.copy = (reply.worker if self.stateful else None), result.state
         else:
             seat.home = None
-        self._answers.put(Answer(tag, result, reply.seconds))
+        self._answers.put(EnvironmentReply(tag, result, reply.seconds))
