@@ -46,4 +46,4 @@ def _refuse_taken(out: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise ConfigError([Problem("--out", f"{out.parent} is not a folder", "Name a file in one that exists.")])
     if out.exists():
-        raise ConfigError([Problem(str(out), "is there already", "Remove it, or give --out another name")])
+        raise ConfigError([Problem(str(out), "already exists", "Remove it, or give --out another name")])

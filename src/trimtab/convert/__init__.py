@@ -97,15 +97,15 @@ def convert(
     if framework is None:
         near = nearest(kind, list(FRAMEWORKS), 0.5)
         fix = f"Did you mean {near}?" if near else f"Write one of {', '.join(FRAMEWORKS)}"
-        raise ConfigError([Problem(kind, "is no framework that can be converted", fix)])
+        raise ConfigError([Problem(kind, "is not a framework that Trimtab converts", fix)])
     if sum(source is not None for source in (words or None, text, file)) != 1:
-        what = "settings are given twice" if words else "no settings are given"
+        what = "has settings from two places" if words else "has no settings"
         fix = f"Write trimtab convert {kind} -- FLAGS, or trimtab convert {kind} --file FILE"
         raise ConfigError([Problem(f"convert {kind}", what, fix)])
     settings = _read(words, text, file)
     framework = FRAMEWORKS[kind_of(kind, settings)]
     if all(item.origin == "program" for item in settings):
-        raise ConfigError([Problem(settings[0].name, "is given no settings", EXAMPLE)])
+        raise ConfigError([Problem(settings[0].name, "has no settings", EXAMPLE)])
     return _converted(framework, settings, chosen(framework.kind, version, framework.oldest, framework.newest))
 
 

@@ -139,7 +139,7 @@ class AsyncWorker:
                     asked = (self._numbers, request.part, request.count, request.timeout_s, request.arguments())
                     one = PendingCall(request, pickle.dumps(asked))
                 except Exception as error:  # a column of the user's that cannot be pickled
-                    words = f"cannot be sent its arguments: {type(error).__name__}: {error}"
+                    words = f"cannot receive its arguments: {type(error).__name__}: {error}"
                     _reply(request, Failure("raised", words))
                     continue
                 self._under_way[self._numbers] = one
@@ -155,7 +155,11 @@ class AsyncWorker:
 
     def _fail_twice_tried(self, error: Exception) -> None:
         silent = isinstance(error, TimeoutError)
-        words = f"its process said nothing for {SILENCE_TIMEOUT_S:g} s" if silent else "its process ended"
+        words = (
+            f"has no result: its process was silent for {SILENCE_TIMEOUT_S:g} s"
+            if silent
+            else "has no result: its process ended"
+        )
         for number, one in list(self._under_way.items()):
             if one.tries >= MAX_TRIES:
                 del self._under_way[number]

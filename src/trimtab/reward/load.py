@@ -97,7 +97,9 @@ def describe(call: Callable[..., Any], args: dict[str, Any], source: UserCode) -
         return Function(call, args, None, frozenset())
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if positional:
-        raise RewardError(f"reward {source}: {', '.join(positional)} cannot be passed by name. Remove the / from it")
+        raise RewardError(
+            f"reward {source}: {', '.join(positional)} cannot be passed by name. Remove the / from the function's arguments"
+        )
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for key in args:

@@ -57,7 +57,7 @@ def refuse_other_models(path: str) -> None:
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds) or config.num_labels != 1:
         raise RewardError(
             f"reward.fn: {path} is {', '.join(kinds) or 'a model without an architecture'} with {config.num_labels} labels; a "
-            "reward model is a sequence classification with one. `trimtab reward-model` makes one in RUN/final"
+            "reward model is a sequence classification model with one label. `trimtab reward-model` writes one to RUN/final"
         )
 
 
@@ -66,7 +66,7 @@ def _shift(facts: Path) -> float:
         return float(json.loads(facts.read_text())["shift"])
     except (ValueError, TypeError, KeyError, RecursionError, OSError) as error:
         raise RewardError(
-            f"reward.fn: {facts} is damaged: it holds no shift ({type(error).__name__}: {error})"
+            f"reward.fn: {facts} is damaged: its shift is missing ({type(error).__name__}: {error}). Train the reward model again"
         ) from error
 
 
@@ -183,7 +183,8 @@ class Classifier:
             ) from error
         if any(abs(a - b) > TOLERANCE[dtype] * (1 + abs(b)) for a, b in zip(packed, alone)):
             raise ModelError(
-                f"reward {REWARD_MODEL}{self.path} gives other scores when sequences are packed: {packed} and {alone}"
+                f"reward {REWARD_MODEL}{self.path} gives different scores when sequences are packed: "
+                f"{packed} instead of {alone}. Use another reward model"
             )
 
 

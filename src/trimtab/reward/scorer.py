@@ -109,10 +109,11 @@ class Scorer:
         """Names of the parts, in their order."""
         twice = [name for name, count in Counter(self.names).items() if count > 1]
         if twice:
-            raise RewardError(f"reward: {twice[0]!r} names more than one part. Give each its own `name`")
+            raise RewardError(f"reward: two parts are called {twice[0]!r}. Give each part its own `name`")
         for name in RESERVED_NAMES.intersection(self.names):
             raise RewardError(
-                f"reward: reward/{name} is a metric of all parts together. Give the part {name!r} another `name`"
+                f"reward: a part cannot be called {name!r}, because reward/{name} is a metric of all parts. "
+                "Give it another `name`"
             )
         self.stats = Stats()
         """What the last `collect` came to."""
@@ -363,7 +364,7 @@ def check_failures(groups: Iterable[Group], max_fraction: float) -> None:
     if len(failures) > max_fraction * len(trajectories):
         raise RewardError(
             f"{len(failures)} of {len(trajectories)} samples have no reward because {_blamed(trajectories)} calls failed; "
-            f"observe.max_failed_rewards allows a fraction of {max_fraction:g}. The first failure:\n{failures[0]}"
+            f"observe.max_failed_rewards allows a share of {max_fraction:g}. First failure:\n{failures[0]}"
         )
 
 

@@ -68,10 +68,10 @@ def checked(result: Any, count: int) -> list[Cell] | Failure:
         result = result.tolist()  # numpy arrays, torch tensors
     if not isinstance(result, (list, tuple)):
         return Failure(
-            "invalid", f"returned {type(result).__name__}; return a list with one number or None a completion"
+            "invalid", f"returned {type(result).__name__}; return a list with one number or None for each completion"
         )
     if len(result) != count:
-        return Failure("invalid", f"returned {len(result)} values for {count} completions; return one a completion")
+        return Failure("invalid", f"returned {len(result)} values for {count} completions; return one for each")
     return [checked_entry(entry) for entry in result]
 
 
@@ -93,5 +93,5 @@ def checked_entry(entry: Any) -> Cell:
             "invalid", f"returned {value} as a reward; return a finite number, or None where it does not apply"
         )
     if abs(value) > MAX_REWARD_MAGNITUDE:
-        return Failure("invalid", f"returned {value:g} as a reward; return numbers that float32 can hold")
+        return Failure("invalid", f"returned {value:g} as a reward; return a number within the range of float32")
     return value

@@ -183,7 +183,7 @@ def _serve(worker: Worker, call: WorkerCall, number: int) -> Reply:
     try:
         message = pickle.dumps(call.message())
     except Exception as error:  # a column of the user's that cannot be pickled
-        failure = Failure("raised", f"cannot be sent its arguments: {type(error).__name__}: {error}")
+        failure = Failure("raised", f"cannot receive its arguments: {type(error).__name__}: {error}")
         return Reply(failure, 0.0, worker=number)
     start = time.monotonic()
     result = worker.ask(message, call.timeout_s)

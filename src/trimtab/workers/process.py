@@ -53,7 +53,7 @@ class Worker:
             send(self._channel, message, lambda: self._check(deadline))
             return pickle.loads(receive(self._channel, lambda: self._check(deadline)))
         except TimeoutError:
-            return Failure("timeout", f"took longer than {timeout_s:g} s and was ended", self._where_it_hangs())
+            return Failure("timeout", f"took longer than {timeout_s:g} s and was stopped", self._where_it_hangs())
         except (EOFError, ConnectionError):
             stack = self._stack()
             return Failure("crashed", f"ended its process: {self._end()}", stack)

@@ -66,7 +66,7 @@ def locate_object(
         return _locate_builtin(fn, builtins, naming)
     if not name or not place:
         form = naming.form
-        raise naming.error(f"{naming.key}: {fn!r} is not of the form file.py:{form} or package.module:{form}")
+        raise naming.error(f"{naming.key}: got {fn!r}. Write file.py:{form} or package.module:{form}")
     if place == "object":
         return _locate_given(name, objects, naming)
     if place.endswith(".py") or os.sep in place:

@@ -81,7 +81,7 @@ class Judge:
         self._cache = ScoreCache(run_dir if options.cache == "disk" else None) if options.cache else None
         self._under_way: dict[str, asyncio.Task[float]] = {}
         self._places = asyncio.Semaphore(options.concurrency)
-        self._closed_until, self._closed_by = 0.0, Trouble("http_429", "the endpoint asked for no requests")
+        self._closed_until, self._closed_by = 0.0, Trouble("http_429", "the endpoint asks to wait")
         self._client: httpx2.AsyncClient | None = None
 
     async def score(self, prompts: Sequence[Any], completions: Sequence[Any], rows: Sequence[dict]) -> list[Cell]:
@@ -239,7 +239,7 @@ def message_of(text: str) -> str:
     except (ValueError, RecursionError, LookupError, TypeError):
         content = None
     if not isinstance(content, str):
-        raise Trouble("unparsable", f"the endpoint's answer is no chat completion: {shown(text)}")
+        raise Trouble("unparsable", f"the endpoint's answer is not a chat completion: {shown(text)}")
     return content
 
 

@@ -109,19 +109,19 @@ async def _explain(one: Judge, options: Options, trouble: Trouble) -> str:
 
     place = f"reward.args: the judge at {options.url}"
     if trouble.kind == "refused":
-        return f"{place} cannot be reached ({trouble}). Start it, or correct url"
+        return f"{place} is not reachable ({trouble}). Start it, or correct url"
     if trouble.kind == "timeout":
-        return f"{place} did not answer: {trouble}. Raise timeout_s, of args and of the part, or see what keeps the endpoint busy"
+        return f"{place} does not answer: {trouble}. Raise timeout_s, of args and of the part, or check why it is busy"
     if trouble.kind in ("http_401", "http_403"):
         holder = f"the key in {options.api_key_env}" if options.api_key_env else "a request without a key"
-        return f"{place} refuses {holder} ({trouble}). Write api_key_env: NAME, the variable that holds its key"
+        return f"{place} refuses {holder} ({trouble}). Write api_key_env: NAME, where the environment variable NAME holds the key"
     if trouble.kind in ("http_400", "http_404", "http_422"):
         models = await one.models()
         if models and options.model not in models:
             there = did_you_mean(options.model, models) or f" There is: {', '.join(sorted(models)[:10])}."
             return f"{place} has no model {options.model!r}.{there}"
         if trouble.kind == "http_404":
-            return f"{place} has no /chat/completions, or no model {options.model!r} ({trouble}). Most addresses end in /v1"
+            return f"{place} has no /chat/completions, or no model {options.model!r} ({trouble}). Most urls end in /v1"
         return f"{place} refuses the request ({trouble}). Change model, temperature, max_tokens or body"
     if isinstance(trouble, NoScore):
         how = "write pattern" if options.pattern is None else "correct pattern"
