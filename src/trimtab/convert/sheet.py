@@ -33,7 +33,7 @@ NAMES = ("trimtab", "verl", "nanochat", "gspo", "gae", "false", "true")
 
 ALGORITHM_KEYS = ("learn.algorithm", "learn.loss", "learn.advantage")
 """Keys that are never left out: without them another algorithm would be trained."""
-KEEP_ALGORITHM = "Change it, or a setting that belongs to it: without it, the algorithm would be another"
+KEEP_ALGORITHM = "Change it, or a setting that belongs to it: without it, this would be another algorithm"
 
 
 @dataclass

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trimtab.base.errors import RewardError
 from trimtab.base.suggestions import near_or_all
 from trimtab.reward.async_worker import AsyncWorker
-from trimtab.reward.load import CALL_ARGUMENTS, ENVIRONMENT_ARGUMENTS, locate
+from trimtab.reward.load import CALL_ARGUMENTS, PLAYED, locate
 from trimtab.reward.pool import RewardPool, RewardRequest
 from trimtab.reward.worker import checked_entry
 from trimtab.workers.messages import Cell, Failure, Tally
@@ -158,13 +158,13 @@ class Scorer:
     def check(self, columns: Iterable[str], played: bool = False) -> None:
         """Raise where a part needs a column that the rows do not have. For before training, with a row's columns. `played`: there
         is an environment."""
-        known = {*columns, *(ENVIRONMENT_ARGUMENTS if played else ())}
+        known = {*columns, *(PLAYED if played else ())}
         for place, name in enumerate(self.names):
             for column in sorted(self._routes[place].needs - known):
                 raise RewardError(
                     f"reward {name!r} needs a column {column!r}, which not every row of the data has. "
                     f"{near_or_all(column, known)} Besides the columns, a reward function can take "
-                    f"{', '.join(CALL_ARGUMENTS)}; with an environment also {', '.join(ENVIRONMENT_ARGUMENTS)}"
+                    f"{', '.join(CALL_ARGUMENTS)}; with an environment also {', '.join(PLAYED)}"
                 )
 
     def submit(self, group: Group) -> None:

@@ -22,7 +22,7 @@ from trimtab.observe.observer import Callback
 from trimtab.observe.task_names import MOST_TASKS
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.work import Lengths
-from trimtab.reward.load import ENVIRONMENT_ARGUMENTS, locate
+from trimtab.reward.load import PLAYED, locate
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.conversations.hosts import Hosts, locate_environment
 from trimtab.rollout.conversations.replies import ReplyEncoder, refuse_hidden_tools
@@ -274,7 +274,7 @@ def open_replies(
         return None
     for there in columns:
         hosts.check(there)
-        for name in sorted(there & {*ENVIRONMENT_ARGUMENTS}):
+        for name in sorted(there & {*PLAYED}):
             what = f"the data has a column {name!r}, which is also what rewards are told of the environment"
             raise DataError(f"environment: {what}. Rename the column")
     schemas = hosts.loaded.schemas

@@ -18,7 +18,7 @@ from trimtab.config.schema import Environment
 from trimtab.data.prompt import Prompt
 from trimtab.model.policy import Policy
 from trimtab.rollout.conversations.episodes import Episodes
-from trimtab.rollout.conversations.hosts import EnvironmentReply, Hosts, Seat
+from trimtab.rollout.conversations.hosts import Answer, Hosts, Seat
 from trimtab.rollout.conversations.observation import Observation
 from trimtab.rollout.conversations.replies import ReplyEncoder
 from trimtab.rollout.conversations.wire import Loaded, Opened, Said
@@ -78,22 +78,22 @@ class Desk:
 
     def reset(self, tag: Any, seat: Seat, seed: int, columns: Any) -> None:
         self.seeds.append(seed)
-        self._answers.append(EnvironmentReply(tag, self._plan(seed, None), 0.25))
+        self._answers.append(Answer(tag, self._plan(seed, None), 0.25))
 
     def step(self, tag: Any, seat: Seat, seed: int, text: str) -> None:
         self.seeds.append(seed)
-        self._answers.append(EnvironmentReply(tag, self._plan(seed, text), 0.25))
+        self._answers.append(Answer(tag, self._plan(seed, text), 0.25))
 
     def end(self, seat: Seat) -> None:
         self.ended.append(seat.key)
 
-    def ready(self) -> list[EnvironmentReply]:
+    def ready(self) -> list[Answer]:
         if self._late:
             return []
         found, self._answers = self._answers, []
         return found
 
-    def wait(self) -> EnvironmentReply | None:
+    def wait(self) -> Answer | None:
         return self._answers.pop() if self._answers else None
 
     def forget(self) -> None:

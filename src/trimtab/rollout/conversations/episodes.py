@@ -24,7 +24,7 @@ import torch
 from trimtab.base.errors import EnvError
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
-from trimtab.rollout.conversations.hosts import EnvironmentReply, Hosts, Seat
+from trimtab.rollout.conversations.hosts import Answer, Hosts, Seat
 from trimtab.rollout.conversations.observation import Observation
 from trimtab.rollout.conversations.replies import ReplyEncoder
 from trimtab.rollout.conversations.tools import END
@@ -184,7 +184,7 @@ class Episodes:
         else:
             self._hosts.step(episode, episode.seat, episode.seed, text)
 
-    def _take(self, answer: EnvironmentReply) -> None:
+    def _take(self, answer: Answer) -> None:
         """What an environment answered, and how the conversation goes on."""
         episode, result = answer.tag, answer.result
         episode.played.seconds += answer.seconds

@@ -1,7 +1,7 @@
 """Environments, seen from the trainer: conversations are begun, continued and ended, and answers arrive in a queue.
 
 Guarantees:
-- Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the worker pool breaks.
+- Every call of `reset` and `step` puts exactly one answer into `answers`, a result or a Failure, unless the crew breaks.
 - A conversation stays in the process that began it. Should that process end, because another conversation hung or crashed there,
   it goes on in another from the copy that was kept after its last turn; where there is no copy it fails, and says so.
 - A conversation that has ended is closed in its process, also at the end of the run, unless that hangs.
@@ -48,7 +48,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class EnvironmentReply:
+class Answer:
     """What became of one call."""
 
     tag: Any
@@ -58,8 +58,8 @@ class EnvironmentReply:
 
 
 @dataclass(frozen=True)
-class EnvironmentCall:
-    """One call of the worker pool."""
+class Call:
+    """One errand of the crew."""
 
     asked: Reset | Step | Close
     timeout_s: float
@@ -102,14 +102,14 @@ class Hosts:
         setup = pickle.dumps(Setup(import_path(base_dir), found.made, settings.args, found.tools, templated))
         self.settings = settings
         self.stateful = found.made is not None
-        self._pool = WorkerPool(
+        self._crew = WorkerPool(
             WorkerSpec(
                 "trimtab.rollout.conversations.worker", lambda: setup, "environment", "the environment", EnvError
             ),
             workers,
         )
-        self.loaded: Loaded = self._pool.loaded
-        self._answers: queue.SimpleQueue[EnvironmentReply] = queue.SimpleQueue()
+        self.loaded: Loaded = self._crew.loaded
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._keys = 0
         self._open = 0
         """Calls that are not answered yet."""
@@ -141,7 +141,7 @@ class Hosts:
         if seat.home is not None:
             with self._changed:
                 self._closing += 1
-            self._pool.call(EnvironmentCall(Close(seat.key), self.settings.timeout_s, self._closed, seat.home))
+            self._crew.call(Call(Close(seat.key), self.settings.timeout_s, self._closed, seat.home))
             seat.home = seat.copy = None
 
     def _closed(self, reply: Reply) -> None:
@@ -149,7 +149,7 @@ class Hosts:
             self._closing -= 1
             self._changed.notify_all()
 
-    def ready(self) -> list[EnvironmentReply]:
+    def ready(self) -> list[Answer]:
         """Answers that are there."""
         found = []
         while not self._answers.empty():
@@ -157,13 +157,13 @@ class Hosts:
         self._open -= len(found)
         return found
 
-    def wait(self) -> EnvironmentReply | None:
+    def wait(self) -> Answer | None:
         """The next answer; None once every call is answered."""
         while self._open:
             try:
                 answer = self._answers.get(timeout=POLL_S)
             except queue.Empty:
-                self._pool.raise_if_broken()
+                self._crew.raise_if_broken()
                 continue
             self._open -= 1
             return answer
@@ -181,11 +181,11 @@ class Hosts:
         try:
             with self._changed, contextlib.suppress(EnvError, RuntimeError):
                 while self._closing and time.monotonic() < deadline:
-                    self._pool.raise_if_broken()
+                    self._crew.raise_if_broken()
                     if self._changed.wait(POLL_S):
                         deadline = time.monotonic() + PATIENCE_S
         finally:
-            self._pool.close()
+            self._crew.close()
 
     def _call(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
         self._open += 1
@@ -193,7 +193,7 @@ class Hosts:
 
     def _send(self, tag: Any, seat: Seat, asked: Reset | Step) -> None:
         receive = partial(self._receive, tag, seat, asked)
-        self._pool.call(EnvironmentCall(asked, self.settings.timeout_s, receive, seat.home))
+        self._crew.call(Call(asked, self.settings.timeout_s, receive, seat.home))
 
     def _receive(self, tag: Any, seat: Seat, asked: Reset | Step, reply: Reply) -> None:
         result = reply.result
@@ -208,4 +208,4 @@ class Hosts:
             seat.home, seat.copy = (reply.worker if self.stateful else None), result.state
         else:
             seat.home = None
-        self._answers.put(EnvironmentReply(tag, result, reply.seconds))
+        self._answers.put(Answer(tag, result, reply.seconds))
