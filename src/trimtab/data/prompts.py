@@ -177,7 +177,7 @@ def _check_task(row: Row, column: str, source_name: str, number: int) -> None:
         raise _missing_column(row, "task", column, source_name, number)
     if not isinstance(row[column], str | int | float) or row[column] == "":
         raise DataError(
-            f"{source_name}, row {number} (from 1), column {column!r}: the name of the task is {cut(row[column])}. "
+            f"{source_name}, row {number} (from 1), column {column!r}: a task has a name, but this is {cut(row[column])}. "
             "Write a text or a number, or set data.task to another column."
         )
 
