@@ -35,8 +35,8 @@ from trimtab.config.reference import (
     STAGES,
     description,
     nested,
-    reading,
     slot,
+    use_schema,
     written,
 )
 from trimtab.config.resolved import resolve_config
@@ -120,7 +120,7 @@ def resolved_yaml(config: AnyConfig) -> str:
 def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems: list[Problem]) -> Schema:
     overrides = _lines(overrides)
     _refuse_other_stage(schema, tree, overrides)
-    with reading(schema):
+    with use_schema(schema):
         findings = [_found(problem) for problem in problems]
         for override in overrides:
             if len(findings) < MAX_PROBLEMS:

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.suggestions import nearest
-from trimtab.config.reference import reading
+from trimtab.config.reference import use_schema
 from trimtab.convert import nanochat, openrlhf, script, trl, trl_offline, trl_ppo, trl_rloo, verl
 from trimtab.convert.common import needs, other
 from trimtab.convert.read import EXAMPLE, read_file, read_text, read_words
@@ -68,7 +68,7 @@ class Conversion:
 
     @property
     def yaml(self) -> str:
-        with reading(self.framework.schema):
+        with use_schema(self.framework.schema):
             return yaml_text(self.sheet)
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _read(words: Sequence[str] | None, text: str | None, file: Path | None) -> l
 
 
 def _converted(framework: Framework, settings: list[Setting], version: str) -> Conversion:
-    with reading(framework.schema):
+    with use_schema(framework.schema):
         sheet = Sheet(framework, settings, other, version)
         if sheet.says_something:
             framework.settle(sheet)
