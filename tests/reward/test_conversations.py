@@ -96,7 +96,7 @@ def test_a_function_that_asks_for_turns_needs_an_environment(scorer) -> None:
 
     with_rewards: Scorer = scorer(RewardPart(fn="object:asks"), functions={"asks": asks})
     with_rewards.check({"answer"}, played=True)
-    with pytest.raises(Exception, match="needs a column 'turns', which the data does not have"):
+    with pytest.raises(Exception, match="needs a column 'turns', which not every row of the data has"):
         with_rewards.check({"answer"})
 
 

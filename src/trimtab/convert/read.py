@@ -17,10 +17,10 @@ import yaml
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.text import compose, refuse_long
 from trimtab.config.text import read_text as file_text
+from trimtab.convert.command_line import settings_of
 from trimtab.convert.settings import Setting, literal
 from trimtab.convert.shell import Script
 from trimtab.convert.stages import CLASSES
-from trimtab.convert.words import settings_of
 
 EXAMPLE = "Write the flags after --, or give a script or YAML file with --file"
 MAX_SETTINGS = 2_000

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.base.errors import RewardError
 from trimtab.reward.judge.cache import ScoreCache
 from trimtab.reward.judge.options import Options
-from trimtab.reward.judge.words import read_score
+from trimtab.reward.judge.prompt_and_score import read_score
 from trimtab.workers.messages import Cell, Failure, Kind, Tally
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import regex
 
 from trimtab.base.errors import RewardError
-from trimtab.reward.judge.words import Template
+from trimtab.reward.judge.prompt_and_score import Template
 
 MAX_CONCURRENCY = 1024
 
