@@ -79,7 +79,9 @@ def test_columns_messages_and_further_fields_reach_the_judge(scorer, group, loca
     )
     one = scorer(RewardPart(fn="judge", args=args))
     one.check({"answer", "level"})
-    with pytest.raises(RewardError, match="reward 'judge' needs a column 'answer', which not every row of the data has"):
+    with pytest.raises(
+        RewardError, match="reward 'judge' needs a column 'answer', which not every row of the data has"
+    ):
         one.check({"level"})
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
     given = group("score 4 {answer}", prompt=messages, answer="{level}", level=3, system="a column", model="another")

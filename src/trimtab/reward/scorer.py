@@ -35,7 +35,7 @@ from trimtab.reward.pool import RewardPool, RewardRequest
 from trimtab.reward.worker import checked_entry
 from trimtab.workers.messages import Cell, Failure, Tally
 from trimtab.workers.pool import Reply
-from trimtab.workers.process import POLL_S
+from trimtab.workers.process import SLICE_S
 
 if TYPE_CHECKING:
     from trimtab.config.schema import RewardPart
@@ -179,7 +179,7 @@ class Scorer:
         if self.models is not None:
             self.models.work()
         for scores in self._scored:
-            while not scores.done.wait(POLL_S):
+            while not scores.done.wait(SLICE_S):
                 for backend in self._backends:
                     backend.raise_if_broken()
         wait_s = time.monotonic() - start

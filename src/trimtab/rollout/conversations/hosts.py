@@ -27,7 +27,7 @@ from trimtab.rollout.conversations.tools import BUILTINS
 from trimtab.rollout.conversations.wire import CLASS, TOOL, Close, Loaded, Opened, Reset, Said, Setup, Step, Unknown
 from trimtab.workers.messages import Failure
 from trimtab.workers.pool import Reply, WorkerPool, WorkerSpec
-from trimtab.workers.process import POLL_S, import_path
+from trimtab.workers.process import SLICE_S, import_path
 from trimtab.workers.user_code import UserCode, locate_object
 
 PATIENCE_S = 20.0
@@ -161,7 +161,7 @@ class Hosts:
         """The next answer; None once every call is answered."""
         while self._open:
             try:
-                answer = self._answers.get(timeout=POLL_S)
+                answer = self._answers.get(timeout=SLICE_S)
             except queue.Empty:
                 self._crew.raise_if_broken()
                 continue
@@ -182,7 +182,7 @@ class Hosts:
             with self._changed, contextlib.suppress(EnvError, RuntimeError):
                 while self._closing and time.monotonic() < deadline:
                     self._crew.raise_if_broken()
-                    if self._changed.wait(POLL_S):
+                    if self._changed.wait(SLICE_S):
                         deadline = time.monotonic() + PATIENCE_S
         finally:
             self._crew.close()
