@@ -371,7 +371,7 @@ def test_a_process_that_is_blocked_is_killed_and_its_calls_fail(judged, group, m
         judge_process().suspend()
     one.collect()
     assert given.trajectories[0].reward is None
-    assert "said nothing for 2 s, 2 times" in str(given.trajectories[0].failure)
+    assert "silent for 2 s, 2 times" in str(given.trajectories[0].failure)
     assert one.stats.judges["judge"].counts["failed_timeout"] == 1
     server.become("good")
     assert rate(one, numbered(group, 2))[0] == [[0.2]]
