@@ -19,7 +19,7 @@ def conversation(config: Config, learn: Learn) -> Iterator[Contradiction]:
         for place in asked:
             yield clash(
                 f"reward.{place}.fn environment",
-                "takes the reward from an environment, but the config has no environment",
+                "takes the reward from an environment, but there is no environment",
                 "Write environment: {fn: file.py:Class}, or another reward",
             )
         return
