@@ -287,7 +287,7 @@ def test_a_callback_that_cannot_be_called_is_refused(model_folder: Path) -> None
 
 def test_two_parts_that_were_given_one_name_are_told(here: Path, model_folder: Path) -> None:
     one: dict[str, Any] = {"fn": lambda completions: [0.0] * len(completions), "name": "same"}
-    with pytest.raises(ConfigError, match=r"same is already the name of reward\.0"):
+    with pytest.raises(ConfigError, match=r"reward\.0 already has the name same"):
         trimtab.train(model=model_folder, data=ROWS, reward=[one, one], learn=LEARN, run=RUN)
 
 
@@ -297,7 +297,7 @@ def test_two_parts_that_were_given_one_name_are_told(here: Path, model_folder: P
     [
         ("lr", 1e-6, "lr: unknown key. Did you mean learn.lr?"),
         ("lr", None, "lr: unknown key. Did you mean learn.lr?"),
-        ("learning_rate", 1e-6, "learning_rate: unknown key. Here it is learn.lr"),
+        ("learning_rate", 1e-6, "learning_rate: unknown key. Trimtab calls it learn.lr"),
         ("modle", "m", "modle: unknown key. Did you mean model?"),
         ("stage", "sft", "stage: has no effect here. Leave it out"),
     ],

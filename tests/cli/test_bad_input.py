@@ -119,7 +119,7 @@ def test_existing_run(trimtab: Trimtab, refused, here: Path) -> None:
     [
         ("reward.py:fine", "reward.fn: there is no file"),
         ("rewards.py:fin", "fin"),
-        ("rewards.py:needs_gold", "reward 'needs_gold' needs a column 'gold', which the data does not have"),
+        ("rewards.py:needs_gold", "reward 'needs_gold' needs a column 'gold', which not every row of the data has"),
         ("exact", "there is no built-in reward 'exact'"),
         ("rewards.py", "names a file but no function. Write rewards.py:FUNCTION"),
         ("./plain:fine", "plain does not end in .py. Rename it to plain.py"),
@@ -145,7 +145,7 @@ def test_eval_rows_without_a_column_that_the_reward_needs(refused, config: dict[
 def test_one_row_without_a_column_that_the_reward_needs(refused, config: dict[str, Any], here: Path) -> None:
     (here / "gold.jsonl").write_text('{"prompt": "1", "gold": "1"}\n{"prompt": "2"}\n')
     config["reward"] = [{"fn": "rewards.py:needs_gold"}]
-    assert "needs a column 'gold', which the data does not have in every row" in refused("data.train=gold.jsonl")
+    assert "needs a column 'gold', which not every row of the data has" in refused("data.train=gold.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_no_tokenizer(refused, broken_model: Path) -> None:
         file.unlink()
     message = refused()
     assert "model.path: cannot load a tokenizer from 'model'" in message
-    assert "Name a folder or hub repository with tokenizer files in model.tokenizer" in message
+    assert "Set model.tokenizer to a folder or hub repository with tokenizer files" in message
 
 
 def test_a_tokenizer_with_more_words_than_the_model(refused, broken_model: Path) -> None:
@@ -246,8 +246,8 @@ def test_a_tokenizer_that_knows_no_words(refused, here: Path, config: dict[str, 
         config.pop("reward")
         config |= {"learn": {}, "run": {}, "data": {"train": "rows.jsonl", "completion": "answer"}}
     message = refused(command=command)
-    assert "model.tokenizer: the tokenizer makes no tokens of any text" in message
-    assert "Name a folder or hub repository with tokenizer files in model.tokenizer" in message
+    assert "model.tokenizer: the tokenizer turns every text into no tokens" in message
+    assert "Set model.tokenizer to a folder or hub repository with tokenizer files" in message
 
 
 def test_damaged_weights(refused, broken_model: Path) -> None:

@@ -69,7 +69,7 @@ def test_out_writes_a_config_that_loads_once_it_is_filled_in(tmp_path: Path) -> 
     assert code == 0 and out == f"wrote {file}\n"
     assert load_config(file, ["data.train=task:sort"]).learn.samples_per_prompt == 4
     code, _, err = convert(*arguments)
-    assert code == 2 and "is there already" in err
+    assert code == 2 and "already exists" in err
 
 
 def test_a_config_that_needs_nothing_is_planned_at_once(tmp_path: Path) -> None:
@@ -109,12 +109,12 @@ def test_a_whole_command_may_be_pasted_in_quotes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["openrlfh", "--", "--a", "1"], "openrlfh: is no framework that can be converted. Did you mean openrlhf?"),
+        (["openrlfh", "--", "--a", "1"], "openrlfh: is not a framework that Trimtab converts. Did you mean openrlhf?"),
         (["slime", "--", "--a", "1"], "Write one of openrlhf, verl, trl, trl-rloo, trl-ppo, trl-sft, trl-reward, nanochat"),
         (["trl", "--", "trl", "dpo", "--beta", "0.1"], "trl dpo: learning from pairs without a reward model is not supported"),
         (["verl", "--", "algorithm.adv_estimator=grppo"], "Did you mean grpo?"),
-        (["trl", "--version", "0.1", "--", "--beta", "0.1"], "--version: the defaults of trl are known from 0.15.0"),
-        (["verl"], "no settings are given. Write trimtab convert verl -- FLAGS, or trimtab convert verl --file FILE"),
+        (["trl", "--version", "0.1", "--", "--beta", "0.1"], "--version: Trimtab knows the defaults of trl from 0.15.0"),
+        (["verl"], "has no settings. Write trimtab convert verl -- FLAGS, or trimtab convert verl --file FILE"),
         (["verl", "--", ""], "the text given: is empty"),
         (["verl", "--file", "none.sh"], "none.sh: there is no such file"),
         (["verl", "--file", "."], "cannot be read"),
@@ -122,7 +122,7 @@ def test_a_whole_command_may_be_pasted_in_quotes() -> None:
         (["verl", "--file", "open.sh"], "open.sh, line 2: a quote \" is opened and never closed"),
         (["verl", "--file", "bad.yaml"], "bad.yaml, line 2: YAML cannot be read"),
         (["verl", "--file", "bytes.sh"], "is not UTF-8 text"),
-        (["verl", "--file", "open.sh", "--", "a=1"], "settings are given twice"),
+        (["verl", "--file", "open.sh", "--", "a=1"], "has settings from two places"),
         (["verl", "--out", "none/config.yaml", "--", "a=1"], "cannot be written: No such file or directory"),
     ],
 )  # fmt: skip

@@ -14,8 +14,8 @@ from trimtab.record.sinks import read_metrics
 Trimtab = Callable[..., Any]
 FAILING = {
     "raises": ["raised ValueError: cannot parse this", 'rewards.py", line', "in raises"],
-    "hangs": ["took longer than 0.3 s and was ended", "in hangs"],
-    "wrong_length": ["returned 2 values for 1 completions; return one a completion"],
+    "hangs": ["took longer than 0.3 s and was stopped", "in hangs"],
+    "wrong_length": ["returned 2 values for 1 completions; return one for each"],
     "nan": ["returned nan as a reward"],
     "text": ["returned str 'good' as a reward; return a number or None"],
 }
@@ -55,7 +55,7 @@ def test_too_many_failures_stop_the_run(trimtab: Trimtab, config: dict[str, Any]
     message = outcome.json["error"]
     assert outcome.json["kind"] == "RewardError"
     assert (
-        "samples have no reward because reward calls failed; observe.max_failed_rewards allows a fraction of 0.01"
+        "samples have no reward because reward calls failed; observe.max_failed_rewards allows a share of 0.01"
         in message
     )
     for part in FAILING[name]:

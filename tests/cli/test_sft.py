@@ -66,14 +66,14 @@ def test_a_plan_of_it_has_no_rollout(config: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["train"], "this is a configuration of trimtab sft"),
+        (["train"], "this config is for trimtab sft"),
         (["sft", "learn.samples_per_prompt=4"], "unknown key"),
         (["sft", "reward.0.fn=math"], "unknown key"),
         (["sft", "data.completion=answer"], "no column 'answer'"),
         (["sft", "learn.loss_on=user"], "one of assistant, last, all"),
         (["sft", "observe.samples_every=3"], "has no effect"),
-        (["sft", "data.task=kind"], "tasks are told apart by what is sampled and scored"),
-        (["sft", "observe.kl_bands={a: [0, 1]}"], "tasks are told apart by what is sampled and scored"),
+        (["sft", "data.task=kind"], "it divides samples by task, and this stage samples nothing"),
+        (["sft", "observe.kl_bands={a: [0, 1]}"], "it divides samples by task, and this stage samples nothing"),
         (["sft", "model.path=missing"], "missing"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_reward_model_from_the_command_line(config: Path) -> None:
     plan = CliRunner().invoke(app, ["plan", "rm.yaml", "model.path=qwen2.5-0.5b", "--device", "h200", "--json"])
     assert json.loads(plan.stdout.splitlines()[-1])["fits"]
     wrong = CliRunner().invoke(app, ["sft", "rm.yaml"])
-    assert wrong.exit_code == 2 and "this is a configuration of trimtab reward-model" in wrong.stderr
+    assert wrong.exit_code == 2 and "this config is for trimtab reward-model" in wrong.stderr
 
 
 def test_a_configuration_of_training_is_not_one_of_this(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_file_that_is_there_is_never_written_over(config: Path, monkeypatch) -
     monkeypatch.setattr("trimtab.run.tune.run_tuning", measured)
     before = config.read_text()
     result = CliRunner().invoke(app, ["tune", str(config), "--out", str(config), "--json"])
-    assert result.exit_code == 2 and "is there already. Remove it, or give --out another name" in result.stderr
+    assert result.exit_code == 2 and "already exists. Remove it, or give --out another name" in result.stderr
     assert json.loads(result.stdout)["kind"] == "ConfigError" and config.read_text() == before
 
 

@@ -12,11 +12,11 @@ from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.suggestions import _alike, _may_reach, nearest
 from trimtab.config import advice
 from trimtab.config import load as loading
-from trimtab.config.load import MOST_PROBLEMS, config_from_dict, load_as, load_config
+from trimtab.config.load import MAX_PROBLEMS, config_from_dict, load_as, load_config
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.sft import SftConfig
-from trimtab.config.text import LONGEST_TEXT, MOST_VALUES
-from trimtab.convert.read import MOST_SETTINGS, read_file, read_text
+from trimtab.config.text import MAX_CHARACTERS, MAX_VALUES
+from trimtab.convert.read import MAX_SETTINGS, read_file, read_text
 
 TEXT = "model: {path: m}\ndata: {train: a.jsonl}\nreward: [{fn: exact_match}]\n"
 LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn": "exact_match"}]}
@@ -46,18 +46,18 @@ def nested(first: str, form: str, times: int = 9, deep: int = 8) -> str:
 def test_aliases_of_aliases(tmp_path: Path, first: str, form: str) -> None:
     text = nested(first, form)
     assert len(text) < 1000
-    assert f"has more than {MOST_VALUES:,} keys and values" in refused(tmp_path, TEXT + text)
-    assert f"has more than {MOST_VALUES:,} keys and values" in not_converted("beta: 0.1\n" + text, "it.yaml")
+    assert f"has more than {MAX_VALUES:,} keys and values" in refused(tmp_path, TEXT + text)
+    assert f"has more than {MAX_VALUES:,} keys and values" in not_converted("beta: 0.1\n" + text, "it.yaml")
     listed = ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 8))
-    assert f"has more than {MOST_VALUES:,}" in not_converted(f"trl grpo --report_to '[&a0 [x, x], {listed}]'")
+    assert f"has more than {MAX_VALUES:,}" in not_converted(f"trl grpo --report_to '[&a0 [x, x], {listed}]'")
 
 
 def test_values_without_end(tmp_path: Path) -> None:
-    assert f"has more than {MOST_VALUES:,} keys and values" in refused(tmp_path, TEXT + f"x: [{'1,' * MOST_VALUES}1]\n")
-    long = TEXT + "# " + "x" * LONGEST_TEXT
-    assert f"is longer than {LONGEST_TEXT:,} characters" in refused(tmp_path, long)
-    assert f"is longer than {LONGEST_TEXT:,} characters" in not_converted(long)
-    assert "nested without end" in refused(tmp_path, TEXT + "x: " + "[" * 3000 + "]" * 3000)
+    assert f"has more than {MAX_VALUES:,} keys and values" in refused(tmp_path, TEXT + f"x: [{'1,' * MAX_VALUES}1]\n")
+    long = TEXT + "# " + "x" * MAX_CHARACTERS
+    assert f"is longer than {MAX_CHARACTERS:,} characters" in refused(tmp_path, long)
+    assert f"is longer than {MAX_CHARACTERS:,} characters" in not_converted(long)
+    assert "nested too deeply" in refused(tmp_path, TEXT + "x: " + "[" * 3000 + "]" * 3000)
 
 
 def test_thousands_of_unknown_keys_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +70,10 @@ def test_thousands_of_unknown_keys_are_counted(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(loading, "unknown_key", explain)
     message = refused(tmp_path, TEXT + "".join(f"key{n}: 1\n" for n in range(5000)))
     assert message.startswith("5,000 problems in the configuration:\n  key0: unknown key.")
-    assert message.endswith(f"\n  and {5000 - MOST_PROBLEMS:,} more")
-    assert len(explained) == MOST_PROBLEMS
+    assert message.endswith(f"\n  and {5000 - MAX_PROBLEMS:,} more")
+    assert len(explained) == MAX_PROBLEMS
     message = refused(tmp_path, TEXT, *(f"key{n}=1" for n in range(5000)))
-    assert message.startswith(f"{MOST_PROBLEMS} problems")
+    assert message.startswith(f"{MAX_PROBLEMS} problems")
 
 
 def test_thousands_of_wrong_values_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_thousands_of_wrong_values_are_counted(tmp_path: Path, monkeypatch: pyte
     parts = ", ".join(["{fn: [], weight: true}"] * 1000)
     message = refused(tmp_path, f"model: {{path: m}}\ndata: {{train: a.jsonl}}\nreward: [{parts}]\n")
     assert message.startswith("2,000 problems")
-    assert len(explained) == MOST_PROBLEMS
+    assert len(explained) == MAX_PROBLEMS
 
 
 def test_a_key_of_100_kb(tmp_path: Path) -> None:
@@ -120,12 +120,12 @@ def test_numbers_that_nothing_can_count_to(value: float) -> None:
     ],
 )
 def test_steps_that_no_machine_can_hold(learn: dict[str, float], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}: .* sequences a step; at most 1,000,000 are held"):
+    with pytest.raises(ConfigError, match=rf"{key}: .* sequences a step; .* holds 1,000,000 .*at most"):
         config_from_dict(LEAST | {"learn": learn})
 
 
 def test_an_evaluation_that_no_machine_can_hold() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.samples_per_prompt: 1,000,000,000 .*; at most 1,000,000 are held"):
+    with pytest.raises(ConfigError, match=r"eval\.samples_per_prompt: is 1,000,000,000; .* holds 1,000,000 .*at most"):
         config_from_dict(LEAST | {"eval": {"samples_per_prompt": 1e9, "sampling": {"temperature": 1.0}}})
 
 
@@ -140,15 +140,15 @@ def test_a_pipe_that_nobody_writes_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("A=xxxxxxxxxx\n" + "A=$A$A\n" * 40, "variables put in more than 1,000,000 characters"),
-        ("A=xxxxxxxxxx\n" + 'A="${A}${A}"\n' * 40, "variables put in more than 1,000,000 characters"),
-        ("A=(x x x)\n" + "A+=(${A[@]} ${A[@]})\n" * 40, "variables put in more than 1,000,000 characters"),
+        ("A=xxxxxxxxxx\n" + "A=$A$A\n" * 40, "variables expand to more than 1,000,000 characters"),
+        ("A=xxxxxxxxxx\n" + 'A="${A}${A}"\n' * 40, "variables expand to more than 1,000,000 characters"),
+        ("A=(x x x)\n" + "A+=(${A[@]} ${A[@]})\n" * 40, "variables expand to more than 1,000,000 characters"),
         (
             f"trl grpo --max_steps $(({'+'.join('1' * 20_000)}))\n",
-            "line 1: $((...)) has 39,999 characters; at most 1,000",
+            "line 1: $((...)) has 39,999 characters; the limit is 1,000",
         ),
         ("A=999999\n" + "A=$((A*A))\n" * 60, "$((...)) has"),
-        (f"trl grpo --max_steps {'${A:-' * 5000}1{'}' * 5000}\n", "defaults lie in defaults, more than 20 deep"),
+        (f"trl grpo --max_steps {'${A:-' * 5000}1{'}' * 5000}\n", "defaults are nested more than 20 levels deep"),
     ],
 )
 def test_shell_text_that_grows(text: str, message: str) -> None:
@@ -161,12 +161,12 @@ def test_an_expression_of_20_000_terms() -> None:
 
 
 def test_more_settings_than_any_framework_has() -> None:
-    flags = " ".join(f"--flag{n} 1" for n in range(MOST_SETTINGS + 1))
-    assert "settings; at most 2,000 are converted" in not_converted(f"trl grpo {flags}\n")
+    flags = " ".join(f"--flag{n} 1" for n in range(MAX_SETTINGS + 1))
+    assert "settings; Trimtab converts 2,000 at most" in not_converted(f"trl grpo {flags}\n")
 
 
 @pytest.mark.parametrize(("schema", "key"), [(SftConfig, "sequences_per_step"), (RewardModelConfig, "pairs_per_step")])
 def test_steps_of_given_data_that_no_machine_can_hold(schema: Any, key: str) -> None:
     base = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "learn": {key: 1e9}}
-    with pytest.raises(ConfigError, match=rf"learn\.{key}: is 1,000,000,000; at most 1,000,000 are held"):
+    with pytest.raises(ConfigError, match=rf"learn\.{key}: is 1,000,000,000; .* holds 1,000,000 .*at most"):
         load_as(schema, None, base=base)

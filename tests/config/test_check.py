@@ -210,5 +210,5 @@ def test_what_only_sampling_has_is_refused_where_nothing_is_sampled_and_is_what_
         load_as(schema, None, [override], least)
     (problem,) = caught.value.problems
     assert problem.where == override.partition("=")[0]
-    assert problem.what == "has no effect: nothing is sampled or scored"
+    assert problem.what == "has no effect: this stage samples nothing and scores nothing"
     assert load_as(schema, None, ["run.engine=native", "run.reward_workers=auto"], least)

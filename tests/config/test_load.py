@@ -202,7 +202,7 @@ def test_syntax_errors_say_where(tmp_path: Path, text: str, place: str, what: st
 
 def test_a_value_that_holds_itself(tmp_path: Path) -> None:
     (problem,) = file_problems(tmp_path, TEXT + "learn: &x {kl: *x}\n")
-    assert "a value holds itself" in problem
+    assert "a value contains itself" in problem
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
@@ -214,14 +214,14 @@ def test_an_empty_file(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just text\n", "3"])
 def test_a_file_without_sections(tmp_path: Path, text: str) -> None:
     (problem,) = file_problems(tmp_path, text)
-    assert "not sections with keys. Write at least model:" in problem
+    assert "instead of sections with keys. Write at least model:" in problem
 
 
 def test_keys_written_twice_are_reported_with_their_lines(tmp_path: Path) -> None:
     found = file_problems(tmp_path, TEXT + "learn:\n  lr: 1\n  steps: 2\n  lr: 2\nrun: {}\nlearn: {}\n")
     assert found == [
-        f"learn.lr: is written more than once in {tmp_path}/c.yaml: on line 5 and line 7. Keep one",
-        f"learn: is written more than once in {tmp_path}/c.yaml: on line 4 and line 9. Keep one",
+        f"learn.lr: appears more than once in {tmp_path}/c.yaml: on line 5 and line 7. Keep one",
+        f"learn: appears more than once in {tmp_path}/c.yaml: on line 4 and line 9. Keep one",
     ]
 
 
@@ -254,10 +254,10 @@ def test_an_unknown_key_is_pointed_to_the_nearest(given: str, meant: str) -> Non
 @pytest.mark.parametrize(
     ("given", "fix"),
     [
-        ("learn.learning_rate", "Here it is learn.lr"),
-        ("num_generations", "Here it is learn.samples_per_prompt"),
-        ("learn.beta", "Here it is learn.kl.coef"),  # and not learn.optimizer.beta1
-        ("run.gradient_checkpointing", "Trimtab decides it; to pin it, write run.checkpoint_activations"),
+        ("learn.learning_rate", "Trimtab calls it learn.lr"),
+        ("num_generations", "Trimtab calls it learn.samples_per_prompt"),
+        ("learn.beta", "Trimtab calls it learn.kl.coef"),  # and not learn.optimizer.beta1
+        ("run.gradient_checkpointing", "Trimtab chooses it; to fix it, write run.checkpoint_activations"),
     ],
 )
 def test_a_name_that_other_frameworks_have_is_told_what_it_is_here(given: str, fix: str) -> None:
@@ -279,7 +279,7 @@ def test_unknown_keys_of_a_file_read_the_same() -> None:
 
 
 def test_a_dotted_key_in_a_file_is_told_how_to_nest() -> None:
-    fix = "dotted keys are for the command line. In a file write"
+    fix = "a file takes no dotted keys; they are for the command line. In a file write"
     assert problems(**{"learn.kl.coef": 1}) == [f"learn.kl.coef: {fix} learn: {{kl: {{coef: …}}}}"]
     assert problems(**{"learn.klx.coef": 1}) == ["learn.klx.coef: unknown key. Did you mean learn.kl.coef?"]
 
@@ -298,20 +298,26 @@ def test_a_key_like_nothing_lists_the_keys_of_its_section() -> None:
         ("learn.lr 1e-6", "learn.lr 1e-6: has no =. Write learn.lr=1e-6"),
         ("learn.lr: 1e-6", "learn.lr: 1e-6: has no =. Write learn.lr=1e-6"),
         ("1e-6", "1e-6: has no =. Write key=value, such as learn.lr=1e-6"),
-        ("reward.-1.fn=x", "reward.-1.fn: reward is a list, and -1 is no place in it. Write reward.0.fn"),
-        ("data.suffix= hi", 'data.suffix: " hi" is something else in YAML. Quote it twice: data.suffix=\'" hi"\''),
+        ("reward.-1.fn=x", "reward.-1.fn: reward is a list, and -1 is not an index into it. Write reward.0.fn"),
+        (
+            "data.suffix= hi",
+            'data.suffix: YAML does not read " hi" as that text. Quote it for YAML and for the shell: data.suffix=\'" hi"\'',
+        ),
         (
             "data.suffix=a # b",
-            'data.suffix: "a # b" is something else in YAML. Quote it twice: data.suffix=\'"a # b"\'',
+            'data.suffix: YAML does not read "a # b" as that text. Quote it for YAML and for the shell: data.suffix=\'"a # b"\'',
         ),
-        ("data.suffix=a: b", 'data.suffix: "a: b" is something else in YAML. Quote it twice: data.suffix=\'"a: b"\''),
+        (
+            "data.suffix=a: b",
+            'data.suffix: YAML does not read "a: b" as that text. Quote it for YAML and for the shell: data.suffix=\'"a: b"\'',
+        ),
         ("=3", "=3: has no key. Write key=value, such as learn.lr=1e-6"),
-        ("learn.lr.x=1", "learn.lr.x: learn.lr has no parts: it takes a number above 0. Write learn.lr=1e-6"),
-        ("reward.fn=x", "reward.fn: reward is a list, and fn is no place in it. Write reward.0.fn"),
-        ("reward.5.fn=x", "reward.5.fn: the list has 1 item. For the next one write reward.1.fn"),
+        ("learn.lr.x=1", "learn.lr.x: learn.lr is not a section: it takes a number above 0. Write learn.lr=1e-6"),
+        ("reward.fn=x", "reward.fn: reward is a list, and fn is not an index into it. Write reward.0.fn"),
+        ("reward.5.fn=x", "reward.5.fn: the list has 1 item. To add one, write reward.1.fn"),
         (
             "learn.kl={coef: 1, coef: 2}",
-            "learn.kl.coef: is written more than once in the override: on line 1. Keep one",
+            "learn.kl.coef: appears more than once in the override: on line 1. Keep one",
         ),
         (
             "learn.sampling.stop=[a",
@@ -330,21 +336,24 @@ def test_overrides_that_cannot_be_applied(override: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("learn.lr=fast", 'got "fast", but it takes a number above 0. Leave it out for the default, 1e-6'),
-        ("learn.lr=0", "got 0, but it takes a number above 0. Leave it out for the default, 1e-6"),
-        ("learn.lr=.inf", "got inf, but it takes a number above 0. Leave it out for the default, 1e-6"),
-        ("learn.steps=2.5", "got 2.5, but it takes a whole number of at least 1. Leave it out for the default, 100"),
-        ("learn.steps=true", "got true, but it takes a whole number of at least 1. Leave it out for the default, 100"),
+        ("learn.lr=fast", 'got "fast", but it takes a number above 0. Leave it out to use the default, 1e-6'),
+        ("learn.lr=0", "got 0, but it takes a number above 0. Leave it out to use the default, 1e-6"),
+        ("learn.lr=.inf", "got inf, but it takes a number above 0. Leave it out to use the default, 1e-6"),
+        ("learn.steps=2.5", "got 2.5, but it takes a whole number of at least 1. Leave it out to use the default, 100"),
+        (
+            "learn.steps=true",
+            "got true, but it takes a whole number of at least 1. Leave it out to use the default, 100",
+        ),
         ("learn.algorithm=gppo", "Did you mean grpo?"),
-        ("learn.algorithm=DPO", "Pairs train a reward model (trimtab reward-model)"),
+        ("learn.algorithm=DPO", "Train a reward model from the pairs (trimtab reward-model)"),
         ("learn.algorithm=reinforce++", "Did you mean reinforce_pp?"),
         ("model.dtype=fp16", "Did you mean bfloat16?"),
-        ("learn.max_grad_norm=0", "Write null for none"),
-        ("learn.max_grad_norm=none", "Write null for none"),
+        ("learn.max_grad_norm=0", "Write null to leave it unset"),
+        ("learn.max_grad_norm=none", "Write null to leave it unset"),
         ("model=a/b", "trust_remote_code. Write {path: a/b}"),
         ("reward.0=math", "args. Write {fn: math}"),
         ("learn.schedule=cosine", "unit. Write {kind: cosine}"),
-        ("learn.optimizer=adamw", "states. Leave it out for the defaults"),
+        ("learn.optimizer=adamw", "states. Leave it out to use the defaults"),
         ("learn.advantage=group", "Did you mean group_std?"),
         ("learn.kl.estimator=k4", 'got "k4", but it takes one of k1, k2, k3. Did you mean k1?'),
         ("run.device=gpu", 'got "gpu", but it takes one of auto, cpu, cuda. Did you mean cuda?'),
@@ -365,8 +374,8 @@ def test_overrides_that_cannot_be_applied(override: str, message: str) -> None:
         ("reward.0=3", "got 3, but it takes a section with the keys fn, name, weight, normalize, timeout_s, args"),
         ("reward.0.normalize=groups", "but it takes one of none, group, step. Did you mean group?"),
         ("observe.kl_bands={a: 3}", "but it takes a mapping, each value a list of 2, each a number. Leave it out"),
-        ("eval.sampling.temperature=-1", "a number of at least 0. Leave it out for the default, 0.0"),
-        ("data.options={1: 2}", 'has the key 1, but keys are text. Write it in quotes: "1"'),
+        ("eval.sampling.temperature=-1", "a number of at least 0. Leave it out to use the default, 0.0"),
+        ("data.options={1: 2}", 'has the key 1, but a key must be text. Write it in quotes: "1"'),
         ("learn.overlong.penalty=0.5", "is required but missing. Add it: The penalty grows linearly"),
     ],
 )
@@ -380,7 +389,7 @@ def test_a_wrong_value_says_what_was_given_and_what_is_taken(override: str, mess
 
 def test_objects_that_cannot_be_saved_are_refused() -> None:
     (problem,) = problems(data={"train": "task:t", "options": {"x": [object()]}})
-    assert problem.startswith("data.options: holds a Python object, which config.yaml cannot")
+    assert problem.startswith("data.options: holds a Python object, which YAML cannot store")
 
 
 def test_nothing_given_names_every_required_key() -> None:
@@ -455,7 +464,7 @@ def test_threads_and_workers_are_bounded(key: str, most: int) -> None:
 
 @pytest.mark.parametrize("stage", ["rl", "dpo", "train", "null", ""])
 def test_stage_is_a_key_of_other_commands_and_its_value_is_wrong(tmp_path: Path, stage: str) -> None:
-    said = "it takes sft or reward-model. Leave it out for trimtab train"
+    said = "it takes sft or reward-model. Leave it out to use trimtab train"
     (problem,) = problems(f"stage={stage}")
     assert problem.startswith("stage: got ") and problem.endswith(said)
     (problem,) = file_problems(tmp_path, TEXT + f"stage: {stage}\n")
@@ -463,11 +472,11 @@ def test_stage_is_a_key_of_other_commands_and_its_value_is_wrong(tmp_path: Path,
 
 
 def test_a_stage_of_another_command_is_named_wherever_it_is_written(tmp_path: Path) -> None:
-    assert problems("stage=sft") == ["stage: this is a configuration of trimtab sft. Run trimtab sft"]
+    assert problems("stage=sft") == ["stage: this config is for trimtab sft. Run trimtab sft"]
     assert file_problems(tmp_path, TEXT + "stage: sft\n") == problems("stage=sft")
     with pytest.raises(ConfigError, match="Run trimtab reward-model"):
         load_as(SftConfig, None, ["stage=reward-model"], OFFLINE)
-    with pytest.raises(ConfigError, match=r'stage: got "dpo", but it takes sft\. Leave it out for the default, sft'):
+    with pytest.raises(ConfigError, match=r'stage: got "dpo", but it takes sft\. Leave it out to use the default, sft'):
         load_as(SftConfig, None, ["stage=dpo"], OFFLINE)
 
 
@@ -475,8 +484,8 @@ def test_a_stage_of_another_command_is_named_wherever_it_is_written(tmp_path: Pa
     ("override", "fix"),
     [
         ("model.lora=16", "Write {r: 16}"),
-        ("model.lora=true", "Write {} for its defaults; left out, there is none"),
-        ("model.lora=false", "Leave it out for none"),
+        ("model.lora=true", "Write {} to use its defaults, or leave the key out to switch it off"),
+        ("model.lora=false", "Leave the key out to switch it off"),
         ("learn.overlong=10", "Write {buffer: 10}"),
         ("learn.overlong=true", "Write {buffer: …}"),
         ("environment=tools.py:World", "Write {fn: 'tools.py:World'}"),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from trimtab.config.foreign_names import AUTOMATIC, SAME, our_keys
-from trimtab.config.reference import STAGES, reading, slot
+from trimtab.config.reference import STAGES, slot, use_schema
 from trimtab.convert import script, trl_table
 
 
@@ -26,7 +26,7 @@ def test_every_name_leads_to_one_key_and_the_key_is_there() -> None:
     for key in {**SAME, **AUTOMATIC}:
         present = []
         for schema in STAGES.values():
-            with reading(schema):
+            with use_schema(schema):
                 present.append(slot(key.split(".")) is not None)
         assert any(present), key
 

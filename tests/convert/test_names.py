@@ -89,4 +89,4 @@ def test_families_of_keys_are_known_by_their_beginning() -> None:
     parallel = [f"{A}actor.megatron.tensor_model_parallel_size=4", f"{A}actor.megatron.param_offload=True"]
     found = convert("verl", words=[*parallel, "critic.foo=1", "critic.bar=null"])
     assert [line.outcome for line in found.lines] == ["automatic", "automatic", "unsupported", "dead"]
-    assert "nothing is asked for" in found.lines[3].as_dict()["note"]
+    assert "so it has no effect" in found.lines[3].as_dict()["note"]

@@ -188,8 +188,8 @@ def test_python_arguments_of_a_trainer() -> None:
         ('x=1\n--a "b', "it.sh", 'it.sh, line 2: a quote " is opened and never closed'),
         ("a: [1\n", "it.yaml", "it.yaml, line 2: YAML cannot be read"),
         ("- a\n- b\n", "it.yaml", "holds no keys"),
-        ("a: &x\n  b: *x\n", "it.yaml", "holds itself"),
-        ("def f(:\n", "it.py", "is not Python that can be read"),
+        ("a: &x\n  b: *x\n", "it.yaml", "contains itself"),
+        ("def f(:\n", "it.py", "is not valid Python"),
         ("import os\n", "it.py", "holds no settings"),
     ],
 )

@@ -132,7 +132,7 @@ def test_openrlhf_critic_flags_do_nothing_without_a_critic() -> None:
 def test_openrlhf_a_critic_has_the_policys_optimizer() -> None:
     found = openrlhf("--critic.adam.betas", "0.9", "0.95", "--critic.lr_warmup_ratio", "0.1", "--no_advantage_std_norm")
     assert [line.outcome for line in found.lines] == ["automatic", "unsupported", "unsupported"]
-    assert "only its rate is its own" in row(found, "--critic.lr_warmup_ratio")["note"]
+    assert "only its learning rate is separate" in row(found, "--critic.lr_warmup_ratio")["note"]
     assert "divided by their deviation" in row(found, "--no_advantage_std_norm")["note"]
 
 
@@ -141,7 +141,7 @@ def test_openrlhf_a_reward_model_and_other_stages_say_what_to_do() -> None:
     assert keys(found)["reward.0.fn"] == "model:rm"
     assert {row(found, flag)["outcome"] for flag in ("--output_key", "--chosen_key")} == {"unsupported"}
     note = row(found, "--reward_pretrain")["note"]
-    assert "serve it" in note and "starts the critic from it too" in note
+    assert "serve any other kind" in note and "starts the critic from it too" in note
     assert "trimtab sft" in row(found, "--output_key")["note"]
     assert "trimtab reward-model" in row(found, "--chosen_key")["note"]
 
@@ -495,7 +495,7 @@ def test_trl_ppos_arguments_do_nothing_for_grpo() -> None:
 
 def test_trl_ppo_in_python() -> None:
     found = convert("trl", text="from trl import PPOConfig\nc = PPOConfig(lam=0.9, reward_model_path='rm')\n")
-    assert keys(found)["learn.critic.lam"] == 0.9 and "serve it" in row(found, "reward_model_path")["note"]
+    assert keys(found)["learn.critic.lam"] == 0.9 and "serve any other kind" in row(found, "reward_model_path")["note"]
 
 
 # --- nanochat and scripts
@@ -556,13 +556,13 @@ def test_what_the_loader_refuses_is_left_out_in_its_words() -> None:
 
 def test_variables_that_only_a_shell_knows_are_pointed_out() -> None:
     found = convert("verl", text="python3 -m verl.trainer.main_ppo data.train_files=$HOME/train.parquet")
-    assert "Only a shell knows" in found.lines[0].as_dict()["note"]
+    assert "Only the shell knows" in found.lines[0].as_dict()["note"]
     listed = convert(
         "verl",
         text="train=$HOME/train.parquet\npython3 -m verl.trainer.main_ppo data.train_files=\"['$train']\" a.b=[1]\n",
     )
     assert keys(listed)["data.train"] == "$HOME/train.parquet"
-    assert ["Only a shell knows" in line.as_dict()["note"] for line in listed.lines] == [True, False]
+    assert ["Only the shell knows" in line.as_dict()["note"] for line in listed.lines] == [True, False]
 
 
 def test_passes_over_the_data_are_worked_out_as_far_as_they_can_be() -> None:

@@ -130,7 +130,7 @@ def test_a_reward_model_gives_a_config_of_trimtab_reward_model(tmp_path: Any) ->
         ("trl", "trl kto --beta 0.1", ["trl kto: ", "reward function", "trimtab reward-model"]),
         ("trl", "trl distillation --beta 0.1", ["trimtab sft"]),
         ("trl", "python examples/scripts/dpo.py --beta 0.1", ["dpo.py: ", "trimtab reward-model"]),
-        ("trl", "trl gropo --beta 0.1", ["trl gropo: is no command", "Did you mean trl grpo?"]),
+        ("trl", "trl gropo --beta 0.1", ["trl gropo: is not a TRL command", "Did you mean trl grpo?"]),
         ("trl", "trl zzz --beta 0.1", ["Write trl grpo, rloo, ppo, sft or reward"]),
         ("trl-sft", "trl grpo --beta 0.1", ["is not what trl-sft converts", "trimtab convert trl"]),
         ("openrlhf", "deepspeed --module openrlhf.cli.train_sft --max_len 2048", ["not converted", "trimtab sft"]),
@@ -154,7 +154,7 @@ def test_so_are_their_classes(name: str) -> None:
 
 
 def test_two_trainings_in_one_text_are_not_mixed() -> None:
-    with pytest.raises(ConfigError, match="SFTConfig, GRPOConfig: settings of 2 trainings are mixed"):
+    with pytest.raises(ConfigError, match="SFTConfig, GRPOConfig: the settings of 2 training runs are mixed"):
         convert("trl", text="a = SFTConfig(max_length=1)\nb = GRPOConfig(beta=0.1)\n")
 
 
@@ -218,4 +218,4 @@ def test_other_values_that_are_not_known_are_said_to_be_so_and_left_out(kind: st
 
 def test_a_loss_that_the_loader_refuses_is_not_left_out_for_another() -> None:
     text = refused("verl", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg")
-    assert "on_policy has no ratio" in text and "another algorithm" in text
+    assert "on_policy has no importance ratio" in text and "another algorithm" in text

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from trimtab.base.errors import ConfigError
-from trimtab.config.reference import reading, slot
+from trimtab.config.reference import slot, use_schema
 from trimtab.convert import FRAMEWORKS, convert
 from trimtab.convert.sheet import Framework
 
@@ -29,7 +29,7 @@ def test_names_are_spelt_as_they_are_looked_up(framework: Framework) -> None:
 
 
 def test_every_key_is_in_the_schema(framework: Framework) -> None:
-    with reading(framework.schema):
+    with use_schema(framework.schema):
         wrong = [rule.key for rule in framework.rules if rule.key and slot(rule.key.split(".")) is None]
     assert wrong == []
 

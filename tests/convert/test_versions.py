@@ -101,10 +101,10 @@ def test_openrlhf() -> None:
 @pytest.mark.parametrize(
     ("kind", "version", "message"),
     [
-        ("trl", "0.14", "known from 0.15.0 to 1.16.0, not of 0.14"),
-        ("trl", "1.17", "known from 0.15.0 to 1.16.0"),
-        ("trl-rloo", "0.21", "the defaults of trl-rloo are known from 0.22.0"),
-        ("verl", "newest", "'newest' is no version"),
+        ("trl", "0.14", "from 0.15.0 to 1.16.0, but not of 0.14"),
+        ("trl", "1.17", "from 0.15.0 to 1.16.0"),
+        ("trl-rloo", "0.21", "Trimtab knows the defaults of trl-rloo from 0.22.0"),
+        ("verl", "newest", "'newest' is not a version"),
         ("nanochat", "1.0", "the settings of nanochat have no versions"),
     ],
 )

@@ -155,7 +155,7 @@ def test_messages_after_the_last_answer_are_left_out() -> None:
         ({"messages": []}, CHAT, "must be a list"),
         ({"messages": [{"role": "user"}]}, CHAT, "message 1 must have a string"),
         ({"messages": [{"text": "a"}]}, CHAT, "message 1 must be {role"),
-        ({"messages": TALK[:1]}, CHAT, "no message of the assistant"),
+        ({"messages": TALK[:1]}, CHAT, "no message with the role assistant"),
         ({"text": ""}, None, "must be text"),
         ({"text": "a\ud83d"}, None, "column 'text' holds half of a character"),
         ({"prompt": "a", "completion": "a\ud83d"}, None, "column 'completion' holds half of a character"),
@@ -185,16 +185,16 @@ def test_system_and_suffix_that_do_not_fit_the_messages(column: str) -> None:
         "messages": [{"messages": [*told, *TALK]}, {"messages": [*told, TALK[1], TALK[0]]}],
         "prompt": [{"prompt": [*told, TALK[0]], "completion": "a"}, {"prompt": told, "completion": "a"}],
     }[column]
-    with pytest.raises(DataError, match="has a system message already"):
+    with pytest.raises(DataError, match="already has a system message"):
         validate_examples(rows[:1], encoder(CHAT, system="be brief"))
-    with pytest.raises(DataError, match=r"data.suffix goes to the last user message, but there is none"):
+    with pytest.raises(DataError, match=r"data.suffix is added to the last user message, but the row has none"):
         validate_examples(rows[1:], encoder(CHAT, suffix="!"))
 
 
 def test_every_order_of_roles_is_tried_before_the_run() -> None:
     rows = [{"messages": TALK}, {"messages": [{"role": "tool", "content": "x"}, TALK[1]]}]
     with pytest.raises(
-        DataError, match=r"row 2 \(from 1\): the tokenizer's chat template refuses a conversation of tool"
+        DataError, match=r"row 2 \(from 1\): the tokenizer's chat template rejects a conversation of tool"
     ):
         validate_examples(
             rows, encoder("{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}" + CHAT)
@@ -246,7 +246,7 @@ def test_a_suffix_goes_to_the_question_that_is_answered() -> None:
     made = encoder(CHAT, suffix="!")
     more = [*TALK[:2], {"role": "user", "content": "bye"}]
     assert "(user:hi!<eos>" in text(one(made, {"messages": more}), made, False)
-    with pytest.raises(DataError, match=r"data.suffix goes to the last user message"):
+    with pytest.raises(DataError, match=r"data.suffix is added to the last user message"):
         one(made, {"messages": [{"role": "assistant", "content": "a"}]})
 
 

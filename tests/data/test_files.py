@@ -112,7 +112,7 @@ def test_csv_quote_that_never_ends(tmp_path: Path) -> None:
 
 def test_csv_header_must_name_each_column_once(tmp_path: Path) -> None:
     assert "'a' more than once" in refused(write(tmp_path / "a.csv", "a,b,a\n1,2,3\n"))
-    assert "line 1: the header has no name for column 2" in refused(write(tmp_path / "b.csv", "a,,c\n1,2,3\n"))
+    assert "line 1: the header gives no name to column 2" in refused(write(tmp_path / "b.csv", "a,,c\n1,2,3\n"))
 
 
 def test_a_csv_value_may_be_long_and_blank_lines_come_before_the_header(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_parquet_tables_that_make_no_rows_are_told(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), path)
     assert "the table names 'prompt' more than once" in refused(path)
     pq.write_table(pa.table({"prompt": pa.array([b"caf\xe9"]).view(pa.string())}), path)
-    assert "a value that Python has no form for: 'utf-8' codec" in refused(path)
+    assert "a value that Python cannot represent: 'utf-8' codec" in refused(path)
     pq.write_table(pa.table({"prompt": ["a"], "when": pa.array([2**60], type=pa.timestamp("ms"))}), path)
-    assert "a value that Python has no form for" in refused(path)
+    assert "a value that Python cannot represent" in refused(path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
@@ -174,7 +174,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [("9" * 5000, "4300 digits"), ("[" * 100_000 + "]" * 100_000, "nested too deeply")]
+    ("value", "words"), [("9" * 5000, "4300 digits"), ("[" * 100_000 + "]" * 100_000, "levels deep")]
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 def test_numbers_and_lists_beyond_what_is_read_are_told(tmp_path: Path, value: str, words: str, suffix: str) -> None:

@@ -100,14 +100,14 @@ def test_messages_need_a_template(data: Make, plain: Tokenizer, chat: Tokenizer)
 def test_what_the_template_refuses_is_a_data_error(data: Make, chat: Tokenizer) -> None:
     message = refused([{"prompt": [USER, {"role": "tool", "content": "x"}]}], data(), chat)
     assert (
-        "train.jsonl, row 1 (from 1): the tokenizer's chat template refuses a conversation of user, tool: no tools"
+        "train.jsonl, row 1 (from 1): the tokenizer's chat template rejects a conversation of user, tool: no tools"
         in message
     )
 
 
 def test_every_order_of_roles_is_tried_before_the_run(data: Make, chat: Tokenizer) -> None:
     rows = [{"prompt": [USER]}, {"prompt": [USER]}, {"prompt": [USER, {"role": "tool", "content": "x"}]}]
-    with pytest.raises(DataError, match=r"row 3 \(from 1\): the tokenizer's chat template refuses"):
+    with pytest.raises(DataError, match=r"row 3 \(from 1\): the tokenizer's chat template rejects"):
         validate_rows(rows, data(), chat, source_name="train.jsonl")
 
 
@@ -157,12 +157,12 @@ def test_assistant_message_with_tool_calls_may_have_no_content(data: Make, chat:
 
 
 def test_system_and_suffix_that_do_not_fit_the_messages(data: Make, chat: Tokenizer) -> None:
-    assert "has a system message already" in refused([{"prompt": [SYSTEM, USER]}], data(system="x"), chat)
-    assert "last user message, but there is none" in refused([{"prompt": [SYSTEM]}], data(suffix="x"), chat)
+    assert "already has a system message" in refused([{"prompt": [SYSTEM, USER]}], data(system="x"), chat)
+    assert "last user message, but the row has none" in refused([{"prompt": [SYSTEM]}], data(suffix="x"), chat)
 
 
 def test_strings_and_messages_do_not_mix(data: Make, chat: Tokenizer) -> None:
-    assert "row 2 (from 1): strings and messages are mixed" in refused(
+    assert "row 2 (from 1): some prompts are strings and others messages" in refused(
         [{"prompt": "a"}, {"prompt": [USER]}], data(), chat
     )
 

@@ -75,7 +75,7 @@ def test_each_epoch_holds_every_usable_row_once() -> None:
         epochs = [sorted(taken(prompts.take(4))) for _ in range(5)]
         assert epochs == [[0, 2, 3, 5]] * 5
         assert prompts.too_long == 2, "rows, not meetings"
-        assert "2 met so far" in prompts.report()
+        assert "skipped 2 so far" in prompts.report()
 
 
 def test_file_order_without_shuffle() -> None:

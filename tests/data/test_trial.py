@@ -47,7 +47,7 @@ def test_a_template_that_loops_is_refused_and_leaves_no_process(
     monkeypatch.setattr(trial.try_template, "__defaults__", (0.5,))
     tokenizer = make_tokenizer(template=True)
     tokenizer.chat_template = template
-    with pytest.raises(DataError, match="chat template has not rendered a conversation after 1 s: it loops"):
+    with pytest.raises(DataError, match="chat template does not finish: it took more than 1 s"):
         use(tokenizer, ROWS)
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
@@ -62,7 +62,7 @@ def test_a_template_that_writes_without_end(use: Callable[..., None]) -> None:
 
 
 def test_a_template_that_needs_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "MEMORY", 2**28)
+    monkeypatch.setattr(trial, "MAX_RENDER_BYTES", 2**28)
     tokenizer = make_tokenizer(template=True)
     tokenizer.chat_template = "{{ ('x' * 10 ** 9) | length }}"
     with pytest.raises(DataError, match="needs more than 0 GiB to render a conversation"):
@@ -72,7 +72,7 @@ def test_a_template_that_needs_memory_without_end(monkeypatch: pytest.MonkeyPatc
 def test_what_a_template_refuses_is_told_by_the_rendering_itself() -> None:
     tokenizer = make_tokenizer(template=True)
     tokenizer.chat_template = "{{ raise_exception('no such turns') }}"
-    with pytest.raises(DataError, match="refuses a conversation of user: no such turns"):
+    with pytest.raises(DataError, match="rejects a conversation of user: no such turns"):
         prompts(tokenizer, ROWS)
 
 
@@ -95,8 +95,10 @@ def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
 @USES
 @pytest.mark.parametrize("template", [False, True])
 def test_a_text_that_no_model_can_read(use: Callable[..., None], template: bool) -> None:
-    rows = [{name: "1" * (trial.LONGEST_TEXT + 1) if name == "prompt" else text for name, text in ROWS[0].items()}]
-    with pytest.raises(DataError, match="has 10,000,001 characters; at most 10,000,000 are read"):
+    rows = [
+        {name: "1" * (trial.MAX_TEXT_CHARACTERS + 1) if name == "prompt" else text for name, text in ROWS[0].items()}
+    ]
+    with pytest.raises(DataError, match="has 10,000,001 characters; the limit is 10,000,000"):
         use(make_tokenizer(template=template), rows)
 
 

@@ -35,7 +35,7 @@ def test_a_long_prompt_is_shown_by_its_ends_and_nothing_to_stop_at_is_said() -> 
     seen = view("prompt", tokenizer("a" * 500 + "b")["input_ids"], tokenizer, set())
     assert len(seen.lines()[0][1]) < 300 and seen.lines()[0][1].endswith('ab"') and " … " in seen.lines()[0][1]
     assert len(seen.text) == 501
-    assert seen.lines()[-1] == ("stops at", "nothing: every answer is as long as it may be")
+    assert seen.lines()[-1] == ("stops at", "nothing: every answer runs to the token limit")
 
 
 def turns(end: str) -> str:
@@ -52,8 +52,8 @@ def turns(end: str) -> str:
         ("<|turn|>", {EOS}, [], "Write learn.sampling.stop_token_ids: [3], or add 3 to eos_token_id"),
         ("<|turn|>", {EOS, TURN}, [], ""),
         ("<|turn|>\n", set(), [], "not among the stop tokens (none)"),
-        ("<end>\n", {EOS}, [], '"<end>", which is no token of its own'),
-        ("<end>\n", {EOS}, [], 'Write learn.sampling.stop: ["<end>"], or name the tokenizer'),
+        ("<end>\n", {EOS}, [], '"<end>", which is not a single token'),
+        ("<end>\n", {EOS}, [], 'Write learn.sampling.stop: ["<end>"], or set model.tokenizer'),
         ("<end>\n", {EOS}, ["end>"], ""),
         (
             "~",

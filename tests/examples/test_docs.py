@@ -13,7 +13,7 @@ from transformers.utils import get_json_schema
 from tests.examples.pages import PAGES, ROOT, blocks, page_id
 from trimtab.config.algorithms import RECIPES
 from trimtab.config.load import config_from_dict, load_as
-from trimtab.config.reference import STAGES, reading, slot
+from trimtab.config.reference import STAGES, slot, use_schema
 from trimtab.config.run import Rollout, Run
 from trimtab.data.tasks import TASKS, Task
 from trimtab.learn import losses
@@ -42,7 +42,7 @@ def test_dotted_keys_exist(page: Path) -> None:
     for key in re.findall(rf"`((?:{sections})\.[a-z_.0-9]+)[=`:]", own):
         found = []
         for schema in STAGES.values():
-            with reading(schema):
+            with use_schema(schema):
                 found.append(slot(key.split(".")))
         assert any(found), key
 

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from tests.examples.pages import PAGES, ROOT, anchors, blocks, broken, links, navigation, page_id, prose, site
 from trimtab.cli import app
-from trimtab.config.reference import STAGES, reading, slot
+from trimtab.config.reference import STAGES, slot, use_schema
 
 SOURCE = ROOT / "src" / "trimtab"
 ROOMS = sorted(path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__")
@@ -69,7 +69,7 @@ def problems(line: str) -> list[str]:
 
 def exists(key: str) -> bool:
     for schema in STAGES.values():
-        with reading(schema):
+        with use_schema(schema):
             if slot(key.split(".")):
                 return True
     return False

@@ -94,7 +94,7 @@ def test_an_exported_model_has_them_merged_in(architecture: str, tmp_path) -> No
 def test_adapters_on_experts_are_refused_before_anything_is_trained() -> None:
     """They could be trained, and then not be merged."""
     mixture = tiny_model("mixtral").config
-    with pytest.raises(ConfigError, match="would put adapters on the experts"):
+    with pytest.raises(ConfigError, match="would add adapters to the experts"):
         refuse_unknown_targets(Lora(r=2), mixture, False)
     refuse_unknown_targets(Lora(r=2, targets=["q_proj", "v_proj"]), mixture, False)
     refuse_unknown_targets(Lora(r=2), tiny_model("llama").config, False)

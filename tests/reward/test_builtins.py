@@ -74,11 +74,11 @@ def test_number_match():
     assert builtins.number_match(texts, answer=golds) == [1, 1, 1, 1, 0]
     assert builtins.number_match(texts, answer=golds, strict=True) == [0, 0, 1, 0, 0]
     assert builtins.number_match(["5"], column="gold", gold=[5]) == [1]
-    with pytest.raises(RewardError, match="holds no number: 'blue'"):
+    with pytest.raises(RewardError, match="has no number in it: 'blue'"):
         builtins.number_match(["5"], answer=["blue"])
-    with pytest.raises(RewardError, match="holds no number"):
+    with pytest.raises(RewardError, match="has no number in it"):
         builtins.number_match(["5"], answer=[None])
-    with pytest.raises(RewardError, match="no column 'answer', only gold"):
+    with pytest.raises(RewardError, match="no column 'answer'; they have gold"):
         builtins.number_match(["5"], gold=["5"])
 
 

@@ -119,9 +119,9 @@ def test_first_calls_go_before_repeated_ones(scorer, group):
     hung, fine = group("sleep_forever", "sleep_forever", "sleep_forever"), group("1")
     one.submit(hung)
     one.submit(fine)
-    sheet = one._sheets[1]
+    sheet = one._scored[1]
     assert sheet.done.wait(30)
-    assert not one._sheets[0].done.is_set()
+    assert not one._scored[0].done.is_set()
     one.collect()
 
 

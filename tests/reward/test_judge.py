@@ -16,7 +16,7 @@ from tests.reward.local_judge import LocalJudge
 from tests.running import guarded, wait_for
 from trimtab.base.errors import RewardError
 from trimtab.config.schema import RewardPart
-from trimtab.reward import lane
+from trimtab.reward import async_worker
 from trimtab.reward.judge import reward
 from trimtab.reward.judge.client import Judge
 from trimtab.reward.judge.options import Options, read_options
@@ -79,7 +79,9 @@ def test_columns_messages_and_further_fields_reach_the_judge(scorer, group, loca
     )
     one = scorer(RewardPart(fn="judge", args=args))
     one.check({"answer", "level"})
-    with pytest.raises(RewardError, match="reward 'judge' needs a column 'answer', which the data does not have"):
+    with pytest.raises(
+        RewardError, match="reward 'judge' needs a column 'answer', which not every row of the data has"
+    ):
         one.check({"level"})
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
     given = group("score 4 {answer}", prompt=messages, answer="{level}", level=3, system="a column", model="another")
@@ -360,7 +362,7 @@ def test_what_no_request_can_hold_fails_alone(judged, group) -> None:
 
 def test_a_process_that_is_blocked_is_killed_and_its_calls_fail(judged, group, monkeypatch) -> None:
     one, server = judged("slow:600", timeout_s=500.0)
-    monkeypatch.setattr(lane, "SILENCE_S", 2.0)
+    monkeypatch.setattr(async_worker, "SILENCE_TIMEOUT_S", 2.0)
     given = numbered(group, 1)
     one.submit(given)
     for requests in (2, 3):  # of the first process, and of the one that takes over
@@ -369,7 +371,7 @@ def test_a_process_that_is_blocked_is_killed_and_its_calls_fail(judged, group, m
         judge_process().suspend()
     one.collect()
     assert given.trajectories[0].reward is None
-    assert "said nothing for 2 s, 2 times" in str(given.trajectories[0].failure)
+    assert "silent for 2 s, 2 times" in str(given.trajectories[0].failure)
     assert one.stats.judges["judge"].counts["failed_timeout"] == 1
     server.become("good")
     assert rate(one, numbered(group, 2))[0] == [[0.2]]

@@ -20,7 +20,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"url": 8000}, "url is 8000, but it takes an address"),
     ({"url": "http://me:secret@host/v1"}, "which config.yaml would keep. Put the key into an environment variable"),
-    ({"url": "http://host/v1/chat/completions"}, "/chat/completions is added to url. Write http://host/v1"),
+    ({"url": "http://host/v1/chat/completions"}, "Trimtab adds /chat/completions to url. Write http://host/v1"),
     ({"url": "http://host/v1?key=secret"}, "Write the address up to /v1"),
     ({"model": ""}, "model is '', but it takes text"),
     ({"prompt": "Rate this."}, "prompt has no {completion} in it"),
@@ -38,7 +38,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens is 0, but it takes a whole number from 1"),
     ({"verbatim": "no"}, "verbatim is 'no', but it takes true or false"),
     ({"body": []}, "body is [], but it takes a mapping"),
-    ({"body": {"stream": True}}, "body.stream is the judge's own to set"),
+    ({"body": {"stream": True}}, "Trimtab sets body.stream itself"),
     ({"api_key": "sk-1"}, "judge takes no argument 'api_key'. Did you mean 'api_key_env'?"),
     ({"api_key_env": "sk-very-secret"}, "takes the name of an environment variable, not the key itself"),
     ({"api_key_env": "NO_SUCH_KEY"}, "the environment has no NO_SUCH_KEY. Set it (export NO_SUCH_KEY=…)"),
@@ -66,13 +66,13 @@ def test_an_endpoint_that_is_down(local_judge) -> None:
     server: LocalJudge = local_judge()
     server.stop()
     found = start(server.args(retries=1))
-    assert f"the judge at {server.url} cannot be reached" in found
+    assert f"the judge at {server.url} is not reachable" in found
     assert "Start it, or correct url" in found
 
 
 def test_an_endpoint_that_hangs(local_judge) -> None:
     found = start(local_judge("hang").args(timeout_s=0.5, retries=0))
-    assert "did not answer: no answer within 0.5 s. Raise timeout_s" in found
+    assert "does not answer: no answer within 0.5 s. Raise timeout_s" in found
 
 
 def test_an_endpoint_without_the_model(local_judge) -> None:
@@ -95,7 +95,7 @@ def test_an_address_that_is_no_endpoint(local_judge) -> None:
         ("status:400", "refuses the request (HTTP 400"),
         ("status:500", "does not work: HTTP 500"),
         ("429:3600", "does not work: HTTP 429"),
-        ("garbage", "is no chat completion: '<html>gateway</html>'"),
+        ("garbage", "is not a chat completion: '<html>gateway</html>'"),
     ],
 )
 def test_an_endpoint_in_trouble(local_judge, mode: str, message: str) -> None:
@@ -106,9 +106,9 @@ def test_an_endpoint_in_trouble(local_judge, mode: str, message: str) -> None:
 def test_a_judge_whose_answers_cannot_be_read(local_judge, said: str) -> None:
     server: LocalJudge = local_judge(f"say:{said}")
     found = start(server.args())
-    assert "gave none of 3 made-up completions a score: the answer has no score from 0 to 10, or two" in found
+    assert "gave none of 3 trial completions a score: the answer has no score from 0 to 10, or two" in found
     assert f"that differ: {said!r}" in found
-    assert "Let prompt ask for a number alone" in found and "write pattern" in found
+    assert "In prompt, ask for a number alone" in found and "write pattern" in found
     assert server.seen()["requests"] == 3
 
 

@@ -33,7 +33,7 @@ WRONG = {
     "zzz": r"There is: exact_match, judge, length, math",
     "good.py": r"Write good.py:FUNCTION",
     "pack.inner.score": r"Write pack.inner:score",
-    "good.py:": r"not of the form",
+    "good.py:": r"Write file.py:function or package.module:function",
     "godo.py:score": r"no file .*godo.py. Did you mean 'good.py'",
     "good.py:scor": r"no 'scor' in it. Did you mean 'score'",
     "pack.inner:scores": r"Did you mean 'score'",
@@ -85,7 +85,7 @@ def test_wrong_args_are_an_error_with_their_fix(folder, fn, args, message):
 
 def test_two_parts_of_one_name_are_an_error(folder):
     parts = [RewardPart(fn="good.py:score"), RewardPart(fn="pack.inner:score")]
-    with pytest.raises(RewardError, match="'score' names more than one part"):
+    with pytest.raises(RewardError, match="two parts are called 'score'"):
         Scorer(parts, workers=1, base_dir=folder)
 
 

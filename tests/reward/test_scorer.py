@@ -156,7 +156,7 @@ def test_close_is_final_and_an_abandoned_scorer_closes_itself(scorer, group):
 
 
 def test_no_part_can_take_the_place_of_a_metric(scorer):
-    with pytest.raises(RewardError, match="Give the part 'mean' another `name`"):
+    with pytest.raises(RewardError, match="a part cannot be called 'mean'"):
         scorer(RewardPart(fn="misbehave.py:score", name="mean"))
 
 

@@ -152,7 +152,7 @@ def test_a_judge_that_dies_stops_the_run_and_when_it_is_back_the_run_goes_on(
         train(model_folder, folder, **changes)
     assert [row["step"] for row in read_metrics(folder)] == [1]
     monkeypatch.undo()
-    with pytest.raises(RewardError, match=r"cannot be reached .* Start it, or correct url"):
+    with pytest.raises(RewardError, match=r"is not reachable .* Start it, or correct url"):
         train(model_folder, folder, **changes, resume=True)
     again = LocalJudge(port=server.port)
     try:

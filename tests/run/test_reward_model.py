@@ -242,7 +242,7 @@ def test_a_margin_asks_for_more(model_folder: Path, tmp_path: Path) -> None:
         ({"learn": {"sequences_per_step": 3}}, "unknown key"),
         ({"learn": {"epochs": 3.0}}, "Keep one of the two"),
         ({"run": {"token_budget": 5}}, "cannot hold the longest"),
-        ({"data": {"train": "object:rows", "chosen": "prompt"}}, "two of them name one column"),
+        ({"data": {"train": "object:rows", "chosen": "prompt"}}, "two of these keys name the same column"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(

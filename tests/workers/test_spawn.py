@@ -209,7 +209,7 @@ def test_memory_that_is_short_costs_the_process_before_its_guardians(
 
 def test_what_is_no_guardian_and_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script in Python's place, as of an engine."""
-    monkeypatch.setattr("trimtab.workers.spawn.END_S", 0.2)
+    monkeypatch.setattr("trimtab.workers.spawn.KILL_TIMEOUT_S", 0.2)
     said = tmp_path / "said"
     script = f"trap '' TERM; sleep 600 & echo $! > {said}; while :; do sleep 600; done"
     process = start("none", [], fds=[], env=os.environ, python=["sh", "-c", script])

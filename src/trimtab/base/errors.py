@@ -28,8 +28,8 @@ class Problem:
 
 ADAPTERS_ON_EXPERTS = Problem(
     "model.lora.targets",
-    "all-linear would put adapters on the experts, which cannot be merged into them",
-    "Name the layers: [q_proj, k_proj, v_proj, o_proj].",
+    "all-linear would add adapters to the experts, and those cannot be merged",
+    "Write the layers instead, such as [q_proj, k_proj, v_proj, o_proj].",
 )
 
 
@@ -92,11 +92,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-LONGEST_MESSAGE = 4_000
+MAX_MESSAGE_CHARACTERS = 4_000
 """Characters of a message that others wrote: user code may raise an error with a whole file in it."""
 
 
-def cut(text: str, longest: int = LONGEST_MESSAGE) -> str:
+def cut(text: str, longest: int = MAX_MESSAGE_CHARACTERS) -> str:
     """The text without its middle where it is too long: a traceback says what was wrong at its end, an error at its beginning."""
     if len(text) <= longest:
         return text

@@ -84,4 +84,4 @@ class _Outlet(io.TextIOBase):
         gone, self._file = self._file, None
         if sys.stderr is not None and sys.stderr is not gone:
             with contextlib.suppress(OSError, ValueError):
-                print(f"warning: nobody reads what is shown any more ({error}); the run goes on", file=sys.stderr)
+                print(f"warning: output closed ({error}); the run continues", file=sys.stderr)

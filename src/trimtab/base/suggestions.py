@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-LONGEST_NAME = 200
+MAX_COMPARED_CHARACTERS = 200
 """Characters of a name that others are compared with: that takes time by its length."""
-MOST_NAMED = 20
+MAX_NAMES_LISTED = 20
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _OURS = re.compile(r"(runs|checkpoints|outputs)/.*|.*/(final|step-[0-9]+)")
 """Where Trimtab, and most people, write what they train: asking a hub for it costs half a minute of retries."""
@@ -21,7 +21,7 @@ _OURS = re.compile(r"(runs|checkpoints|outputs)/.*|.*/(final|step-[0-9]+)")
 
 def alike(name: str, valid: Iterable[str], most: int = 3, cutoff: float = 0.5) -> list[str]:
     """Valid names that share most of their letters with this one, in the same order: best for codes and for parts of names."""
-    return difflib.get_close_matches(name[:LONGEST_NAME], list(valid), n=most, cutoff=cutoff)
+    return difflib.get_close_matches(name[:MAX_COMPARED_CHARACTERS], list(valid), n=most, cutoff=cutoff)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -33,7 +33,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 def near_or_all(name: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid names, otherwise with all of them."""
     names = sorted(valid)
-    everything = f"There is: {', '.join(names[:MOST_NAMED])}." if names else "There is none."
+    everything = f"There is: {', '.join(names[:MAX_NAMES_LISTED])}." if names else "There is none."
     return did_you_mean(name, names).strip() or everything
 
 

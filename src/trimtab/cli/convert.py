@@ -14,21 +14,25 @@ def convert(
     kind: Annotated[
         str,
         typer.Argument(
-            help="openrlhf, verl, trl (also trl-rloo, trl-ppo, trl-sft, trl-reward), nanochat, or script: constants of a script "
-            "of one's own."
+            help="openrlhf, verl, trl (also trl-rloo, trl-ppo, trl-sft, trl-reward), nanochat, or script (constants of your "
+            "own script)."
         ),
     ],
-    flags: Annotated[list[str] | None, typer.Argument(help="After --: the flags, or the whole command.")] = None,
+    flags: Annotated[list[str] | None, typer.Argument(help="The flags, or the whole command, after --.")] = None,
     file: Annotated[
         Path | None, typer.Option("--file", help="A shell script, YAML or Python file with the settings.")
     ] = None,
     version: Annotated[
-        str | None, typer.Option("--version", help="The framework's version, for its defaults; else the newest known.")
+        str | None,
+        typer.Option(
+            "--version",
+            help="The framework's version, which sets its defaults. Default: the newest that Trimtab knows.",
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the config there; it must not exist.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write the config to; it must not exist.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """Turn another framework's settings into a config, flag by flag: what goes where, what Trimtab decides now, what is left."""
+    """Turn another framework's settings into a config, flag by flag: what goes where, what Trimtab decides, what is left."""
     with user_errors(as_json):
         import sys
 

@@ -13,13 +13,14 @@ from trimtab.cli.output import loading, print_json, user_errors
 
 def demo(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as run.engine=vllm.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of its keys, such as run.engine=vllm."),
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--dir", help="Where to put it; must be new.")] = None,
-    difficulty: Annotated[int, typer.Option(help="Digits to sort.")] = 8,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Folder to create for it; it must not exist.")] = None,
+    difficulty: Annotated[int, typer.Option(help="How many digits to sort.")] = 8,
     warm_steps: Annotated[int, typer.Option(help="Supervised steps before reinforcement learning.")] = 60,
     steps: Annotated[int, typer.Option(help="GRPO steps.")] = 150,
-    seed: Annotated[int, typer.Option(help="Seeds everything.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
 ) -> None:
     """Train a small transformer to sort, from scratch, in a few minutes on a CPU. The last line is one JSON object."""
     import sys

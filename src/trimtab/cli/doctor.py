@@ -11,10 +11,10 @@ from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
 def doctor(
-    run: Annotated[Path | None, typer.Argument(help="Run folder; without it, this machine is looked at.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as unhealthy, too.")] = False,
-    rules: Annotated[bool, typer.Option("--rules", help="Print the rules as a Markdown table, and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    run: Annotated[Path | None, typer.Argument(help="Run folder. Without it, the command checks this machine.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Count warnings as unhealthy, too.")] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="Print the rules as a Markdown table and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Say what is wrong with a run, or with this machine, and what to change. Exit status: 0 healthy, 1 not, 2 an error."""
     with user_errors(as_json):

@@ -11,9 +11,11 @@ from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
 def evaluate(
-    config: Annotated[Path, typer.Argument(help="YAML file; its eval section says how.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, such as model.path=RUN/final.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    config: Annotated[Path, typer.Argument(help="YAML file; its eval section sets how to evaluate.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides of its keys, such as model.path=RUN/final.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Measure held-out accuracy (pass@1, pass@k) of a model, without training it."""
     with user_errors(as_json):

@@ -12,10 +12,10 @@ from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
-    to: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    to: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
     checkpoint: Annotated[str, typer.Option(help="`best` by evaluation, `last`, or a step.")] = "last",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float64, or `same` as trained.")] = "same",
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder."""
     with user_errors(as_json):

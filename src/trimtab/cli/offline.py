@@ -10,13 +10,13 @@ import typer
 from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to it, such as learn.lr=1e-5.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.lr=1e-5.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from the newest whole checkpoint, or start if there is none.")
+    bool, typer.Option("--resume", help="Continue from the newest complete checkpoint; start anew if there is none.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check config and data, print the resolved config, and stop.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show every choice of how to run, the usual ones too.")]
-AsJson = Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check config and data, print the resolved config and exit.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show every choice that Trimtab made, also the usual ones.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
 def run_stage(

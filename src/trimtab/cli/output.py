@@ -60,7 +60,7 @@ def _tell(error: Exception | KeyboardInterrupt, as_json: bool) -> None:
     if isinstance(error, TrimtabError):
         _end(f"error: {error}", {"error": str(error), "kind": kind}, 2, as_json)
     if is_no_space(error):
-        said = f"there is no space left to write to: {error}. Free some, or set observe.dir to another disk"
+        said = f"the disk is full: {error}. Free some space, or set observe.dir to another disk"
         _end(f"error: {said}", {"error": said, "kind": kind}, 2, as_json)
     raise error
 

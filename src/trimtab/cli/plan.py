@@ -18,22 +18,27 @@ if TYPE_CHECKING:
 def plan(
     config: Annotated[Path, typer.Argument(help="YAML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to it, such as learn.max_new_tokens=1024.")
+        list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.max_new_tokens=1024.")
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="A known device: h200, a100-40, rtx4090, cpu ...")
     ] = None,
-    devices: Annotated[int, typer.Option("--devices", min=1, max=1024, help="How many of them.")] = 1,
+    devices: Annotated[int, typer.Option("--devices", min=1, max=1024, help="Number of devices.")] = 1,
     device_memory: Annotated[
-        str | None, typer.Option("--device-memory", help="Of each, such as 40GiB: the same as run.memory=40GiB.")
+        str | None,
+        typer.Option("--device-memory", help="Memory of each device, such as 40GiB; the same as run.memory=40GiB."),
     ] = None,
-    host_memory: Annotated[str | None, typer.Option("--host-memory", help="Of each machine, such as 256GiB.")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option("--host-memory", help="Memory of each machine, such as 256GiB.")
+    ] = None,
     like: Annotated[
-        Path | None, typer.Option("--like", help="A run whose completions were as long as these will be.")
+        Path | None, typer.Option("--like", help="Run folder: assume completions as long as the ones there.")
     ] = None,
     profile: Annotated[str | None, typer.Option("--profile", help="safe, balanced or max.")] = None,
-    compare: Annotated[list[Path] | None, typer.Option("--compare", help="Another config; may be given again.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    compare: Annotated[
+        list[Path] | None, typer.Option("--compare", help="Another config to compare with; repeat it for more.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Predict memory and time of a run, phase by phase, and what Trimtab would choose. Needs no GPU and loads no weights."""
     with user_errors(as_json):

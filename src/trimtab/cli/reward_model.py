@@ -13,5 +13,5 @@ def reward_model(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model of which of two answers is better."""
+    """Train a reward model on pairs of a better and a worse answer."""
     run_stage("reward-model", config, overrides, resume, dry_run, verbose, as_json)

@@ -13,5 +13,5 @@ def sft(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model on worked answers."""
+    """Train a model on example answers (supervised fine-tuning)."""
     run_stage("sft", config, overrides, resume, dry_run, verbose, as_json)

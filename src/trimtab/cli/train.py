@@ -12,17 +12,18 @@ from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, such as learn.lr=1e-6.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.lr=1e-6.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint, or start if there is none.")
+        bool,
+        typer.Option("--resume", help="Continue from the newest complete checkpoint; start anew if there is none."),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check config, data and rewards, print the resolved config, and stop.")
+        bool, typer.Option("--dry-run", help="Check config, data and rewards, print the resolved config and exit.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show every choice of how to run, the usual ones too.")
+        bool, typer.Option("--verbose", help="Show every choice that Trimtab made, also the usual ones.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Train a model with reinforcement learning."""
     with user_errors(as_json):

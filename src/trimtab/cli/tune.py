@@ -13,15 +13,15 @@ from trimtab.cli.output import console_file, loading, print_json, user_errors
 def tune(
     config: Annotated[Path, typer.Argument(help="YAML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to it, such as learn.max_new_tokens=1024.")
+        list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.max_new_tokens=1024.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Write the config with its `run` section filled in there; it must not exist."),
+        typer.Option("--out", help="File to write the config to, with its `run` section filled in; it must not exist."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """Measure the run's sizes on this machine, with sequences as long as they may be, and keep the fastest for later runs."""
+    """Measure batch sizes on this machine, with sequences of the maximum length, and keep the fastest for later runs."""
     with user_errors(as_json):
         with loading(as_json):
             from trimtab.config.load import load_config
@@ -44,6 +44,6 @@ def _refuse_taken(out: Path) -> None:
     from trimtab.base.errors import ConfigError, Problem
 
     if not out.absolute().parent.is_dir():
-        raise ConfigError([Problem("--out", f"{out.parent} is not a folder", "Name a file in one that exists.")])
+        raise ConfigError([Problem("--out", f"{out.parent} is not a folder", "Write a path in a folder that exists")])
     if out.exists():
-        raise ConfigError([Problem(str(out), "is there already", "Remove it, or give --out another name")])
+        raise ConfigError([Problem(str(out), "already exists", "Remove it, or give --out another name")])

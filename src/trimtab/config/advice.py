@@ -14,8 +14,8 @@ from trimtab.config.foreign_names import our_keys
 from trimtab.config.reference import choices, default, slot, suggest, words, written
 from trimtab.config.text import one_line
 
-REWARD = 'Write a list: reward: [{fn: "rewards.py:function"}]'
-OTHER_NAMES = {
+REWARD_EXAMPLE = 'Write a list: reward: [{fn: "rewards.py:function"}]'
+SYNONYMS = {
     "gpu": "cuda",
     **dict.fromkeys(("bf16", "fp16", "float16", "half"), "bfloat16"),
     "fp32": "float32",
@@ -23,9 +23,9 @@ OTHER_NAMES = {
     "reinforce++": "reinforce_pp",
     "reinforce++_baseline": "reinforce_pp_baseline",
 }
-FROM_PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
-NONE = ("none", "off", "no", "false", "")
-LONGEST_KEY = 200
+PAIR_ALGORITHMS = ("dpo", "ipo", "kto", "orpo", "simpo")
+OFF_WORDS = ("none", "off", "no", "false", "")
+MAX_KEY_CHARACTERS = 200
 """Characters of a dotted key, parts that are the user's included."""
 
 
@@ -54,16 +54,16 @@ def _fix(where: str, value: object) -> str:
     here = slot(where.split("."))
     assert here
     if here.kind == "list":
-        return REWARD
+        return REWARD_EXAMPLE
     field, takes = here.field, what_it_takes(where)
-    if where == "learn.algorithm" and isinstance(value, str) and value.lower() in FROM_PAIRS:
-        return 'Pairs train a reward model (trimtab reward-model), which is then a reward: {fn: "model:RUN/final"}'
+    if where == "learn.algorithm" and isinstance(value, str) and value.lower() in PAIR_ALGORITHMS:
+        return 'Train a reward model from the pairs (trimtab reward-model), then use it as reward: [{fn: "model:RUN/final"}]'
     options = choices(field.annotation) if field else []
-    if isinstance(value, str) and (near := _near(OTHER_NAMES.get(value.lower(), value), options)):
+    if isinstance(value, str) and (near := _near(SYNONYMS.get(value.lower(), value), options)):
         return f"Did you mean {near}?"
     if takes.startswith("text"):
         if isinstance(value, list | dict):
-            return "Write one" if isinstance(value, list) else "Write it in quotes"
+            return "Write a single text" if isinstance(value, list) else "Write it in quotes"
         return 'For empty text write ""' if value is None else f"Write it in quotes: {where}: {quoted(value)}"
     if takes.startswith("a list, each item text") and isinstance(value, str | int | float):
         return f"Write it as a list: [{quoted(value)}]"
@@ -73,20 +73,22 @@ def _fix(where: str, value: object) -> str:
         return f"Write {one_line({first: value})}"
     if field is None or field.is_required():
         return ""
-    if takes.endswith("or null") and (not value or (isinstance(value, str) and value.lower() in NONE)):
-        return "Write null for none"
-    return "Leave it out for the default" + ("s" if here.section else f", {written(default(where))}")
+    if takes.endswith("or null") and (not value or (isinstance(value, str) and value.lower() in OFF_WORDS)):
+        return "Write null to leave it unset"
+    return "Leave it out to use the default" + ("s" if here.section else f", {written(default(where))}")
 
 
 def _fix_optional(section: type[Section], value: object) -> str:
     """A section that is off unless it is given: {r: 16} where 16 was written, {} where true was."""
     if not value or value == "none":
-        return "Leave it out for none"
+        return "Leave the key out to switch it off"
     first, field = next(iter(section.model_fields.items()))
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return f"Write {one_line({first: value})}"
     by_itself = not field.is_required() and field.default is not None
-    return "Write {} for its defaults; left out, there is none" if by_itself else f"Write {{{first}: …}}"
+    return (
+        "Write {} to use its defaults, or leave the key out to switch it off" if by_itself else f"Write {{{first}: …}}"
+    )
 
 
 def _first_takes(section: type[Section], value: object) -> str:
@@ -103,28 +105,32 @@ def _first_takes(section: type[Section], value: object) -> str:
 
 def no_stage(value: object) -> Problem:
     """The one key that other stages have at the top and `trimtab train` has not."""
-    return Problem("stage", f"got {shown(value)}, but it takes sft or reward-model", "Leave it out for trimtab train")
+    return Problem(
+        "stage", f"got {shown(value)}, but it takes sft or reward-model", "Leave it out to use trimtab train"
+    )
 
 
 def unknown_key(where: str) -> Problem:
-    if len(where) > LONGEST_KEY:
+    if len(where) > MAX_KEY_CHARACTERS:
         return Problem(f"{where[:57]}...", f"unknown key, of {len(where):,} characters", "Remove it")
     parts = where.split(".")
     depth = next((depth for depth in range(len(parts)) if slot(parts[: depth + 1]) is None), None)
     if depth is None:  # a key of a file with dots in it
         return Problem(
             where,
-            "dotted keys are for the command line",
+            "a file takes no dotted keys; they are for the command line",
             f"In a file write {': {'.join(parts)}: …" + "}" * (len(parts) - 1),
         )
     above, whole = slot(parts[:depth]), ".".join(parts[:depth])
     if above and above.kind == "leaf":
         return Problem(
-            where, f"{whole} has no parts: it takes {what_it_takes(whole)}", f"Write {whole}={example_of(whole)}"
+            where, f"{whole} is not a section: it takes {what_it_takes(whole)}", f"Write {whole}={example_of(whole)}"
         )
     if above and above.kind == "list":
         rest = ".".join(parts[depth + bool(re.fullmatch(r"-?\d+", parts[depth])) :])
-        return Problem(where, f"{whole} is a list, and {parts[depth]} is no place in it", f"Write {whole}.0.{rest}")
+        return Problem(
+            where, f"{whole} is a list, and {parts[depth]} is not an index into it", f"Write {whole}.0.{rest}"
+        )
     if elsewhere := _elsewhere(parts[-1]):
         return Problem(where, "unknown key", elsewhere[1])
     if meant := meant_key(where):
@@ -138,7 +144,7 @@ def unknown_key(where: str) -> Problem:
 
 def meant_key(where: str) -> str:
     """The valid key that was probably meant, part by part (`leran.lrr` is learn.lr); empty where nothing is alike."""
-    if len(where) > LONGEST_KEY:
+    if len(where) > MAX_KEY_CHARACTERS:
         return ""
     if elsewhere := _elsewhere(where.split(".")[-1]):
         return elsewhere[0]
@@ -155,7 +161,7 @@ def _elsewhere(name: str) -> tuple[str, str] | None:
     """The key for what other frameworks and scripts call by this name, and how to say so."""
     for key, automatic in our_keys(name):
         if slot(key.split(".")):
-            return key, f"{'Trimtab decides it; to pin it, write' if automatic else 'Here it is'} {key}"
+            return key, f"Trimtab chooses it; to fix it, write {key}" if automatic else f"Trimtab calls it {key}"
     return None
 
 
@@ -173,5 +179,5 @@ def shown(value: object) -> str:
     try:
         text = quoted(value) if isinstance(value, str) else written(value)
     except (ValueError, RecursionError):  # a number of thousands of digits (0xfff…), a list that holds itself
-        text = "what is too long to write"
+        text = "a value too long to show"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -27,7 +27,8 @@ from trimtab.config.sizes import too_large
 Offline = SftConfig | RewardModelConfig
 TASK_SOURCES = ("task:", "reasoning_gym:")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-LEAST_TEMPERATURE = 1e-4
+NAME_EVAL_SET = "Write data.eval: FILE, or leave it out"
+MIN_TEMPERATURE = 1e-4
 """Logits are float32: over a smaller number their rounding is all that is left of them, and in the end they overflow."""
 
 
@@ -51,19 +52,19 @@ def _groups(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if grouped and learn.samples_per_prompt == 1:
         yield clash(
             "learn.samples_per_prompt learn.advantage learn.algorithm",
-            f"is 1, but the advantage {learn.advantage} compares the samples of one prompt, so it would always be 0",
+            f"is 1, but the advantage {learn.advantage} compares the samples of one prompt: every advantage would be 0",
             "Write learn.samples_per_prompt: 8, or learn.algorithm: reinforce",
         )
     if not grouped and learn.advantage != "gae" and learn.sequences_per_step == 1:
         yield clash(
             "learn.prompts_per_step learn.samples_per_prompt learn.advantage learn.algorithm",
-            f"a step of one sample has nothing to be compared with: the advantage {learn.advantage} would always be 0",
+            f"a step has one sample, and the advantage {learn.advantage} compares samples: every advantage would be 0",
             "Write learn.prompts_per_step: 8",
         )
     if learn.dynamic_sampling.enabled and not grouped:
         yield clash(
             "learn.dynamic_sampling.enabled learn.advantage learn.algorithm",
-            f"drops groups whose rewards are all equal, but with the advantage {learn.advantage} they carry signal",
+            f"drops groups whose rewards are all equal, but the advantage {learn.advantage} learns from them",
             f"Write learn.dynamic_sampling.enabled: false, or learn.advantage: one of {', '.join(GROUP_ADVANTAGES)}",
         )
     if not learn.dynamic_sampling.enabled and changed(learn.dynamic_sampling, "max_refills"):
@@ -79,14 +80,14 @@ def _critic(config: Config, learn: Learn) -> Iterator[Contradiction]:
         for name in changed(learn.critic):
             yield clash(
                 f"learn.critic.{name} learn.advantage learn.algorithm",
-                f"has no effect: the advantage {learn.advantage} has no critic",
+                f"has no effect: the advantage {learn.advantage} uses no critic",
                 f"Write learn.algorithm: ppo, or leave {name} out",
             )
     elif learn.critic.warmup_steps >= learn.steps:
         yield clash(
             "learn.critic.warmup_steps learn.steps",
-            f"is {learn.critic.warmup_steps} of {learn.steps} steps, so the policy would never learn",
-            "Write fewer",
+            f"is {learn.critic.warmup_steps}, but the run has {learn.steps} steps: the policy would never learn",
+            f"Write a number below {learn.steps}, or raise learn.steps",
         )
 
 
@@ -94,26 +95,26 @@ def _updates(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if learn.updates_per_step > learn.prompts_per_step:
         yield clash(
             "learn.updates_per_step learn.prompts_per_step",
-            f"is {learn.updates_per_step}, but a step's {learn.prompts_per_step} prompts are split over its updates",
+            f"is {learn.updates_per_step}, but a step has only {learn.prompts_per_step} prompts to split over its updates",
             f"Write {learn.prompts_per_step} or less, or raise learn.prompts_per_step",
         )
     if learn.loss == "on_policy" and learn.updates_per_batch > 1:
         yield clash(
             "learn.loss learn.algorithm learn.updates_per_step learn.epochs_per_step",
-            f"on_policy has no ratio to correct with, but a batch is used for {learn.updates_per_batch} updates and "
-            "only the first is on-policy",
+            f"on_policy has no importance ratio, but a batch is used for {learn.updates_per_batch} updates and "
+            "only the first of them is on-policy",
             "Write learn.updates_per_step: 1 and learn.epochs_per_step: 1, or learn.loss: clip",
         )
     if learn.old_logprobs == "engine" and learn.updates_per_batch == 1:
         yield clash(
             "learn.old_logprobs learn.updates_per_step learn.epochs_per_step",
             "engine has no effect with one update a step: the ratio is 1 by construction",
-            "Leave it out; against a mismatch of engine and trainer write learn.importance.level: token",
+            "Leave it out. To correct a mismatch between engine and trainer, write learn.importance.level: token",
         )
     if learn.old_logprobs == "engine" and learn.updates_per_batch > 1 and learn.importance.level != "off":
         yield clash(
             "learn.importance.level learn.old_logprobs learn.updates_per_step learn.epochs_per_step",
-            "corrects the difference between engine and trainer, which old_logprobs: engine already has in its ratio",
+            "corrects the difference between engine and trainer a second time: learn.old_logprobs: engine already does",
             "Write learn.importance.level: off, or learn.old_logprobs: trainer",
         )
     if learn.importance.level == "off":
@@ -129,14 +130,14 @@ def _offload(config: Config | Offline, learn: Learn | None) -> Iterator[Contradi
     if config.run.offload.activations is True and config.run.checkpoint_activations in (False, "some"):
         yield clash(
             "run.offload.activations run.checkpoint_activations",
-            "moves the inputs of layers whose activations are recomputed, but not all of them are",
-            "Write run.checkpoint_activations: true, or leave one of the two to Trimtab",
+            "needs every layer to recompute its activations, but run.checkpoint_activations excludes some or all",
+            "Write run.checkpoint_activations: true, or leave one of the two out",
         )
     unneeded = learn is None or learn.kl.coef == 0 or config.model.lora is not None
     if config.run.offload.reference is True and unneeded:
         yield clash(
             "run.offload.reference learn.kl.coef model.lora",
-            "there is no reference policy to move: it exists with a KL penalty, and with adapters it is the model itself",
+            "there is no reference model to move: one is loaded only for a KL penalty without LoRA",
             "Leave it out",
         )
 
@@ -161,7 +162,7 @@ def _clip(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if learn.clip.dual is not None and learn.loss != "clip":
         yield clash(
             "learn.clip.dual learn.loss learn.algorithm",
-            f"has no effect: only the loss clip has a dual clip, and the loss is {learn.loss}",
+            f"has no effect: learn.loss is {learn.loss}, and only the loss clip has a dual clip",
             "Leave dual out, or write learn.loss: clip",
         )
 
@@ -171,25 +172,25 @@ def _kl(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if kl.target is not None and kl.coef == 0:
         yield clash(
             "learn.kl.target learn.kl.coef",
-            "steers coef by multiplying it, and from 0 it stays 0",
-            "Write learn.kl.coef: 0.05 to start from, or leave target out",
+            "adapts learn.kl.coef by multiplying it, and 0 stays 0",
+            "Write a starting value, such as learn.kl.coef: 0.05, or leave target out",
         )
     if kl.coef > 0 and kl.where == "loss" and kl.estimator == "k1" and not kl.corrected:
         yield clash(
             "learn.kl.estimator learn.kl.where learn.kl.coef learn.kl.corrected",
-            "k1 in the loss has a gradient of zero in expectation: it penalises nothing",
+            "k1 in the loss has an expected gradient of zero: it penalises nothing",
             "Write learn.kl.estimator: k3 (or k2), learn.kl.corrected: true, or learn.kl.where: reward",
         )
     if kl.coef > 0 and kl.where != "loss" and kl.corrected:
         yield clash(
             "learn.kl.corrected learn.kl.where",
-            f"has no effect: a penalty in the {kl.where} has no gradient of its own to correct",
+            f"has no effect: it corrects the gradient of a penalty in the loss, and learn.kl.where is {kl.where}",
             "Write learn.kl.where: loss, or leave corrected out",
         )
     if kl.coef > 0 and kl.where == "advantage" and learn.advantage in ("gae", "global_norm"):
         yield clash(
             "learn.kl.where learn.advantage learn.algorithm",
-            f"advantage is the same as reward with the advantage {learn.advantage}, which takes rewards token by token",
+            f"advantage does the same as reward here: the advantage {learn.advantage} uses a reward for every token",
             "Write learn.kl.where: reward",
         )
     off = kl.coef == 0 and kl.target is None
@@ -202,7 +203,7 @@ def _kl(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if not off and kl.target is None and changed(kl, "horizon"):
         yield clash(
             "learn.kl.horizon learn.kl.target",
-            "has no effect without a target to steer to",
+            "has no effect without learn.kl.target",
             "Write learn.kl.target: 0.05, or leave horizon out",
         )
 
@@ -213,13 +214,13 @@ def _schedule(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if schedule.warmup_steps >= total:
         yield clash(
             "learn.schedule.warmup_steps learn.steps",
-            f"is {schedule.warmup_steps}, but the run has {total} {schedule.unit}s: the rate never reaches learn.lr",
+            f"is {schedule.warmup_steps}, but the run has {total} {schedule.unit}s: the learning rate never reaches learn.lr",
             f"Write {total // 10}, or raise learn.steps",
         )
     if schedule.unit == "update" and (
         learn.updates_per_batch == 1 or (schedule.kind == "constant" and not schedule.warmup_steps)
     ):
-        why = "the rate is constant" if learn.updates_per_batch > 1 else "a step has one update"
+        why = "the learning rate is constant" if learn.updates_per_batch > 1 else "a step has one update"
         yield clash(
             "learn.schedule.unit learn.updates_per_step learn.epochs_per_step learn.schedule.kind",
             f"has no effect: {why}",
@@ -228,18 +229,18 @@ def _schedule(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if schedule.kind == "constant" and changed(schedule, "final"):
         yield clash(
             "learn.schedule.final learn.schedule.kind",
-            "has no effect with a constant rate",
+            "has no effect with a constant learning rate",
             "Write learn.schedule.kind: cosine, or leave final out",
         )
 
 
 def _sampling(config: Config, learn: Learn) -> Iterator[Contradiction]:
-    if learn.sampling.temperature < LEAST_TEMPERATURE:
+    if learn.sampling.temperature < MIN_TEMPERATURE:
         yield clash(
             "learn.sampling.temperature",
             f"is {learn.sampling.temperature:g}, which is greedy: all samples of a prompt would be the same and nothing could be "
             "learned",
-            "Write a temperature above 0, such as 1.0; for evaluation there is eval.sampling.temperature",
+            "Write a temperature above 0, such as 1.0. For greedy evaluation, set eval.sampling.temperature instead",
         )
     if learn.overlong and learn.overlong.buffer >= learn.max_new_tokens:
         yield clash(
@@ -255,7 +256,7 @@ def _reward(config: Config, learn: Learn) -> Iterator[Contradiction]:
         low, high = learn.reward_clip
         yield clash(
             "learn.reward_clip",
-            f"[{low}, {high}] is empty or one point: every reward would be the same",
+            f"[{low}, {high}] leaves one value at most: every reward would be the same",
             f"Write the lower bound first: [{high}, {low}]" if low > high else "Write two different bounds",
         )
     if all(part.weight == 0 for part in config.reward):
@@ -266,31 +267,30 @@ def _reward(config: Config, learn: Learn) -> Iterator[Contradiction]:
         if first < place:
             yield clash(
                 f"reward.{place}.name reward.{place}.fn reward.{first}.name reward.{first}.fn",
-                f"{name} is already the name of reward.{first}; their metrics would mix",
+                f"reward.{first} already has the name {name}: their metrics would be mixed up",
                 f"Write reward.{place}.name: {name}_{place}",
             )
     if config.eval.part is not None and config.eval.part not in names:
         yield clash(
             "eval.part reward",
-            f"{config.eval.part} is not a reward part; there is {', '.join(names)}",
-            f"Write eval.part: {names[0]}, or leave it out for the first part",
+            f"no part of reward is called {config.eval.part}; the parts are {', '.join(names)}",
+            f"Write eval.part: {names[0]}, or leave it out to use the first part",
         )
 
 
 def _eval(config: Config, learn: Learn) -> Iterator[Contradiction]:
-    fix = "Write data.eval: FILE, or leave it out"
     if config.data.eval is None:
         stops = {f"sampling.{name}": getattr(config.eval.sampling, name) or None for name in STOPS}
         idle = [f"eval.{name}" for name in changed(config.eval.with_values(stops))]  # a resolved config has [] for None
         idle += ["observe.eval_every"] if config.observe.eval_every else []
         for key in idle:
-            yield clash(f"{key} data.eval", "has no effect: there is no evaluation set", fix)
+            yield clash(f"{key} data.eval", "has no effect: there is no evaluation set", NAME_EVAL_SET)
         return
     if config.eval.sampling.temperature > 0:
-        if config.eval.sampling.temperature < LEAST_TEMPERATURE:
+        if config.eval.sampling.temperature < MIN_TEMPERATURE:
             yield clash(
                 "eval.sampling.temperature",
-                f"is {config.eval.sampling.temperature:g}: of logits over so small a number rounding is all that is left",
+                f"is {config.eval.sampling.temperature:g}: dividing logits by so small a number leaves only rounding errors",
                 "Write 0, which is greedy",
             )
         return
@@ -313,7 +313,7 @@ def _data(config: Config | Offline, learn: Learn | None) -> Iterator[Contradicti
     if data.options and not any(source and source.startswith(TASK_SOURCES) for source in (data.train, data.eval)):
         yield clash(
             "data.options data.train data.eval",
-            "only tasks have options, and neither data.train nor data.eval is one",
+            "only tasks have options, and neither data.train nor data.eval names a task",
             "Write data.train: task:NAME or reasoning_gym:NAME, or leave options out",
         )
     for part in ("train", "eval"):
@@ -346,9 +346,7 @@ def _texts(config: Config | Offline, learn: Learn | None) -> Iterator[Contradict
             yield clash(key, "is empty", "Write a name, or leave the key out if it has a default")
     for field in re.findall(r"\{[^{}]*\}|[{}]", observe.dir):
         if field not in ("{name}", "{time}"):
-            yield clash(
-                "observe.dir", f"nothing is known to put in place of {field}", "Write {name}, {time} or plain text"
-            )
+            yield clash("observe.dir", f"has {field}, which stands for nothing", "Write {name}, {time} or plain text")
 
 
 def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
@@ -386,7 +384,7 @@ def _cut(run: Run) -> Iterator[Contradiction]:
     elif run.rollout.processes not in ("auto", 1):
         yield clash(
             "run.rollout.tensor_parallel run.rollout.processes",
-            f"one engine is cut over {devices} devices; several of them would take turns there",
+            f"splits one engine over {devices} devices, which leaves no device for other engine processes",
             "Leave one of the two out",
         )
 
@@ -406,7 +404,9 @@ def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
         yield from _cut(config.run)
     if config.run.engine == "vllm" and config.model.lora is not None and config.model.lora.r > 512:
         yield clash(
-            "run.engine model.lora", "vllm has adapters of rank 512 at most", "Write run.engine: native, or a lower r"
+            "run.engine model.lora",
+            f"vllm takes adapters of rank 512 at most, and model.lora.r is {config.model.lora.r}",
+            "Write run.engine: native, or a lower r",
         )
     if config.model.dtype == "float64":
         yield clash(
@@ -428,26 +428,30 @@ def _observe(config: Config | Offline, learn: Learn | None) -> Iterator[Contradi
 def _supervised(config: Offline) -> Iterator[Contradiction]:
     learn, data, run = config.learn, config.data, config.run
     if learn.steps is not None and changed(learn, "epochs"):
-        yield clash("learn.steps learn.epochs", "learn.epochs is given as well", "Keep one of the two")
+        yield clash("learn.steps learn.epochs", "is set, and so is learn.epochs", "Keep one of the two")
     if learn.steps is not None and learn.schedule.warmup_steps >= learn.steps:
         yield clash(
             "learn.schedule.warmup_steps learn.steps",
-            f"is {learn.schedule.warmup_steps} of {learn.steps} steps, so the rate would never be reached",
-            "Write fewer",
+            f"is {learn.schedule.warmup_steps}, but the run has {learn.steps} steps: the learning rate never reaches learn.lr",
+            f"Write a number below {learn.steps}, or raise learn.steps",
         )
     if learn.schedule.unit == "update":
         yield clash("learn.schedule.unit", "has no effect: a step has one update", "Leave unit out")
     if data.max_prompt_tokens is not None:
         yield clash(
             "data.max_prompt_tokens",
-            "has no effect: whole examples are measured",
+            "has no effect: learn.max_tokens limits whole examples instead",
             f"Write learn.max_tokens: {data.max_prompt_tokens}",
         )
     columns = (
         ("messages", "prompt", "completion", "text") if isinstance(data, SftData) else ("prompt", "chosen", "rejected")
     )
     if len({getattr(data, name) for name in columns}) < len(columns):
-        yield clash(" ".join(f"data.{name}" for name in columns), "two of them name one column", "Name others")
+        yield clash(
+            " ".join(f"data.{name}" for name in columns),
+            "two of these keys name the same column",
+            "Write a different column for each",
+        )
     for name in ("token_budget", "score_token_budget"):
         budget = getattr(run, name)
         if budget != "auto" and learn.max_tokens is not None and budget < learn.max_tokens:
@@ -457,18 +461,16 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
                 f"Write {learn.max_tokens} or more, or auto",
             )
     if config.observe.eval_every and data.eval is None:
-        yield clash(
-            "observe.eval_every data.eval", "has no effect: there is no evaluation set", "Name one, or leave it out"
-        )
+        yield clash("observe.eval_every data.eval", "has no effect: there is no evaluation set", NAME_EVAL_SET)
     idle = [f"observe.{name}" for name in changed(config.observe, "samples_every", "max_failed_rewards")]
     idle += [f"run.rollout.{name}" for name in changed(run.rollout)]
     idle += ["run.engine"] if run.outside and run.rollout.tensor_parallel == 1 else []  # which alone means vllm
     idle += [f"run.{name}" for name in changed(run, "reward_workers")]
     for key in idle:
-        yield clash(key, "has no effect: nothing is sampled or scored", "Leave it out")
-    told_apart = {"data.task": data.task is not None, "observe.kl_bands": bool(config.observe.kl_bands)}
-    for key in (key for key, given in told_apart.items() if given):
-        yield clash(key, "has no effect: tasks are told apart by what is sampled and scored", "Leave it out")
+        yield clash(key, "has no effect: this stage samples nothing and scores nothing", "Leave it out")
+    by_task = {"data.task": data.task is not None, "observe.kl_bands": bool(config.observe.kl_bands)}
+    for key in (key for key, given in by_task.items() if given):
+        yield clash(key, "has no effect: it divides samples by task, and this stage samples nothing", "Leave it out")
 
 
 CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (

@@ -19,26 +19,26 @@ def conversation(config: Config, learn: Learn) -> Iterator[Contradiction]:
         for place in asked:
             yield clash(
                 f"reward.{place}.fn environment",
-                "is what the environment gives, but there is no environment",
+                "takes the reward from an environment, but there is no environment",
                 "Write environment: {fn: file.py:Class}, or another reward",
             )
         return
     if environment.fn is not None and environment.tools:
         yield clash(
             "environment.fn environment.tools",
-            "both would answer the model",
-            "Keep one of the two; a class of your own can call functions itself",
+            "both are set, and both would answer the model",
+            "Keep one of the two; your class can call functions itself",
         )
     if environment.fn is None and not environment.tools:
         yield clash(
             "environment.fn environment.tools",
-            "nobody answers: there is neither a class nor a tool",
+            "the environment has neither a class nor a tool, so nothing answers the model",
             "Write environment: {tools: [calculator]} or environment: {fn: file.py:Class}",
         )
     if environment.fn is None and environment.args:
         yield clash(
             "environment.args environment.fn",
-            "has no effect: tools take what the model gives them",
+            "has no effect: the model gives tools their arguments",
             "Leave it out, or name a class with environment.fn",
         )
     if environment.tools and asked:
@@ -50,4 +50,4 @@ def conversation(config: Config, learn: Learn) -> Iterator[Contradiction]:
     for place in asked:
         for name in changed(config.reward[place], "args", "timeout_s"):
             instead = "Write environment.timeout_s" if name == "timeout_s" else "Leave it out"
-            yield clash(f"reward.{place}.{name}", "has no effect: the environment gives the value", instead)
+            yield clash(f"reward.{place}.{name}", "has no effect: the environment computes this reward", instead)

@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.suggestions import nearest
 from trimtab.config.advice import (
-    LONGEST_KEY,
-    REWARD,
+    MAX_KEY_CHARACTERS,
+    REWARD_EXAMPLE,
     example_of,
     meant_key,
     no_stage,
@@ -35,8 +35,8 @@ from trimtab.config.reference import (
     STAGES,
     description,
     nested,
-    reading,
     slot,
+    use_schema,
     written,
 )
 from trimtab.config.resolved import resolve_config
@@ -52,10 +52,10 @@ Offline = SftConfig | RewardModelConfig
 AnyConfig = Config | Offline
 Finding = tuple[str, Callable[[], Problem]]
 """A key with something wrong about it, and what works out the words: that takes milliseconds, and keys may be thousands."""
-MOST_PROBLEMS = 20
-"""Problems that are told; more are counted."""
+MAX_PROBLEMS = 20
+"""Problems that are reported; the others are only counted."""
 Schema = TypeVar("Schema", Config, SftConfig, RewardModelConfig)
-SMALLEST: dict[type[Section], str] = {
+MINIMAL_CONFIG: dict[type[Section], str] = {
     Config: 'Write at least model: {path: …}, data: {train: …} and reward: [{fn: "rewards.py:function"}]',
     SftConfig: "Write at least model: {path: …} and data: {train: …}",
     RewardModelConfig: "Write at least model: {path: …} and data: {train: …}",
@@ -120,13 +120,13 @@ def resolved_yaml(config: AnyConfig) -> str:
 def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems: list[Problem]) -> Schema:
     overrides = _lines(overrides)
     _refuse_other_stage(schema, tree, overrides)
-    with reading(schema):
+    with use_schema(schema):
         findings = [_found(problem) for problem in problems]
         for override in overrides:
-            if len(findings) < MOST_PROBLEMS:
+            if len(findings) < MAX_PROBLEMS:
                 findings += [_found(problem) for problem in _override(tree, override)]
         findings += list(_sweep(schema, tree, ""))
-        suspects = {key for where, _ in findings[:MOST_PROBLEMS] for key in (where, meant_key(where))}
+        suspects = {key for where, _ in findings[:MAX_PROBLEMS] for key in (where, meant_key(where))}
         try:
             config = schema.model_validate(tree)
         except ValidationError as error:
@@ -138,7 +138,7 @@ def _build(schema: type[Schema], tree: Tree, overrides: Sequence[str], problems:
             config = schema.model_validate(tree)
         findings += [_found(problem) for problem in contradictions(config, ignore=suspects - {""})]
         if findings:
-            raise ConfigError([explain() for _, explain in findings[:MOST_PROBLEMS]], len(findings[MOST_PROBLEMS:]))
+            raise ConfigError([explain() for _, explain in findings[:MAX_PROBLEMS]], len(findings[MAX_PROBLEMS:]))
     return config
 
 
@@ -150,7 +150,7 @@ def _refuse_other_stage(schema: type[Section], tree: Tree, overrides: Sequence[s
     for stage in (tree.get("stage"), *(text for key, _, text in map(_parted, overrides) if key == "stage")):
         if isinstance(stage, str) and STAGES.get(stage.strip(), schema) is not schema:
             command = f"trimtab {stage.strip()}"
-            raise ConfigError([Problem("stage", f"this is a configuration of {command}", f"Run {command}")])
+            raise ConfigError([Problem("stage", f"this config is for {command}", f"Run {command}")])
 
 
 def _sweep(section: type[Section], data: Tree, prefix: str) -> Iterator[Finding]:
@@ -184,11 +184,11 @@ def _unfit(where: str, field: FieldInfo, value: object) -> Finding | None:
         odd = next((key for key in value if not isinstance(key, str)), None) if isinstance(value, dict) else None
         if odd is not None:
             return _found(
-                Problem(where, f"has the key {written(odd)}, but keys are text", f'Write it in quotes: "{odd}"')
+                Problem(where, f"has the key {written(odd)}, but a key must be text", f'Write it in quotes: "{odd}"')
             )
         if kind := _unwritable(value):
-            what = f"holds {kind}, which config.yaml cannot"
-            return _found(Problem(where, what, "Give text, numbers, lists and mappings"))
+            what = f"holds {kind}, which YAML cannot store"
+            return _found(Problem(where, what, "Write text, numbers, lists and mappings only"))
         return None
     if isinstance(value, int | float) and int in (field.annotation, *get_args(field.annotation)) and value >= 2**64:
         return _found(Problem(where, f"got {shown(value)}, which is more than {2**64 - 1:,}", "Write a smaller number"))
@@ -214,7 +214,7 @@ def _explain(error: ValidationError, tree: Tree) -> list[Finding]:
             parts.pop()  # pydantic goes on into unions, lists and mappings; a user knows the key
         where = ".".join(parts)
         if item["type"] == "missing" and len(parts) == len(item["loc"]) and here.field:
-            add = REWARD if where == "reward" else f"Add it: {description(here.field).rstrip('.')}"
+            add = REWARD_EXAMPLE if where == "reward" else f"Add it: {description(here.field).rstrip('.')}"
             found.setdefault(where, _found(Problem(where, "is required but missing", add)))
         else:
             found.setdefault(where, (where, partial(wrong_value, where, _lookup(tree, parts))))
@@ -263,7 +263,7 @@ def _override(tree: Tree, override: str) -> list[Problem]:
         return [no_stage(text)]
     if not key:
         return [Problem(override, "has no key", "Write key=value, such as learn.lr=1e-6")]
-    if len(key) > LONGEST_KEY:
+    if len(key) > MAX_KEY_CHARACTERS:
         return [unknown_key(key)]
     if slot(key.split(".")) is None:
         return [unknown_key(key) if equals or meant_key(key) else _no_equals(override)]
@@ -290,7 +290,13 @@ def _lost(key: str, text: str, value: object) -> list[Problem]:
     if not takes_text or not text.strip() or text.strip()[0] in "\"'|>" or value == text:
         return []
     if isinstance(value, str) or "#" in text or isinstance(value, dict | list):
-        return [Problem(key, f"{shown(text)} is something else in YAML", f"Quote it twice: {key}='{quoted(text)}'")]
+        return [
+            Problem(
+                key,
+                f"YAML does not read {shown(text)} as that text",
+                f"Quote it for YAML and for the shell: {key}='{quoted(text)}'",
+            )
+        ]
     return []
 
 
@@ -323,7 +329,7 @@ def _set(tree: Tree, parts: list[str], value: object) -> list[Problem]:
                     Problem(
                         ".".join(parts),
                         f"the list has {len(node)} item{'s' * (len(node) != 1)}",
-                        f"For the next one write {place}",
+                        f"To add one, write {place}",
                     )
                 ]
             key = int(part)
@@ -354,9 +360,11 @@ def _read(path: Path, schema: type[Section]) -> tuple[Tree, list[Problem]]:
         ) from None
     data, problems = parse(text, str(path))
     if data is None:
-        raise ConfigError([Problem(str(path), "is empty", SMALLEST[schema])])
+        raise ConfigError([Problem(str(path), "is empty", MINIMAL_CONFIG[schema])])
     if not isinstance(data, dict):
-        raise ConfigError([Problem(str(path), f"holds {shown(data)}, not sections with keys", SMALLEST[schema])])
+        raise ConfigError(
+            [Problem(str(path), f"holds {shown(data)} instead of sections with keys", MINIMAL_CONFIG[schema])]
+        )
     return data, problems
 
 

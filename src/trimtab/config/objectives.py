@@ -30,13 +30,13 @@ def normalized(config: Config, learn: Learn) -> Iterator[Contradiction]:
         elif part.normalize == "group" and learn.samples_per_prompt == 1:
             yield clash(
                 f"{key} learn.samples_per_prompt",
-                "group compares the samples of one prompt, but there is only one: the part would always be 0",
+                "group compares the samples of one prompt, but learn.samples_per_prompt is 1: the part would always be 0",
                 "Write normalize: step, or learn.samples_per_prompt: 8",
             )
         elif len(weighted) == 1 and not beside:
             yield clash(
                 f"{key} reward learn.advantage learn.algorithm",
-                "puts parts on one scale, but only one part has a weight; the advantage scales what is left",
+                "has no effect: it makes parts comparable, but only one part has a weight, and the advantage rescales it",
                 "Leave normalize out, or choose another learn.advantage, such as group_std",
             )
 
@@ -47,7 +47,7 @@ def judges(config: Config, learn: Learn) -> Iterator[Contradiction]:
         if part.fn == JUDGE and isinstance(limit, int | float) and limit > part.timeout_s:
             yield clash(
                 f"reward.{place}.args.timeout_s reward.{place}.timeout_s",
-                f"is {limit:g} s for one request, but all tries for a completion have {part.timeout_s:g} s together",
+                f"allows {limit:g} s for one request, but reward.{place}.timeout_s allows {part.timeout_s:g} s for all its tries",
                 f"Write reward.{place}.timeout_s: {4 * limit:g}, or a shorter args.timeout_s",
             )
 
@@ -57,7 +57,7 @@ def reward_models(config: Config, learn: Learn) -> Iterator[Contradiction]:
         for name in changed(part, "args", "timeout_s") if part.fn.startswith(REWARD_MODEL) else []:
             yield clash(
                 f"reward.{place}.{name} reward.{place}.fn",
-                "has no effect: a reward model is run by the trainer itself, and takes no arguments",
+                "has no effect: the trainer runs the reward model itself, without arguments or a timeout",
                 "Leave it out",
             )
 
@@ -67,25 +67,25 @@ def tasks(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if config.data.task is not None and config.data.task == config.data.prompt:
         yield clash(
             "data.task data.prompt",
-            f"{config.data.task} is the column with the prompt",
+            f"{config.data.task} is the column of the prompt (data.prompt)",
             "Write the column that names the row's task, or leave it out",
         )
     if bands and config.data.task is None:
         yield clash(
             "observe.kl_bands data.task",
-            "bands are for tasks, but no column names the task of a row",
+            "gives each task a band, but data.task does not say which column names the task",
             "Write data.task: COLUMN, or leave kl_bands out",
         )
     elif bands and learn.kl.coef == 0:
         yield clash(
             "observe.kl_bands learn.kl.coef",
-            "KL to the reference is not measured while learn.kl.coef is 0: no reference is kept",
+            "has no effect while learn.kl.coef is 0: without a reference model, KL is not measured",
             "Write learn.kl.coef: 0.001, or leave kl_bands out",
         )
     for task, (low, high) in bands.items():
         if not 0 <= low < high:
             yield clash(
                 f"observe.kl_bands.{task}",
-                f"[{low:g}, {high:g}] is no band of KL, which is 0 or more",
+                f"[{low:g}, {high:g}] is not a range of KL, which is 0 or more",
                 "Write the lower bound first, such as [0.02, 0.06]",
             )

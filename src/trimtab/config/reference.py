@@ -36,7 +36,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 @contextmanager
-def reading(schema: type[Section]) -> Iterator[None]:
+def use_schema(schema: type[Section]) -> Iterator[None]:
     """Inside, dotted keys are those of this schema."""
     token = _schema.set(schema)
     try:
@@ -60,7 +60,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyEntry:
     """One key for the documentation. List items are written N: reward.N.fn."""
 
     name: str
@@ -105,11 +105,11 @@ def _step(here: Slot, part: str) -> Slot | None:
     return Slot("free" if get_origin(field.annotation) is dict else "leaf", None, field)
 
 
-def entries(section: type[Section] | None = None, prefix: str = "", defaults: object = None) -> Iterator[Entry]:
+def entries(section: type[Section] | None = None, prefix: str = "", defaults: object = None) -> Iterator[KeyEntry]:
     """Every key below a section, sections included, in schema order. `defaults`: what the parent starts from."""
     for name, field in (section or _schema.get()).model_fields.items():
         default = getattr(defaults, name) if defaults is not None else field.default
-        entry = Entry(f"{prefix}{name}", field, default)
+        entry = KeyEntry(f"{prefix}{name}", field, default)
         yield entry
         if inner := entry.nested:
             below = default if isinstance(default, Section) else None
@@ -277,7 +277,7 @@ def _stage(schema: type[Section], name: str) -> str:
     return "".join(_group(entry, found, name) for entry in found if entry.nested)
 
 
-def _group(group: Entry, found: list[Entry], stage: str = "") -> str:
+def _group(group: KeyEntry, found: list[KeyEntry], stage: str = "") -> str:
     assert group.nested
     form = group.nested.form
     prefix = group.name + (".N." if form == "list" else ".")
@@ -290,7 +290,7 @@ def _group(group: Entry, found: list[Entry], stage: str = "") -> str:
     return text
 
 
-def _row(entry: Entry, stage: str) -> str:
+def _row(entry: KeyEntry, stage: str) -> str:
     if entry.nested:
         place = f"{stage}-{entry.name}".lstrip("-")
         link = f"[`{entry.name}`](#{place.replace('.', '').lower()})"

@@ -2,7 +2,7 @@
 null.
 
 A key written twice is a problem, and what cannot be read is told with its line. What `dump` writes, `parse` reads back.
-Reading takes bounded time and memory: text is refused beyond `LONGEST_TEXT` characters, and beyond `MOST_VALUES` values, those
+Reading takes bounded time and memory: text is refused beyond `MAX_CHARACTERS` characters, and beyond `MAX_VALUES` values, those
 that aliases repeat counted as often as they are repeated.
 """
 
@@ -21,20 +21,20 @@ from pydantic import BaseModel
 
 from trimtab.base.errors import ConfigError, Problem
 
-LONGEST_TEXT = 1_000_000
+MAX_CHARACTERS = 1_000_000
 """Characters of a configuration, or of a script to convert."""
-MOST_VALUES = 20_000
+MAX_VALUES = 20_000
 """Keys and values of a YAML text."""
 
 
 class Bounded(yaml.SafeLoader):
-    """Safe: plain values only, and no more than `MOST_VALUES` of them."""
+    """Safe: plain values only, and no more than `MAX_VALUES` of them."""
 
     nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self.nodes += 1
-        if self.nodes > MOST_VALUES:
+        if self.nodes > MAX_VALUES:
             raise _too_many(self.name)
         found: yaml.Node | None = super().compose_node(parent, index)
         return found
@@ -78,7 +78,7 @@ def read_text(path: Path, kind: str) -> str:
             fix = f"Write it to a file, and give the path of that {kind} file"
             raise ConfigError([Problem(str(path), "is a named pipe, not a file", fix)])
         with path.open(encoding="utf-8-sig") as file:
-            text = file.read(LONGEST_TEXT + 1)
+            text = file.read(MAX_CHARACTERS + 1)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -91,9 +91,9 @@ def read_text(path: Path, kind: str) -> str:
 
 
 def refuse_long(text: str, source: str) -> None:
-    if len(text) > LONGEST_TEXT:
-        what = f"is longer than {LONGEST_TEXT:,} characters"
-        raise ConfigError([Problem(source, what, "Settings are short: give data as a file that data.train names")])
+    if len(text) > MAX_CHARACTERS:
+        what = f"is longer than {MAX_CHARACTERS:,} characters"
+        raise ConfigError([Problem(source, what, "Put data into a file, and name that file in data.train")])
 
 
 def compose(text: str, source: str, kind: type[Bounded] = Bounded) -> tuple[Bounded, yaml.Node | None]:
@@ -105,8 +105,8 @@ def compose(text: str, source: str, kind: type[Bounded] = Bounded) -> tuple[Boun
         node: yaml.Node | None = loader.get_single_node()
         size = _size(node, {}) if node is not None else 0
     except RecursionError:
-        raise ConfigError([Problem(source, "a value holds itself, or lists are nested without end")]) from None
-    if size > MOST_VALUES:
+        raise ConfigError([Problem(source, "a value contains itself, or values are nested too deeply")]) from None
+    if size > MAX_VALUES:
         raise _too_many(source)
     return loader, node
 
@@ -125,8 +125,8 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _too_many(source: str) -> ConfigError:
-    what = f"has more than {MOST_VALUES:,} keys and values, counting what aliases (*name) repeat"
-    return ConfigError([Problem(source, what, "Write fewer, without aliases of aliases")])
+    what = f"has more than {MAX_VALUES:,} keys and values, counting what aliases (*name) repeat"
+    return ConfigError([Problem(source, what, "Write fewer, and no aliases of aliases")])
 
 
 def parse(text: str, source: str, prefix: str = "") -> tuple[Any, list[Problem]]:
@@ -140,7 +140,7 @@ def parse(text: str, source: str, prefix: str = "") -> tuple[Any, list[Problem]]
     except ValueError as error:  # a number of thousands of digits
         raise ConfigError([Problem(source, f"YAML cannot be read: {str(error).partition(';')[0]}")]) from None
     except RecursionError:
-        raise ConfigError([Problem(source, "a value holds itself, or lists are nested without end")]) from None
+        raise ConfigError([Problem(source, "a value contains itself, or values are nested too deeply")]) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
@@ -171,7 +171,7 @@ def _duplicates(node: yaml.Node, source: str, prefix: str, seen: set[int]) -> It
         for name, found in lines.items():
             if len(found) > 1:
                 places = " and ".join(f"line {line}" for line in dict.fromkeys(found))
-                yield Problem(f"{prefix}{name}", f"is written more than once in {source}: on {places}", "Keep one")
+                yield Problem(f"{prefix}{name}", f"appears more than once in {source}: on {places}", "Keep one")
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.suggestions import nearest
-from trimtab.config.reference import reading
+from trimtab.config.reference import use_schema
 from trimtab.convert import nanochat, openrlhf, script, trl, trl_offline, trl_ppo, trl_rloo, verl
 from trimtab.convert.common import needs, other
 from trimtab.convert.read import EXAMPLE, read_file, read_text, read_words
@@ -68,7 +68,7 @@ class Conversion:
 
     @property
     def yaml(self) -> str:
-        with reading(self.framework.schema):
+        with use_schema(self.framework.schema):
             return yaml_text(self.sheet)
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,15 +97,15 @@ def convert(
     if framework is None:
         near = nearest(kind, list(FRAMEWORKS), 0.5)
         fix = f"Did you mean {near}?" if near else f"Write one of {', '.join(FRAMEWORKS)}"
-        raise ConfigError([Problem(kind, "is no framework that can be converted", fix)])
+        raise ConfigError([Problem(kind, "is not a framework that Trimtab converts", fix)])
     if sum(source is not None for source in (words or None, text, file)) != 1:
-        what = "settings are given twice" if words else "no settings are given"
+        what = "has settings from two places" if words else "has no settings"
         fix = f"Write trimtab convert {kind} -- FLAGS, or trimtab convert {kind} --file FILE"
         raise ConfigError([Problem(f"convert {kind}", what, fix)])
     settings = _read(words, text, file)
     framework = FRAMEWORKS[kind_of(kind, settings)]
     if all(item.origin == "program" for item in settings):
-        raise ConfigError([Problem(settings[0].name, "is given no settings", EXAMPLE)])
+        raise ConfigError([Problem(settings[0].name, "has no settings", EXAMPLE)])
     return _converted(framework, settings, chosen(framework.kind, version, framework.oldest, framework.newest))
 
 
@@ -116,7 +116,7 @@ def _read(words: Sequence[str] | None, text: str | None, file: Path | None) -> l
 
 
 def _converted(framework: Framework, settings: list[Setting], version: str) -> Conversion:
-    with reading(framework.schema):
+    with use_schema(framework.schema):
         sheet = Sheet(framework, settings, other, version)
         if sheet.says_something:
             framework.settle(sheet)

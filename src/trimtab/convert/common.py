@@ -8,7 +8,19 @@ from math import ceil
 
 from trimtab.base.suggestions import nearest
 from trimtab.config.schema import Config
-from trimtab.convert.rules import A_SLIP, CRITIC, OutcomeName, Rule, Take, every, number, real, text, texts, whole
+from trimtab.convert.rules import (
+    CRITIC,
+    MIN_NAME_SIMILARITY,
+    ConvertRule,
+    OutcomeName,
+    Take,
+    every,
+    number,
+    real,
+    text,
+    texts,
+    whole,
+)
 from trimtab.convert.settings import Setting
 from trimtab.convert.sheet import Line, Sheet
 
@@ -18,21 +30,24 @@ ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
         "advice for vLLM before 0.16; with newer ones 0 makes NCCL fail. Trimtab moves no weights over NCCL. `trimtab doctor` "
         "checks the environment",
     ),
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": ("dead", "about Ray workers; one process needs no Ray"),
-    "CUDA_VISIBLE_DEVICES": ("automatic", "keep it in the environment: the first device that is visible is used"),
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": (
+        "dead",
+        "concerns Ray workers; Trimtab is one process and needs no Ray",
+    ),
+    "CUDA_VISIBLE_DEVICES": ("automatic", "keep it in the environment: Trimtab uses the first visible device"),
     "PYTORCH_CUDA_ALLOC_CONF": ("automatic", "keep it in the environment: torch reads it there"),
     "PYTORCH_ALLOC_CONF": ("automatic", "keep it in the environment: torch reads it there"),
     "VLLM_ATTENTION_BACKEND": ("automatic", "the native engine and the update use one attention"),
     "VLLM_USE_V1": ("automatic", "the native engine generates"),
-    "HYDRA_FULL_ERROR": ("dead", "about Hydra; errors of a config are all told at once"),
-    "TOKENIZERS_PARALLELISM": ("automatic", "prompts are tokenised ahead, in a thread"),
+    "HYDRA_FULL_ERROR": ("dead", "concerns Hydra; Trimtab reports all errors of a config at once"),
+    "TOKENIZERS_PARALLELISM": ("automatic", "Trimtab tokenises prompts ahead, in a thread"),
     "WANDB_API_KEY": ("automatic", "keep it in the environment; observe.wandb names the project"),
     "WANDB_PROJECT": ("unsupported", "write observe.wandb: PROJECT"),
 }
 PREFIXES: dict[str, tuple[OutcomeName, str]] = {
-    "NCCL_": ("automatic", "one process: nothing is sent between devices"),
-    "HCCL_": ("automatic", "one process: nothing is sent between devices"),
-    "GLOO_": ("automatic", "one process: nothing is sent between devices"),
+    "NCCL_": ("automatic", "Trimtab is one process: it sends nothing between devices"),
+    "HCCL_": ("automatic", "Trimtab is one process: it sends nothing between devices"),
+    "GLOO_": ("automatic", "Trimtab is one process: it sends nothing between devices"),
     "RAY_": ("automatic", "one process needs no Ray"),
     "VLLM_": ("automatic", "the native engine generates"),
     "SGLANG_": ("automatic", "the native engine generates"),
@@ -40,7 +55,7 @@ PREFIXES: dict[str, tuple[OutcomeName, str]] = {
     "TORCH_": ("automatic", "keep it in the environment if your machine needs it"),
     "HF_": ("automatic", "keep it in the environment: models and data come from the same hub"),
 }
-LAUNCH = "how processes are started; Trimtab is one process on one device and starts its own workers"
+LAUNCH = "sets how processes start; Trimtab is one process on one device and starts its own workers"
 PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 COMMANDS = {
     "tensorboard": "events are in RUN/tensorboard: tensorboard --logdir RUN",
@@ -119,7 +134,7 @@ def choice(sheet: Sheet, name: str, known: Collection[str], absent: Mapping[str,
     if value in absent:
         sheet.fail(name, f"{value} is not supported", absent[value])
     if value not in known:
-        near = nearest(value, [*known, *absent], A_SLIP)
+        near = nearest(value, [*known, *absent], MIN_NAME_SIMILARITY)
         fix = f"Did you mean {near}?" if near else f"Write one of {', '.join(known)}"
         sheet.fail(name, f"{sheet.framework.title} has no {value} that is known here", fix)
     return value
@@ -149,7 +164,7 @@ def schedule(
         if ends is not None and shape != "constant":
             sheet.put("learn.schedule.final", ends, floor)
     elif named is not None:
-        near = nearest(named, list(kinds), A_SLIP)
+        near = nearest(named, list(kinds), MIN_NAME_SIMILARITY)
         fix = (
             f"did you mean {near}?"
             if near
@@ -268,7 +283,7 @@ def clip(sheet: Sheet, both: str, low: str = "", high: str = "") -> None:
         sheet.say(high if high and sheet.line(high) else both, looser(above, usual if below is None else below))
 
 
-def critic(sheet: Sheet, rules: Sequence[Rule], estimator: str, discounted: str = "") -> None:
+def critic(sheet: Sheet, rules: Sequence[ConvertRule], estimator: str, discounted: str = "") -> None:
     """`learn.critic` from the flags whose rules name its keys. With an estimator other than gae all that is said of a critic
     does nothing; `discounted` names the flag of the discount where the estimator looks at that one all the same."""
     gamma = sheet.read(discounted, real, 1.0) if discounted else 1.0

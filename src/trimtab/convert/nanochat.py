@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trimtab.convert.common import GSM8K_ROWS
 from trimtab.convert.rules import (
-    Rule,
+    ConvertRule,
     automatic,
     each,
     every,
@@ -28,7 +28,7 @@ DEFAULTS = {
     "eval_examples": 400,
     "save_every": 60,
 }
-RULES: tuple[Rule, ...] = (
+RULES: tuple[ConvertRule, ...] = (
     together("examples_per_step", "learn.prompts_per_step"),
     together("num_samples", "learn.samples_per_prompt"),
     together("num_epochs", "learn.steps"),

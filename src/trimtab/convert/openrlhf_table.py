@@ -10,7 +10,7 @@ from trimtab.convert.rules import (
     SCORED,
     SFT,
     SHARED,
-    Rule,
+    ConvertRule,
     automatic,
     dead,
     each,
@@ -29,19 +29,21 @@ from trimtab.convert.rules import (
     yes,
 )
 
-PLACEMENT = "one process on one device: there is nothing to place. `trimtab plan --devices N` predicts several"
-CRITIC_FLAGS: tuple[Rule, ...] = (
+PLACEMENT = (
+    "Trimtab is one process on one device: there is nothing to place. `trimtab plan --devices N` predicts several"
+)
+CRITIC_FLAGS: tuple[ConvertRule, ...] = (
     together(
         "critic.model_name_or_path critic_pretrain",
         "learn.critic.path",
-        "a language model with the policy's tokenizer; its head is made anew, and says 0 at first",
+        "must be a language model with the policy's tokenizer; Trimtab adds a new value head, which predicts 0 at first",
     ),
     together("critic.adam.lr critic_learning_rate", "learn.critic.lr"),
     together("critic.value_clip value_clip", "learn.critic.clip", "0.5 unless given, 0.2 before 0.8.2"),
     together(
         "critic.freezing_steps freezing_actor_steps",
         "learn.critic.warmup_steps",
-        "-1 there is 0 here. Today's OpenRLHF counts steps from 0, so the policy waits one step more there",
+        "-1 in OpenRLHF is 0 in Trimtab. OpenRLHF counts steps from 0, so its policy waits one step longer",
     ),
     together("algo.advantage.gamma gamma", "learn.critic.gamma"),
     together(
@@ -63,7 +65,7 @@ CRITIC_FLAGS: tuple[Rule, ...] = (
     ),
 )
 """What is said of a critic."""
-REWARD_MODEL_FLAGS: tuple[Rule, ...] = (
+REWARD_MODEL_FLAGS: tuple[ConvertRule, ...] = (
     together("reward.model_name_or_path reward_pretrain", "reward.0.fn", REWARD_MODEL),
     automatic("reward.num_nodes reward_num_nodes", SCORED),
     automatic("reward.num_gpus_per_node reward_num_gpus_per_node", SCORED),
@@ -74,11 +76,11 @@ REWARD_MODEL_FLAGS: tuple[Rule, ...] = (
         "in reward.json",
     ),
     automatic(
-        "ds.value_head_prefix value_head_prefix", "a name for a head that is not read: the critic's is made anew"
+        "ds.value_head_prefix value_head_prefix", "names a head that Trimtab does not read: the critic gets a new head"
     ),
 )
 """What needs a reward model."""
-STAGE_FLAGS: tuple[Rule, ...] = (
+STAGE_FLAGS: tuple[ConvertRule, ...] = (
     unsupported("data.output_key output_key", SFT),
     unsupported("data.multiturn multiturn", SFT),
     unsupported("model.pretrain_mode_enable pretrain_mode", SFT),
@@ -89,7 +91,7 @@ STAGE_FLAGS: tuple[Rule, ...] = (
 )
 """Flags of `openrlhf.cli.train_sft` and `train_rm`."""
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[ConvertRule, ...] = (
     # what to learn
     mapped("actor.model_name_or_path pretrain", "model.path", text),
     together("algo.advantage.estimator advantage_estimator", "learn.algorithm"),
@@ -103,7 +105,11 @@ RULES: tuple[Rule, ...] = (
         "counted in samples, not in prompts",
     ),
     mapped("train.max_epochs max_epochs", "learn.epochs_per_step", whole, "passes over one batch of samples"),
-    together("train.num_episodes num_episodes", "learn.steps", "passes over the data: the number of rows is needed"),
+    together(
+        "train.num_episodes num_episodes",
+        "learn.steps",
+        "counts passes over the data, and the number of rows is not known here",
+    ),
     together("rollout.max_new_tokens max_new_tokens generate_max_len", "learn.max_new_tokens"),
     together("data.max_len max_len", "learn.max_new_tokens", "bounds prompt and completion together"),
     together("prompt_max_len", "data.max_prompt_tokens", "OpenRLHF took this flag out"),
@@ -143,7 +149,9 @@ RULES: tuple[Rule, ...] = (
     together("algo.advantage.is_correction_enable enable_vllm_is_correction", "learn.importance.level"),
     together("algo.advantage.is_correction_type vllm_is_correction_type", "learn.importance.mode"),
     together("algo.advantage.is_correction_threshold vllm_is_truncated_threshold", "learn.importance.cap"),
-    mapped("train.seed seed", "learn.seed", whole, "samples differ all the same: each framework draws in its own way"),
+    mapped(
+        "train.seed seed", "learn.seed", whole, "the samples still differ: each framework has its own random numbers"
+    ),
     together("ds.lora.rank lora_rank", "model.lora.r"),
     together("ds.lora.alpha lora_alpha", "model.lora.alpha"),
     together("ds.lora.target_modules target_modules", "model.lora.targets"),
@@ -164,11 +172,12 @@ RULES: tuple[Rule, ...] = (
     unsupported("actor.freeze_visual_encoder freeze_visual_encoder", "text models only"),
     together("reward.remote_url remote_rm_url", "reward.0.fn"),
     unsupported(
-        "train.agent_func_path agent_func_path", "an agent is not converted: write it as a class, environment.fn"
+        "train.agent_func_path agent_func_path",
+        "agents are not converted: write yours as a class and name it in environment.fn",
     ),
     unsupported(
         "reward.stop_properly_penalty_coef stop_properly_penalty_coef",
-        "learn.mask_truncated or learn.overlong are near",
+        "learn.mask_truncated and learn.overlong are similar",
     ),
     mapped("eval.dataset eval_dataset", "data.eval", text),
     mapped("eval.split eval_split", "data.eval_split", text),
@@ -178,12 +187,17 @@ RULES: tuple[Rule, ...] = (
     # logs and checkpoints
     mapped("ckpt.save_steps save_steps", "observe.checkpoint_every", every),
     mapped("ckpt.max_num max_ckpt_num", "observe.keep_checkpoints", positive),
-    mapped("ckpt.output_dir save_path", "observe.dir", text, "the run's folder; the model is in final/ inside it"),
+    mapped(
+        "ckpt.output_dir save_path",
+        "observe.dir",
+        text,
+        "this is the run folder; the trained model is in its final/ folder",
+    ),
     automatic("ckpt.path ckpt_path", "checkpoints are in the run's folder", "observe.dir"),
     automatic("ckpt.save_hf save_hf_ckpt", "every checkpoint is a Hugging Face folder"),
     automatic("ckpt.disable_ds disable_ds_ckpt", "checkpoints are safetensors and JSON"),
     automatic("ckpt.max_mem max_ckpt_mem", "how many are kept is bounded, not their size", "observe.keep_checkpoints"),
-    automatic("ckpt.load_enable load_checkpoint", "trimtab train --resume goes on from the newest checkpoint"),
+    automatic("ckpt.load_enable load_checkpoint", "trimtab train --resume continues from the newest checkpoint"),
     automatic("ckpt.best_metric_key best_metric_key", "the best by evaluation is kept", "eval.part"),
     automatic(
         "ds.use_universal_ckpt use_ds_universal_ckpt", "checkpoints do not depend on how many devices wrote them"
@@ -207,11 +221,11 @@ RULES: tuple[Rule, ...] = (
     automatic("ref.num_gpus_per_node ref_num_gpus_per_node", PLACEMENT),
     automatic(
         "train.colocate_all colocate_all_models",
-        "always so: the engine generates with the trainer's own weights, on the same device",
+        "always on: the engine generates with the trainer's own weights, on the same device",
     ),
     automatic(
         "train.colocate_actor_ref colocate_actor_ref",
-        "the reference shares the device; with adapters it is the model itself",
+        "the reference model shares the device; with LoRA it is the base model itself",
         "run.offload.reference",
     ),
     automatic("vllm.num_engines vllm_num_engines", "one native engine", "run.engine"),
@@ -222,17 +236,17 @@ RULES: tuple[Rule, ...] = (
     ),
     automatic(
         "vllm.gpu_memory_utilization vllm_gpu_memory_utilization",
-        "no share to guess: the KV cache gets what the plan leaves, in bytes",
+        "Trimtab gives the KV cache the memory that the plan leaves over",
         "run.rollout.kv_memory",
     ),
     automatic(
         "vllm.enable_sleep vllm_enable_sleep",
-        "the KV cache's memory is lent to the update and taken back; no weights move",
+        "the update uses the KV cache's memory in its turn; no weights are moved",
         "run.rollout.lend_memory",
     ),
     automatic(
         "ds.enable_sleep deepspeed_enable_sleep",
-        "the optimizer's state waits in host memory where it would leave too little room",
+        "Trimtab moves the optimizer state to host memory where device memory is short",
         "run.offload.optimizer",
     ),
     automatic(
@@ -240,10 +254,10 @@ RULES: tuple[Rule, ...] = (
         "on: the samples of a prompt share its KV",
         "run.rollout.prefix_cache",
     ),
-    automatic("vllm.enforce_eager enforce_eager", "the native engine decides what runs as a graph"),
+    automatic("vllm.enforce_eager enforce_eager", "the native engine decides what to run as CUDA graphs"),
     dead(
         "vllm.sync_backend vllm_sync_backend",
-        "it reaches Ray's collectives only with sync_with_ray, so it need not be nccl. Here no weights are sent at all",
+        "OpenRLHF uses it only with sync_with_ray, so it need not be nccl. Trimtab sends no weights at all",
     ),
     automatic("vllm.sync_with_ray vllm_sync_with_ray", "no weights are sent"),
     # memory and speed
@@ -252,17 +266,17 @@ RULES: tuple[Rule, ...] = (
     automatic("ds.packing_samples packing_samples", "always: nothing is padded anywhere"),
     automatic(
         "train.dynamic_batch_enable use_dynamic_batch",
-        "always: micro-batches are filled up to a token budget",
+        "always on: Trimtab fills micro-batches up to a token budget",
         "run.token_budget",
     ),
     automatic(
         "train.max_tokens_per_gpu train_max_tokens_per_gpu",
-        "a hard cap from the memory plan; OpenRLHF's may be exceeded",
+        "Trimtab takes a hard limit from the memory plan; OpenRLHF may exceed its own",
         "run.token_budget",
     ),
     automatic(
         "rollout.max_tokens_per_gpu rollout_max_tokens_per_gpu",
-        "passes without a gradient have a cap of their own",
+        "passes without gradients have their own token budget",
         "run.score_token_budget",
     ),
     automatic(
@@ -272,12 +286,12 @@ RULES: tuple[Rule, ...] = (
     ),
     automatic(
         "rollout.micro_batch_size micro_rollout_batch_size",
-        "in OpenRLHF it cuts the passes that score, not generation: larger does not generate faster. A token budget does it here",
+        "in OpenRLHF it splits scoring, not generation: a larger value does not generate faster. Trimtab uses a token budget",
         "run.score_token_budget",
     ),
     automatic(
         "actor.gradient_checkpointing_enable gradient_checkpointing",
-        "where memory is short, and only what is cheap for its size",
+        "Trimtab recomputes activations where memory is short, the cheapest for their size first",
         "run.checkpoint_activations",
     ),
     automatic(
@@ -286,11 +300,13 @@ RULES: tuple[Rule, ...] = (
         "run.checkpoint_activations",
     ),
     automatic(
-        "ds.adam_offload adam_offload", "streamed from host memory where memory is short", "run.offload.optimizer"
+        "ds.adam_offload adam_offload",
+        "Trimtab streams it from host memory where device memory is short",
+        "run.offload.optimizer",
     ),
     automatic(
         "ref.offload ref_reward_offload",
-        "on the device only while it scores, where memory is short. In OpenRLHF it does nothing below ZeRO-3",
+        "where memory is short, it is on the device only while it scores. In OpenRLHF it has no effect below ZeRO-3",
         "run.offload.reference",
     ),
     automatic("ds.overlap_comm overlap_comm", "one device: nothing is communicated"),
@@ -300,17 +316,18 @@ RULES: tuple[Rule, ...] = (
     automatic("ds.grad_accum_dtype grad_accum_dtype", "gradients add up in float32, always"),
     automatic("ds.attn_implementation attn_implementation flash_attn", "one attention for training and generation"),
     automatic("ds.experts_implementation", "the model's own"),
-    automatic("data.dataloader_num_workers dataloader_num_workers", "prompts are tokenised ahead, in a thread"),
+    automatic("data.dataloader_num_workers dataloader_num_workers", "Trimtab tokenises prompts ahead, in a thread"),
     automatic("data.disable_fast_tokenizer disable_fast_tokenizer", "the tokenizer's own form"),
     automatic(
-        "train.full_determinism_enable full_determinism", "sampling depends on seed, step, prompt and position alone"
+        "train.full_determinism_enable full_determinism", "sampling depends only on seed, step, prompt and position"
     ),
     automatic("local_rank", "set by a launcher"),
-    dead("perf", "OpenRLHF took this flag out; time and memory are on every step's line here"),
-    dead("actor_init_on_gpu", "OpenRLHF took this flag out; weights are read to the device"),
+    dead("perf", "OpenRLHF removed this flag; Trimtab shows time and memory for every step"),
+    dead("actor_init_on_gpu", "OpenRLHF removed this flag; Trimtab loads weights straight to the device"),
     # not here
     unsupported(
-        "ds.ring_attn_size ring_attn_size", "sequences are not cut over devices: learn.max_new_tokens bounds them"
+        "ds.ring_attn_size ring_attn_size",
+        "Trimtab does not split sequences over devices; learn.max_new_tokens limits their length",
     ),
     unsupported("ds.ring_attn_head_stride ring_head_stride", "sequences are not cut over devices"),
     unsupported(
@@ -318,18 +335,20 @@ RULES: tuple[Rule, ...] = (
         "training is on one device; a smaller model or model.lora fits it",
     ),
     unsupported(
-        "train.async_enable async_train", "sampling and training take turns: every sample is from the newest weights"
+        "train.async_enable async_train", "sampling and training alternate: every sample comes from the newest weights"
     ),
     unsupported("train.async_queue_size async_queue_size", "sampling and training take turns"),
     unsupported("train.partial_rollout_enable partial_rollout", "sampling and training take turns"),
     unsupported(
         "rollout.vllm_generate_batch_size vllm_generate_batch_size",
-        "no more is sampled than is trained on; see learn.dynamic_sampling",
+        "Trimtab samples only what it trains on; see learn.dynamic_sampling",
     ),
-    unsupported("ds.load_in_4bit load_in_4bit", "weights are not quantised; model.lora with bfloat16 weights is near"),
+    unsupported(
+        "ds.load_in_4bit load_in_4bit", "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar"
+    ),
     unsupported("train.enable_ema enable_ema", "no average of the weights is kept"),
     unsupported("train.ema_beta ema_beta", "no average of the weights is kept"),
     unsupported("actor.aux_loss_coef aux_loss_coef", "no balancing loss for experts"),
-    unsupported("ptx_coef", "OpenRLHF took this flag out; no pretraining loss is mixed in"),
-    unsupported("use_ms", "put the model and the data into folders and name those"),
+    unsupported("ptx_coef", "OpenRLHF removed this flag; Trimtab mixes in no pretraining loss"),
+    unsupported("use_ms", "put the model and the data into folders, and write their paths"),
 )

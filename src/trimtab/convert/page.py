@@ -13,7 +13,7 @@ from trimtab.base.files import write_text
 from trimtab.config.reference import written
 from trimtab.convert import FRAMEWORKS
 from trimtab.convert.common import ENVIRONMENT, PREFIXES
-from trimtab.convert.rules import Rule
+from trimtab.convert.rules import ConvertRule
 from trimtab.convert.sheet import Framework
 from trimtab.convert.versions import ABSENT
 
@@ -63,7 +63,7 @@ def _changes(framework: Framework) -> str:
     return f"Of older ones, {'; '.join(said)}."
 
 
-def _row(rule: Rule, dashes: str) -> str:
+def _row(rule: ConvertRule, dashes: str) -> str:
     names = f"`{dashes}{rule.name}`"
     if rule.old:
         names += " (" + ", ".join(f"`{dashes}{name}`" for name in rule.old) + ")"

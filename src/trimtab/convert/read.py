@@ -17,13 +17,13 @@ import yaml
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.text import compose, refuse_long
 from trimtab.config.text import read_text as file_text
+from trimtab.convert.command_line import settings_of
 from trimtab.convert.settings import Setting, literal
 from trimtab.convert.shell import Script
 from trimtab.convert.stages import CLASSES
-from trimtab.convert.words import settings_of
 
 EXAMPLE = "Write the flags after --, or give a script or YAML file with --file"
-MOST_SETTINGS = 2_000
+MAX_SETTINGS = 2_000
 """The largest configuration of another framework (verl's) has about 550."""
 PLUMBING = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
 """Arguments of a trainer that name objects made elsewhere in the script; those are read where they are made."""
@@ -68,7 +68,7 @@ def _settings(text: str, source: str) -> list[Setting]:
     if ending in (".yaml", ".yml"):
         return _some(_yaml(text, source), source)
     if ending == ".py" and not _python_tree(text):
-        raise ConfigError([Problem(source, "is not Python that can be read", "Mend it, or give the flags after --")])
+        raise ConfigError([Problem(source, "is not valid Python", "Correct it, or write the flags after --")])
     tree = None if ending == ".sh" else _python_tree(text)
     found = list(_python(tree, text)) if tree else []
     if found or ending == ".py":
@@ -85,8 +85,8 @@ def _settings(text: str, source: str) -> list[Setting]:
 def _some(found: list[Setting], source: str) -> list[Setting]:
     if not found:
         raise ConfigError([Problem(source, "holds no settings", EXAMPLE)])
-    if len(found) > MOST_SETTINGS:
-        what = f"holds {len(found):,} settings; at most {MOST_SETTINGS:,} are converted"
+    if len(found) > MAX_SETTINGS:
+        what = f"holds {len(found):,} settings; Trimtab converts {MAX_SETTINGS:,} at most"
         raise ConfigError([Problem(source, what, "Give the settings of one training run")])
     return found
 
@@ -113,7 +113,7 @@ def _yaml(text: str, source: str) -> list[Setting]:
 
 def _leaves(node: yaml.MappingNode, prefix: str, above: set[int]) -> Iterator[Setting]:
     if id(node) in above:
-        raise ConfigError([Problem(prefix.rstrip("."), "holds itself", "Write the values out")])
+        raise ConfigError([Problem(prefix.rstrip("."), "contains itself", "Write the values out")])
     for key, value in node.value:
         name = f"{prefix}{key.value}"
         if isinstance(value, yaml.MappingNode) and value.value:

@@ -13,26 +13,26 @@ from typing import Any, Literal
 
 from trimtab.base.suggestions import nearest
 
-A_SLIP = 0.75
+MIN_NAME_SIMILARITY = 0.75
 """How much alike two names are where one is taken for the other (1 is equal)."""
 OutcomeName = Literal["mapped", "automatic", "dead", "unsupported"]
 Take = Callable[[Any], Any]
 """From the flag's value to the key's; raises ValueError with what it takes where it cannot. None: the flag says nothing."""
 
 REWARD_MODEL = (
-    "it has to be a sequence classification of transformers with one label, as `trimtab reward-model` makes; of another kind, "
-    "serve it and ask it from a reward function of your own"
+    "it must be a transformers sequence classification model with one label, such as `trimtab reward-model` writes; serve any "
+    "other kind, and call it from a reward function of your own"
 )
-SCORED = "a reward model is loaded beside the policy, counted by the plan, and scores a step's samples packed"
-SFT = "supervised training is a command of its own, `trimtab sft`: name its final/ as model.path here"
-PAIRS = "training a reward model is a command of its own: `trimtab reward-model`"
+SCORED = "Trimtab loads the reward model beside the policy, counts it in the plan, and packs the samples that it scores"
+SFT = "supervised training has its own command, `trimtab sft`; set model.path here to its final/ folder"
+PAIRS = "training a reward model has its own command: `trimtab reward-model`"
 CRITIC = "learn.critic."
-AS_THE_POLICY = "the critic is packed, capped, planned and checkpointed as the policy is"
-SHARED = "the critic has the policy's optimizer and schedule; only its rate is its own: learn.critic.lr"
-PPO = "gae is PPO, with a critic: a second model in memory, which `trimtab plan` counts"
+CRITIC_LIKE_POLICY = "Trimtab packs, plans and checkpoints the critic in the same way as the policy"
+SHARED = "the critic uses the policy's optimizer and schedule; only its learning rate is separate: learn.critic.lr"
+PPO = "gae means PPO with a critic, a second model in memory, which `trimtab plan` counts"
 LIGER = (
-    "Trimtab's own fused layers are faster, and logits are never held for a whole batch; run.kernels: liger has Liger's norms, "
-    "rotation and gated products where it is installed"
+    "Trimtab's own fused layers are faster, and it never holds the logits of a whole batch; run.kernels: liger uses Liger's "
+    "norms, rope and gated products where Liger is installed"
 )
 NORMALISED = "advantages are normalised over all tokens of the step"
 
@@ -45,7 +45,7 @@ NULL = Null()
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConvertRule:
     outcome: OutcomeName
     name: str
     """Today's name."""
@@ -63,37 +63,39 @@ class Rule:
         return (self.name, *self.old, *self.never)
 
 
-def _rule(outcome: OutcomeName, names: str, key: str, note: str, take: Take | None, secret: bool = False) -> Rule:
+def _rule(
+    outcome: OutcomeName, names: str, key: str, note: str, take: Take | None, secret: bool = False
+) -> ConvertRule:
     real, _, never = names.partition("|")
     first, *old = real.split()
-    return Rule(outcome, first, tuple(old), tuple(never.split()), key, note, take, secret)
+    return ConvertRule(outcome, first, tuple(old), tuple(never.split()), key, note, take, secret)
 
 
-def mapped(names: str, key: str, take: Take, note: str = "", secret: bool = False) -> Rule:
+def mapped(names: str, key: str, take: Take, note: str = "", secret: bool = False) -> ConvertRule:
     """Goes to a key by itself."""
     return _rule("mapped", names, key, note, take, secret)
 
 
-def together(names: str, key: str, note: str = "", secret: bool = False) -> Rule:
+def together(names: str, key: str, note: str = "", secret: bool = False) -> ConvertRule:
     """Goes to a key, worked out from several flags by the framework's `settle`."""
     return _rule("mapped", names, key, note, None, secret)
 
 
-def automatic(names: str, note: str, pin: str = "") -> Rule:
+def automatic(names: str, note: str, pin: str = "") -> ConvertRule:
     """Trimtab decides it; `pin` is the key with which a user may."""
     return _rule("automatic", names, pin, note, None)
 
 
-def dead(names: str, note: str) -> Rule:
+def dead(names: str, note: str) -> ConvertRule:
     """Does nothing there, or not what is said of it."""
     return _rule("dead", names, "", note, None)
 
 
-def unsupported(names: str, note: str) -> Rule:
+def unsupported(names: str, note: str) -> ConvertRule:
     return _rule("unsupported", names, "", note, None)
 
 
-def each(rule: Callable[..., Rule], names: str, *said: Any) -> tuple[Rule, ...]:
+def each(rule: Callable[..., ConvertRule], names: str, *said: Any) -> tuple[ConvertRule, ...]:
     """The same rule for several flags."""
     return tuple(rule(name, *said) for name in names.split())
 
@@ -174,7 +176,7 @@ def mapping(value: Any) -> dict[str, Any]:
 def one_of(choices: Mapping[Any, Any]) -> Take:
     def take(value: Any) -> Any:
         if isinstance(value, list | dict) or value not in choices:
-            near = nearest(str(value), [choice for choice in choices if isinstance(choice, str)], A_SLIP)
+            near = nearest(str(value), [choice for choice in choices if isinstance(choice, str)], MIN_NAME_SIMILARITY)
             meant = f" (is {near} meant?)" if near else ""
             raise ValueError(f"takes one of {', '.join(map(str, choices))}{meant}")
         return choices[value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trimtab.convert.common import adapters, clip
 from trimtab.convert.rules import (
     SFT,
-    Rule,
+    ConvertRule,
     automatic,
     each,
     every,
@@ -21,11 +21,11 @@ from trimtab.convert.rules import (
 )
 from trimtab.convert.sheet import Framework, Sheet
 
-SFT_CONSTANTS: tuple[Rule, ...] = (
+SFT_CONSTANTS: tuple[ConvertRule, ...] = (
     *each(unsupported, "sft_maxlen sft_max_length sft_batch_size sft_epochs sft_lr sft_steps sft_learning_rate", SFT),
 )
 """What belongs to a stage of supervised training."""
-RULES: tuple[Rule, ...] = (
+RULES: tuple[ConvertRule, ...] = (
     together("grpo_batch_size batch_size train_batch_size", "learn.prompts_per_step"),
     together("gradient_accumulation_steps grad_accum_steps accumulation_steps", "learn.prompts_per_step"),
     mapped(
@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
     ),
     automatic(
         "gradient_checkpointing",
-        "where memory is short, and only what is cheap for its size",
+        "Trimtab recomputes activations where memory is short, the cheapest for their size first",
         "run.checkpoint_activations",
     ),
     automatic("device", "the first CUDA device, or the CPU", "run.device"),

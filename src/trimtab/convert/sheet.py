@@ -20,7 +20,7 @@ from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 from trimtab.convert.names import FAMILY, Names
-from trimtab.convert.rules import NULL, OutcomeName, Rule
+from trimtab.convert.rules import NULL, ConvertRule, OutcomeName
 from trimtab.convert.settings import Setting
 from trimtab.convert.versions import Was, defaults_of, earlier
 
@@ -33,7 +33,7 @@ NAMES = ("trimtab", "verl", "nanochat", "gspo", "gae", "false", "true")
 
 ALGORITHM_KEYS = ("learn.algorithm", "learn.loss", "learn.advantage")
 """Keys that are never left out: without them another algorithm would be trained."""
-NOT_ANOTHER = "Change the setting, or one that goes with it: left out, it would be another algorithm"
+KEEP_ALGORITHM = "Change it, or a setting that belongs to it: without it, this would be another algorithm"
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Line:
     """A setting and what becomes of it."""
 
     setting: Setting
-    rule: Rule | None
+    rule: ConvertRule | None
     given: bool = True
     """False: the framework's own default."""
     outcome: OutcomeName = "unsupported"
@@ -86,7 +86,7 @@ class Framework:
     kind: str
     title: str
     about: str
-    rules: tuple[Rule, ...]
+    rules: tuple[ConvertRule, ...]
     defaults: Mapping[str, Any]
     """The framework's own, by today's name, where they differ from Trimtab's and change what is learned."""
     settle: Callable[[Sheet], None]
@@ -129,7 +129,7 @@ class Framework:
         return f"{self.dashes}{self.in_full(name)}"
 
     @property
-    def by_name(self) -> dict[str, Rule]:
+    def by_name(self) -> dict[str, ConvertRule]:
         return {self.spelling(name): rule for rule in self.rules for name in rule.names}
 
 
@@ -178,7 +178,7 @@ class Sheet:
             return
         line = Line(setting, rule, True, rule.outcome, "" if rule.outcome == "mapped" else rule.key)
         if isinstance(setting.value, str) and REFERENCE.match(setting.value):
-            self._refuse(line, "takes its value from another key, which counts by itself", "dead")
+            self._refuse(line, "takes its value from another key, which is converted by itself", "dead")
             self.lines.append(line)
             return
         if spelt in map(self.framework.spelling, rule.never):
@@ -189,14 +189,14 @@ class Sheet:
             line.notes.append(self.framework.alias.format(self.framework.shown(rule.name)))
         name = spelt if rule.name.endswith(FAMILY) else rule.name
         if earlier := self._last.get(name):
-            earlier.outcome, earlier.key, earlier.notes = "dead", "", ["given again later; the last one counts"]
+            earlier.outcome, earlier.key, earlier.notes = "dead", "", ["set again later; the last one counts"]
         self._last[name] = line
         self.lines.append(line)
         if "$" in str(setting.value):
-            line.notes.append("only a shell knows what it stands for: write it out")
+            line.notes.append("only the shell knows its value: write the value out")
 
     def _unknown(self, setting: Setting, spelt: str) -> Line:
-        note = f"not a setting of {self.framework.title} that is known here"
+        note = f"not a {self.framework.title} setting that Trimtab knows"
         meant = self.names.meant(spelt)
         if not meant:
             return Line(setting, None, notes=[f"{note}. Trimtab does not know what it means"])
@@ -210,7 +210,7 @@ class Sheet:
         rule = line.rule
         assert rule
         if rule.outcome == "unsupported" and line.setting.value in (None, False, ""):
-            self._refuse(line, "off or empty: nothing is asked for", "dead")
+            self._refuse(line, "off or empty, so it has no effect", "dead")
             return
         if rule.note:
             line.notes.append(rule.note)
@@ -223,7 +223,7 @@ class Sheet:
             if value is not None:
                 self.put(rule.key, None if value is NULL else value, rule.name)
             elif line.given:
-                line.notes.append("says nothing here: the key is left out")
+                line.notes.append("has no effect: the key is left out")
 
     # --- for `settle`
 
@@ -240,7 +240,7 @@ class Sheet:
         """The line that counts for a flag; given or the framework's default."""
         return self._last.get(name)
 
-    def counting(self, rules: Sequence[Rule]) -> list[Line]:
+    def counting(self, rules: Sequence[ConvertRule]) -> list[Line]:
         """The lines that count for some rules, families included; given or the framework's defaults."""
         return [line for line in self._last.values() if line.rule in rules]
 
@@ -278,7 +278,7 @@ class Sheet:
         if (line := self._last.get(name)) and line.outcome == "mapped":
             self._refuse(line, note, outcome)
 
-    def without(self, rules: Sequence[Rule], why: str) -> None:
+    def without(self, rules: Sequence[ConvertRule], why: str) -> None:
         """Nothing that these rules say of a flag holds here: it does nothing."""
         for line in self.counting(rules):
             if line.outcome != "dead" and line.rule:
@@ -306,11 +306,11 @@ class Sheet:
                 self._take_out(key)
         for line in self.lines:
             if line.given and line.outcome == "mapped" and not line.key:
-                self._refuse(line, "nothing follows from it by itself", "dead")
+                self._refuse(line, "has no effect by itself", "dead")
         while problem := self._problem():
             key, what = problem
             if key in ALGORITHM_KEYS and self.keys[key].lines:
-                raise ConfigError([Problem(self.keys[key].lines[0].setting.name, f"{key} {what}", NOT_ANOTHER)])
+                raise ConfigError([Problem(self.keys[key].lines[0].setting.name, f"{key} {what}", KEEP_ALGORITHM)])
             for line in self._take_out(key):
                 line.outcome = line.outcome if line.key else "unsupported"
                 line.notes.append(f"{key} {what}. It is left out")
@@ -321,7 +321,7 @@ class Sheet:
 
         for line in self.lines:
             if line.given and line.outcome == "mapped" and not line.key:
-                self._refuse(line, "goes with a setting that is left out")
+                self._refuse(line, "belongs to a setting that is left out")
 
     def _take_out(self, key: str) -> tuple[Line, ...]:
         lines = self.keys.pop(key).lines

@@ -3,7 +3,7 @@
 Nothing is run. Variables that the text itself sets are put in where they are used; `${NAME:-default}` and whole-number
 arithmetic are worked out; what only a shell could know ($HOME, `$(command)`) stays as it is written. A backslash with a comment
 behind it continues the line, as people write it in guides (a shell would not). Variables that grow with every line, as in
-`A=$A$A`, are refused beyond `LONGEST_EXPANSION`.
+`A=$A$A`, are refused beyond `MAX_EXPANSION_CHARACTERS`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DOCUMENT = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
 ALL_OF = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[[@*]\]\}")
 DECLARES = ("export", "local", "readonly", "declare", "env")
 OPENS, CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
-LONGEST_EXPANSION = 1_000_000
+MAX_EXPANSION_CHARACTERS = 1_000_000
 """Characters that variables may put in, over the whole text."""
-LONGEST_SUM = 1_000
+MAX_ARITHMETIC_CHARACTERS = 1_000
 """Characters of an arithmetic expression, its variables put in."""
-DEEPEST = 20
+MAX_EXPANSION_DEPTH = 20
 """Defaults inside defaults: ${A:-${B:-...}}."""
 OPERATORS = {
     ast.Add: operator.add,
@@ -172,8 +172,8 @@ class Script:
         if text.startswith("$((", at):
             raw = text[at : _closing(text, at + 1, "(", ")")]
             inner = NAME.sub(lambda name: self._variable(name[0]), re.sub(r"[${}]", "", raw[3:-2]))
-            if len(inner) > LONGEST_SUM:
-                what = f"$((...)) has {len(inner):,} characters; at most {LONGEST_SUM:,} are worked out"
+            if len(inner) > MAX_ARITHMETIC_CHARACTERS:
+                what = f"$((...)) has {len(inner):,} characters; the limit is {MAX_ARITHMETIC_CHARACTERS:,}"
                 raise self._wrong(what, "Write its value instead")
             meant = _arithmetic(inner, raw)
         elif text.startswith("$(", at):
@@ -195,8 +195,8 @@ class Script:
 
     def _count_in(self, characters: int) -> None:
         self._put += max(0, characters)
-        if self._put > LONGEST_EXPANSION:
-            what = f"variables put in more than {LONGEST_EXPANSION:,} characters in all"
+        if self._put > MAX_EXPANSION_CHARACTERS:
+            what = f"variables expand to more than {MAX_EXPANSION_CHARACTERS:,} characters"
             raise self._wrong(what, "A variable that is set from itself grows with every line: write its value instead")
 
     def _wrong(self, what: str, fix: str, at: int | None = None) -> ConfigError:
@@ -212,8 +212,10 @@ class Script:
         """A text with its variables put in."""
         inner, found = Script(text, self.source), ""
         inner.variables, inner.used, inner._inside = self.variables, self.used, self._inside + 1
-        if inner._inside > DEEPEST:
-            raise self._wrong(f"defaults lie in defaults, more than {DEEPEST} deep", "Write the value instead")
+        if inner._inside > MAX_EXPANSION_DEPTH:
+            raise self._wrong(
+                f"defaults are nested more than {MAX_EXPANSION_DEPTH} levels deep", "Write the value instead"
+            )
         while inner.at < len(text):
             if text[inner.at] == "$":
                 found += inner._expansion()

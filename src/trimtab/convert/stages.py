@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.suggestions import nearest
-from trimtab.convert.rules import A_SLIP
+from trimtab.convert.rules import MIN_NAME_SIMILARITY
 from trimtab.convert.settings import Setting
 
 PAIRS = (
@@ -120,7 +120,7 @@ def kind_of(kind: str, settings: Sequence[Setting]) -> str:
         if stage:
             found.setdefault(stage, program)
     if len(found) > 1:
-        what = f"settings of {len(found)} trainings are mixed"
+        what = f"the settings of {len(found)} training runs are mixed"
         fix = "Give one of them: its command after --, or a file that holds nothing else"
         raise ConfigError([Problem(", ".join(found.values()), what, fix)])
     stage = next(iter(found), "")
@@ -149,9 +149,9 @@ def _stage(family: str, program: str) -> str:
 
 def _no_command(name: str, names: Sequence[str]) -> NoReturn:
     commands = [word for word in names if word.islower()]
-    near = nearest(name, commands, A_SLIP)
+    near = nearest(name, commands, MIN_NAME_SIMILARITY)
     fix = f"Did you mean trl {near}?" if near else "Write trl grpo, rloo, ppo, sft or reward"
-    raise ConfigError([Problem(f"trl {name}", "is no command of TRL that is known here", fix)])
+    raise ConfigError([Problem(f"trl {name}", "is not a TRL command that Trimtab knows", fix)])
 
 
 def _guessed(names: set[str]) -> str:

@@ -6,7 +6,7 @@ from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.sft import SftConfig
 from trimtab.convert.common import choice, optimizer, processes
 from trimtab.convert.rules import (
-    Rule,
+    ConvertRule,
     automatic,
     dead,
     each,
@@ -52,7 +52,7 @@ FROM_TABLE = (
     "model_init_kwargs.* accelerate_config config quantization_config quantization_config.*"
 )
 """Rules of GRPOConfig's table that hold here too."""
-SHARED: tuple[Rule, ...] = (
+SHARED: tuple[ConvertRule, ...] = (
     *(rule for rule in TABLE if rule.name in FROM_TABLE.split()),
     together("max_steps", "learn.steps"),
     mapped("num_train_epochs", "learn.epochs", number),
@@ -70,7 +70,7 @@ SHARED: tuple[Rule, ...] = (
     unsupported("label_smoothing_factor", "the loss is the plain one"),
     unsupported("group_by_length", "nothing is padded: lengths need no groups"),
 )
-SFT_RULES: tuple[Rule, ...] = (
+SFT_RULES: tuple[ConvertRule, ...] = (
     *SHARED,
     together("per_device_train_batch_size", "learn.sequences_per_step", "counted in examples, there and here"),
     together("gradient_accumulation_steps", "learn.sequences_per_step"),
@@ -93,7 +93,7 @@ SFT_RULES: tuple[Rule, ...] = (
     unsupported("neftune_noise_alpha", "no noise is added to embeddings"),
     *each(unsupported, "dataset_kwargs dataset_kwargs.*", "write the rows as docs/sft.md shows them"),
 )
-REWARD_RULES: tuple[Rule, ...] = (
+REWARD_RULES: tuple[ConvertRule, ...] = (
     *SHARED,
     together("per_device_train_batch_size", "learn.pairs_per_step", "counted in pairs, there and here"),
     together("gradient_accumulation_steps", "learn.pairs_per_step"),

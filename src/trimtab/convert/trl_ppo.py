@@ -9,7 +9,7 @@ from trimtab.convert.common import clip, critic, optimizer, processes, reward_mo
 from trimtab.convert.rules import (
     NORMALISED,
     REWARD_MODEL,
-    Rule,
+    ConvertRule,
     automatic,
     dead,
     each,
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, Any] = {
 }
 TEMPERATURE, LEARNING_RATE = 0.7, 3e-6
 """PPOConfig's own, for arguments that GRPOConfig has too."""
-OWN_RULES: tuple[Rule, ...] = (
+OWN_RULES: tuple[ConvertRule, ...] = (
     together("response_length", "learn.max_new_tokens"),
     together("num_ppo_epochs", "learn.epochs_per_step", "passes over one batch of samples"),
     together("num_mini_batches", "learn.updates_per_step"),
@@ -67,7 +67,7 @@ OWN_RULES: tuple[Rule, ...] = (
         "TRL works it out itself, whatever is given",
     ),
     unsupported("whiten_rewards", "rewards are not whitened; advantages are"),
-    unsupported("missing_eos_penalty", "learn.mask_truncated or learn.overlong are near"),
+    unsupported("missing_eos_penalty", "learn.mask_truncated and learn.overlong are similar"),
     together("reward_model_path", "reward.0.fn", REWARD_MODEL),
     *each(
         unsupported,
@@ -76,7 +76,7 @@ OWN_RULES: tuple[Rule, ...] = (
     ),
 )
 _OF_GRPO = tuple(dict.fromkeys([*OF_GRPO, *OF_GRPO_ALONE.split()]))
-RULES: tuple[Rule, ...] = (
+RULES: tuple[ConvertRule, ...] = (
     *(rule for rule in TABLE if rule.name not in _OF_GRPO),
     *OWN_RULES,
     *each(dead, " ".join(_OF_GRPO), "GRPOConfig's; PPOConfig does not have it"),

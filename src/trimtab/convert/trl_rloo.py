@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.convert.common import clip, optimizer
-from trimtab.convert.rules import Rule, dead, each, mapped, pair, real, some, together, unsupported, whole, yes
+from trimtab.convert.rules import ConvertRule, dead, each, mapped, pair, real, some, together, unsupported, whole, yes
 from trimtab.convert.sheet import Framework, Sheet
 from trimtab.convert.trl_common import (
     NEWEST,
@@ -24,7 +24,7 @@ DEFAULTS = {**TRAINER_DEFAULTS, "num_generations": 2, "max_completion_length": 5
 WAS = (Was("1.10", "max_completion_length", 256), Was("0.27", "max_prompt_length", 512))
 """From rloo_config.py of every release since 0.22."""
 LEARNING_RATE = 1e-6
-OWN_RULES: tuple[Rule, ...] = (
+OWN_RULES: tuple[ConvertRule, ...] = (
     together("num_generations rloo_k", "learn.samples_per_prompt"),
     mapped("num_iterations num_ppo_epochs", "learn.epochs_per_step", whole, "passes over one batch of samples"),
     mapped("max_completion_length response_length", "learn.max_new_tokens", whole),

@@ -7,7 +7,7 @@ from trimtab.convert.rules import (
     PAIRS,
     REWARD_MODEL,
     SFT,
-    Rule,
+    ConvertRule,
     automatic,
     dead,
     each,
@@ -25,7 +25,7 @@ from trimtab.convert.rules import (
 )
 
 ENGINE = "the native engine generates with the trainer's own weights"
-ONE_DEVICE = "one process on one device. `trimtab plan --devices N` predicts several"
+ONE_DEVICE = "Trimtab runs as one process on one device. `trimtab plan --devices N` predicts several devices"
 
 OF_GRPO_ALONE = (
     "loss_type importance_sampling_level scale_rewards delta use_bias_correction_kl entropy_coef "
@@ -36,10 +36,10 @@ OF_GRPO_ALONE = (
     "sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
 )
 """Arguments of GRPOConfig that none of TRL's other classes has."""
-REWARD_MODEL_ARGUMENTS: tuple[Rule, ...] = (together("reward_model_name_or_path", "reward.0.fn", REWARD_MODEL),)
+REWARD_MODEL_ARGUMENTS: tuple[ConvertRule, ...] = (together("reward_model_name_or_path", "reward.0.fn", REWARD_MODEL),)
 """What needs a reward model."""
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[ConvertRule, ...] = (
     # what to learn
     mapped("model_name_or_path", "model.path", text),
     mapped("trust_remote_code", "model.trust_remote_code", yes),
@@ -54,13 +54,17 @@ RULES: tuple[Rule, ...] = (
     together("num_generations", "learn.samples_per_prompt"),
     mapped("num_iterations", "learn.epochs_per_step", whole, "passes over one batch of samples"),
     together("max_steps", "learn.steps", "TRL counts optimizer steps, Trimtab batches"),
-    together("num_train_epochs", "learn.steps", "passes over the data: the number of rows is needed"),
+    together(
+        "num_train_epochs",
+        "learn.steps",
+        "counts passes over the data, and the number of rows is not known here",
+    ),
     mapped("max_completion_length", "learn.max_new_tokens", whole),
     mapped(
         "max_prompt_length",
         "data.max_prompt_tokens",
         some(whole),
-        "TRL cut prompts, and took this out; here longer ones are left out",
+        "TRL truncated prompts and has removed this; Trimtab skips longer ones",
     ),
     mapped("temperature", "learn.sampling.temperature", number),
     mapped("top_p", "learn.sampling.top_p", real),
@@ -73,17 +77,21 @@ RULES: tuple[Rule, ...] = (
     mapped("adam_epsilon", "learn.optimizer.eps", real),
     mapped("max_grad_norm", "learn.max_grad_norm", norm),
     together("lr_scheduler_type", "learn.schedule.kind"),
-    together("lr_scheduler_kwargs", "learn.schedule.final", "of cosine_with_min_lr: min_lr_rate, or min_lr as a rate"),
+    together(
+        "lr_scheduler_kwargs",
+        "learn.schedule.final",
+        "for cosine_with_min_lr: min_lr_rate, or min_lr as a fraction of the learning rate",
+    ),
     together("lr_scheduler_kwargs.min_lr_rate", "learn.schedule.final"),
     together("lr_scheduler_kwargs.min_lr", "learn.schedule.final", "a rate: divided by learning_rate"),
     *each(
         unsupported,
         "lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.*",
-        "of a schedule its kind, its warm-up and where it ends are here: learn.schedule",
+        "learn.schedule sets the kind, the warm-up and the final learning rate only",
     ),
     together("warmup_steps", "learn.schedule.warmup_steps"),
     together("warmup_ratio", "learn.schedule.warmup_steps"),
-    mapped("beta", "learn.kl.coef", real, "k3 in the loss, there and here; 0 keeps no reference"),
+    mapped("beta", "learn.kl.coef", real, "both use k3 in the loss; with 0 Trimtab loads no reference model"),
     together("use_bias_correction_kl", "learn.kl.corrected"),
     together("epsilon", "learn.clip.low"),
     together("epsilon_high", "learn.clip.high"),
@@ -91,7 +99,7 @@ RULES: tuple[Rule, ...] = (
         "delta",
         "learn.clip.dual",
         some(real),
-        "the same: it bounds the ratio where the advantage is negative",
+        "means the same: it limits the ratio where the advantage is negative",
     ),
     together("loss_type", "learn.aggregate"),
     together("importance_sampling_level", "learn.loss"),
@@ -101,7 +109,7 @@ RULES: tuple[Rule, ...] = (
     together("vllm_importance_sampling_correction", "learn.importance.level"),
     together("vllm_importance_sampling_mode", "learn.importance.mode"),
     together("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "learn.importance.cap"),
-    mapped("seed", "learn.seed", whole, "samples differ all the same: each framework draws in its own way"),
+    mapped("seed", "learn.seed", whole, "the samples still differ: each framework has its own random numbers"),
     together("use_peft", "model.lora"),
     together("lora_r", "model.lora.r"),
     together("lora_alpha", "model.lora.alpha"),
@@ -114,25 +122,27 @@ RULES: tuple[Rule, ...] = (
     mapped("dataset_test_split", "data.eval_split", text),
     mapped("shuffle_dataset", "data.shuffle", yes),
     automatic(
-        "dataset_streaming streaming", "rows are read whole before the model loads: columns and types are checked first"
+        "dataset_streaming streaming", "Trimtab reads all rows and checks columns and types before it loads the model"
     ),
     together("reward_funcs", "reward.0.fn"),
     together("reward_weights", "reward.0.weight"),
     together("eval_strategy", "data.eval"),
     together("eval_steps", "observe.eval_every"),
     together("num_generations_eval", "eval.samples_per_prompt"),
-    automatic("eval_on_start", "always: with an evaluation set, before the first step and after the last"),
+    automatic(
+        "eval_on_start", "always on: with an evaluation set, Trimtab evaluates before the first step and after the last"
+    ),
     # logs and checkpoints
     mapped("output_dir", "observe.dir", text, "the run's folder"),
     together("save_steps", "observe.checkpoint_every"),
     mapped("save_total_limit", "observe.keep_checkpoints", positive),
     automatic("save_strategy", "every so many steps", "observe.checkpoint_every"),
-    automatic("save_only_model", "checkpoints are whole, so that a run can go on"),
-    automatic("resume_from_checkpoint", "trimtab train --resume goes on from the newest checkpoint"),
+    automatic("save_only_model", "checkpoints are always complete, so that a run can continue"),
+    automatic("resume_from_checkpoint", "trimtab train --resume continues from the newest checkpoint"),
     *each(
         automatic,
         "load_best_model_at_end metric_for_best_model",
-        "the best by evaluation is kept: trimtab export --checkpoint best",
+        "Trimtab keeps the best checkpoint by evaluation: trimtab export --checkpoint best",
         "eval.part",
     ),
     *each(automatic, "logging_steps logging_strategy logging_first_step", "every step is logged"),
@@ -156,7 +166,7 @@ RULES: tuple[Rule, ...] = (
     automatic("vllm_mode", ENGINE, "run.engine"),
     automatic(
         "vllm_gpu_memory_utilization",
-        "no share to guess: the KV cache gets what the plan leaves, in bytes",
+        "Trimtab gives the KV cache the memory that the plan leaves over",
         "run.rollout.kv_memory",
     ),
     automatic(
@@ -171,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     ),
     automatic(
         "vllm_enable_sleep_mode",
-        "the KV cache's memory is lent to the update; no weights move",
+        "the update uses the KV cache's memory in its turn; no weights are moved",
         "run.rollout.lend_memory",
     ),
     *each(
@@ -183,23 +193,25 @@ RULES: tuple[Rule, ...] = (
     automatic("vllm_model_impl", ENGINE, "run.engine"),
     automatic(
         "use_transformers_continuous_batching use_transformers_paged",
-        "always: finished sequences make room for others",
+        "always on: a finished sequence makes room for the next",
         "run.rollout.max_sequences",
     ),
     automatic("cache_implementation", "paged KV", "run.rollout.page_tokens"),
     automatic("ds3_gather_for_generation", ENGINE),
-    unsupported("repetition_penalty", "no penalty: log-probs of training are those of sampling"),
+    unsupported(
+        "repetition_penalty", "Trimtab applies no penalty, so that sampling and training have the same log-probs"
+    ),
     *each(unsupported, "generation_kwargs generation_kwargs.*", "write what Trimtab has as learn.sampling"),
     *each(unsupported, "chat_template_kwargs chat_template_kwargs.*", "the tokenizer's template is applied as it is"),
     unsupported(
         "vllm_structured_outputs_regex vllm_guided_decoding_regex",
-        "completions are not constrained; reward the form with the built-in regex",
+        "Trimtab does not constrain completions; reward their form with the built-in regex",
     ),
-    unsupported("max_tool_calling_iterations", "not converted: environment.max_turns is one more"),
+    unsupported("max_tool_calling_iterations", "not converted: environment.max_turns is this number plus one"),
     # memory and speed
     automatic(
         "gradient_checkpointing",
-        "where memory is short, and only what is cheap for its size",
+        "Trimtab recomputes activations where memory is short, the cheapest for their size first",
         "run.checkpoint_activations",
     ),
     *each(
@@ -213,12 +225,12 @@ RULES: tuple[Rule, ...] = (
     *each(
         automatic,
         "liger_kernel_config liger_kernel_config.*",
-        "run.kernels: liger has all of Liger's but its loss",
+        "run.kernels: liger uses all of Liger except its loss",
         "run.kernels",
     ),
     automatic("bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("dtype torch_dtype", "bfloat16 with float32 masters on a GPU", "model.dtype"),
-    unsupported("fp16", "float16 is not here: bfloat16 needs no loss scaling"),
+    unsupported("fp16", "Trimtab has no float16: bfloat16 needs no loss scaling"),
     automatic("tf32", "float32 work is done in float32"),
     automatic("attn_implementation", "one attention for training and generation"),
     automatic("torch_compile", "known layers are fused in own kernels"),
@@ -226,7 +238,7 @@ RULES: tuple[Rule, ...] = (
     *each(
         automatic,
         "dataset_num_proc dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor",
-        "prompts are tokenised ahead, in a thread",
+        "Trimtab tokenises prompts ahead, in a thread",
     ),
     automatic("torch_empty_cache_steps", "memory is handed over between phases"),
     automatic("pad_to_multiple_of", "nothing is padded anywhere"),
@@ -239,23 +251,23 @@ RULES: tuple[Rule, ...] = (
         "ddp_find_unused_parameters",
         ONE_DEVICE,
     ),
-    *each(automatic, "full_determinism data_seed", "data order and sampling depend on learn.seed alone", "learn.seed"),
+    *each(automatic, "full_determinism data_seed", "data order and sampling depend only on learn.seed", "learn.seed"),
     automatic("use_cpu", "the first CUDA device, or the CPU", "run.device"),
-    automatic("num_processes", "one process; TRL's batch sizes are multiplied by it"),
+    automatic("num_processes", "Trimtab runs one process; TRL's batch sizes are multiplied by this number"),
     dead(
         "auto_find_batch_size",
-        "TRL refuses it for GRPO. Here memory that runs out is recovered from, with the same gradient",
+        "TRL rejects it for GRPO. Trimtab recovers from running out of memory with the same gradient",
     ),
-    dead("disable_dropout", "nothing is dropped while training: the engine and the trainer must agree"),
+    dead("disable_dropout", "Trimtab trains without dropout: the engine and the trainer must agree"),
     *each(dead, "do_train do_eval", "trimtab train trains; an evaluation set is evaluated"),
     # not here
-    unsupported("model_revision", "download that revision into a folder and name the folder"),
+    unsupported("model_revision", "download that revision into a folder and write the folder's path"),
     *each(
         unsupported,
         "load_in_4bit load_in_8bit use_bnb_nested_quant",
-        "weights are not quantised; model.lora with bfloat16 weights is near",
+        "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar",
     ),
-    unsupported("use_rslora", "adapters are scaled by alpha / r: give alpha × sqrt(r) as model.lora.alpha"),
+    unsupported("use_rslora", "Trimtab scales adapters by alpha / r: write alpha × sqrt(r) as model.lora.alpha"),
     *each(
         unsupported, "use_dora lora_modules_to_save lora_target_parameters lora_bias", "plain adapters on linear layers"
     ),
@@ -263,7 +275,7 @@ RULES: tuple[Rule, ...] = (
     *each(
         unsupported,
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
-        "the reference is the model as it was before training",
+        "the reference model stays the model before training",
     ),
     unsupported("top_entropy_quantile", "every token counts"),
     *each(
@@ -283,7 +295,7 @@ RULES: tuple[Rule, ...] = (
     *each(
         unsupported,
         "quantization_config quantization_config.*",
-        "weights are not quantised; model.lora with bfloat16 weights is near",
+        "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar",
     ),
     *REWARD_MODEL_ARGUMENTS,
     *each(

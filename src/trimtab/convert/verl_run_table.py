@@ -5,22 +5,24 @@
 
 from __future__ import annotations
 
-from trimtab.convert.rules import LIGER, SFT, Rule, automatic, dead, each, unsupported
+from trimtab.convert.rules import LIGER, SFT, ConvertRule, automatic, dead, each, unsupported
 
-MICRO = "follows from the token budget. In verl it changes the loss: token means are taken in each micro-batch there"
-SCORE = "passes without a gradient have a cap of their own. In verl, other sizes than the update's move the ratio off 1"
+MICRO = (
+    "follows from the token budget. In verl it changes the loss, because verl averages tokens within each micro-batch"
+)
+SCORE = "passes without gradients have their own token budget. In verl, sizes that differ from the update's move the ratio off 1"
 TRACE = "every phase of every step is in RUN/trace.json"
 ENGINE = "the native engine generates with the trainer's own weights"
-CHUNKED = "always: log-probs and entropy come out of hidden states in chunks, recomputed in the backward pass"
-ONE_DEVICE = "one process on one device. `trimtab plan --devices N` predicts several"
+CHUNKED = "always on: Trimtab computes log-probs and entropy in chunks, and again in the backward pass"
+ONE_DEVICE = "Trimtab runs as one process on one device. `trimtab plan --devices N` predicts several devices"
 
-RUN_RULES: tuple[Rule, ...] = (
+RUN_RULES: tuple[ConvertRule, ...] = (
     # rollout
     automatic("A.rollout.name | rollout.engine", "the native engine", "run.engine"),
     automatic("A.rollout.mode", "one native engine, in the trainer's process", "run.engine"),
     automatic(
         "A.rollout.gpu_memory_utilization | rollout.gpu_memory_utilization",
-        "no share to guess: the KV cache gets what the plan leaves, in bytes. In verl it means another thing for each engine",
+        "Trimtab gives the KV cache the memory that the plan leaves over. In verl the meaning depends on the engine",
         "run.rollout.kv_memory",
     ),
     automatic(
@@ -44,8 +46,8 @@ RUN_RULES: tuple[Rule, ...] = (
         "run.rollout.tensor_parallel",
     ),
     automatic("A.rollout.data_parallel_size", ONE_DEVICE),
-    automatic("A.rollout.disable_log_stats", "tokens a second, batch and KV use are on every step's line"),
-    automatic("A.rollout.enforce_eager", "the native engine decides what runs as a graph"),
+    automatic("A.rollout.disable_log_stats", "Trimtab shows tokens per second, batch size and KV use for every step"),
+    automatic("A.rollout.enforce_eager", "the native engine decides what to run as CUDA graphs"),
     automatic("A.rollout.free_cache_engine", "the KV cache's memory is lent to the update", "run.rollout.lend_memory"),
     automatic("A.rollout.enable_chunked_prefill", "long prompts are prefilled in chunks", "run.rollout.prefill_tokens"),
     automatic("A.rollout.enable_prefix_caching", "on", "run.rollout.prefix_cache"),
@@ -57,12 +59,15 @@ RUN_RULES: tuple[Rule, ...] = (
         "no weights are sent",
     ),
     automatic("A.rollout.checkpoint_engine.backend", "no weights are sent"),
-    automatic("A.rollout.calculate_log_probs", "always: the engine's log-probs come with the tokens"),
+    automatic("A.rollout.calculate_log_probs", "always on: the engine returns log-probs with the tokens"),
     automatic("A.rollout.agent.num_workers", "one native engine"),
     automatic("A.rollout.seed", "sampling depends on learn.seed, step, prompt and position", "learn.seed"),
-    dead("A.rollout.do_sample", "sampling is always on while training; a temperature of 0 is refused"),
+    dead("A.rollout.do_sample", "training always samples; Trimtab rejects a temperature of 0"),
     dead("A.rollout.ignore_eos", "for benchmarks: a completion ends at its end"),
-    unsupported("A.rollout.multi_turn.enable", "tools are not converted: name Python functions in environment.tools"),
+    unsupported(
+        "A.rollout.multi_turn.enable",
+        "tools are not converted: write Python functions and name them in environment.tools",
+    ),
     unsupported("A.rollout.quantization", "the engine generates with the trainer's own weights"),
     # batches and memory
     automatic(
@@ -73,12 +78,12 @@ RUN_RULES: tuple[Rule, ...] = (
     ),
     automatic(
         "A.actor.use_dynamic_bsz | use_dynamic_bsz",
-        "always: micro-batches are filled up to a token budget",
+        "always on: Trimtab fills micro-batches up to a token budget",
         "run.token_budget",
     ),
     automatic(
         "A.actor.ppo_max_token_len_per_gpu",
-        "a hard cap from the memory plan. verl's was no cap before August 2026: micro-batches could be larger",
+        "Trimtab takes a hard limit from the memory plan. Before August 2026, micro-batches of verl could exceed this one",
         "run.token_budget",
     ),
     automatic(
@@ -96,25 +101,26 @@ RUN_RULES: tuple[Rule, ...] = (
     automatic("A.model.use_remove_padding | use_remove_padding", "always: nothing is padded anywhere"),
     automatic(
         "A.model.enable_gradient_checkpointing | actor.gradient_checkpointing",
-        "where memory is short, and only what is cheap for its size",
+        "Trimtab recomputes activations where memory is short, the cheapest for their size first",
         "run.checkpoint_activations",
     ),
     automatic(
         "A.model.enable_activation_offload",
-        "where the longest sequence would not fit otherwise",
+        "Trimtab does it where the longest sequence does not fit otherwise",
         "run.offload.activations",
     ),
     automatic(
         "A.actor.fsdp_config.optimizer_offload | actor.offload_optimizer_states",
-        "streamed from host memory where memory is short",
+        "Trimtab streams it from host memory where device memory is short",
         "run.offload.optimizer",
     ),
     automatic(
-        "A.actor.fsdp_config.param_offload | actor.offload_param", "the weights stay: the engine generates with them"
+        "A.actor.fsdp_config.param_offload | actor.offload_param",
+        "the weights stay on the device: the engine generates with them",
     ),
     automatic(
         "A.ref.fsdp_config.param_offload",
-        "on the device only while it scores, where memory is short",
+        "where memory is short, it is on the device only while it scores",
         "run.offload.reference",
     ),
     automatic(
@@ -126,12 +132,12 @@ RUN_RULES: tuple[Rule, ...] = (
     automatic("A.actor.fsdp_config.reshard_after_forward", ONE_DEVICE),
     automatic(
         "A.actor.fsdp_config.forward_prefetch | fsdp_config.forward_prefetch",
-        "one device: nothing is gathered. On FSDP2 verl ignores it",
+        "on one device there is nothing to gather. verl ignores it on FSDP2",
     ),
     automatic("A.ref.fsdp_config.forward_prefetch", "one device: nothing is gathered"),
     automatic("A.actor.strategy", ONE_DEVICE),
     automatic("A.ref.strategy", ONE_DEVICE),
-    automatic("A.hybrid_engine", "always: the engine generates with the trainer's own weights"),
+    automatic("A.hybrid_engine", "always on: the engine generates with the trainer's own weights"),
     automatic("A.model.use_fused_kernels", CHUNKED, "run.logprob_chunk"),
     automatic("A.model.fused_kernel_options.impl_backend", CHUNKED, "run.logprob_chunk"),
     automatic("A.model.use_liger | model.use_liger", LIGER, "run.kernels"),
@@ -145,21 +151,21 @@ RUN_RULES: tuple[Rule, ...] = (
     automatic("A.actor.entropy_checkpointing A.actor.fsdp_config.entropy_checkpointing", CHUNKED, "run.logprob_chunk"),
     dead(
         "A.ref.entropy_from_logits_with_chunking",
-        "verl's guide names this key, but the reference computes no entropy: the actor's key is the one. Here it is "
+        "verl's guide names this key, but its reference computes no entropy; the actor's key does. In Trimtab it is "
         + CHUNKED,
     ),
-    dead("A.actor.shuffle", "the batch is split by prompts, in the order in which they were drawn"),
+    dead("A.actor.shuffle", "Trimtab splits the batch by prompt, in the order of sampling"),
     unsupported(
         "A.actor.ulysses_sequence_parallel_size A.actor.fsdp_config.ulysses_sequence_parallel_size "
         "| ulysses_sequence_parallel_size",
-        "sequences are not cut over devices: learn.max_new_tokens bounds them",
+        "Trimtab does not split sequences over devices; learn.max_new_tokens limits their length",
     ),
     unsupported("A.ref.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
     *each(
         unsupported,
         "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold "
         "algorithm.rollout_correction.rollout_rs_threshold_lower",
-        "samples are not rejected; learn.importance with mode: mask is near",
+        "Trimtab does not reject samples; learn.importance with mode: mask is similar",
     ),
     unsupported("algorithm.use_pf_ppo", "samples are not weighed anew"),
     *each(unsupported, "config_name config_path config_dir", "a file of Hydra's: convert it with --file"),
@@ -195,39 +201,41 @@ RUN_RULES: tuple[Rule, ...] = (
     automatic("A.ref.use_torch_compile", "known layers are fused in own kernels"),
     automatic(
         "A.actor.checkpoint.*",
-        "checkpoints are whole: model, optimizer and state of the run",
+        "a checkpoint always holds model, optimizer and run state",
         "observe.checkpoint_every",
     ),
-    automatic("data.filter_overlong_prompts_workers", "prompts are tokenised ahead, in a thread"),
-    automatic("A.actor.calculate_entropy", "always: the entropy is a metric of every step"),
+    automatic("data.filter_overlong_prompts_workers", "Trimtab tokenises prompts ahead, in a thread"),
+    automatic("A.actor.calculate_entropy", "always on: entropy is a metric of every step"),
     automatic(
         "reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log "
         "reward_model.overlong_buffer.log",
-        "rewards are logged before and after the penalty",
+        "Trimtab logs rewards before and after the penalty",
     ),
     automatic(
         "reward.reward_kwargs.max_resp_len reward_model.reward_kwargs.max_resp_len",
-        "learn.max_new_tokens is where the penalty is whole",
+        "the penalty reaches its full size at learn.max_new_tokens",
         "learn.max_new_tokens",
     ),
     unsupported("A.actor.optim.override_optimizer_config.*", "AdamW on float32 masters"),
     *each(
         unsupported,
         "A.actor.optim.init_lr_ratio A.actor.optim.*",
-        "see learn.optimizer and learn.schedule for what there is",
+        "see learn.optimizer and learn.schedule for what Trimtab offers",
     ),
     automatic("A.ref.entropy_checkpointing", "the reference computes no entropy"),
     *each(
         unsupported,
         "async_training.* rollout.*",
-        "sampling and training take turns: every sample is from the newest weights",
+        "sampling and training alternate: every sample comes from the newest weights",
     ),
     unsupported("hydra.*", "a file of Hydra's: convert it with --file"),
     unsupported("data.apply_chat_template_kwargs.*", "the tokenizer's template is applied as it is"),
-    unsupported("A.rollout.multi_turn.*", "tools are not converted: name Python functions in environment.tools"),
+    unsupported(
+        "A.rollout.multi_turn.*", "tools are not converted: write Python functions and name them in environment.tools"
+    ),
     unsupported("A.model.mtp.*", "one token is predicted at a time"),
-    unsupported("A.model.override_config.*", "the checkpoint's own config is used: change that"),
-    unsupported("distillation.*", "no teacher: rewards are all that is learned from"),
+    unsupported("A.model.override_config.*", "Trimtab uses the config of the checkpoint: change that"),
+    unsupported("distillation.*", "Trimtab has no teacher: it learns from rewards only"),
     unsupported("algorithm.rollout_correction.*", "see learn.importance for what there is"),
     *each(unsupported, "data.image_key data.video_key data.audio_key data.mm_processor_kwargs.*", "text models only"),
     unsupported("data.custom_cls.*", "write the rows to a JSONL or Parquet file"),

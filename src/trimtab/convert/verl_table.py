@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from trimtab.convert.rules import (
-    AS_THE_POLICY,
+    CRITIC_LIKE_POLICY,
     NORMALISED,
     REWARD_MODEL,
     SCORED,
     SHARED,
-    Rule,
+    ConvertRule,
     automatic,
     dead,
     each,
@@ -27,18 +27,18 @@ from trimtab.convert.rules import (
 )
 from trimtab.convert.verl_run_table import ONE_DEVICE
 
-CRITIC_KEYS: tuple[Rule, ...] = (
+CRITIC_KEYS: tuple[ConvertRule, ...] = (
     together(
         "critic.model.path",
         "learn.critic.path",
-        "a language model with the policy's tokenizer; its head is made anew, and says 0 at first",
+        "must be a language model with the policy's tokenizer; Trimtab adds a new value head, which predicts 0 at first",
     ),
     together("critic.optim.lr", "learn.critic.lr"),
     together("critic.cliprange_value", "learn.critic.clip"),
     together(
         "trainer.critic_warmup",
         "learn.critic.warmup_steps",
-        "verl counts steps from 1, and in step critic_warmup the policy learns already: one less here",
+        "verl counts steps from 1, and its policy already learns in step critic_warmup, so Trimtab gets one less",
     ),
     together("algorithm.gamma", "learn.critic.gamma"),
     together("algorithm.lam", "learn.critic.lam", f"there and here {NORMALISED}"),
@@ -51,37 +51,41 @@ CRITIC_KEYS: tuple[Rule, ...] = (
     *each(
         automatic,
         "critic.ppo_infer_micro_batch_size_per_gpu critic.ppo_infer_max_token_len_per_gpu",
-        "passes without a gradient have a cap of their own",
+        "passes without gradients have their own token budget",
         "run.score_token_budget",
     ),
     automatic(
         "critic.forward_micro_batch_size_per_gpu critic.forward_micro_batch_size",
-        "passes without a gradient have a cap of their own",
+        "passes without gradients have their own token budget",
         "run.score_token_budget",
     ),
     automatic(
-        "critic.ppo_max_token_len_per_gpu", "a cap from the memory plan, for policy and critic", "run.token_budget"
+        "critic.ppo_max_token_len_per_gpu",
+        "Trimtab takes the limit from the memory plan, for policy and critic",
+        "run.token_budget",
     ),
     automatic(
         "critic.forward_max_token_len_per_gpu",
-        "passes without a gradient have a cap of their own",
+        "passes without gradients have their own token budget",
         "run.score_token_budget",
     ),
-    automatic("critic.use_dynamic_bsz", "always: micro-batches are filled up to a token budget", "run.token_budget"),
+    automatic(
+        "critic.use_dynamic_bsz", "always on: Trimtab fills micro-batches up to a token budget", "run.token_budget"
+    ),
     *each(
         automatic,
         "critic.model.enable_gradient_checkpointing critic.model.enable_activation_offload",
-        AS_THE_POLICY,
+        CRITIC_LIKE_POLICY,
         "run.checkpoint_activations",
     ),
     automatic("critic.model.use_remove_padding", "always: nothing is padded anywhere"),
     automatic(
         "critic.model.fsdp_config.param_offload critic.fsdp.param_offload",
-        "one device holds policy and critic; `trimtab plan` says whether they fit",
+        "one device holds both policy and critic; `trimtab plan` says whether they fit",
     ),
     automatic(
         "critic.model.fsdp_config.optimizer_offload critic.fsdp.optimizer_offload",
-        "streamed from host memory where memory is short",
+        "Trimtab streams it from host memory where device memory is short",
         "run.offload.optimizer",
     ),
     automatic("trainer.max_critic_ckpt_to_keep", "the critic is in every checkpoint", "observe.keep_checkpoints"),
@@ -103,7 +107,7 @@ CRITIC_KEYS: tuple[Rule, ...] = (
         automatic,
         "critic.checkpoint.* critic.profiler.* critic.rollout_n critic.shuffle critic.data_loader_seed "
         "critic.model.use_liger critic.model.use_shm",
-        AS_THE_POLICY,
+        CRITIC_LIKE_POLICY,
     ),
     *each(
         unsupported,
@@ -117,7 +121,7 @@ CRITIC_KEYS: tuple[Rule, ...] = (
     unsupported("critic.*", "see learn.critic for what there is"),
 )
 """What is said of a critic."""
-REWARD_MODEL_KEYS: tuple[Rule, ...] = (
+REWARD_MODEL_KEYS: tuple[ConvertRule, ...] = (
     together("reward.reward_model.enable reward_model.enable", "reward.0.fn"),
     together("reward.reward_model.model_path reward_model.model.path", "reward.0.fn", REWARD_MODEL),
     automatic("reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size", SCORED, "run.score_token_budget"),
@@ -133,7 +137,7 @@ REWARD_MODEL_KEYS: tuple[Rule, ...] = (
 )
 """What needs a reward model."""
 
-LEARN_RULES: tuple[Rule, ...] = (
+LEARN_RULES: tuple[ConvertRule, ...] = (
     # what to learn
     mapped("A.model.path", "model.path", text),
     *each(mapped, "A.model.tokenizer_path data.tokenizer", "model.tokenizer", some(text)),
@@ -158,7 +162,11 @@ LEARN_RULES: tuple[Rule, ...] = (
         "A.actor.ppo_epochs | training.num_epochs", "learn.epochs_per_step", whole, "passes over one batch of samples"
     ),
     mapped("trainer.total_training_steps", "learn.steps", positive),
-    together("trainer.total_epochs", "learn.steps", "passes over the data: the number of rows is needed"),
+    together(
+        "trainer.total_epochs",
+        "learn.steps",
+        "counts passes over the data, and the number of rows is not known here",
+    ),
     mapped(
         "data.max_response_length A.rollout.response_length | generation.max_new_tokens", "learn.max_new_tokens", whole
     ),
@@ -166,7 +174,7 @@ LEARN_RULES: tuple[Rule, ...] = (
         "data.max_prompt_length A.rollout.prompt_length",
         "data.max_prompt_tokens",
         whole,
-        "longer prompts are left out and counted, never cut",
+        "Trimtab skips and counts longer prompts; it never truncates them",
     ),
     mapped("A.rollout.temperature | generation.temperature", "learn.sampling.temperature", number),
     mapped("A.rollout.top_p | generation.top_p", "learn.sampling.top_p", real),
@@ -197,14 +205,14 @@ LEARN_RULES: tuple[Rule, ...] = (
     together("A.actor.optim.min_lr_ratio", "learn.schedule.final"),
     mapped("algorithm.filter_groups.enable", "learn.dynamic_sampling.enabled", yes),
     together("algorithm.filter_groups.max_num_gen_batches", "learn.dynamic_sampling.max_refills"),
-    automatic("algorithm.filter_groups.metric", "groups whose rewards are all equal are dropped"),
+    automatic("algorithm.filter_groups.metric", "Trimtab drops groups whose rewards are all equal"),
     together("algorithm.rollout_correction.rollout_is", "learn.importance.level"),
     together("algorithm.rollout_correction.rollout_is_threshold A.actor.tis_imp_ratio_cap", "learn.importance.cap"),
     mapped(
         "algorithm.rollout_correction.bypass_mode",
         "learn.old_logprobs",
         lambda value: "engine" if yes(value) else "trainer",
-        "with one update a step no old log-probs are needed at all",
+        "with one update per step Trimtab needs no old log-probs",
     ),
     together(
         "reward.reward_kwargs.overlong_buffer_cfg.enable reward_model.reward_kwargs.overlong_buffer_cfg.enable "
@@ -231,7 +239,7 @@ LEARN_RULES: tuple[Rule, ...] = (
     mapped("data.val_max_samples", "eval.limit", positive),
     automatic(
         "data.filter_overlong_prompts",
-        "always: prompts that are too long are left out and counted",
+        "always on: Trimtab skips and counts prompts that are too long",
         "data.max_prompt_tokens",
     ),
     automatic("data.truncation", "prompts are never cut", "data.max_prompt_tokens"),
@@ -242,7 +250,7 @@ LEARN_RULES: tuple[Rule, ...] = (
         "learn.dynamic_sampling.max_refills",
     ),
     automatic("data.val_batch_size", "evaluation runs all that fit"),
-    automatic("data.dataloader_num_workers", "prompts are tokenised ahead, in a thread"),
+    automatic("data.dataloader_num_workers", "Trimtab tokenises prompts ahead, in a thread"),
     automatic("data.return_raw_chat", "string prompts and messages both work", "data.chat_template"),
     together("reward.custom_reward_function.path custom_reward_function.path", "reward.0.fn"),
     together("reward.custom_reward_function.name custom_reward_function.name", "reward.0.fn"),
@@ -260,7 +268,10 @@ LEARN_RULES: tuple[Rule, ...] = (
     automatic("A.rollout.val_kwargs.do_sample", "a temperature of 0 is greedy", "eval.sampling.temperature"),
     # the trainer
     mapped("trainer.test_freq", "observe.eval_every", every),
-    automatic("trainer.val_before_train", "always: with an evaluation set, before the first step and after the last"),
+    automatic(
+        "trainer.val_before_train",
+        "always on: with an evaluation set, Trimtab evaluates before the first step and after the last",
+    ),
     unsupported("trainer.val_only", "trimtab eval does that"),
     mapped("trainer.save_freq", "observe.checkpoint_every", every),
     mapped("trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep", "observe.keep_checkpoints", positive),
@@ -269,8 +280,8 @@ LEARN_RULES: tuple[Rule, ...] = (
     together("trainer.logger", "observe.wandb"),
     together("trainer.project_name", "observe.wandb"),
     automatic("trainer.experiment_name", "the run is named for its folder", "observe.dir"),
-    automatic("trainer.resume_mode", "trimtab train --resume goes on from the newest checkpoint"),
-    automatic("trainer.resume_from_path", "trimtab train --resume goes on from the newest checkpoint"),
+    automatic("trainer.resume_mode", "trimtab train --resume continues from the newest checkpoint"),
+    automatic("trainer.resume_from_path", "trimtab train --resume continues from the newest checkpoint"),
     automatic("trainer.nnodes", ONE_DEVICE),
     automatic("trainer.n_gpus_per_node", ONE_DEVICE),
     automatic("trainer.device", "the first CUDA device, or the CPU", "run.device"),

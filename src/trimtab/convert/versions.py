@@ -49,10 +49,10 @@ def chosen(kind: str, asked: str | None, oldest: str, newest: str) -> str:
         raise ConfigError([Problem("--version", f"the settings of {kind} have no versions", fix)])
     version = asked.strip().removeprefix("v")
     if not re.fullmatch(r"\d+(\.\d+){1,2}(\.?(post|rc|dev)\d*)?", version):
-        raise ConfigError([Problem("--version", f"{asked!r} is no version", f"Write one such as {newest}")])
+        raise ConfigError([Problem("--version", f"{asked!r} is not a version", f"Write one such as {newest}")])
     if earlier(version, oldest) or earlier(newest, version):
-        what = f"the defaults of {kind} are known from {oldest} to {newest}, not of {version}"
-        fix = f"Write the nearest of these, and say as flags what {version} has otherwise"
+        what = f"Trimtab knows the defaults of {kind} from {oldest} to {newest}, but not of {version}"
+        fix = f"Write the nearest of these, and add flags for what differs in {version}"
         raise ConfigError([Problem("--version", what, fix)])
     return version
 

@@ -20,7 +20,7 @@ STYLE = {"mapped": "green", "automatic": "cyan", "dead": "yellow", "unsupported"
 SAID = {
     "mapped": "went into the config",
     "automatic": "Trimtab decides now",
-    "dead": "did nothing, or not what is said of it",
+    "dead": "had no effect, or not the documented one",
     "unsupported": "not possible here",
 }
 
@@ -29,7 +29,7 @@ def print_conversion(found: Conversion, file: IO[str]) -> None:
     title = found.framework.title
     parts: list[RenderableType] = [_table(found.lines, f"Flags of {found.name}")]
     if found.assumed:
-        parts += [Text(), _table(found.assumed, f"What {title} does unless it is told, and Trimtab would not")]
+        parts += [Text(), _table(found.assumed, f"Defaults of {title} that differ from Trimtab's")]
     parts += [Text(), _counts(found.lines), *_versions(found)]
     for missing in found.sheet.missing:
         style = "bold red" if missing.required else "bold yellow"

@@ -85,6 +85,6 @@ def write_new(path: Path, text: str) -> None:
         with path.expanduser().open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError([Problem(str(path), "is there already", "Remove it, or give --out another name")]) from None
+        raise ConfigError([Problem(str(path), "already exists", "Remove it, or give --out another name")]) from None
     except OSError as error:
         raise ConfigError([Problem(str(path), f"cannot be written: {error.strerror}", "Give --out a file")]) from None

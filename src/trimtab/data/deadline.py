@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trimtab.base.errors import DataError
-from trimtab.data.trial import LONGEST_TEXT, TEMPLATE_FIX
+from trimtab.data.trial import MAX_TEXT_CHARACTERS, TEMPLATE_FIX
 
-SECONDS = 10.0
+RENDER_TIMEOUT_S = 10.0
 """Time that one rendering has: it takes a millisecond or so."""
 POLL_S = 0.5
 
@@ -34,12 +34,12 @@ def render_within(render: Callable[[], str], where: str) -> str:
     except _TimeUp:
         _watchdog.end(timed)  # which may have been interrupted itself
         raise DataError(
-            f"{where}: the tokenizer's chat template has not rendered a conversation after {SECONDS:.0f} s: it loops. "
+            f"{where}: the tokenizer's chat template does not finish: it took more than {RENDER_TIMEOUT_S:.0f} s. "
             f"{TEMPLATE_FIX}"
         ) from None
-    if len(text) > LONGEST_TEXT:
+    if len(text) > MAX_TEXT_CHARACTERS:
         raise DataError(
-            f"{where}: the tokenizer's chat template writes more than {LONGEST_TEXT:,} characters for one conversation. "
+            f"{where}: the tokenizer's chat template writes more than {MAX_TEXT_CHARACTERS:,} characters for one conversation. "
             f"{TEMPLATE_FIX}"
         )
     return text
@@ -96,7 +96,9 @@ class _Watchdog:
                 if not self._going:
                     self._busy.clear()
                 for timed in self._going:
-                    if timed.clock() - timed.began > SECONDS:  # told again: a callback of C code may swallow it
+                    if (
+                        timed.clock() - timed.began > RENDER_TIMEOUT_S
+                    ):  # told again: a callback of C code may swallow it
                         timed.told = True
                         _raise_in(timed.thread, _TimeUp)
 

@@ -38,8 +38,8 @@ class PromptEncoder:
         """`tools`: schemas of functions that the chat template shows to the model."""
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ModelError(
-                "model.tokenizer: the tokenizer makes no tokens of any text: it knows none but its special ones, as where the "
-                "model's folder has no tokenizer files. Name a folder or hub repository with tokenizer files in model.tokenizer."
+                "model.tokenizer: the tokenizer turns every text into no tokens: it has special tokens only, as where the "
+                "model's folder has no tokenizer files. Set model.tokenizer to a folder or hub repository with tokenizer files."
             )
         has_template = bool(tokenizer.chat_template)
         if data.chat_template == "always" and not has_template:
@@ -94,7 +94,7 @@ class PromptEncoder:
             tokens = tokens[:-1]
         if not tokens:
             raise DataError(
-                f"{self.source_name}, row {id_ + 1} (from 1): the prompt {self.text(id_, row)!r} has no tokens."
+                f"{self.source_name}, row {id_ + 1} (from 1): the prompt {self.text(id_, row)!r} has no tokens. Remove the row."
             )
         columns = {name: value for name, value in row.items() if name != self.data.prompt}
         return Prompt(id_, self.shown(row), tokens, columns)
@@ -120,7 +120,7 @@ class PromptEncoder:
         except Exception as error:  # templates are foreign code: Gemma's, for one, refuses system messages
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"{where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
+                f"{where}: the tokenizer's chat template rejects a conversation of {roles}: {error}"
             ) from error
 
 

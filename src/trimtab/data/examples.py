@@ -22,7 +22,7 @@ from trimtab.config.sft import SftData
 from trimtab.data.deadline import render_within
 from trimtab.data.encode import PromptEncoder
 from trimtab.data.files import Row
-from trimtab.data.pieces import AFTER_THE_END, Pieces
+from trimtab.data.pieces import MAX_TOKENS_AFTER_END, Pieces
 from trimtab.data.prompt import Message
 from trimtab.data.prompts import cut, one_of_each, roles_problem, text_problem
 from trimtab.data.stream import Encoder, Item
@@ -88,8 +88,8 @@ class ExampleEncoder:
         self._prompts = PromptEncoder(data, tokenizer, source_name)
         if tokenizer.eos_token_id is None:
             raise DataError(
-                "The tokenizer has no end-of-sequence token, so answers cannot be learned to end. "
-                "Name another one with model.tokenizer."
+                "The tokenizer has no end-of-sequence token, so the model could not learn to end its answers. "
+                "Set model.tokenizer to one that has it."
             )
         self._eos = int(tokenizer.eos_token_id)
         self._read = Pieces(tokenizer)
@@ -135,13 +135,15 @@ class ExampleEncoder:
         if learned:
             learned[0] = False
         if not any(learned):
-            raise DataError(f"{self.source_name}, row {number + 1} (from 1): there is nothing in it to learn.")
+            raise DataError(
+                f"{self.source_name}, row {number + 1} (from 1): the row has no tokens to learn. Remove it."
+            )
         return Example(number, tokens, learned)
 
     def _ended(self, ids: list[int], marks: list[bool], piece: _Piece) -> tuple[list[int], list[bool]]:
         """An answer ends with the special token that its template ends turns with, or with end-of-sequence where there is none;
         what a template writes after that belongs to the next turn."""
-        tail = range(len(ids) - 1, max(-1, len(ids) - 1 - AFTER_THE_END), -1)
+        tail = range(len(ids) - 1, max(-1, len(ids) - 1 - MAX_TOKENS_AFTER_END), -1)
         end = next((at for at in tail if ids[at] in self._ends), None)
         if end is None:
             return ([*ids, self._eos], [*marks, piece.learned]) if piece.last else (ids, marks)
@@ -178,7 +180,7 @@ class ExampleEncoder:
             if not shared.startswith(written) or len(shared) < len(_common(bare, before)):
                 raise DataError(
                     f"{self.source_name}, row {number + 1} (from 1): the chat template writes earlier turns differently once an "
-                    "answer follows, so one text cannot teach all of them. Write learn.loss_on: last, or give each "
+                    "answer follows, so one text cannot hold all answers. Write learn.loss_on: last, or give each "
                     "answer a row of its own."
                 )
             pieces.append(_Piece(shared[len(written) :], everything))
@@ -214,7 +216,7 @@ class ExampleEncoder:
         except Exception as error:  # templates are foreign code
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"{where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
+                f"{where}: the tokenizer's chat template rejects a conversation of {roles}: {error}"
             ) from error
 
 
@@ -309,7 +311,7 @@ def messages_problem(messages: Any, column: str, data: Data) -> str:
             return found
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        return f"column {column!r} has no message of the assistant: there is nothing to learn."
+        return f"column {column!r} has no message with the role assistant: there is nothing to learn."
     wrong = roles_problem([message["role"] for message in messages[: answers[-1] + 1]], data)
     return f"column {column!r}: {wrong}" if wrong else ""
 
@@ -347,7 +349,7 @@ def measure_examples(rows: Sequence[Row], encoder: Checking[Any], limit: int, ch
         )
     left_out, at_least = len(lengths) - len(fitting), "" if exact else "at least "
     note = (
-        f"{encoder.source_name}: {at_least}{left_out} of {len(rows)} examples are longer than {limit} tokens and are left out"
+        f"{encoder.source_name}: {at_least}{left_out} of {len(rows)} examples are longer than {limit} tokens; training skips them"
         if left_out
         else ""
     )

@@ -20,15 +20,15 @@ Row = dict[str, Any]
 
 _BOM = b"\xef\xbb\xbf"
 
-TOO_DEEP = "lists or objects are nested too deeply, thousands in one another."
-MARKED = 1000
+TOO_DEEP = "lists or objects are nested thousands of levels deep."
+MAX_FINGERPRINTED_ROWS = 1000
 LONGEST_FIELD = 2**31 - 1
 """Characters of one value in a CSV file."""
 
 
 def mark_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """What tells these rows from others in another order: how many there are, and a hash of a thousand evenly among them."""
-    chosen = range(0, len(rows), -(-len(rows) // MARKED) or 1)
+    chosen = range(0, len(rows), -(-len(rows) // MAX_FINGERPRINTED_ROWS) or 1)
     text = json.dumps([rows[i] for i in chosen], default=lambda value: type(value).__name__, skipkeys=True)
     return f"{len(rows)} rows, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -39,7 +39,7 @@ def read_rows(path: Path, limit: int | None = None) -> list[Row]:
     if reader is None:
         raise DataError(f"{path} has no known file type. Use one of {', '.join(READERS)}.")
     if not path.is_file():  # a pipe that nobody writes to would be waited for without end
-        raise DataError(f"{path} is a pipe or a device, not a file. Write the rows to a file, and name that.")
+        raise DataError(f"{path} is a pipe or a device, not a file. Write the rows to a file and name that file.")
     try:
         rows = list(islice(reader(path), limit))
     except OSError as error:
@@ -130,7 +130,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, a time beyond the year 9999
-        raise DataError(f"{path} holds a value that Python has no form for: {error}") from error
+        raise DataError(f"{path} holds a value that Python cannot represent: {error}") from error
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -165,7 +165,7 @@ def _row(row: Any, where: str) -> Row:
 
 def _check_header(what: str, names: list[str]) -> None:
     if "" in names:
-        raise DataError(f"{what} has no name for column {names.index('') + 1}.")
+        raise DataError(f"{what} gives no name to column {names.index('') + 1}.")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{what} names {', '.join(map(repr, twice))} more than once.")

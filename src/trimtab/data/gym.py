@@ -65,7 +65,9 @@ def load_reasoning_gym(
             f"{source}: every training question is also an evaluation question. Lower data.options.eval_size."
         )
     if len(rows) < wanted:
-        log.warning("%s has %d training rows, not %d: the rest are evaluation questions.", source, len(rows), wanted)
+        log.warning(
+            "%s has %d training rows instead of %d: the others are evaluation questions.", source, len(rows), wanted
+        )
     return rows
 
 

@@ -66,13 +66,15 @@ class PairEncoder:
         for at, (number, row) in enumerate(zip(ids, rows, strict=True)):
             better, worse = found[2 * at].tokens, found[2 * at + 1].tokens
             if better == worse:
-                raise DataError(f"{self.source_name}, row {number + 1} (from 1): both answers are the same.")
+                raise DataError(
+                    f"{self.source_name}, row {number + 1} (from 1): both answers are the same. Remove the row."
+                )
             most = min(found[2 * at].start, found[2 * at + 1].start)
             same = next((i for i in range(most) if better[i] != worse[i]), most)
             if not same:
                 raise DataError(
-                    f"{self.source_name}, row {number + 1} (from 1): the two conversations do not even begin alike, so they are "
-                    "no answers to one question."
+                    f"{self.source_name}, row {number + 1} (from 1): the two conversations begin differently, so they do not "
+                    "answer the same prompt. Remove the row."
                 )
             margin = 0.0 if self.data.margin is None else float(row[self.data.margin])
             pairs.append(Pair(number, better[:same], better[same:], worse[same:], margin))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANCHOR = "\n"
-AFTER_THE_END = 4
+MAX_TOKENS_AFTER_END = 4
 """Tokens, at most, that a template writes after the one that ends a turn, and that one."""
 
 

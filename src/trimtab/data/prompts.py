@@ -21,7 +21,7 @@ from trimtab.config.schema import Data
 from trimtab.data.encode import PromptEncoder, Tools
 from trimtab.data.files import Row
 from trimtab.data.prompt import Prompt
-from trimtab.data.trial import LONGEST_TEXT, try_template
+from trimtab.data.trial import MAX_TEXT_CHARACTERS, try_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ def validate_rows(
             raise DataError(f"{source_name}, row {number} (from 1), column {data.prompt!r}: {problem}")
         if isinstance(row[data.prompt], str) != isinstance(rows[0][data.prompt], str):
             raise DataError(
-                f"{source_name}, row {number} (from 1): strings and messages are mixed. Use one of the two."
+                f"{source_name}, row {number} (from 1): some prompts are strings and others messages. Use one of the two."
             )
     if not isinstance(rows[0][data.prompt], str) and not encoder.templated:
         raise _no_template(data, source_name)
@@ -156,16 +156,16 @@ def cut(value: Any) -> str:
 
 def roles_problem(roles: list[str], data: Data) -> str:
     if data.suffix and "user" not in roles:
-        return "data.suffix goes to the last user message, but there is none."
+        return "data.suffix is added to the last user message, but the row has none."
     if data.system and "system" in roles:
-        return "has a system message already; leave out either that or data.system."
+        return "the row already has a system message. Remove it, or leave data.system out."
     return ""
 
 
 def text_problem(text: str) -> str:
     """JSON can hold half of a character (a lone surrogate), which no tokenizer accepts, and texts that no model can read."""
-    if len(text) > LONGEST_TEXT:
-        return f"has {len(text):,} characters; at most {LONGEST_TEXT:,} are read. Shorten it, or remove the row."
+    if len(text) > MAX_TEXT_CHARACTERS:
+        return f"has {len(text):,} characters; the limit is {MAX_TEXT_CHARACTERS:,}. Shorten it, or remove the row."
     if text.isascii():
         return ""
     half = _SURROGATE.search(text)
@@ -178,7 +178,7 @@ def _check_task(row: Row, column: str, source_name: str, number: int) -> None:
     if not isinstance(row[column], str | int | float) or row[column] == "":
         raise DataError(
             f"{source_name}, row {number} (from 1), column {column!r}: a task has a name, but this is {cut(row[column])}. "
-            "Name it, or set data.task to the column with the names."
+            "Write a text or a number, or set data.task to another column."
         )
 
 

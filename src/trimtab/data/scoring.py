@@ -17,6 +17,6 @@ def score_row(completion: str, row: Mapping[str, Any]) -> float:
     if row.get("task") in TASKS:
         return TASKS[row["task"]].score(completion, row)
     raise DataError(
-        "The task reward scores rows of task:NAME and reasoning_gym:NAME only, and this row "
-        f"(columns {', '.join(row)}) is of neither. Use another reward, such as exact_match."
+        "The task reward scores only rows from task:NAME and reasoning_gym:NAME, and this row "
+        f"(columns {', '.join(row)}) comes from neither. Use another reward, such as exact_match."
     )

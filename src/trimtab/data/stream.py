@@ -125,7 +125,7 @@ class Stream(Generic[Item]):
     def report(self) -> str:
         """What has been left out so far, in a sentence."""
         return (
-            f"{self.source_name}: {self._count} rows; {self.too_long} met so far and left out for being longer than "
+            f"{self.source_name}: {self._count} rows; skipped {self.too_long} so far because they are longer than "
             f"{self.most_tokens} tokens."
         )
 

@@ -25,7 +25,7 @@ from trimtab.data.options import Split, check_options, split_size, whole_number
 
 TRAIN_SIZE, EVAL_SIZE = 4096, 256
 """Rows generated when `size` and `eval_size` are not set."""
-HARDEST = 1000
+MAX_DIFFICULTY = 1000
 """The greatest difficulty: digits of a number, letters of a word."""
 
 _EVAL_ONE_IN = 8
@@ -73,7 +73,14 @@ class Task:
             raise DataError(
                 f"task:{self.name} has no {split} problems at difficulty {level}. Raise data.options.difficulty."
             )
-        log.warning("task:%s has %d %s problems at difficulty %d, not %d.", self.name, len(rows), split, level, size)
+        log.warning(
+            "task:%s has only %d %s problems at difficulty %d; %d were asked for.",
+            self.name,
+            len(rows),
+            split,
+            level,
+            size,
+        )
         return rows
 
 
@@ -91,7 +98,7 @@ def load_task(name: str, *, split: Split, limit: int | None, options: Mapping[st
     check_options(f"task:{name}", options, ["difficulty", "size", "eval_size", "seed", *task.options])
     size = split_size(f"task:{name}", split, options, TRAIN_SIZE, EVAL_SIZE)
     asked = options.get("difficulty", task.difficulty)
-    difficulty = whole_number(f"task:{name}", "difficulty", asked, at_least=1, at_most=HARDEST)
+    difficulty = whole_number(f"task:{name}", "difficulty", asked, at_least=1, at_most=MAX_DIFFICULTY)
     own = {key: options.get(key, default) for key, default in task.options.items()}
     for key, value in own.items():
         if type(value) is not type(task.options[key]):

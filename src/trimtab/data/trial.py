@@ -16,24 +16,28 @@ from collections.abc import Callable, Sequence
 from trimtab.base.errors import DataError
 from trimtab.base.units import GIB
 
-LONGEST_TEXT = 10_000_000
+MAX_TEXT_CHARACTERS = 10_000_000
 """Characters of a text that becomes a prompt or an example: several times the longest context there is. More take minutes to
 tokenise before they are found to be too long."""
-SECONDS = 10.0
-SECONDS_EACH = 0.1
+TRIAL_TIMEOUT_S = 10.0
+TRIAL_TIMEOUT_S_EACH = 0.1
 """Time that a template has: a rendering takes a millisecond or so."""
-MEMORY = 4 * GIB
+MAX_RENDER_BYTES = 4 * GIB
 """Bytes that a rendering may need besides what the process has."""
-TEMPLATE_FIX = "Name another tokenizer (model.tokenizer), mend its chat_template, or write data.chat_template: never."
+TEMPLATE_FIX = (
+    "Name another tokenizer (model.tokenizer), correct its chat_template, or write data.chat_template: never."
+)
 _LONG, _MEMORY = 3, 4
 _POLL_S = 0.002
 
 
-def try_template(renderings: Sequence[Callable[[], object]], source_name: str, seconds: float = SECONDS) -> None:
+def try_template(
+    renderings: Sequence[Callable[[], object]], source_name: str, seconds: float = TRIAL_TIMEOUT_S
+) -> None:
     """Render them all in a child; a DataError where that takes too long, too much memory, or gives too long a text."""
     if not renderings or not hasattr(os, "fork"):
         return
-    seconds += SECONDS_EACH * len(renderings)
+    seconds += TRIAL_TIMEOUT_S_EACH * len(renderings)
     with warnings.catch_warnings(action="ignore"):  # of threads, which the child has none of and does not wait for
         child = os.fork()
     if child == 0:
@@ -41,11 +45,15 @@ def try_template(renderings: Sequence[Callable[[], object]], source_name: str, s
     status = _wait(child, time.monotonic() + seconds)
     what = f"{source_name}: the tokenizer's chat template"
     if status is None or status == -signal.SIGXCPU:
-        raise DataError(f"{what} has not rendered a conversation after {seconds:.0f} s: it loops. {TEMPLATE_FIX}")
+        raise DataError(f"{what} does not finish: it took more than {seconds:.0f} s. {TEMPLATE_FIX}")
     if status == _LONG:
-        raise DataError(f"{what} writes more than {LONGEST_TEXT:,} characters for one conversation. {TEMPLATE_FIX}")
+        raise DataError(
+            f"{what} writes more than {MAX_TEXT_CHARACTERS:,} characters for one conversation. {TEMPLATE_FIX}"
+        )
     if status == _MEMORY or status < 0:
-        raise DataError(f"{what} needs more than {MEMORY / GIB:.0f} GiB to render a conversation. {TEMPLATE_FIX}")
+        raise DataError(
+            f"{what} needs more than {MAX_RENDER_BYTES / GIB:.0f} GiB to render a conversation. {TEMPLATE_FIX}"
+        )
 
 
 def _render(renderings: Sequence[Callable[[], object]], seconds: float) -> int:
@@ -58,10 +66,10 @@ def _render(renderings: Sequence[Callable[[], object]], seconds: float) -> int:
             resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 2, hard)
         )  # if the parent is killed
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = _address_space() + MEMORY
+        most = _address_space() + MAX_RENDER_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
         for render in renderings:
-            if len(str(render())) > LONGEST_TEXT:
+            if len(str(render())) > MAX_TEXT_CHARACTERS:
                 return _LONG
     except MemoryError:
         return _MEMORY

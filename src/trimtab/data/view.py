@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 from trimtab.data.deadline import render_within
 from trimtab.data.examples import Checking
 from trimtab.data.files import Row
-from trimtab.data.pieces import AFTER_THE_END, Pieces
+from trimtab.data.pieces import MAX_TOKENS_AFTER_END, Pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class View:
         found = [(self.what, _quoted(text)), ("", f"ends with the tokens {', '.join(self.last_tokens)}")]
         if self.stop_tokens is not None:
             stops = [*self.stop_tokens, *(f"the text {_quoted(text)}" for text in self.stop)]
-            found.append(("stops at", ", ".join(stops) or "nothing: every answer is as long as it may be"))
+            found.append(("stops at", ", ".join(stops) or "nothing: every answer runs to the token limit"))
         return found
 
     def print(self, file: IO[str]) -> None:
@@ -104,11 +104,13 @@ def endless_turns(
         return ""
     stops = ", ".join(named(each, tokenizer) for each in sorted(stop_token_ids)) or "none"
     if token is None:
-        what = f"{_quoted(text)}, which is no token of its own, so a model that has learned it goes on to a stop token ({stops})"
+        what = f"{_quoted(text)}, which is not a single token, so a model that learned it continues until a stop token ({stops})"
         fixes = [f"write learn.sampling.stop: [{_quoted(text)}]"] * sampled
-        fixes.append("name the tokenizer that the template belongs to (model.tokenizer)")
+        fixes.append("set model.tokenizer to the tokenizer that the template belongs to")
     else:
-        what = f"{named(token, tokenizer)}, which is not among the stop tokens ({stops}): answers go on to the longest allowed"
+        what = (
+            f"{named(token, tokenizer)}, which is not among the stop tokens ({stops}): answers run to the token limit"
+        )
         fixes = [f"write learn.sampling.stop_token_ids: [{token}]"] * sampled
         fixes.append(f"add {token} to eos_token_id in the model's generation_config.json")
     fix = ", or ".join(fixes)
@@ -131,7 +133,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int | None] | No
         return None
     pieces = Pieces(tokenizer)
     whole, bare = pieces.tokens([behind, behind.strip()], [True, True])
-    ends = [token for token in whole[:AFTER_THE_END] if token in pieces.ends]
+    ends = [token for token in whole[:MAX_TOKENS_AFTER_END] if token in pieces.ends]
     return behind.strip(), ends[0] if ends else bare[0] if len(bare) == 1 else None
 
 

@@ -52,7 +52,7 @@ def _gold_number(value: Any) -> Decimal:
     except InvalidOperation:
         gold = None
     if gold is None or not gold.is_finite():
-        raise RewardError(f"the row's answer holds no number: {str(value)[:80]!r}")
+        raise RewardError(f"the row's answer has no number in it: {str(value)[:80]!r}")
     return gold
 
 
@@ -60,7 +60,10 @@ def _golds(columns: dict[str, Any], column: str, count: int) -> Sequence[Any]:
     if column in columns:
         return columns[column]
     if count:
-        raise RewardError(f"the rows have no column {column!r}, only {', '.join(sorted(columns)) or 'the prompt'}")
+        raise RewardError(
+            f"the rows have no column {column!r}; they have {', '.join(sorted(columns)) or 'only the prompt'}. "
+            "Set reward.args: column"
+        )
     return []
 
 

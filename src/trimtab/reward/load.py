@@ -2,7 +2,7 @@
 
 Guarantees: every mistake that can be seen without data is a RewardError before the run starts, with what to write
 instead: an unknown built-in, a missing file, module or function, a syntax error, an argument that is not taken.
-`locate` runs in the trainer and imports none of the user's code; `load` runs in a worker. Names in general: source.py.
+`locate` runs in the trainer and imports none of the user's code; `load` runs in a worker. Names in general: workers/user_code.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from trimtab.base.errors import RewardError
 from trimtab.base.suggestions import near_or_all
-from trimtab.workers.user_code import REWARD, Source, import_object, locate_object
+from trimtab.workers.user_code import REWARD, UserCode, import_object, locate_object
 
-GIVEN = ("prompts", "completions", "completion_ids")
+CALL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments that every call offers, besides the row's columns."""
 PLAYED = ("turns", "environment_reward")
 """Those that calls offer besides where there is an environment."""
-FIXED = (str, int, float, bytes, type(None))
+IMMUTABLE_TYPES = (str, int, float, bytes, type(None))
 """Types whose values cannot be changed."""
 ENVIRONMENT = "environment"
 """Names what the environment itself gave."""
@@ -43,22 +43,24 @@ class Function:
         arguments = {**offered, **self.args}
         if self.accepts is not None:
             arguments = {key: value for key, value in arguments.items() if key in self.accepts}
-        return self.call(**{key: value if key in self.args else apart(value) for key, value in arguments.items()})
+        return self.call(
+            **{key: value if key in self.args else separate_copies(value) for key, value in arguments.items()}
+        )
 
 
-def apart(values: list[Any]) -> list[Any]:
+def separate_copies(values: list[Any]) -> list[Any]:
     """Each sample's own copy of what the samples of a prompt have in common: a function that pops a test, or adds to messages,
     would otherwise do so for the samples after it."""
-    if len(values) < 2 or isinstance(values[0], FIXED) or any(value is not values[0] for value in values):
+    if len(values) < 2 or isinstance(values[0], IMMUTABLE_TYPES) or any(value is not values[0] for value in values):
         return values
     copy = pickle.dumps(values[0])
     return [values[0], *(pickle.loads(copy) for _ in values[1:])]
 
 
-def locate(fn: str, base_dir: Path, functions: Mapping[str, Callable[..., Any]]) -> Source:
+def locate(fn: str, base_dir: Path, functions: Mapping[str, Callable[..., Any]]) -> UserCode:
     """Find what `fn` names: a built-in, `object:NAME`, `model:PATH`, `file.py:function` or `package.module:function`."""
     if fn == ENVIRONMENT:
-        return Source("environment", "", ENVIRONMENT)
+        return UserCode("environment", "", ENVIRONMENT)
     if fn.startswith("model:"):
         path = fn.removeprefix("model:")
         if not path:
@@ -66,19 +68,19 @@ def locate(fn: str, base_dir: Path, functions: Mapping[str, Callable[..., Any]])
         local = Path(path).expanduser()
         local = local if local.is_absolute() else base_dir / local
         place = str(local) if local.is_dir() else path
-        return Source("model", place, "reward_model")
+        return UserCode("model", place, "reward_model")
     from trimtab.reward.builtins import BUILTINS
 
     return locate_object(fn, base_dir, functions, BUILTINS, REWARD)
 
 
-def load(source: Source, args: dict[str, Any]) -> Function:
+def load(source: UserCode, args: dict[str, Any]) -> Function:
     """Import the function and check its signature against `args`. Runs the user's module code."""
     if source.kind == "builtin":
         from trimtab.reward.builtins import BUILTINS
 
         function = describe(BUILTINS[source.name], args, source)
-        function({name: [] for name in GIVEN})  # finds bad values of args and missing packages
+        function({name: [] for name in CALL_ARGUMENTS})  # finds bad values of args and missing packages
         if source.name == "judge":
             from trimtab.reward.judge.reward import columns_needed
 
@@ -87,7 +89,7 @@ def load(source: Source, args: dict[str, Any]) -> Function:
     return describe(import_object(source, REWARD), args, source)
 
 
-def describe(call: Callable[..., Any], args: dict[str, Any], source: Source) -> Function:
+def describe(call: Callable[..., Any], args: dict[str, Any], source: UserCode) -> Function:
     """What a function takes, from its signature; an entry of `args` that it does not take is an error."""
     try:
         parameters = inspect.signature(call).parameters.values()
@@ -95,15 +97,19 @@ def describe(call: Callable[..., Any], args: dict[str, Any], source: Source) -> 
         return Function(call, args, None, frozenset())
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if positional:
-        raise RewardError(f"reward {source}: {', '.join(positional)} cannot be passed by name. Remove the / from it")
+        raise RewardError(
+            f"reward {source}: {', '.join(positional)} cannot be passed by name. Remove the / from the function's arguments"
+        )
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for key in args:
         # What a built-in does not name are columns, so an unnamed argument is a misspelt one.
         if key not in named and (not takes_any or source.kind == "builtin"):
-            known = [name for name in named if name not in GIVEN]
+            known = [name for name in named if name not in CALL_ARGUMENTS]
             raise RewardError(f"reward.args: {source} takes no argument {key!r}. {near_or_all(key, known)}")
-    missing = {name for name, p in named.items() if p.default is p.empty and name not in args and name not in GIVEN}
+    missing = {
+        name for name, p in named.items() if p.default is p.empty and name not in args and name not in CALL_ARGUMENTS
+    }
     if source.kind == "builtin":
         if missing:
             raise RewardError(f"reward.args: {source} needs a value for {', '.join(sorted(missing))}")

@@ -31,11 +31,11 @@ from trimtab.model.load import find_source
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.packed import PackedPlan
 from trimtab.model.sizes import REWARD_TOKENS
-from trimtab.reward.pool import Request
+from trimtab.reward.pool import RewardRequest
 from trimtab.workers.messages import Cell, Failure
 from trimtab.workers.pool import Reply
 
-NO_TEMPLATE_HERE = (
+NO_CHAT_TEMPLATE = (
     "the prompt is messages, but the reward model's tokenizer has no chat template to write them. Make the prompts strings, or "
     "give the reward model's folder a tokenizer with a template"
 )
@@ -57,7 +57,7 @@ def refuse_other_models(path: str) -> None:
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds) or config.num_labels != 1:
         raise RewardError(
             f"reward.fn: {path} is {', '.join(kinds) or 'a model without an architecture'} with {config.num_labels} labels; a "
-            "reward model is a sequence classification with one. `trimtab reward-model` makes one in RUN/final"
+            "reward model is a sequence classification model with one label. `trimtab reward-model` writes one to RUN/final"
         )
 
 
@@ -66,7 +66,7 @@ def _shift(facts: Path) -> float:
         return float(json.loads(facts.read_text())["shift"])
     except (ValueError, TypeError, KeyError, RecursionError, OSError) as error:
         raise RewardError(
-            f"reward.fn: {facts} is damaged: it holds no shift ({type(error).__name__}: {error})"
+            f"reward.fn: {facts} is damaged: its shift is missing ({type(error).__name__}: {error}). Train the reward model again"
         ) from error
 
 
@@ -115,7 +115,7 @@ class Classifier:
             return Failure("invalid", "the completion is empty, so a reward model has nothing to score")
         if not isinstance(prompt, str):
             if not self._encoder.templated:
-                return Failure("invalid", NO_TEMPLATE_HERE)
+                return Failure("invalid", NO_CHAT_TEMPLATE)
             if prompt[-1]["role"] == "assistant":  # it was continued: what both say is one answer
                 prompt, text = prompt[:-1], (prompt[-1].get("content") or "") + text
         try:
@@ -183,23 +183,24 @@ class Classifier:
             ) from error
         if any(abs(a - b) > TOLERANCE[dtype] * (1 + abs(b)) for a, b in zip(packed, alone)):
             raise ModelError(
-                f"reward {REWARD_MODEL}{self.path} gives other scores when sequences are packed: {packed} and {alone}"
+                f"reward {REWARD_MODEL}{self.path} gives different scores when sequences are packed: "
+                f"{packed} instead of {alone}. Use another reward model"
             )
 
 
-class ModelDesk:
+class ModelBackend:
     """Takes calls as workers do, and answers them when it is told to."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = list(paths)
         self.needs = [frozenset[str]() for _ in paths]
         self._models: list[Classifier] = []
-        self._waiting: list[Request] = []
+        self._waiting: list[RewardRequest] = []
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         self._models = [Classifier(path, device, dtype) for path in self.paths]
 
-    def call(self, request: Request) -> None:
+    def call(self, request: RewardRequest) -> None:
         self._waiting.append(request)
 
     def work(self) -> None:

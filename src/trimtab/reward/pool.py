@@ -1,4 +1,4 @@
-"""Reward workers: a crew that calls reward functions (workers/pool.py says what it guarantees)."""
+"""Reward workers: a worker pool that calls reward functions (workers/pool.py says what it guarantees)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import RewardError
-from trimtab.workers.pool import Crew, Job, Reply
+from trimtab.workers.pool import Reply, WorkerPool, WorkerSpec
 from trimtab.workers.process import import_path
-from trimtab.workers.user_code import Source
+from trimtab.workers.user_code import UserCode
 
 PRELOAD = {"task": "reasoning_gym"}
 """Slow imports of built-ins. Where the trainer has made them a worker makes them at its start, not under a deadline."""
 
 
 @dataclass(frozen=True)
-class Request:
+class RewardRequest:
     """One call of one part. The answer's result is a list of cells, or a Failure."""
 
     part: int
@@ -36,10 +36,10 @@ class Request:
         return self.part, self.count, self.arguments()
 
 
-class Pool(Crew):
+class RewardPool(WorkerPool):
     """Made when the functions have loaded in a worker; a RewardError otherwise."""
 
-    def __init__(self, parts: list[tuple[Source, dict[str, Any]]], workers: int, base_dir: Path) -> None:
+    def __init__(self, parts: list[tuple[UserCode, dict[str, Any]]], workers: int, base_dir: Path) -> None:
         path = import_path(base_dir)
 
         def boot() -> bytes:
@@ -48,8 +48,8 @@ class Pool(Crew):
             preload = [PRELOAD[name] for name in builtins if PRELOAD.get(name) in sys.modules]
             return pickle.dumps((path, preload, parts))
 
-        job = Job("trimtab.reward.worker", boot, "reward", "the reward functions", RewardError)
-        super().__init__(job, workers)
+        spec = WorkerSpec("trimtab.reward.worker", boot, "reward", "the reward functions", RewardError)
+        super().__init__(spec, workers)
 
     @property
     def needs(self) -> list[frozenset[str]]:

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.base.errors import RewardError
 from trimtab.base.suggestions import near_or_all
-from trimtab.reward.lane import Lane
-from trimtab.reward.load import GIVEN, PLAYED, locate
-from trimtab.reward.pool import Pool, Request
+from trimtab.reward.async_worker import AsyncWorker
+from trimtab.reward.load import CALL_ARGUMENTS, PLAYED, locate
+from trimtab.reward.pool import RewardPool, RewardRequest
 from trimtab.reward.worker import checked_entry
 from trimtab.workers.messages import Cell, Failure, Tally
 from trimtab.workers.pool import Reply
@@ -39,21 +39,21 @@ from trimtab.workers.process import SLICE_S
 
 if TYPE_CHECKING:
     from trimtab.config.schema import RewardPart
-    from trimtab.reward.models import ModelDesk
+    from trimtab.reward.models import ModelBackend
     from trimtab.rollout.trajectory import Group, Trajectory
 
 
-MEASURED = frozenset(("mean", "std", "zero_std_groups", "failed", "latency_max_s", "repeated"))
+RESERVED_NAMES = frozenset(("mean", "std", "zero_std_groups", "failed", "latency_max_s", "repeated"))
 """Names under reward/ that Trimtab's own metrics have: a part of that name would take their place."""
 
 
-class Doer(Protocol):
+class Backend(Protocol):
     """Who answers calls: worker processes, a judge's process, or reward models."""
 
     @property
     def needs(self) -> list[frozenset[str]]: ...
 
-    def call(self, request: Request) -> None: ...
+    def call(self, request: RewardRequest) -> None: ...
 
     def raise_if_broken(self) -> None: ...
 
@@ -109,84 +109,85 @@ class Scorer:
         """Names of the parts, in their order."""
         twice = [name for name, count in Counter(self.names).items() if count > 1]
         if twice:
-            raise RewardError(f"reward: {twice[0]!r} names more than one part. Give each its own `name`")
-        for name in MEASURED.intersection(self.names):
+            raise RewardError(f"reward: two parts are called {twice[0]!r}. Give each part its own `name`")
+        for name in RESERVED_NAMES.intersection(self.names):
             raise RewardError(
-                f"reward: reward/{name} is a metric of all parts together. Give the part {name!r} another `name`"
+                f"reward: a part cannot be called {name!r}, because reward/{name} is a metric of all parts. "
+                "Give it another `name`"
             )
         self.stats = Stats()
         """What the last `collect` came to."""
         self.failures: Counter[str] = Counter()
         """Samples dropped since the start: timeout, raised, crashed, invalid."""
         self._parts = list(parts)
-        self._sheets: list[_Sheet] = []
+        self._scored: list[_GroupScores] = []
         judges = [place for place, source in enumerate(sources) if source.kind == "builtin" and source.name == "judge"]
         models = [place for place, source in enumerate(sources) if source.kind == "model"]
         given = [place for place, source in enumerate(sources) if source.kind == "environment"]
         others = [place for place in range(len(parts)) if place not in (*judges, *models, *given)]
         self._last_only = {p for p in (*others, *models) if sources[p].kind in ("builtin", "model")}
         """Parts that read the model's last turn instead of the whole conversation."""
-        self.models: ModelDesk | None = None
+        self.models: ModelBackend | None = None
         """Reward models: to be loaded before anything is collected."""
-        self._doers: list[Doer] = []
-        self._desks: dict[int, Desk] = {}
-        self._finalizer = weakref.finalize(self, _close, self._doers)  # also at interpreter exit
+        self._backends: list[Backend] = []
+        self._routes: dict[int, Route] = {}
+        self._finalizer = weakref.finalize(self, _close, self._backends)  # also at interpreter exit
         try:
             if others:
-                self._open(others, Pool([(sources[p], parts[p].args) for p in others], workers, base_dir))
+                self._open(others, RewardPool([(sources[p], parts[p].args) for p in others], workers, base_dir))
             if judges:
                 asked = [(sources[p], parts[p].args, parts[p].timeout_s) for p in judges]
-                self._open(judges, Lane(asked, base_dir, run_dir))
+                self._open(judges, AsyncWorker(asked, base_dir, run_dir))
             if given:
-                self._open(given, Earned(len(given)))
+                self._open(given, EnvironmentRewards(len(given)))
             if models:
-                from trimtab.reward.models import ModelDesk, refuse_other_models
+                from trimtab.reward.models import ModelBackend, refuse_other_models
 
                 for place in models:
                     refuse_other_models(sources[place].place)
-                self.models = ModelDesk([sources[place].place for place in models])
+                self.models = ModelBackend([sources[place].place for place in models])
                 self._open(models, self.models)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, places: list[int], doer: Doer) -> None:
-        self._doers.append(doer)
-        self._desks |= {place: Desk(doer, number) for number, place in enumerate(places)}
+    def _open(self, places: list[int], backend: Backend) -> None:
+        self._backends.append(backend)
+        self._routes |= {place: Route(backend, number) for number, place in enumerate(places)}
 
     def check(self, columns: Iterable[str], played: bool = False) -> None:
         """Raise where a part needs a column that the rows do not have. For before training, with a row's columns. `played`: there
         is an environment."""
         known = {*columns, *(PLAYED if played else ())}
         for place, name in enumerate(self.names):
-            for column in sorted(self._desks[place].needs - known):
+            for column in sorted(self._routes[place].needs - known):
                 raise RewardError(
-                    f"reward {name!r} needs a column {column!r}, which the data does not have in every row. "
-                    f"{near_or_all(column, known)} Offered besides the columns: {', '.join(GIVEN)}; with an environment: "
-                    f"{', '.join(PLAYED)}"
+                    f"reward {name!r} needs a column {column!r}, which not every row of the data has. "
+                    f"{near_or_all(column, known)} Besides the columns, a reward function can take "
+                    f"{', '.join(CALL_ARGUMENTS)}; with an environment also {', '.join(PLAYED)}"
                 )
 
     def submit(self, group: Group) -> None:
         """Start scoring a group. Does not block; the group must not be touched until it is collected."""
-        sheet = _Sheet(group, self._desks, self._parts, self.names, self._last_only)
-        self._sheets.append(sheet)
-        sheet.start()
+        scores = _GroupScores(group, self._routes, self._parts, self.names, self._last_only)
+        self._scored.append(scores)
+        scores.start()
 
     def collect(self) -> list[Group]:
         """Wait for every group submitted since the last collect, and fill in its trajectories."""
         start = time.monotonic()
         if self.models is not None:
             self.models.work()
-        for sheet in self._sheets:
-            while not sheet.done.wait(SLICE_S):
-                for doer in self._doers:
-                    doer.raise_if_broken()
+        for scores in self._scored:
+            while not scores.done.wait(SLICE_S):
+                for backend in self._backends:
+                    backend.raise_if_broken()
         wait_s = time.monotonic() - start
-        sheets, self._sheets = self._sheets, []
-        for sheet in sheets:
-            self.failures.update(sheet.fill_in())
-        self.stats = _stats(sheets, self.names, start, wait_s)
-        return [sheet.group for sheet in sheets]
+        scored, self._scored = self._scored, []
+        for scores in scored:
+            self.failures.update(scores.fill_in())
+        self.stats = _stats(scored, self.names, start, wait_s)
+        return [scores.group for scores in scored]
 
     def close(self) -> None:
         """Kill the workers. Harmless when repeated."""
@@ -200,29 +201,29 @@ class Scorer:
 
 
 @dataclass(frozen=True)
-class Desk:
+class Route:
     """Who scores a part, and what the part's number is there."""
 
-    doer: Doer
+    backend: Backend
     number: int
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.doer.needs[self.number]
+        return self.backend.needs[self.number]
 
 
-def _close(doers: list[Doer]) -> None:
-    for doer in doers:
-        doer.close()
+def _close(backends: list[Backend]) -> None:
+    for backend in backends:
+        backend.close()
 
 
-class Earned:
+class EnvironmentRewards:
     """Answers for the parts that are what the environment gave."""
 
     def __init__(self, parts: int) -> None:
         self.needs: list[frozenset[str]] = [frozenset()] * parts
 
-    def call(self, request: Request) -> None:
+    def call(self, request: RewardRequest) -> None:
         given = request.arguments()["environment_reward"]
         request.reply(Reply([checked_entry(value) for value in given], 0.0))  # the sum may be more than float32 holds
 
@@ -233,13 +234,13 @@ class Earned:
         pass
 
 
-class _Sheet:
-    """The score sheet of one group: a cell for every part and sample, filled in by the driving threads."""
+class _GroupScores:
+    """The scores of one group: a cell for every part and sample, filled in by the driving threads."""
 
     def __init__(
         self,
         group: Group,
-        desks: Mapping[int, Desk],
+        routes: Mapping[int, Route],
         parts: list[RewardPart],
         names: list[str],
         last_only: Collection[int] = (),
@@ -251,7 +252,7 @@ class _Sheet:
         self.tallies: dict[str, Tally] = {}
         self.judged_at: dict[str, float] = {}
         """When each of its judges was done."""
-        self._desks, self._parts, self._names, self._last_only = desks, parts, names, last_only
+        self._routes, self._parts, self._names, self._last_only = routes, parts, names, last_only
         self._whole = [sample for sample, t in enumerate(group.trajectories) if t.failure is None]
         """Samples that there is something to say about: those that no environment lost."""
         self._cells: list[dict[int, Cell]] = [{} for _ in parts]
@@ -270,8 +271,8 @@ class _Sheet:
     def _call(self, part: int, samples: Sequence[int], again: bool = False) -> None:
         arguments = partial(self._arguments, samples, part in self._last_only)
         receive = partial(self._receive, part, samples)
-        desk, timeout_s = self._desks[part], self._parts[part].timeout_s
-        desk.doer.call(Request(desk.number, len(samples), timeout_s, arguments, receive, again))
+        route, timeout_s = self._routes[part], self._parts[part].timeout_s
+        route.backend.call(RewardRequest(route.number, len(samples), timeout_s, arguments, receive, again))
 
     def _arguments(self, samples: Sequence[int], last_only: bool) -> dict[str, Any]:
         """The field's convention: a list for every argument, one entry a sample."""
@@ -363,7 +364,7 @@ def check_failures(groups: Iterable[Group], max_fraction: float) -> None:
     if len(failures) > max_fraction * len(trajectories):
         raise RewardError(
             f"{len(failures)} of {len(trajectories)} samples have no reward because {_blamed(trajectories)} calls failed; "
-            f"observe.max_failed_rewards allows a fraction of {max_fraction:g}. The first failure:\n{failures[0]}"
+            f"observe.max_failed_rewards allows a share of {max_fraction:g}. First failure:\n{failures[0]}"
         )
 
 
@@ -371,29 +372,29 @@ def _blamed(trajectories: Iterable[Trajectory]) -> str:
     return " and ".join(sorted({t.failed_in for t in trajectories if t.failure is not None}))
 
 
-def _stats(sheets: list[_Sheet], names: list[str], start: float, wait_s: float) -> Stats:
-    trajectories = [trajectory for sheet in sheets for trajectory in sheet.group.trajectories]
-    seconds = [second for sheet in sheets for second in sheet.seconds]
+def _stats(scored: list[_GroupScores], names: list[str], start: float, wait_s: float) -> Stats:
+    trajectories = [trajectory for scores in scored for trajectory in scores.group.trajectories]
+    seconds = [second for scores in scored for second in scores.seconds]
     values = {name: [t.rewards[name] for t in trajectories if name in t.rewards] for name in names}
     return Stats(
         parts={name: _part_stats(part) for name, part in values.items() if part},
         failed=sum(t.failure is not None for t in trajectories),
         not_applicable=sum(t.failure is None and t.reward is None for t in trajectories),
         calls=len(seconds),
-        repeated=sum(sheet.repeated for sheet in sheets),
+        repeated=sum(scores.repeated for scores in scored),
         latency_max_s=max(seconds, default=0.0),
         wait_s=wait_s,
-        judges=_judges(sheets, start),
+        judges=_judges(scored, start),
     )
 
 
-def _judges(sheets: list[_Sheet], start: float) -> dict[str, Tally]:
+def _judges(scored: list[_GroupScores], start: float) -> dict[str, Tally]:
     """What each judge counted for all groups, and how long after `start` it was done with the last."""
     judges: dict[str, Tally] = {}
-    for sheet in sheets:
-        for name, tally in sheet.tallies.items():
+    for scores in scored:
+        for name, tally in scores.tallies.items():
             judges.setdefault(name, Tally()).add(tally)
-            judges[name].wait_s = max(judges[name].wait_s, sheet.judged_at[name] - start)
+            judges[name].wait_s = max(judges[name].wait_s, scores.judged_at[name] - start)
     return judges
 
 

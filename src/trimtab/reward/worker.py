@@ -22,7 +22,7 @@ from trimtab.base.errors import RewardError
 from trimtab.reward.load import Function, load
 from trimtab.workers.child import await_, serve, set_up
 from trimtab.workers.messages import Cell, Failure, receive, send
-from trimtab.workers.user_code import told, user_traceback
+from trimtab.workers.user_code import one_line_error, user_traceback
 
 
 def main(channel_fd: str, trace_fd: str) -> None:
@@ -55,10 +55,10 @@ def respond(message: bytes, functions: list[Function]) -> list[Cell] | Failure:
             result = await_(result)
         return checked(result, count)
     except BaseException as error:  # user code: also SystemExit and KeyboardInterrupt
-        return Failure("raised", f"raised {told(error)}", user_traceback(error))
+        return Failure("raised", f"raised {one_line_error(error)}", user_traceback(error))
 
 
-LARGEST = 3.4e38
+MAX_REWARD_MAGNITUDE = 3.4e38
 """What float32 holds: advantages are kept in it."""
 
 
@@ -68,10 +68,10 @@ def checked(result: Any, count: int) -> list[Cell] | Failure:
         result = result.tolist()  # numpy arrays, torch tensors
     if not isinstance(result, (list, tuple)):
         return Failure(
-            "invalid", f"returned {type(result).__name__}; return a list with one number or None a completion"
+            "invalid", f"returned {type(result).__name__}; return a list with one number or None for each completion"
         )
     if len(result) != count:
-        return Failure("invalid", f"returned {len(result)} values for {count} completions; return one a completion")
+        return Failure("invalid", f"returned {len(result)} values for {count} completions; return one for each")
     return [checked_entry(entry) for entry in result]
 
 
@@ -92,6 +92,6 @@ def checked_entry(entry: Any) -> Cell:
         return Failure(
             "invalid", f"returned {value} as a reward; return a finite number, or None where it does not apply"
         )
-    if abs(value) > LARGEST:
-        return Failure("invalid", f"returned {value:g} as a reward; return numbers that float32 can hold")
+    if abs(value) > MAX_REWARD_MAGNITUDE:
+        return Failure("invalid", f"returned {value:g} as a reward; return a number within the range of float32")
     return value

@@ -33,9 +33,9 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
-LOOK_S = 1.0
+POLL_S = 1.0
 """How often a guardian looks whether the trainer is there, besides when the kernel says that a parent has gone (SIGHUP)."""
-REAP_S = 0.005
+REAP_POLL_S = 0.005
 CHILDREN = Path("/proc/thread-self/children")
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 
@@ -64,7 +64,7 @@ def _watch(child: int, parent: int, trainer: int) -> NoReturn:
         if os.getppid() != parent or not _is_there(trainer):
             _kill_all_below(child)
             os._exit(1)
-        number = _next_signal(LOOK_S)
+        number = _next_signal(POLL_S)
         if number == signal.SIGTERM:
             _kill_all_below(child)
             _end_by(signal.SIGTERM)
@@ -98,7 +98,7 @@ def _kill_all_below(child: int) -> None:
             except PermissionError:
                 out_of_reach.add(pid)
         _reap(0)
-        time.sleep(REAP_S)
+        time.sleep(REAP_POLL_S)
 
 
 def _children() -> list[int]:

@@ -62,7 +62,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerAnswer:
     """What a process with many calls under way says about one of them."""
 
     call: int

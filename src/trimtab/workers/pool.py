@@ -1,10 +1,10 @@
-"""A crew: worker processes that run the user's code, and the threads that drive them.
+"""A pool: worker processes that run the user's code, and the threads that drive them.
 
 Guarantees:
-- Every errand is answered exactly once, with a result or with a Failure, unless the crew breaks or is closed.
+- Every call is answered exactly once, with a result or with a Failure, unless the pool breaks or is closed.
 - A call has a deadline, in monotonic time, that starts when its worker receives it: time in the queue and the loading
   of a fresh worker do not count. A call that misses it costs its own worker, killed with everything that it started.
-- No head-of-line blocking: whichever worker is free takes the next errand, first calls before repeated ones. An errand that has
+- No head-of-line blocking: whichever worker is free takes the next call, first calls before repeated ones. A call that has
   a home waits for that one worker, which takes it before others.
 - After `close` no worker process is left, nor anything that one started; nor after the trainer was killed (guardian.py).
 
@@ -35,7 +35,7 @@ LOAD_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to one errand."""
+    """The answer to one call."""
 
     result: Any
     """What the worker said, or a Failure."""
@@ -47,7 +47,7 @@ class Reply:
     """Which one answered."""
 
 
-class Errand(Protocol):
+class WorkerCall(Protocol):
     """One call."""
 
     @property
@@ -74,13 +74,13 @@ class Errand(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a crew is made for."""
+class WorkerSpec:
+    """What a pool is made for."""
 
     module: str
     """Run as the worker process."""
     boot: Callable[[], bytes]
-    """The first message; its answer is `Crew.loaded`, or a Failure."""
+    """The first message; its answer is `WorkerPool.loaded`, or a Failure."""
     name: str
     """In names of threads and in errors: what the workers are."""
     importing: str
@@ -88,11 +88,11 @@ class Job:
     error: type[TrimtabError]
 
 
-class Crew:
-    """Workers behind one queue. Made when the user's code has loaded in one of them; the job's error otherwise."""
+class WorkerPool:
+    """Workers behind one queue. Made when the user's code has loaded in one of them; the spec's error otherwise."""
 
-    def __init__(self, job: Job, workers: int) -> None:
-        self._job = job
+    def __init__(self, spec: WorkerSpec, workers: int) -> None:
+        self._spec = spec
         self._queue = _Queue(workers)
         self._stop = threading.Event()
         self._ready = threading.Event()
@@ -101,7 +101,8 @@ class Crew:
         self.loaded: Any = None
         """What a worker said of the code that it loaded."""
         self._threads = [
-            threading.Thread(target=self._drive, args=(i,), name=f"{job.name}-{i}", daemon=True) for i in range(workers)
+            threading.Thread(target=self._drive, args=(i,), name=f"{spec.name}-{i}", daemon=True)
+            for i in range(workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -110,15 +111,15 @@ class Crew:
             self.close()
             raise self._error
 
-    def call(self, errand: Errand) -> None:
+    def call(self, call: WorkerCall) -> None:
         self.raise_if_broken()
-        self._queue.put(errand)
+        self._queue.put(call)
 
     def raise_if_broken(self) -> None:
         if self._error is not None:
             raise self._error
         if self._stop.is_set():
-            raise RuntimeError(f"the {self._job.name} workers are closed")
+            raise RuntimeError(f"the {self._spec.name} workers are closed")
 
     def close(self) -> None:
         """Kill every worker. Calls under way are not answered. Harmless when repeated."""
@@ -131,22 +132,22 @@ class Crew:
                 thread.join()
 
     def _drive(self, number: int) -> None:
-        """Keep one worker and feed it until the crew is closed."""
+        """Keep one worker and feed it until the pool is closed."""
         worker: Worker | None = None
         try:
             while True:
                 worker = worker or self._start()
-                errand = self._queue.get(number)
-                if errand is None:
+                call = self._queue.get(number)
+                if call is None:
                     break
                 if not worker.healthy():  # died between two calls: that is nobody's failure
                     worker.kill()
                     worker = self._start()
-                reply = _serve(worker, errand, number)
+                reply = _serve(worker, call, number)
                 if isinstance(reply.result, Failure) and reply.result.kind in ("timeout", "crashed"):
                     worker.kill()
                     worker = None
-                errand.reply(reply)
+                call.reply(reply)
         except Stopped:
             pass
         except BaseException as error:  # seen by whoever waits for answers, who would otherwise wait forever
@@ -161,9 +162,9 @@ class Crew:
         for attempt in range(1, LOAD_ATTEMPTS + 1):
             if self._stop.is_set():
                 raise Stopped
-            worker = Worker(self._stop, self._job.module)
+            worker = Worker(self._stop, self._spec.module)
             try:
-                answer = worker.ask(self._job.boot(), LOAD_TIMEOUT_S)
+                answer = worker.ask(self._spec.boot(), LOAD_TIMEOUT_S)
             except BaseException:
                 worker.kill()
                 raise
@@ -175,37 +176,37 @@ class Crew:
             if not self._ready.is_set() or attempt == LOAD_ATTEMPTS:
                 break
             self._stop.wait(attempt)
-        raise self._job.error(str(answer) if answer.kind == "raised" else f"importing {self._job.importing} {answer}")
+        raise self._spec.error(str(answer) if answer.kind == "raised" else f"importing {self._spec.importing} {answer}")
 
 
-def _serve(worker: Worker, errand: Errand, number: int) -> Reply:
+def _serve(worker: Worker, call: WorkerCall, number: int) -> Reply:
     try:
-        message = pickle.dumps(errand.message())
+        message = pickle.dumps(call.message())
     except Exception as error:  # a column of the user's that cannot be pickled
-        failure = Failure("raised", f"cannot be sent its arguments: {type(error).__name__}: {error}")
+        failure = Failure("raised", f"cannot receive its arguments: {type(error).__name__}: {error}")
         return Reply(failure, 0.0, worker=number)
     start = time.monotonic()
-    result = worker.ask(message, errand.timeout_s)
+    result = worker.ask(message, call.timeout_s)
     return Reply(result, time.monotonic() - start, worker=number)
 
 
 class _Queue:
-    """Errands in the order they came, first calls before repeated ones; each worker's own before those of all."""
+    """Calls in the order they came, first calls before repeated ones; each worker's own before those of all."""
 
     def __init__(self, workers: int) -> None:
-        self._anyone: list[tuple[bool, int, Errand]] = []
-        self._own: list[list[tuple[bool, int, Errand]]] = [[] for _ in range(workers)]
+        self._anyone: list[tuple[bool, int, WorkerCall]] = []
+        self._own: list[list[tuple[bool, int, WorkerCall]]] = [[] for _ in range(workers)]
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, errand: Errand) -> None:
+    def put(self, call: WorkerCall) -> None:
         with self._changed:
-            line = self._anyone if errand.home is None else self._own[errand.home]
-            heappush(line, (errand.again, next(self._numbers), errand))
+            line = self._anyone if call.home is None else self._own[call.home]
+            heappush(line, (call.again, next(self._numbers), call))
             self._changed.notify_all()
 
-    def get(self, worker: int) -> Errand | None:
+    def get(self, worker: int) -> WorkerCall | None:
         """Waits for the next one; None once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._own[worker] or self._anyone)

@@ -23,7 +23,7 @@ from trimtab.workers.spawn import how_it_ended, kill_all, start
 
 SLICE_S = 0.1
 """How often a waiting thread looks at the deadline, at the worker's life and at `close`."""
-DEAD_S = 5.0
+EXIT_TIMEOUT_S = 5.0
 """How long after the end of its channel a worker may still be ending: first everything that it started is killed."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 """Workers run while the trainer decodes: many processes with many threads each would slow both."""
@@ -53,7 +53,7 @@ class Worker:
             send(self._channel, message, lambda: self._check(deadline))
             return pickle.loads(receive(self._channel, lambda: self._check(deadline)))
         except TimeoutError:
-            return Failure("timeout", f"took longer than {timeout_s:g} s and was ended", self._where_it_hangs())
+            return Failure("timeout", f"took longer than {timeout_s:g} s and was stopped", self._where_it_hangs())
         except (EOFError, ConnectionError):
             stack = self._stack()
             return Failure("crashed", f"ended its process: {self._end()}", stack)
@@ -117,7 +117,7 @@ class Worker:
 
     def _end(self) -> str:
         """Clean up after a crash, and say what it was."""
-        patience = time.monotonic() + DEAD_S
+        patience = time.monotonic() + EXIT_TIMEOUT_S
         while not (ended := self._ended()) and time.monotonic() < patience:
             time.sleep(0.01)
         self.kill()

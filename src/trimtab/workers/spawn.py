@@ -15,7 +15,7 @@ from typing import IO
 
 import psutil
 
-END_S = 10.0
+KILL_TIMEOUT_S = 10.0
 """How long guardians may take to kill what is below them."""
 PYTHON = (sys.executable, "-u", "-P")
 KILL_FIRST, KILL_EARLY = 1000, 500
@@ -50,14 +50,14 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
         below = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     try:
-        process.wait(END_S)
+        process.wait(KILL_TIMEOUT_S)
     except subprocess.TimeoutExpired:  # a guardian that somebody has stopped, or a program in its place that ignores it
         process.kill()
         for one in below:
             with contextlib.suppress(psutil.Error):
                 one.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
+            process.wait(KILL_TIMEOUT_S)
 
 
 def how_it_ended(code: int) -> str:

@@ -21,12 +21,12 @@ from typing import Any, Literal
 from trimtab.base.errors import RewardError, TrimtabError, cut
 from trimtab.base.suggestions import near_or_all
 
-LONGEST_LINE = 500
+MAX_LINE_CHARACTERS = 500
 """Characters of an error in one line."""
 
 
 @dataclass(frozen=True)
-class Source:
+class UserCode:
     """Where a user's object is found. Travels to the workers."""
 
     kind: Literal["builtin", "file", "module", "object", "model", "environment"]
@@ -59,24 +59,24 @@ REWARD = Naming("reward.fn", "reward", "function", RewardError)
 
 def locate_object(
     fn: str, base_dir: Path, objects: Mapping[str, Callable[..., Any]], builtins: Collection[str], naming: Naming
-) -> Source:
+) -> UserCode:
     """Find what `fn` names: a built-in, `object:NAME`, `file.py:name` or `package.module:name`."""
     place, colon, name = fn.rpartition(":")
     if not colon:
         return _locate_builtin(fn, builtins, naming)
     if not name or not place:
         form = naming.form
-        raise naming.error(f"{naming.key}: {fn!r} is not of the form file.py:{form} or package.module:{form}")
+        raise naming.error(f"{naming.key}: got {fn!r}. Write file.py:{form} or package.module:{form}")
     if place == "object":
         return _locate_given(name, objects, naming)
     if place.endswith(".py") or os.sep in place:
-        return Source("file", str(_find_file(place, base_dir, naming)), name)
-    return Source("module", place, name)
+        return UserCode("file", str(_find_file(place, base_dir, naming)), name)
+    return UserCode("module", place, name)
 
 
-def _locate_builtin(fn: str, builtins: Collection[str], naming: Naming) -> Source:
+def _locate_builtin(fn: str, builtins: Collection[str], naming: Naming) -> UserCode:
     if fn in builtins:
-        return Source("builtin", "", fn)
+        return UserCode("builtin", "", fn)
     if fn.endswith(".py"):
         raise naming.error(f"{naming.key}: {fn!r} names a file but no {naming.form}. Write {fn}:{naming.form.upper()}")
     if "." in fn:
@@ -88,7 +88,7 @@ def _locate_builtin(fn: str, builtins: Collection[str], naming: Naming) -> Sourc
     raise naming.error(f"{naming.key}: there is no built-in {naming.what} {fn!r}. {near_or_all(fn, builtins)} {own}")
 
 
-def _locate_given(name: str, objects: Mapping[str, Callable[..., Any]], naming: Naming) -> Source:
+def _locate_given(name: str, objects: Mapping[str, Callable[..., Any]], naming: Naming) -> UserCode:
     import cloudpickle
 
     if name not in objects:
@@ -101,7 +101,7 @@ def _locate_given(name: str, objects: Mapping[str, Callable[..., Any]], naming: 
     if not callable(objects[name]):
         raise naming.error(f"{naming.what} {name!r} is {type(objects[name]).__name__}, not a {naming.form}")
     try:
-        return Source("object", "", name, cloudpickle.dumps(objects[name]))
+        return UserCode("object", "", name, cloudpickle.dumps(objects[name]))
     except Exception as error:  # whatever a captured object's own __reduce__ raises
         raise naming.error(
             f"{naming.what} {name!r} cannot be sent to a worker process: {error}. It refers to something that cannot be "
@@ -122,7 +122,7 @@ def _find_file(place: str, base_dir: Path, naming: Naming) -> Path:
     raise naming.error(f"{naming.key}: there is no file {where}. {near_or_all(path.name, beside)}")
 
 
-def import_object(source: Source, naming: Naming) -> Any:
+def import_object(source: UserCode, naming: Naming) -> Any:
     """The object itself, which can be called. Runs the user's module code."""
     try:
         found = pickle.loads(source.pickled) if source.kind == "object" else _attribute(source, naming)
@@ -140,7 +140,7 @@ def import_object(source: Source, naming: Naming) -> Any:
     return found
 
 
-def _attribute(source: Source, naming: Naming) -> Any:
+def _attribute(source: UserCode, naming: Naming) -> Any:
     module = _module(source, naming)
     if hasattr(module, source.name):
         return getattr(module, source.name)
@@ -148,7 +148,7 @@ def _attribute(source: Source, naming: Naming) -> Any:
     raise naming.error(f"{naming.what} {source}: there is no {source.name!r} in it. {near_or_all(source.name, names)}")
 
 
-def _module(source: Source, naming: Naming) -> ModuleType:
+def _module(source: UserCode, naming: Naming) -> ModuleType:
     if source.kind == "file":
         return _module_of_file(Path(source.place))
     try:
@@ -179,13 +179,13 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def told(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """An error in one line, also where it cannot say what it is."""
     try:
         said = str(error)
     except Exception:
         said = "its message cannot be shown"
-    return cut(f"{type(error).__name__}: {said}".splitlines()[0], LONGEST_LINE)
+    return cut(f"{type(error).__name__}: {said}".splitlines()[0], MAX_LINE_CHARACTERS)
 
 
 def user_traceback(error: BaseException) -> str:

@@ -224,14 +224,14 @@ def test_a_template_without_tools_is_refused_unless_the_prompt_describes_them(tm
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"environment": {}}, "nobody answers: there is neither a class nor a tool"),
+        ({"environment": {}}, "the environment has neither a class nor a tool"),
         ({"environment": {"fn": "a.py:B", "tools": ["calculator"]}}, "both would answer the model"),
-        ({"environment": {"tools": ["calculator"], "args": {"a": 1}}}, "tools take what the model gives them"),
+        ({"environment": {"tools": ["calculator"], "args": {"a": 1}}}, "the model gives tools their arguments"),
         ({"environment": {"tools": ["calculator"]}, "reward": [{"fn": "environment"}]}, "tools give no reward"),
         ({"reward": [{"fn": "environment"}]}, "there is no environment"),
         (
             {"environment": {"fn": "a.py:B"}, "reward": [{"fn": "environment", "args": {"a": 1}}]},
-            "the environment gives the value",
+            "the environment computes this reward",
         ),
         ({"environment": {"fn": "a.py:B", "max_turns": 0}}, "max_turns"),
         ({"environment": {"fn": "a.py:B", "max_turn": 3}}, "environment.max_turns"),

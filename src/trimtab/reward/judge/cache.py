@@ -1,8 +1,8 @@
 """Scores that were given before: bounded in memory, and on disk where asked for.
 
-The newest and most recently used `LIMIT` scores are kept. On disk they are lines of JSON, each appended in one write; a line that
-is torn or damaged is left out when the file is read, and a file that has grown too long is then replaced whole. Only one process
-writes it: a run folder belongs to one run.
+The newest and most recently used `MAX_SCORES` scores are kept. On disk they are lines of JSON, each appended in one write; a
+line that is torn or damaged is left out when the file is read, and a file that has grown too long is then replaced whole. Only
+one process writes it: a run folder belongs to one run.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from trimtab.base.files import write_file
 
-LIMIT = 65_536
+MAX_SCORES = 65_536
 FILE = "judge-cache.jsonl"
 
 
 class ScoreCache:
     """From the digest of a request to its score."""
 
-    def __init__(self, folder: Path | None = None, limit: int = LIMIT) -> None:
+    def __init__(self, folder: Path | None = None, limit: int = MAX_SCORES) -> None:
         """`folder`: where the file is. It may come into being later; what is put before that stays in memory."""
         self._limit = limit
         self._scores: OrderedDict[str, float] = OrderedDict()

@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Any
 from trimtab.base.errors import RewardError
 from trimtab.reward.judge.cache import ScoreCache
 from trimtab.reward.judge.options import Options
-from trimtab.reward.judge.words import read_score
+from trimtab.reward.judge.prompt_and_score import read_score
 from trimtab.workers.messages import Cell, Failure, Kind, Tally
 
 if TYPE_CHECKING:
     import httpx2
 
-PASSING = {408, 425, 429, *range(500, 600)}
+RETRIED_STATUSES = {408, 425, 429, *range(500, 600)}
 """Statuses that may be gone at the next try."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 SHOWN_CHARACTERS = 200
@@ -47,7 +47,7 @@ FAILURE_KINDS: dict[str, Kind] = {"timeout": "timeout", "unparsable": "invalid"}
 
 
 @dataclass
-class Call:
+class JudgeCall:
     """One call of the reward under way: what it has found out about the endpoint."""
 
     limit_s: float
@@ -55,7 +55,7 @@ class Call:
     slowest_s: float = 0.0
 
 
-current: ContextVar[Call] = ContextVar("current")
+current: ContextVar[JudgeCall] = ContextVar("current")
 
 
 class Trouble(Exception):
@@ -81,7 +81,7 @@ class Judge:
         self._cache = ScoreCache(run_dir if options.cache == "disk" else None) if options.cache else None
         self._under_way: dict[str, asyncio.Task[float]] = {}
         self._places = asyncio.Semaphore(options.concurrency)
-        self._closed_until, self._closed_by = 0.0, Trouble("http_429", "the endpoint asked for no requests")
+        self._closed_until, self._closed_by = 0.0, Trouble("http_429", "the endpoint asks to wait")
         self._client: httpx2.AsyncClient | None = None
 
     async def score(self, prompts: Sequence[Any], completions: Sequence[Any], rows: Sequence[dict]) -> list[Cell]:
@@ -154,7 +154,7 @@ class Judge:
             finally:
                 call.slowest_s = max(call.slowest_s, time.monotonic() - start)
 
-    async def _keep_asking(self, body: dict[str, Any], deadline: float, call: Call) -> float:
+    async def _keep_asking(self, body: dict[str, Any], deadline: float, call: JudgeCall) -> float:
         await self._pause(0.0, deadline, self._closed_by)
         for tried in range(self.options.retries + 1):
             call.tally.counts.update(["requests", *(["retries"] if tried else [])])
@@ -187,7 +187,7 @@ class Judge:
         if until > now:
             await asyncio.sleep(until - now)
 
-    async def _send(self, body: dict[str, Any], deadline: float, call: Call) -> str:
+    async def _send(self, body: dict[str, Any], deadline: float, call: JudgeCall) -> str:
         """One try: the text of the answer."""
         import httpx2
 
@@ -205,7 +205,9 @@ class Judge:
         if response.status_code != 200:
             status = response.status_code
             wait_s = retry_after_s(response.headers.get("retry-after"))
-            raise Trouble(f"http_{status}", f"HTTP {status}: {shown(response.text)}", status in PASSING, wait_s)
+            raise Trouble(
+                f"http_{status}", f"HTTP {status}: {shown(response.text)}", status in RETRIED_STATUSES, wait_s
+            )
         return message_of(response.text)
 
     @property
@@ -237,7 +239,7 @@ def message_of(text: str) -> str:
     except (ValueError, RecursionError, LookupError, TypeError):
         content = None
     if not isinstance(content, str):
-        raise Trouble("unparsable", f"the endpoint's answer is no chat completion: {shown(text)}")
+        raise Trouble("unparsable", f"the endpoint's answer is not a chat completion: {shown(text)}")
     return content
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import regex
 
 from trimtab.base.errors import RewardError
-from trimtab.reward.judge.words import Template
+from trimtab.reward.judge.prompt_and_score import Template
 
 MAX_CONCURRENCY = 1024
 
@@ -111,7 +111,8 @@ def _check_url(url: Any) -> None:
         raise RewardError("reward.args: judge: url has a ? or # in it. Write the address up to /v1")
     if parts.path.rstrip("/").endswith("/chat/completions"):
         raise RewardError(
-            f"reward.args: judge: /chat/completions is added to url. Write {url.rstrip('/').removesuffix('/chat/completions')}"
+            f"reward.args: judge: Trimtab adds /chat/completions to url. Write "
+            f"{url.rstrip('/').removesuffix('/chat/completions')}"
         )
 
 
@@ -156,5 +157,5 @@ def _body(value: Any) -> dict[str, Any]:
         raise wrong("body", value, "a mapping of further fields of the request")
     for name in ("model", "messages", "stream", "n"):
         if name in value:
-            raise RewardError(f"reward.args: judge: body.{name} is the judge's own to set. Leave it out")
+            raise RewardError(f"reward.args: judge: Trimtab sets body.{name} itself. Leave it out")
     return value

@@ -14,12 +14,12 @@ from typing import Any
 
 from trimtab.base.errors import RewardError
 from trimtab.reward.judge import reward
-from trimtab.reward.judge.client import Call, current
+from trimtab.reward.judge.client import JudgeCall, current
 from trimtab.reward.load import Function, load
 from trimtab.reward.worker import checked
 from trimtab.workers.child import set_up
-from trimtab.workers.messages import HEADER, Answer, Failure
-from trimtab.workers.user_code import told, user_traceback
+from trimtab.workers.messages import HEADER, Failure, WorkerAnswer
+from trimtab.workers.user_code import one_line_error, user_traceback
 
 TICK_S = 1.0
 
@@ -72,10 +72,10 @@ async def boot(message: Any, functions: list[Function]) -> list[frozenset[str]] 
 
 async def respond(message: Any, functions: list[Function], writer: asyncio.StreamWriter) -> None:
     number, part, count, limit_s, offered = message
-    call = Call(limit_s)
+    call = JudgeCall(limit_s)
     current.set(call)
     try:
         result = checked(await functions[part](offered), count)
     except Exception as error:
-        result = Failure("raised", f"raised {told(error)}", user_traceback(error))
-    write(writer, Answer(number, result, call.slowest_s, call.tally))
+        result = Failure("raised", f"raised {one_line_error(error)}", user_traceback(error))
+    write(writer, WorkerAnswer(number, result, call.slowest_s, call.tally))

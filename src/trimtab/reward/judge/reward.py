@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _judges: dict[str, Judge] = {}
 """Those of this process, by their options: a judge's places, cache and connections are shared by all calls."""
-MADE_UP = (("1 + 1 =", "2"), ("1 + 1 =", "3"), ("What is the capital of France?", "Paris."))
+TRIAL_SAMPLES = (("1 + 1 =", "2"), ("1 + 1 =", "3"), ("What is the capital of France?", "Paris."))
 """Prompts and completions that try a judge."""
 run_dir: Path | None = None
 """Where the process keeps what goes on disk."""
@@ -88,18 +88,18 @@ def columns_needed(args: dict[str, Any]) -> frozenset[str]:
 async def attempt(args: dict[str, Any], limit_s: float) -> None:
     """Ask as every later request does but for its text; a RewardError with what to change where nothing comes of it. An answer
     without a score may be this question's fault, so others are tried before the judge is called unreadable."""
-    from trimtab.reward.judge.client import Call, NoScore, Trouble, current
+    from trimtab.reward.judge.client import JudgeCall, NoScore, Trouble, current
 
     one = judge_of(args)
     options = one.options
-    current.set(Call(limit_s))
-    for number, (prompt, completion) in enumerate(MADE_UP, 1):
+    current.set(JudgeCall(limit_s))
+    for number, (prompt, completion) in enumerate(TRIAL_SAMPLES, 1):
         row = dict.fromkeys(options.prompt.columns, str(number))
         try:
             await one.try_out(options.request(options.prompt.fill(prompt, completion, row)))
             return
         except Trouble as trouble:
-            if not isinstance(trouble, NoScore) or number == len(MADE_UP):
+            if not isinstance(trouble, NoScore) or number == len(TRIAL_SAMPLES):
                 raise RewardError(one.clean(await _explain(one, options, trouble))) from None
 
 
@@ -109,24 +109,24 @@ async def _explain(one: Judge, options: Options, trouble: Trouble) -> str:
 
     place = f"reward.args: the judge at {options.url}"
     if trouble.kind == "refused":
-        return f"{place} cannot be reached ({trouble}). Start it, or correct url"
+        return f"{place} is not reachable ({trouble}). Start it, or correct url"
     if trouble.kind == "timeout":
-        return f"{place} did not answer: {trouble}. Raise timeout_s, of args and of the part, or see what keeps the endpoint busy"
+        return f"{place} does not answer: {trouble}. Raise timeout_s, of args and of the part, or check why it is busy"
     if trouble.kind in ("http_401", "http_403"):
         holder = f"the key in {options.api_key_env}" if options.api_key_env else "a request without a key"
-        return f"{place} refuses {holder} ({trouble}). Write api_key_env: NAME, the variable that holds its key"
+        return f"{place} refuses {holder} ({trouble}). Write api_key_env: NAME, where the environment variable NAME holds the key"
     if trouble.kind in ("http_400", "http_404", "http_422"):
         models = await one.models()
         if models and options.model not in models:
             there = did_you_mean(options.model, models) or f" There is: {', '.join(sorted(models)[:10])}."
             return f"{place} has no model {options.model!r}.{there}"
         if trouble.kind == "http_404":
-            return f"{place} has no /chat/completions, or no model {options.model!r} ({trouble}). Most addresses end in /v1"
+            return f"{place} has no /chat/completions, or no model {options.model!r} ({trouble}). Most urls end in /v1"
         return f"{place} refuses the request ({trouble}). Change model, temperature, max_tokens or body"
     if isinstance(trouble, NoScore):
         how = "write pattern" if options.pattern is None else "correct pattern"
         return (
-            f"{place} gave none of {len(MADE_UP)} made-up completions a score: {trouble}. Let prompt ask for a number alone, or "
-            f"for a last line such as 'Score: 7'; {how}; or correct scale"
+            f"{place} gave none of {len(TRIAL_SAMPLES)} trial completions a score: {trouble}. In prompt, ask for a number alone, "
+            f"or for a last line such as 'Score: 7'; {how}; or correct scale"
         )
     return f"{place} does not work: {trouble}"

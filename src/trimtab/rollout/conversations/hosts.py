@@ -37,9 +37,9 @@ from trimtab.rollout.conversations.wire import (
     UnknownConversation,
 )
 from trimtab.workers.messages import Failure
-from trimtab.workers.pool import Crew, Job, Reply
+from trimtab.workers.pool import Reply, WorkerPool, WorkerSpec
 from trimtab.workers.process import SLICE_S, import_path
-from trimtab.workers.user_code import Source, locate_object
+from trimtab.workers.user_code import UserCode, locate_object
 
 CLOSE_TIMEOUT_S = 20.0
 """How long the end of a run waits for a conversation to be closed."""
@@ -86,8 +86,8 @@ class EnvironmentCall:
 class Answerer:
     """What answers the model, found but not imported."""
 
-    made: Source | None
-    tools: list[Source] = field(default_factory=list)
+    made: UserCode | None
+    tools: list[UserCode] = field(default_factory=list)
 
 
 def locate_environment(settings: Environment, base_dir: Path, objects: Mapping[str, Callable[..., Any]]) -> Answerer:
@@ -113,8 +113,10 @@ class Hosts:
         setup = pickle.dumps(EnvironmentSetup(import_path(base_dir), found.made, settings.args, found.tools, templated))
         self.settings = settings
         self.stateful = found.made is not None
-        self._crew = Crew(
-            Job("trimtab.rollout.conversations.worker", lambda: setup, "environment", "the environment", EnvError),
+        self._crew = WorkerPool(
+            WorkerSpec(
+                "trimtab.rollout.conversations.worker", lambda: setup, "environment", "the environment", EnvError
+            ),
             workers,
         )
         self.loaded: Loaded = self._crew.loaded

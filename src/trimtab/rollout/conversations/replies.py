@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.base.errors import DataError, EnvError
 from trimtab.data.deadline import render_within
-from trimtab.data.pieces import AFTER_THE_END, Pieces
+from trimtab.data.pieces import MAX_TOKENS_AFTER_END, Pieces
 from trimtab.data.prompt import Message
 from trimtab.rollout.conversations.observation import Reply
 from trimtab.rollout.conversations.tools import END, OPEN
@@ -68,7 +68,7 @@ class ReplyEncoder:
         asked = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
         text = self._render([*asked, *self.turns(reply)], answer=True)
         tokens = self._behind(text[text.index(ANSWERED) + len(ANSWERED) :])
-        ended = tokens[:AFTER_THE_END]
+        ended = tokens[:MAX_TOKENS_AFTER_END]
         if last in self._pieces.ends and last in ended:
             return tokens[ended.index(last) + 1 :]
         return tokens

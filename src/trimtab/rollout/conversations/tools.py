@@ -22,7 +22,7 @@ from trimtab.rollout.conversations.calculator import calculator
 from trimtab.rollout.conversations.observation import Message, Observation
 from trimtab.rollout.conversations.wire import TOOL
 from trimtab.workers.child import await_
-from trimtab.workers.user_code import Source, import_object
+from trimtab.workers.user_code import UserCode, import_object
 
 OPEN, END = "<tool_call>", "</tool_call>"
 CALL = re.compile(rf"{OPEN}(.*?)(?:{END}|(?={OPEN})|\Z)", re.DOTALL)
@@ -70,7 +70,7 @@ class ToolBox:
         self._templated = templated
 
     @classmethod
-    def load(cls, sources: list[Source], templated: bool) -> ToolBox:
+    def load(cls, sources: list[UserCode], templated: bool) -> ToolBox:
         tools = [_load(source) for source in sources]
         names = [tool.name for tool in tools]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -144,7 +144,7 @@ def parse(call: str) -> tuple[str, dict[str, Any]]:
     return found["name"], arguments
 
 
-def _load(source: Source) -> Tool:
+def _load(source: UserCode) -> Tool:
     from transformers.utils import get_json_schema
 
     call = BUILTINS[source.name] if source.kind == "builtin" else import_object(source, TOOL)
@@ -163,7 +163,7 @@ def _load(source: Source) -> Tool:
     return tool
 
 
-def _refuse_uncallable(tool: Tool, source: Source) -> None:
+def _refuse_uncallable(tool: Tool, source: UserCode) -> None:
     """The model gives arguments by the names that it is shown. A function that cannot take them so would refuse every call."""
     shown = tool.schema["function"]["parameters"]["properties"]
     for parameter in inspect.signature(tool.call).parameters.values():

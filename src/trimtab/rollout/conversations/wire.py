@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.base.errors import EnvError
 from trimtab.rollout.conversations.observation import Observation, Reply
-from trimtab.workers.user_code import Naming, Source
+from trimtab.workers.user_code import Naming, UserCode
 
 CLASS = Naming("environment.fn", "environment", "class", EnvError)
 TOOL = Naming("environment.tools", "tool", "function", EnvError)
@@ -19,10 +19,10 @@ class EnvironmentSetup:
 
     path: list[str]
     """Where modules are found."""
-    made: Source | None
+    made: UserCode | None
     """The class of an environment; None: there are tools."""
     args: dict[str, Any]
-    tools: list[Source]
+    tools: list[UserCode]
     templated: bool
     """Replies are messages of a chat template; otherwise text."""
 

@@ -38,7 +38,7 @@ from trimtab.rollout.conversations.wire import (
 )
 from trimtab.workers.child import await_, serve, set_up
 from trimtab.workers.messages import Failure, receive, send
-from trimtab.workers.user_code import Source, import_object, told, user_traceback
+from trimtab.workers.user_code import UserCode, import_object, one_line_error, user_traceback
 
 MAX_COPY_BYTES = 1 << 22
 """Bytes of a copy above which none is kept."""
@@ -66,7 +66,7 @@ def respond(message: bytes, host: EnvironmentHost | ToolHost) -> Any:
     except Refused as error:
         return Failure("invalid", str(error))
     except BaseException as error:  # user code: also SystemExit and KeyboardInterrupt
-        summary = f"raised {told(error)}"
+        summary = f"raised {one_line_error(error)}"
         return Failure("raised", summary, user_traceback(error))
 
 
@@ -86,7 +86,7 @@ class ToolHost:
 class EnvironmentHost:
     """Instances of the user's class, by conversation."""
 
-    def __init__(self, source: Source, args: dict[str, Any]) -> None:
+    def __init__(self, source: UserCode, args: dict[str, Any]) -> None:
         self._make: Callable[..., Any] = import_object(source, CLASS)
         self._args = args
         self.needs, self._takes = signature(self._make, args, source)
@@ -180,7 +180,7 @@ def seed_all(seed: int) -> None:
 
 
 def signature(
-    make: Callable[..., Any], args: dict[str, Any], source: Source
+    make: Callable[..., Any], args: dict[str, Any], source: UserCode
 ) -> tuple[frozenset[str], frozenset[str] | None]:
     """Columns that `reset` needs, and those it takes (None: any); what does not fit the protocol is an EnvError."""
     if not inspect.isclass(make):

@@ -1,9 +1,9 @@
-"""A lane: one process in which many calls are under way at once, for rewards that wait and do not compute.
+"""An async worker: one process in which many calls are under way at once, for rewards that wait and do not compute.
 
 Guarantees, those of the pool but for the deadline, which the process keeps for each sample (judge/client.py):
-- Every request is answered exactly once, with values or with a Failure, unless the lane breaks or is closed.
-- A process that ends is replaced, and so is one that says nothing for `SILENCE_S`, whatever blocks it. What it had under way is
-  asked again, once; a call that was there both times has failed.
+- Every request is answered exactly once, with values or with a Failure, unless the worker breaks or is closed.
+- A process that ends is replaced, and so is one that says nothing for `SILENCE_TIMEOUT_S`, whatever blocks it. The calls that it
+  had under way are sent again, once; a call that was there both times has failed.
 - After `close` no process is left, nor after the trainer was killed (guardian.py).
 
 One thread starts the process, feeds it, hears it and kills it.
@@ -25,56 +25,56 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import RewardError
-from trimtab.reward.pool import Request
-from trimtab.workers.messages import Answer, Cell, Failure, Tally
+from trimtab.reward.pool import RewardRequest
+from trimtab.workers.messages import Cell, Failure, Tally, WorkerAnswer
 from trimtab.workers.pool import LOAD_ATTEMPTS, LOAD_TIMEOUT_S, Reply
 from trimtab.workers.process import SLICE_S, Stopped, Worker, import_path
-from trimtab.workers.user_code import Source
+from trimtab.workers.user_code import UserCode
 
-PROCESS = "trimtab.reward.judge.process"
-SILENCE_S = 30.0
+JUDGE_PROCESS = "trimtab.reward.judge.process"
+SILENCE_TIMEOUT_S = 30.0
 """The process speaks every second."""
-MOST_TRIES = 2
+MAX_TRIES = 2
 
 
 @dataclass
-class UnderWay:
-    request: Request
+class PendingCall:
+    request: RewardRequest
     message: bytes
     tries: int = 0
 
 
-class Lane:
+class AsyncWorker:
     """One process, any number of calls. Made when the parts have loaded and their endpoints answered; a RewardError otherwise."""
 
     def __init__(
-        self, parts: Sequence[tuple[Source, dict[str, Any], float]], base_dir: Path, run_dir: Path | None = None
+        self, parts: Sequence[tuple[UserCode, dict[str, Any], float]], base_dir: Path, run_dir: Path | None = None
     ) -> None:
         """`parts`: source, arguments and the deadline of one sample. `run_dir`: where caches on disk go."""
         self._parts, self._path, self._run_dir = list(parts), import_path(base_dir), run_dir
-        self._new: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._under_way: dict[int, UnderWay] = {}
+        self._new: queue.SimpleQueue[RewardRequest] = queue.SimpleQueue()
+        self._under_way: dict[int, PendingCall] = {}
         self._numbers = 0
         self._heard = 0.0
         self._stop = threading.Event()
         self._loaded = threading.Event()
-        self._bell, self._rope = socket.socketpair()
-        self._bell.setblocking(False)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
         self._owner = os.getpid()
         self._error: BaseException | None = None
         self.needs: list[frozenset[str]] = []
         """Columns that each part needs."""
-        self._thread = threading.Thread(target=self._drive, name="reward-lane", daemon=True)
+        self._thread = threading.Thread(target=self._drive, name="judge-worker", daemon=True)
         self._thread.start()
         self._loaded.wait()
         if self._error is not None:
             self.close()
             raise self._error
 
-    def call(self, request: Request) -> None:
+    def call(self, request: RewardRequest) -> None:
         self.raise_if_broken()
         self._new.put(request)
-        self._rope.send(b".")
+        self._wake_sender.send(b".")
 
     def raise_if_broken(self) -> None:
         if self._error is not None:
@@ -89,8 +89,8 @@ class Lane:
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        self._bell.close()
-        self._rope.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
     def _drive(self) -> None:
         worker: Worker | None = None
@@ -101,11 +101,11 @@ class Lane:
                 try:
                     if fresh:
                         self._send_again(worker)
-                    self._turn(worker)
+                    self._send_and_receive(worker)
                 except (EOFError, ConnectionError, TimeoutError) as error:
                     worker.kill()
                     worker = None
-                    self._give_up_twice_tried(error)
+                    self._fail_twice_tried(error)
         except Stopped:
             pass
         except BaseException as error:  # seen by whoever waits for rewards, who would otherwise wait forever
@@ -115,19 +115,19 @@ class Lane:
             if worker is not None:
                 worker.kill()
 
-    def _turn(self, worker: Worker) -> None:
+    def _send_and_receive(self, worker: Worker) -> None:
         """Send what is new, and hear one message."""
-        ready = select.select([worker.fileno(), self._bell.fileno()], [], [], SLICE_S)[0]
-        if self._bell.fileno() in ready:
-            self._bell.recv(1 << 16)
+        ready = select.select([worker.fileno(), self._wake_receiver.fileno()], [], [], SLICE_S)[0]
+        if self._wake_receiver.fileno() in ready:
+            self._wake_receiver.recv(1 << 16)
         self._send_new(worker)  # also what was left when the process before this one ended
         if worker.fileno() in ready:
             self._heard = time.monotonic()
-            answer = worker.hear(SILENCE_S)
-            if isinstance(answer, Answer):
+            answer = worker.hear(SILENCE_TIMEOUT_S)
+            if isinstance(answer, WorkerAnswer):
                 done = self._under_way.pop(answer.call)
                 _reply(done.request, answer.result, answer.seconds, answer.tally)
-        elif time.monotonic() - self._heard > SILENCE_S:
+        elif time.monotonic() - self._heard > SILENCE_TIMEOUT_S:
             raise TimeoutError
 
     def _send_new(self, worker: Worker) -> None:
@@ -137,27 +137,31 @@ class Lane:
                 self._numbers += 1
                 try:
                     asked = (self._numbers, request.part, request.count, request.timeout_s, request.arguments())
-                    one = UnderWay(request, pickle.dumps(asked))
+                    one = PendingCall(request, pickle.dumps(asked))
                 except Exception as error:  # a column of the user's that cannot be pickled
-                    words = f"cannot be sent its arguments: {type(error).__name__}: {error}"
+                    words = f"cannot receive its arguments: {type(error).__name__}: {error}"
                     _reply(request, Failure("raised", words))
                     continue
                 self._under_way[self._numbers] = one
                 self._send(worker, one)
 
-    def _send(self, worker: Worker, one: UnderWay) -> None:
+    def _send(self, worker: Worker, one: PendingCall) -> None:
         one.tries += 1
-        worker.tell(one.message, SILENCE_S)
+        worker.tell(one.message, SILENCE_TIMEOUT_S)
 
     def _send_again(self, worker: Worker) -> None:
         for one in self._under_way.values():
             self._send(worker, one)
 
-    def _give_up_twice_tried(self, error: Exception) -> None:
+    def _fail_twice_tried(self, error: Exception) -> None:
         silent = isinstance(error, TimeoutError)
-        words = f"its process said nothing for {SILENCE_S:g} s" if silent else "its process ended"
+        words = (
+            f"has no result: its process was silent for {SILENCE_TIMEOUT_S:g} s"
+            if silent
+            else "has no result: its process ended"
+        )
         for number, one in list(self._under_way.items()):
-            if one.tries >= MOST_TRIES:
+            if one.tries >= MAX_TRIES:
                 del self._under_way[number]
                 _reply(one.request, Failure("timeout" if silent else "crashed", f"{words}, {one.tries} times"))
 
@@ -166,7 +170,7 @@ class Lane:
         for attempt in range(1, LOAD_ATTEMPTS + 1):
             if self._stop.is_set():
                 raise Stopped
-            worker = Worker(self._stop, PROCESS)
+            worker = Worker(self._stop, JUDGE_PROCESS)
             first = not self._loaded.is_set()
             try:
                 answer = worker.ask(pickle.dumps((self._path, self._parts, self._run_dir, first)), LOAD_TIMEOUT_S)
@@ -185,7 +189,9 @@ class Lane:
         raise RewardError(str(answer) if answer.kind == "raised" else f"starting the judge {answer}")
 
 
-def _reply(request: Request, result: list[Cell] | Failure, seconds: float = 0.0, tally: Tally | None = None) -> None:
+def _reply(
+    request: RewardRequest, result: list[Cell] | Failure, seconds: float = 0.0, tally: Tally | None = None
+) -> None:
     """A call of several samples that failed as a whole is repeated for each of them, so only a single sample's counts."""
     tally = tally or Tally()
     if isinstance(result, Failure) and request.count == 1:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.reward.judge.cache import FILE, ScoreCache
 from trimtab.reward.judge.client import retry_after_s
-from trimtab.reward.judge.words import Template, read_score
+from trimtab.reward.judge.prompt_and_score import Template, read_score
 
 TEN = (0.0, 10.0)
 SCORES = {
