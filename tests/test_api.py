@@ -116,7 +116,7 @@ def test_a_finished_run_resumed_exports_again_and_reports(here: Path, model_fold
     settings: dict[str, Any] = {"model": str(model_folder), "data": ROWS, "reward": "exact_match", "run": RUN}
     settings |= {"observe": {"dir": "r"}}
     first = trimtab.train(**settings, learn=LEARN, resume=True)  # nothing there: starts
-    assert "there is no checkpoint to resume in" in capsys.readouterr().out
+    assert "has no checkpoint to resume" in capsys.readouterr().out
     kept = (here / "r/config.yaml").read_text()
     weights = (here / "r/final/model.safetensors").read_bytes()
     (here / "r/final/model.safetensors").unlink()
@@ -134,10 +134,10 @@ def test_a_finished_run_resumed_exports_again_and_reports(here: Path, model_fold
     }
     third = trimtab.train(**settings, learn=LEARN | {"steps": 3, "lr": 0.5}, resume=True)
     shown = capsys.readouterr().out
-    assert "goes on with other settings than it was made with: learn.lr 0.5 (was 0.001)" in shown
+    assert "the run continues with the new ones: learn.lr 0.5 (was 0.001)" in shown
     assert third["steps"] == 3
     assert [row["step"] for row in read_metrics(here / "r")] == [1, 2, 3]
-    with pytest.raises(ConfigError, match=r"model\.dtype: .* was trained in float32 and cannot go on in bfloat16"):
+    with pytest.raises(ConfigError, match=r"model\.dtype: .* was trained in float32 and cannot continue in bfloat16"):
         trimtab.train(
             **settings | {"model": {"path": str(model_folder), "dtype": "bfloat16"}}, learn=LEARN, resume=True
         )

@@ -120,7 +120,10 @@ def test_resume_goes_on_and_starts_where_there_is_nothing(trimtab: Trimtab, here
     outcome = trimtab("train", "--resume", "learn.steps=2", "learn.lr=0.002", "run.token_budget=500")
     assert outcome.code == 0, outcome.err
     shown = " ".join(outcome.out.split())
-    assert "warning: step-1 goes on with other settings than it was made with: learn.lr 0.002 (was 0.001)" in shown
+    assert (
+        "warning: settings changed since step-1; the run continues with the new ones: learn.lr 0.002 (was 0.001)"
+        in shown
+    )
     assert [row["step"] for row in read_metrics(here / "runs/it")] == [1, 2]
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.observe.sick import SETTINGS, SICK, healthy_rows
+from tests.observe.symptoms import SETTINGS, SICK, healthy_rows
 from trimtab.cli import app
 from trimtab.observe.doctor.machine import look_at_machine
 from trimtab.observe.doctor.report import print_report, rules_table, run_report
@@ -168,7 +168,7 @@ def test_the_machine_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_reports_of_runs_fit_their_width(tmp_path: Path, width: int) -> None:
-    from tests.observe.sick import record
+    from tests.observe.symptoms import record
     from trimtab.observe.doctor.examine import examine
 
     rows = healthy_rows()

@@ -244,8 +244,8 @@ def test_completions_can_be_taken_to_be_those_of_a_run(config: Path, tmp_path: P
 def test_no_torch_is_needed_for_a_known_architecture(config: Path) -> None:
     """Which is why it answers at once: torch alone takes longer to import."""
     code = (
-        "import sys; from pathlib import Path; from trimtab.run.plan_command import Asked, look; "
-        f"print(look(Path({str(config)!r}), ['model.path=meta-llama/Llama-3.1-70B'], Asked('h100', 1024)).plan.fits); "
+        "import sys; from pathlib import Path; from trimtab.run.plan_command import PlanOptions, look; "
+        f"print(look(Path({str(config)!r}), ['model.path=meta-llama/Llama-3.1-70B'], PlanOptions('h100', 1024)).plan.fits); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.observe.sick import SETTINGS, SICK, STEPS, healthy_rows, put, record, reward, share_of_time, together
+from tests.observe.symptoms import SETTINGS, SICK, STEPS, healthy_rows, put, record, reward, share_of_time, together
 from trimtab.config.reference import slot
 from trimtab.observe.doctor.examine import examine
 from trimtab.observe.doctor.finding import Finding, is_healthy

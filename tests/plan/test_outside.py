@@ -15,7 +15,7 @@ from trimtab.config.run import Rollout, Run
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import kv_bytes
-from trimtab.plan.ledger import ASLEEP, AWAKE, ENGINE, GIB, PROCESS, SLACK, Placement, draw_up
+from trimtab.plan.ledger import ASLEEP, AWAKE, ENGINE, GIB, PROCESS, SLACK, Placement, build_ledger
 from trimtab.plan.planner import Plan, make_plan, place_over
 from trimtab.plan.refusal import plan_here
 from trimtab.plan.shape import read_shape
@@ -68,7 +68,7 @@ def test_of_a_model_in_two_parts_the_trainers_device_has_one() -> None:
         saved = whole.ledger[phase].device_bytes - half.ledger[phase].device_bytes
         assert saved == pytest.approx((weights + 8 * GIB) / 2, rel=0.1), phase
     assert half.ledger["rollout"].host["published weights"] == weights, "they go through host memory"
-    ready = [draw_up(job, machine, with_lending(plan.run)) for plan in (whole, small)]
+    ready = [build_ledger(job, machine, with_lending(plan.run)) for plan in (whole, small)]
     saved = ready[0]["publish"].device_bytes - ready[1]["publish"].device_bytes
     assert saved == pytest.approx(1.02 * weights * 7 / 8 + 8 * GIB * 3 / 4, rel=0.001), (
         "each of 8 has one of 4 KV heads"
@@ -227,7 +227,9 @@ def test_every_process_of_an_engine_is_counted_to_the_byte(count: int, lend: boo
     job, machine = qwen(reference=True, compared=True), h(140)
     pinned = Rollout(kv_memory=4 * GIB, page_tokens=16, lend_memory=lend, processes=count)
     run = make_plan(Run(engine="vllm", rollout=pinned), job, machine).run
-    alone, outside = (draw_up(job, machine, run.model_copy(update={"engine": engine})) for engine in ("native", "vllm"))
+    alone, outside = (
+        build_ledger(job, machine, run.model_copy(update={"engine": engine})) for engine in ("native", "vllm")
+    )
     weights = count * job.shape.parameters * job.itemsize
     own, sequences = alone["rollout"].device, min(run.rollout.max_sequences, job.in_flight)
     tables = sequences * (

@@ -17,9 +17,9 @@ from trimtab.config.run import Offload, Rollout, Run
 from trimtab.model.sizes import PIECE
 from trimtab.model.weights import WeightStore
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
-from trimtab.plan.job import COUNTED, Correction, Job, Machine
+from trimtab.plan.job import NO_CORRECTION, Correction, Job, Machine
 from trimtab.plan.kv import kv_bytes
-from trimtab.plan.ledger import GIB, MIB, UNSEEN, draw_up
+from trimtab.plan.ledger import GIB, MIB, UNSEEN, build_ledger
 from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
@@ -290,7 +290,7 @@ def test_devices_share_states() -> None:
 def test_pieces_on_the_way_of_a_small_model_are_of_its_largest_unit() -> None:
     job = qwen()
     small = replace(job, shape=replace(job.shape, vocabulary=1000, blocks=job.shape.blocks[:2]))
-    found = draw_up(small, h(140), make_plan(Run(offload=Offload(optimizer=True)), small, h(140)).run)
+    found = build_ledger(small, h(140), make_plan(Run(offload=Offload(optimizer=True)), small, h(140)).run)
     largest = max(small.shape.table, small.shape.blocks[0].parameters)
     assert largest < PIECE
     assert found["optimizer"].device["pieces on the way"] == 3 * largest * (8 + 4)
@@ -299,7 +299,7 @@ def test_pieces_on_the_way_of_a_small_model_are_of_its_largest_unit() -> None:
 def test_what_waits_on_the_host_is_counted_there() -> None:
     job = qwen("qwen2.5-7b", fused=True)
     run = make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run
-    ledger = draw_up(job, h(140), run)
+    ledger = build_ledger(job, h(140), run)
     assert ledger["update"].host["optimizer state"] == 12 * job.shape.parameters
     assert "optimizer state" not in ledger["update"].device and ledger["optimizer"].device["pieces on the way"] > 0
 
@@ -309,11 +309,11 @@ def test_moments_of_8_bits_are_counted_with_their_scales(itemsize: int) -> None:
     """A byte each and four for every 256, against the optimizer itself; on the host where they wait there."""
     job, one = qwen("qwen2.5-0.5b", itemsize=itemsize, eight_bit=True), 2 + 8 / 256
     count = job.shape.parameters
-    found = draw_up(job, h(140), make_plan(Run(), job, h(140)).run)
+    found = build_ledger(job, h(140), make_plan(Run(), job, h(140)).run)
     assert found["optimizer"].device["optimizer state"] == pytest.approx(one * count, rel=1e-6)
     assert found["optimizer"].device.get("masters", 0) == (4 * count if itemsize == 2 else 0)
     assert found["optimizer"].device["moments in full"] == 2**22 * 16
-    away = draw_up(job, h(140), make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run)
+    away = build_ledger(job, h(140), make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run)
     assert away["update"].host["optimizer state"] == pytest.approx(
         (one + (4 if itemsize == 2 else 0)) * count, rel=1e-6
     )
@@ -432,7 +432,7 @@ def test_scores_of_attention_without_a_kernel_are_planned_for() -> None:
         plain, shape=replace(plain.shape, blocks=tuple(replace(b, dense=True) for b in plain.shape.blocks))
     )
     run = make_plan(Run(checkpoint_activations=False), plain, h(80)).run
-    kept = [draw_up(job, h(80), run)["update"].device["activations"] for job in (plain, capped)]
+    kept = [build_ledger(job, h(80), run)["update"].device["activations"] for job in (plain, capped)]
     assert kept[1] > 1.1 * kept[0]
 
 
@@ -520,7 +520,7 @@ def test_activations_wait_on_the_host_only_where_layers_keep_their_inputs_alone(
     seen = set()
     for gib in (24, 32, 40, 140):
         plan = make_plan(pinned, job, h(gib))
-        for found in (plan, corrected(plan, pinned, COUNTED), corrected(plan, pinned, Correction(0.6, 0))):
+        for found in (plan, corrected(plan, pinned, NO_CORRECTION), corrected(plan, pinned, Correction(0.6, 0))):
             away = found.run.offload.activations
             seen.add(away)
             assert not away or found.run.checkpoint_activations is True

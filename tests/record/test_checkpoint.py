@@ -521,7 +521,7 @@ def test_rows_that_are_not_those_of_the_run_are_told(
     capsys.readouterr()
     train(model_folder, folder, {"steps": 3}, resume=True, data=data)
     told = " ".join(capsys.readouterr().out.split())
-    assert ("data.train is not what it was" in told) is (change != "the same")
+    assert ("data.train changed since the checkpoint" in told) is (change != "the same")
 
 
 def test_a_folder_that_is_taken_away_ends_the_run_at_its_next_step(model_folder: Path, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from trimtab.base.units import GIB, MIB
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK, CHUNK, MERGED_AT_ONCE, PIECE, REWARD_TOKENS, SLOTS
-from trimtab.plan.activations import Row, UpdatePath, score_peak, update_peak
-from trimtab.plan.job import COUNTED, Job, Machine
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
+from trimtab.plan.job import NO_CORRECTION, Job, Machine
 
 # Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
 # when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
@@ -64,7 +64,7 @@ class Placement:
         return self.shards == 1 and self.tensor == 1
 
 
-ALONE = Placement()
+SINGLE_DEVICE = Placement()
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Ledger:
         return max(loose or parts, key=lambda name: parts[name])
 
 
-def draw_up(job: Job, machine: Machine, run: ResolvedRun, place: Placement = ALONE) -> Ledger:
+def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SINGLE_DEVICE) -> Ledger:
     """The ledger of a job whose `run` is known."""
     states = _states(job, run, place)
     host = _host(job, machine, run, place)
@@ -279,7 +279,7 @@ def _rewarding(job: Job) -> dict[str, int]:
     """What the largest reward model needs for a full row of whole conversations. Reward models take turns, while the engine keeps
     its memory."""
     tokens = max(job.longest_sequence, min(REWARD_TOKENS, job.in_flight * job.longest_sequence))
-    row = Row(tokens, max(1, tokens // job.longest_sequence), tokens, max(1, tokens // job.longest_sequence))
+    row = MicroBatchSize(tokens, max(1, tokens // job.longest_sequence), tokens, max(1, tokens // job.longest_sequence))
     path = UpdatePath(job.itemsize, False, False, 1, True)
     works = [sum(score_peak(shape, row, path).values()) for shape in job.reward_models]
     return {"reward models' work": max(works)} if works else {}
@@ -354,7 +354,7 @@ def critic_path(path: UpdatePath) -> UpdatePath:
     return replace(path, chunk=1, tiled_head=True)
 
 
-def update_work(job: Job, row: Row, path: UpdatePath) -> dict[str, int]:
+def update_work(job: Job, row: MicroBatchSize, path: UpdatePath) -> dict[str, int]:
     """Bytes by component as `update_peak` counts them, corrected by what was measured."""
     found = {name: int(job.correction.factor * size) for name, size in update_peak(job.shape, row, path).items()}
     found["activations"] = max(0, found["activations"] + job.correction.rest)
@@ -363,7 +363,7 @@ def update_work(job: Job, row: Row, path: UpdatePath) -> dict[str, int]:
 
 def rounding_bytes(job: Job, path: UpdatePath) -> int:
     """What the allocator's rounding adds to the tensors that layers keep; once measured, it is in the correction."""
-    if job.correction != COUNTED:
+    if job.correction != NO_CORRECTION:
         return 0
     tensors = {False: 9, "some": 7, True: 1}[path.recompute]
     return ROUNDING * tensors * job.shape.layers
@@ -404,7 +404,7 @@ def processes_of(run: Run) -> int:
     return run.rollout.processes if run.outside and run.rollout.processes != "auto" else 1
 
 
-def parts_of(run: Run, place: Placement = ALONE) -> int:
+def parts_of(run: Run, place: Placement = SINGLE_DEVICE) -> int:
     """Devices that a rollout copy of the model is cut over; the trainer's device is counted as holding one part."""
     return max(place.tensor, run.rollout.tensor_parallel if run.outside else 1)
 

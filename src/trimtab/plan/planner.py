@@ -17,7 +17,7 @@ from typing import Any
 from trimtab.config.known import ResolvedOffload, ResolvedRun
 from trimtab.config.run import Recompute, Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ALONE, Ledger, Placement, draw_up
+from trimtab.plan.ledger import SINGLE_DEVICE, Ledger, Placement, build_ledger
 from trimtab.plan.rules import lends, page_tokens, small_page, useful_budget
 from trimtab.plan.sizes import KV_FIFTHS, SHARED, SMALLEST, WHAT_FITS, Case, Limits, Way, grow, smallest
 from trimtab.plan.times import Times, predict
@@ -79,7 +79,9 @@ def limits_of(machine: Machine, profile: str) -> Limits:
     return Limits(int(machine.device.memory * share), host)
 
 
-def make_plan(run: Run, job: Job, machine: Machine, profile: str = "balanced", place: Placement = ALONE) -> Plan:
+def make_plan(
+    run: Run, job: Job, machine: Machine, profile: str = "balanced", place: Placement = SINGLE_DEVICE
+) -> Plan:
     """The fastest plan that fits; where none does, the one that lacks the least."""
     machine = within(machine, run)
     if run.engine == "auto" and job.generates:
@@ -276,7 +278,7 @@ def recompute_when_wider(plan: Plan, now: int, budget: int) -> Recompute:
         return plan.run.with_values({"token_budget": budget, "checkpoint_activations": recompute})
 
     def bytes_(run: ResolvedRun) -> int:
-        return draw_up(plan.job, plan.machine, run, plan.place)["update"].device_bytes
+        return build_ledger(plan.job, plan.machine, run, plan.place)["update"].device_bytes
 
     def seconds(run: ResolvedRun) -> float:
         return predict(plan.job, plan.machine, run, plan.place).total

@@ -15,7 +15,7 @@ from trimtab.config.known import ResolvedOffload, ResolvedRollout, ResolvedRun
 from trimtab.config.run import Recompute, Rollout, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes, shared_kv_bytes, step_kv_bytes
-from trimtab.plan.ledger import GIB, MERGED, MIB, Ledger, Placement, draw_up, processes_of
+from trimtab.plan.ledger import GIB, MERGED, MIB, Ledger, Placement, build_ledger, processes_of
 from trimtab.plan.rules import (
     GRAIN,
     best_chunk,
@@ -64,7 +64,7 @@ class Case:
     place: Placement
 
     def ledger(self, run: ResolvedRun) -> Ledger:
-        return draw_up(self.job, self.machine, run, self.place)
+        return build_ledger(self.job, self.machine, run, self.place)
 
     def fits(self, run: ResolvedRun) -> bool:
         return self.limits.missing(self.ledger(run)) == 0

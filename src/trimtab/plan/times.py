@@ -13,7 +13,7 @@ from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import shared_kv_bytes
-from trimtab.plan.ledger import ALONE, Placement, optimizer_bytes, parts_of, processes_of, through_host
+from trimtab.plan.ledger import SINGLE_DEVICE, Placement, optimizer_bytes, parts_of, processes_of, through_host
 
 LAUNCH = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
@@ -89,7 +89,7 @@ def launch_s(job: Job) -> float:
 
 
 def outside_step(
-    job: Job, machine: Machine, run: Run, processes: int, batch: float, context: float, place: Placement = ALONE
+    job: Job, machine: Machine, run: Run, processes: int, batch: float, context: float, place: Placement = SINGLE_DEVICE
 ) -> float:
     """Seconds of a decode step of an outside engine: its processes take turns on the device, and each waits for its host."""
     step_s, sequence_s = OUTSIDE_HOST[run.engine]
@@ -98,7 +98,7 @@ def outside_step(
     return max(processes * device_s, device_s + step_s + sequence_s * batch / processes)
 
 
-def predict(job: Job, machine: Machine, run: ResolvedRun, place: Placement = ALONE) -> Times:
+def predict(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SINGLE_DEVICE) -> Times:
     """Seconds of a step of a job whose `run` is known."""
     clock = _Clock(job, machine, run, place)
     return Times(clock.rollout(), clock.score(), clock.update(), clock.publish(), clock.start())

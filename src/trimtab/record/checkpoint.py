@@ -266,7 +266,7 @@ def load_state(checkpoint: Path) -> RunState:
 
 def check_files(checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True) -> None:
     """Refuse a checkpoint of which a file is missing, cut off, damaged or another's. `wanted`: the names to look at."""
-    with reading(checkpoint):
+    with explain_load_errors(checkpoint):
         written = {name: found for name, found in _read(checkpoint).get(FILES, {}).items() if wanted(name)}
         others = (path for path in checkpoints(checkpoint.parent.parent).values() if path != checkpoint)
         refuse_other_files(checkpoint, written, {path.name: _files_of(path) for path in others})
@@ -294,7 +294,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
 def read_state(checkpoint: Path) -> RunState:
     """The state alone, whatever the other files are."""
-    with reading(checkpoint):
+    with explain_load_errors(checkpoint):
         saved = _read(checkpoint)
         known = {f.name for f in fields(RunState)}
         values = {key: value for key, value in saved.items() if key in known}
@@ -330,7 +330,7 @@ def load_part(file: Path) -> dict[str, torch.Tensor]:
 
 def load_optimizer(checkpoint: Path, optimizer: Stateful, file: str = OPTIMIZER) -> None:
     """Make the optimizer what it was. The weights it is for are those of the checkpoint, and are loaded already."""
-    with reading(checkpoint):
+    with explain_load_errors(checkpoint):
         saved = load_part(checkpoint / file)
         values = largest_values(optimizer.params)
         if not all(map(math.isfinite, values)):
@@ -355,7 +355,7 @@ def _facts(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
+def explain_load_errors(checkpoint: Path) -> Iterator[None]:
     """Tell a checkpoint that cannot be read, or does not hold what it should, as that, with the one to go on from."""
     try:
         yield

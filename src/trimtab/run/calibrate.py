@@ -14,8 +14,8 @@ import torch
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.model.memory import Shortage, attempt, free
-from trimtab.plan.activations import Row, update_peak
-from trimtab.plan.job import COUNTED, Correction, Job
+from trimtab.plan.activations import MicroBatchSize, update_peak
+from trimtab.plan.job import NO_CORRECTION, Correction, Job
 from trimtab.plan.ledger import update_path
 from trimtab.plan.planner import Choice, Plan, make_plan, recompute_when_wider
 from trimtab.run.tuner import longest_samples, settle
@@ -37,7 +37,7 @@ def probe(updater: Updater, job: Job, run: ResolvedRun) -> Correction:
     path, device = update_path(job, run), updater.policy.device
     small = max(min(SMALL, run.token_budget // 2), job.typical_prompt + LEAST)
     if 2 * small > run.token_budget:
-        return COUNTED
+        return NO_CORRECTION
     measured, counted, launch_s = [], [], None
     for tokens in (small, 2 * small):
         samples = list(longest_samples(job, tokens, job.shape.vocabulary))
@@ -47,9 +47,9 @@ def probe(updater: Updater, job: Job, run: ResolvedRun) -> Correction:
         updater.abandon()
         if isinstance(peak, Shortage):
             free(device)
-            return COUNTED
+            return NO_CORRECTION
         measured.append(peak)
-        row = Row(*MicroBatch.build(samples, device).sizes)
+        row = MicroBatchSize(*MicroBatch.build(samples, device).sizes)
         counted.append(sum(update_peak(job.shape, row, path).values()))
     slope = (measured[1] - measured[0]) / (counted[1] - counted[0])
     if not PLAUSIBLE[0] < slope < PLAUSIBLE[1]:

@@ -26,16 +26,16 @@ from trimtab.rollout.native.engine import NativeEngine
 
 
 @dataclass(frozen=True)
-class Talk:
+class EnvironmentSession:
     """What it takes to have conversations with an environment."""
 
     hosts: Hosts
     replies: ReplyEncoder
 
 
-def sampler_on(engine: Engine, talk: Talk | None) -> Sampler:
+def sampler_on(engine: Engine, environment: EnvironmentSession | None) -> Sampler:
     """The engine, or conversations of it with an environment."""
-    return engine if talk is None else Episodes(engine, talk.hosts, talk.replies)
+    return engine if environment is None else Episodes(engine, environment.hosts, environment.replies)
 
 
 def open_engine(

@@ -18,7 +18,15 @@ from trimtab.config.schema import Config, Model
 from trimtab.config.sft import SftConfig
 from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
-from trimtab.record.checkpoint import CONFIG, OPTIMIZER, STATE, check_files, checkpoints, read_state, reading
+from trimtab.record.checkpoint import (
+    CONFIG,
+    OPTIMIZER,
+    STATE,
+    check_files,
+    checkpoints,
+    explain_load_errors,
+    read_state,
+)
 from trimtab.record.folder import FINAL
 from trimtab.record.reader import run_of_checkpoint
 
@@ -109,7 +117,7 @@ def _write(config: Config | SftConfig, source: Path, aside: Path, dtype: str) ->
         trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")
         settings = model.with_values({"dtype": trained_in if dtype == "same" else dtype})
         base = load_model(settings, torch.device("cpu"))
-        with reading(source):
+        with explain_load_errors(source):
             adapted = load_adapters(base, source)
         save_model(adapted, load_tokenizer(settings), aside)
     elif dtype == "same":

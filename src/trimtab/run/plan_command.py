@@ -21,7 +21,7 @@ from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_ca
 from trimtab.plan.report import as_dict
 from trimtab.plan.source import EXAMPLE, stated_lengths
 from trimtab.plan.work import job_of
-from trimtab.run.like import lengths_of
+from trimtab.run.completion_lengths import lengths_of
 from trimtab.run.shapes import shape_of, stated_models
 
 HOST = 256 * GIB
@@ -29,7 +29,7 @@ HOST = 256 * GIB
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """The command's options."""
 
     device: str | None = None
@@ -41,7 +41,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Look:
+class PlanResult:
     """A plan, and what is to be said about it."""
 
     plan: Plan
@@ -59,7 +59,7 @@ class Look:
         return refuse(self.plan, self.config.run, self.profile)
 
 
-def look(file: Path, overrides: list[str], asked: Asked) -> Look:
+def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
     config = load_any(file, overrides)
     profile = _profile(asked.profile or config.run.profile)
     memory = _bytes("--device-memory", asked.device_memory)
@@ -95,13 +95,13 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     refuse_small_kv(config.run, job, machine)
     refuse_what_engines_cannot(config.run, job, machine)
     if asked.profile is not None:
-        return Look(place_over(config.run, job, machine, profile), config, profile, notes)
+        return PlanResult(place_over(config.run, job, machine, profile), config, profile, notes)
     plan, filled = widest(config.run, job, machine, profile)
     if filled != profile:
         notes.append(
             f"It does not fit with run.profile {profile}; as train does then, this plan is made with {filled}."
         )
-    return Look(plan, config, filled, notes)
+    return PlanResult(plan, config, filled, notes)
 
 
 def _job(config: AnyConfig, folder: Path, machine: Machine) -> Job:
@@ -128,7 +128,7 @@ def _profile(name: str) -> str:
     return name
 
 
-def _machine(asked: Asked, memory: int | None, run: Run) -> tuple[Machine, list[str]]:
+def _machine(asked: PlanOptions, memory: int | None, run: Run) -> tuple[Machine, list[str]]:
     """The machine that was asked for. `memory`: of each device."""
     host = _bytes("--host-memory", asked.host_memory)
     cpu = (asked.device or "").lower() == "cpu" or (asked.device is None and memory is None and run.device == "cpu")

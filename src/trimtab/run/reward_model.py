@@ -21,8 +21,8 @@ from trimtab.data.pairs import Pair, PairEncoder
 from trimtab.learn.preferences import preference_loss
 from trimtab.model.load import load_config
 from trimtab.model.policy import Policy
-from trimtab.run.given import Examples, Given
 from trimtab.run.offline import run_offline
+from trimtab.run.offline_data import Examples, OfflineStage
 from trimtab.run.roles import Trainer
 from trimtab.update.batch import Sample
 from trimtab.update.critic import add_value_head
@@ -30,8 +30,8 @@ from trimtab.update.objectives.preferences import Answer, BradleyTerry, to_sampl
 from trimtab.update.stats import UpdateStats
 
 
-class Preferences(Given):
-    """See given.py."""
+class Preferences(OfflineStage):
+    """See offline_data.py."""
 
     unit = "pair"
     rehearses = False

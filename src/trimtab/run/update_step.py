@@ -11,7 +11,7 @@ from trimtab.learn.kl import kl_controller
 from trimtab.observe.metrics import reward_metrics, update_metrics, value_metrics
 from trimtab.observe.tasks import task_kl, task_metrics
 from trimtab.rollout.trajectory import Group
-from trimtab.run.endings import note_outcome
+from trimtab.run.finish_step import note_outcome
 from trimtab.run.roles import Session, Trainer
 from trimtab.run.rollout_step import reward_parts
 from trimtab.update.batch import Sample

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.format import duration, number, percent
 from trimtab.observe.task_names import metric_names
 
@@ -35,7 +35,7 @@ def _is_band(band: Any) -> bool:
     return isinstance(band, list | tuple) and len(band) == 2 and all(isinstance(end, int | float) for end in band)
 
 
-def task_kl(record: Record) -> Sick | None:
+def task_kl(record: Record) -> Symptom | None:
     """Too low counts only in the second half of the run: every task starts at 0."""
     late = 2 * max(record.steps, default=0) >= record.setting("learn.steps", 0)
     seen, worst = [], 1.0
@@ -51,7 +51,7 @@ def task_kl(record: Record) -> Sick | None:
         worst = max(worst, now / high)
     if not seen:
         return None
-    return Sick("bad" if worst > 2 else "warn", "; ".join(seen))
+    return Symptom("bad" if worst > 2 else "warn", "; ".join(seen))
 
 
 def _without_bands(record: Record) -> str | None:
@@ -64,7 +64,7 @@ def judge_names(record: Record) -> list[str]:
     return [str(part.get("name") or "judge") for part in judges]
 
 
-def slow_judge(record: Record) -> Sick | None:
+def slow_judge(record: Record) -> Symptom | None:
     total = sum(record.recent("time/total"))
     for judge in judge_names(record):
         slowest = record.now(f"reward/{judge}/latency_p95_s") or 0.0
@@ -78,8 +78,8 @@ def slow_judge(record: Record) -> Sick | None:
             f"{span}); {percent(waited)} of all time is waiting for it"
         )
         if slowest <= SLOW_S:
-            return Sick("warn", seen, "requests are quick but too few are in flight for so many completions")
-        return Sick("warn", seen)
+            return Symptom("warn", seen, "requests are quick but too few are in flight for so many completions")
+        return Symptom("warn", seen)
     return None
 
 
@@ -92,7 +92,7 @@ def _no_judge(record: Record) -> str | None:
 
 
 RULES = (
-    Rule(
+    DoctorRule(
         "task_kl",
         "a task's KL is outside its band",
         unit="KL to the reference, nats per token of the task",
@@ -108,7 +108,7 @@ RULES = (
         steps=20,
         unless=_without_bands,
     ),
-    Rule(
+    DoctorRule(
         "slow_judge",
         "the judge is slow",
         unit="seconds of a request, 95th percentile; share of all time",

@@ -1,4 +1,4 @@
-"""Made-up runs: a healthy one with noise, and for each rule the change that makes a run sick in its way and in no other."""
+"""Made-up runs: a healthy one with noise, and for each rule the change that makes a run symptom in its way and in no other."""
 
 from __future__ import annotations
 

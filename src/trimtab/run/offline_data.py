@@ -1,5 +1,5 @@
 """Data sets that are given and not sampled, of worked answers (sft.py) or of pairs (reward_model.py): how they are checked before
-a run starts, and what is theirs alone when it is built (opening.py)."""
+a run starts, and what is theirs alone when it is built (open_run.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trimtab.run.build import refuse_kernels, refuse_missing_wandb
 from trimtab.run.inputs import Inputs, given_rows
 from trimtab.run.machine import memory_limit, pick_device
 from trimtab.run.roles import Trainer
-from trimtab.run.stage import Checked, Tell
+from trimtab.run.stage import CheckedRun, OnWait
 from trimtab.update.batch import Sample
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.stats import UpdateStats
@@ -47,7 +47,7 @@ FIRST = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedExamples(Checked):
+class CheckedExamples(CheckedRun):
     """With worked answers, or pairs."""
 
     limit: int
@@ -60,7 +60,7 @@ class CheckedExamples(Checked):
 class Examples:
     """What is learned from, and measured on."""
 
-    stage: Given
+    stage: OfflineStage
     ready: CheckedExamples
     stream: Stream[Any]
     held_out: list[Sample]
@@ -73,12 +73,12 @@ class Examples:
         return stage.samples(ready.config, [item for item in items if len(item.tokens) <= ready.limit])
 
 
-class Given(ABC):
+class OfflineStage(ABC):
     """See stage.py. What a subclass says is all that differs between kinds of examples."""
 
     unit: str
     """What a row is, in one word."""
-    reading = "reading the tokenizer and the data, counting tokens"
+    reading_note = "reading the tokenizer and the data, counting tokens"
     rehearses: bool
 
     def refuse(self, config: Any) -> None:
@@ -116,15 +116,21 @@ class Given(ABC):
     def check(self, config: Offline, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedExamples:
         return check(self, config, inputs, stack, resume=resume)
 
-    def take_up(self, config: Offline, state: RunState, changed: Sequence[str] | None) -> None:
+    def init_state(self, config: Offline, state: RunState, changed: Sequence[str] | None) -> None:
         return
 
     def open_engine(
-        self, ready: CheckedExamples, plan: Plan, policy: Policy, recoveries: Recoveries, logs: Path | None, tell: Tell
+        self,
+        ready: CheckedExamples,
+        plan: Plan,
+        policy: Policy,
+        recoveries: Recoveries,
+        logs: Path | None,
+        tell: OnWait,
     ) -> tuple[Plan, Engine]:
         return plan, NoRollout()
 
-    def load_rewards(self, ready: CheckedExamples, policy: Policy, tell: Tell) -> None:
+    def load_rewards(self, ready: CheckedExamples, policy: Policy, tell: OnWait) -> None:
         return
 
     def open_critic(self, config: Offline, policy: Policy) -> Updater | None:
@@ -154,7 +160,7 @@ class Given(ABC):
         }
 
 
-def check(stage: Given, config: Offline, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedExamples:
+def check(stage: OfflineStage, config: Offline, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedExamples:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
     device = pick_device(config.run)
     stack.enter_context(memory_limit(config.run, device))
@@ -217,7 +223,9 @@ def _refuse_small_budgets(pinned: dict[str, int], longest: int, unit: str) -> No
             raise ConfigError([Problem(f"run.{key}", what, f"At least {longest}, or auto.")])
 
 
-def _read_held_out(stage: Given, config: Offline, inputs: Inputs, tokenizer: Any, limit: int) -> tuple[list[Any], str]:
+def _read_held_out(
+    stage: OfflineStage, config: Offline, inputs: Inputs, tokenizer: Any, limit: int
+) -> tuple[list[Any], str]:
     given = given_rows(inputs.eval_rows, config.data.eval, "data.eval")
     if given is None and config.data.eval is None:
         return [], ""

@@ -1,4 +1,4 @@
-"""How steps of every stage end: accounted for, or given up as nothing is learned. How they are saved is in keeping.py."""
+"""How steps of every stage end: accounted for, or given up as nothing is learned. How they are saved is in save_on_stop.py."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from typing import Any
 
 from trimtab.base.errors import TrainingError
 from trimtab.record.checkpoint import CONFIG, RunState, folder_is_gone
-from trimtab.run.roles import Observer, Run
+from trimtab.run.roles import Observer, TrainingRun
 from trimtab.update.stats import UpdateStats
 
 MAX_SKIPPED_IN_A_ROW = 5
 
 
-def refuse_without_folder(run: Run[Any, Any]) -> None:
+def refuse_without_folder(run: TrainingRun[Any, Any]) -> None:
     if not (run.folder / CONFIG).exists():
         raise folder_is_gone(run.folder, run.state.step)
 
 
-def account(run: Run[Any, Any], metrics: dict[str, float], tokens: float, steps_to_go: int, recovered: bool) -> None:
+def account(
+    run: TrainingRun[Any, Any], metrics: dict[str, float], tokens: float, steps_to_go: int, recovered: bool
+) -> None:
     """Close the accounts of a step into its metrics, and choose the size of the next one's micro-batches, except where memory ran
     out (`recovered`)."""
     metrics |= run.trainer.end_step()
