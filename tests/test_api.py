@@ -98,7 +98,7 @@ def test_keywords_go_over_a_config_file(here: Path, model_folder: Path) -> None:
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert saved["data"]["train"] == "object:rows"
     assert saved["learn"]["max_new_tokens"] == LEARN["max_new_tokens"]
-    with pytest.raises(DataError, match=r"data\.train: this config was made from Python with rows"):
+    with pytest.raises(DataError, match=r"data\.train: this config was made in Python with rows"):
         trimtab.train(run / "config.yaml", reward=lambda completions, **_: [0.0], overrides=["observe.dir=again"])
     assert not (here / "again").exists()
 
@@ -123,7 +123,7 @@ def test_a_finished_run_resumed_exports_again_and_reports(here: Path, model_fold
     capsys.readouterr()
     second = trimtab.train(**settings, learn=LEARN, resume=True)
     shown = capsys.readouterr().out
-    assert "all 2 steps are done; the model is exported again" in shown
+    assert "all 2 steps are done already; exporting the model again" in shown
     assert "warning" not in shown
     trimtab.train(**settings, learn=LEARN | {"lr": 0.25}, resume=True)
     assert (here / "r/config.yaml").read_text() == kept, "nothing was learned with another rate"
@@ -211,9 +211,7 @@ def test_an_interrupted_run_says_where_it_stands(here: Path, model_folder: Path,
             model=model_folder, data=ROWS, reward="exact_match", learn=LEARN, run=RUN,
             observe={"dir": "r", "checkpoint_every": 1},
         )  # fmt: skip
-    assert "ended after step 2 of 2; to go on, resume it: its last checkpoint is step-2" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "stopped after step 2 of 2; resume it to continue from step-2" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from trimtab.update.batch import Sample
 from trimtab.update.objectives.likelihood import Likelihood
 from trimtab.update.updater import Updater
 
-SPECIAL = ["<pad>", "<eos>"]
+SPECIAL_TOKENS = ["<pad>", "<eos>"]
 CHARACTERS = string.digits + "+-=" + string.ascii_lowercase + " :"
 TASK = "sort"
 TRAIN_ROWS, EVAL_ROWS = 4096, 256
@@ -75,7 +75,7 @@ def asked_steps(overrides: Sequence[str], usual: int) -> int:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()

@@ -94,7 +94,10 @@ def test_completions_longer_than_the_model(refused) -> None:
 def test_small_budgets(refused) -> None:
     message = refused("run.token_budget=8", "run.score_token_budget=11")
     assert message.startswith("2 problems")
-    assert "run.token_budget: 8 tokens cannot hold the longest sequence, 6 of prompt and 6 new. At least 12" in message
+    assert (
+        "run.token_budget: 8 tokens cannot hold the longest sequence: 6 prompt tokens and 6 new ones. Write at least 12"
+        in message
+    )
     assert "run.score_token_budget: 11 tokens" in message
 
 

@@ -175,7 +175,7 @@ def test_a_signal_ends_cleanly_with_all_that_was_learned(
     assert outcome.exception is None
     assert outcome.json["error"] == f"stopped by {name}"
     shown = " ".join(outcome.err.split())
-    assert "ended after step 2 of 3; to go on, resume it: its last checkpoint is step-2" in shown
+    assert "stopped after step 2 of 3; resume it to continue from step-2" in shown
     assert shown.endswith(f"stopped by {name}")
     assert signal.getsignal(signal.SIGTERM) == handler
     assert trimtab("train", "learn.steps=3", "--resume").code == 0

@@ -156,7 +156,7 @@ def test_an_engine_that_nobody_asked_for_gives_way_where_it_cannot_start(
     assert_same_learned(native, found, folder)
     choices = {c["key"]: c for c in json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]}
     assert choices["run.engine"]["value"] == "native"
-    assert choices["run.engine"]["why"] == "vllm was planned: vLLM cannot go on: its process ended."
+    assert choices["run.engine"]["why"] == "vllm was planned but did not start: vLLM cannot go on: its process ended."
     with pytest.raises(EngineError, match="its process ended"):
         run(folder, tmp_path / "asked", engine="vllm", rollout={"python": vllm_python() or fake_vllm(tmp_path)})
 

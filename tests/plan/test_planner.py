@@ -19,7 +19,7 @@ from trimtab.model.weights import WeightStore
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.job import NO_CORRECTION, Correction, Job, Machine
 from trimtab.plan.kv import kv_bytes
-from trimtab.plan.ledger import GIB, MIB, UNSEEN, build_ledger
+from trimtab.plan.ledger import GIB, MIB, NOT_METERED, build_ledger
 from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
@@ -153,7 +153,7 @@ def test_sums_are_those_of_their_parts_and_nothing_is_negative(job: Job, machine
     plan = make_plan(Run(), job, machine)
     for phase in plan.ledger.phases:
         assert all(size > 0 for size in phase.device.values()) and all(size >= 0 for size in phase.host.values())
-        assert phase.allocated == phase.device_bytes - sum(phase.device.get(name, 0) for name in UNSEEN)
+        assert phase.allocated == phase.device_bytes - sum(phase.device.get(name, 0) for name in NOT_METERED)
     assert plan.times.total > 0 and min(plan.times.as_dict().values()) >= 0
 
 
@@ -254,7 +254,7 @@ def test_what_is_pinned_has_to_fit() -> None:
 def test_refusals_name_the_binding_term_and_changes_that_fit() -> None:
     run = Run(token_budget=10**6, checkpoint_activations=False)
     message = str(refuse(make_plan(run, qwen(), h(24)), run, "balanced"))
-    assert "update needs" in message and "activations" in message and "leave run.token_budget to auto" in message
+    assert "update does not fit" in message and "activations" in message and "leave run.token_budget to auto" in message
     machine = h(40)
     plan = make_plan(Run(), qwen("qwen2.5-7b"), machine)
     assert not plan.fits
@@ -448,10 +448,10 @@ def test_a_short_host_is_named_and_more_of_it_offered() -> None:
     machine = replace(h(80), host_memory=8 * GIB)
     plan = make_plan(Run(), qwen("qwen2.5-7b", rank=16, adapters=qwen("qwen2.5-7b").shape.lora_parameters(16)), machine)
     message = str(refuse(plan, Run(), "balanced"))
-    what, fixes = message.split("Any of these would fit")
+    what, fixes = message.split("Any one of these changes would fit")
     assert (
         not plan.fits
-        and "of host memory, and the limit is 7.2 GiB (90 % of 8.0 GiB); most of it is" in what
+        and "of host memory, and the limit is 7.2 GiB (90 % of 8.0 GiB). Bottleneck: " in what
         and "GiB of host memory" in fixes
     )
 
@@ -509,7 +509,7 @@ def test_the_cache_holds_as_many_sequences_as_run_at_once() -> None:
     )
     assert few.run.rollout.kv_memory == pytest.approx(whole.run.rollout.kv_memory * 32 / qwen().in_flight, rel=0.02)
     why = [next(c.why for c in plan.choices if c.key == "run.rollout.kv_memory") for plan in (whole, few)]
-    assert why == ["the whole step at once", "as many sequences as run at once"]
+    assert why == ["holds all sequences of a step", "holds all sequences that run at once"]
 
 
 @pytest.mark.parametrize("fused", [True, False])

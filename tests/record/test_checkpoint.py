@@ -506,7 +506,7 @@ def test_log_probs_that_are_no_numbers_end_the_run_in_words(
             yield group
 
     monkeypatch.setattr(NativeEngine, "generate", spoiled)
-    with pytest.raises(TrainingError, match=r"step 1: the policy gives log-probs that are no numbers"):
+    with pytest.raises(TrainingError, match=r"step 1: the policy's log-probs are not finite"):
         train(model_folder, tmp_path / "run", {"steps": 2})
 
 

@@ -116,7 +116,7 @@ def test_micro_batches_outlast_the_launching_that_was_measured(host: float) -> N
     if grown:
         assert after.ledger.fullest.device_bytes < 1.1 * before.ledger.fullest.device_bytes
         why = {choice.key: (choice.value, choice.why) for choice in after.choices}
-        assert why["run.checkpoint_activations"] == ("some", "two micro-batches, measured")
+        assert why["run.checkpoint_activations"] == ("some", "measured with two micro-batches")
     pinned = Run(checkpoint_activations=False)
     alone = corrected(make_plan(pinned, job, before.machine), pinned, Correction(launch_s=host))
     assert alone.run.checkpoint_activations is False and alone.run.token_budget == after.run.token_budget

@@ -285,8 +285,9 @@ def test_nothing_is_learned_where_all_that_could_be_is_masked(model_folder, tmp_
     assert [row["run/dropped_truncated"] for row in metrics[1:]] == [16, 16]
     before, after = (load_file(f / "model.safetensors") for f in (model_folder, folder / "final"))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert "step 1: all completions were cut off (learn.mask_truncated); nothing is learned from it" in " ".join(
-        capsys.readouterr().out.split()
+    assert (
+        "step 1: every completion is truncated, and learn.mask_truncated drops those; the step learns nothing"
+        in " ".join(capsys.readouterr().out.split())
     )
 
 
@@ -310,7 +311,7 @@ def test_no_picture_can_fail_a_run(model_folder, tmp_path, capsys, monkeypatch) 
     folder, _ = train(model_folder, tmp_path, learn={"steps": 1, "max_new_tokens": 2})
     assert (folder / "final").exists() and not (folder / "curve.png").exists()
     shown = " ".join(capsys.readouterr().out.split())
-    assert "curve.png is not drawn: drawing a learning curve needs matplotlib" in shown and "trimtab[plot]" in shown
+    assert "cannot draw curve.png: drawing a learning curve needs matplotlib" in shown and "trimtab[plot]" in shown
     assert "The doctor finds" not in shown
 
 

@@ -118,9 +118,7 @@ def test_what_was_found_is_used_and_explained(machine: Machine) -> None:
     plan = planned(Run(), job(), machine)
     assert plan.run.token_budget == 123 and plan.run.rollout.max_sequences == 7
     words = {choice.key: choice.why for choice in plan.choices}
-    assert (
-        words["run.token_budget"] == "measured here with trimtab tune, 2026-11-15" == words["run.rollout.max_sequences"]
-    )
+    assert words["run.token_budget"] == "measured by trimtab tune on 2026-11-15" == words["run.rollout.max_sequences"]
     pinned = planned(Run(token_budget=99, rollout=Rollout(max_sequences=3)), job(), machine)
     assert pinned.run.token_budget == 99 and pinned.run.rollout.max_sequences == 3
 

@@ -21,31 +21,31 @@ from trimtab.plan.job import NO_CORRECTION, Job, Machine
 
 # Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
 # when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
-CONTEXT = 690 * MIB
+CUDA_CONTEXT_BYTES = 690 * MIB
 """Device memory of the driver and its libraries."""
-GRAPHS = 140 * MIB
+CUDA_GRAPHS_BYTES = 140 * MIB
 """Device memory of CUDA graphs and of loaded kernels."""
-ASLEEP, AWAKE = CONTEXT + GRAPHS + 940 * MIB, 260 * MIB
+ASLEEP, AWAKE = CUDA_CONTEXT_BYTES + CUDA_GRAPHS_BYTES + 940 * MIB, 260 * MIB
 """What another library's process holds that has given its memory up, and how much more one that generates holds beside weights,
 KV and work: vLLM 0.25 kept 1.41 GiB at 0.5B parameters and 1.69 at 7B, SGLang 0.5.17 1.34
 (bench/results/engines-2026-11-16.md)."""
-WORKSPACES = 2 * 32 * MIB
+CUBLAS_WORKSPACES_BYTES = 2 * 32 * MIB
 """cuBLAS takes a workspace from torch's allocator for each stream, of which there are two: the update's, and the one that graphs
 are captured on. 32 MiB each on Hopper, less on older devices."""
-ROUNDING = MIB // 4
+ROUNDING_BYTES_PER_TENSOR = MIB // 4
 """Lost on average by a large tensor: torch's allocator hands out a block that is up to 1 MiB larger."""
-SLACK = 0.02
+ALLOCATOR_SLACK_SHARE = 0.02
 """Room that the allocator leaves between tensors, as a share of the most that it handed out."""
-PROCESS = 3 * GIB
+CUDA_PROCESS_HOST_BYTES = 3 * GIB
 """Host memory of a process with torch and CUDA."""
-CPU_PROCESS = GIB
+CPU_PROCESS_HOST_BYTES = GIB
 """Host memory of a process with torch alone."""
-WORKER = GIB // 4
+REWARD_WORKER_HOST_BYTES = GIB // 4
 """Host memory of a reward worker."""
 EMBEDDING_GRADIENT = "embedding gradient"
 ENGINE = "engine's processes"
 MERGED, MERGING = "merged copy", "merging adapters"
-UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
+NOT_METERED = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
 """Components that the meters of torch and of the native engine do not see."""
 
 
@@ -77,7 +77,7 @@ class Phase:
 
     @property
     def allocated(self) -> int:
-        return sum(value for name, value in self.device.items() if name not in UNSEEN)
+        return sum(value for name, value in self.device.items() if name not in NOT_METERED)
 
     @property
     def device_bytes(self) -> int:
@@ -120,7 +120,7 @@ class Ledger:
     def binding(self) -> str:
         """The largest component of the fullest phase, without what every plan has, such as the weights."""
         parts = self.fullest.device or self.fullest.host
-        fixed = {"weights", "processes", *UNSEEN} - {ENGINE}
+        fixed = {"weights", "processes", *NOT_METERED} - {ENGINE}
         loose = {name: size for name, size in parts.items() if name not in fixed}
         return max(loose or parts, key=lambda name: parts[name])
 
@@ -366,7 +366,7 @@ def rounding_bytes(job: Job, path: UpdatePath) -> int:
     if job.correction != NO_CORRECTION:
         return 0
     tensors = {False: 9, "some": 7, True: 1}[path.recompute]
-    return ROUNDING * tensors * job.shape.layers
+    return ROUNDING_BYTES_PER_TENSOR * tensors * job.shape.layers
 
 
 def _stays(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
@@ -396,7 +396,9 @@ def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dic
 
 def _elsewhere(found: dict[str, int]) -> int:
     """Bytes of these components in other processes, with the slack of their allocators."""
-    return sum(found.values()) + int(SLACK * sum(size for name, size in found.items() if name != "KV cache"))
+    return sum(found.values()) + int(
+        ALLOCATOR_SLACK_SHARE * sum(size for name, size in found.items() if name != "KV cache")
+    )
 
 
 def processes_of(run: Run) -> int:
@@ -437,14 +439,14 @@ def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:
 def _host(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What the processes of one host hold all the time."""
     here = min(machine.devices, machine.per_host)
-    found = {"processes": here * (CPU_PROCESS if machine.cpu else PROCESS)}
+    found = {"processes": here * (CPU_PROCESS_HOST_BYTES if machine.cpu else CUDA_PROCESS_HOST_BYTES)}
     if job.generates:
-        found["reward workers"] = run.reward_workers * WORKER
+        found["reward workers"] = run.reward_workers * REWARD_WORKER_HOST_BYTES
         if job.environment:
-            found["environment workers"] = run.reward_workers * WORKER
+            found["environment workers"] = run.reward_workers * REWARD_WORKER_HOST_BYTES
     if run.outside and job.generates:
         each = parts_of(run) + 1 if parts_of(run) > 1 else 1  # each part has a process beside the engine's
-        found[ENGINE] = processes_of(run) * each * (CPU_PROCESS if machine.cpu else PROCESS)
+        found[ENGINE] = processes_of(run) * each * (CPU_PROCESS_HOST_BYTES if machine.cpu else CUDA_PROCESS_HOST_BYTES)
         if machine.cpu or through_host(job, run):
             found["published weights"] = job.shape.parameters * job.itemsize
     if run.offload.optimizer:
@@ -468,17 +470,17 @@ def _staging(job: Job, machine: Machine, run: ResolvedRun) -> dict[str, int]:
 
 def _phase(name: str, device: dict[str, int], host: dict[str, int]) -> Phase:
     used = {key: value for key, value in device.items() if value}
-    used["workspaces"] = WORKSPACES
-    unseen = {"CUDA context": CONTEXT, "CUDA graphs": GRAPHS}
+    used["workspaces"] = CUBLAS_WORKSPACES_BYTES
+    unseen = {"CUDA context": CUDA_CONTEXT_BYTES, "CUDA graphs": CUDA_GRAPHS_BYTES}
     unseen["allocator slack"] = int(
-        SLACK * sum(value for key, value in used.items() if key not in ("KV cache", ENGINE))
+        ALLOCATOR_SLACK_SHARE * sum(value for key, value in used.items() if key not in ("KV cache", ENGINE))
     )
     return Phase(name, used | {key: value for key, value in unseen.items() if value}, host)
 
 
 def _on_host(phase: Phase) -> Phase:
     """The phase on a machine without a device: all of it is host memory."""
-    seen = {key: value for key, value in phase.device.items() if key not in (*UNSEEN, "workspaces")}
+    seen = {key: value for key, value in phase.device.items() if key not in (*NOT_METERED, "workspaces")}
     both = {
         key: phase.host[key] + seen[key] for key in phase.host.keys() & seen.keys()
     }  # what waits there, and what does not

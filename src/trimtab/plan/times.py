@@ -15,15 +15,15 @@ from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import shared_kv_bytes
 from trimtab.plan.ledger import SINGLE_DEVICE, Placement, optimizer_bytes, parts_of, processes_of, through_host
 
-LAUNCH = 2.6e-3
+LAUNCH_LAYER_S = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
-FORWARD = 0.35
-"""Share of LAUNCH that the forward pass takes."""
-DECODE_LAYER = 16e-6
+FORWARD_SHARE_OF_LAUNCH = 0.35
+"""Share of LAUNCH_LAYER_S that the forward pass takes."""
+DECODE_LAYER_S = 16e-6
 """Seconds that a layer of a decode step takes beyond its bytes and products, in a graph."""
-DECODE_STEP = 150e-6
+DECODE_STEP_S = 150e-6
 """Seconds that a decode step takes beyond its layers."""
-OWN_LAYER = 130e-6
+UNFUSED_LAYER_EXTRA_S = 130e-6
 """Seconds that a layer takes longer through the model's own modules: with 0.5B parameters and 1,024 sequences a step took 7.2 ms
 instead of 4.05 (docs/log.md)."""
 OUTSIDE_HOST = {"vllm": (1.2e-3, 28e-6), "sglang": (1.7e-3, 17e-6)}
@@ -85,7 +85,7 @@ class Times:
 
 def launch_s(job: Job) -> float:
     """Seconds that the host takes to launch a layer's forward and backward passes: as measured here, or as on other hosts."""
-    return LAUNCH if job.correction.launch_s is None else job.correction.launch_s
+    return LAUNCH_LAYER_S if job.correction.launch_s is None else job.correction.launch_s
 
 
 def outside_step(
@@ -133,7 +133,7 @@ class _Rates:
         logits = 8 * batch * shape.vocabulary / cut
         rate = self.machine.cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * DECODE_SHARE
         products = 2 * batch * shape.active_parameters / cut / rate
-        fixed = 2e-3 if self.machine.cpu else DECODE_STEP + shape.layers * (DECODE_LAYER + self._own_layer)
+        fixed = 2e-3 if self.machine.cpu else DECODE_STEP_S + shape.layers * (DECODE_LAYER_S + self._own_layer)
         exchange = 0.0
         if cut > 1:
             exchange = shape.layers * 2 * (10e-6 + batch * shape.hidden * job.itemsize / self._link(cut))
@@ -146,7 +146,7 @@ class _Rates:
         job = self.job
         if job.fused or self.run.outside:
             return 0.0
-        return FORWARD * launch_s(job) if job.shape.has_experts else OWN_LAYER
+        return FORWARD_SHARE_OF_LAUNCH * launch_s(job) if job.shape.has_experts else UNFUSED_LAYER_EXTRA_S
 
     def _link(self, devices: int) -> float:
         """Bytes a second between so many devices, over the slowest link on the way."""
@@ -212,7 +212,10 @@ class _Clock(_Rates):
         moved = 0.0
         if self.job.reference and self.run.offload.reference:
             moved = self.job.shape.parameters * self.job.itemsize / self.place.shards / self.machine.device.host_link
-        return passes * self._passes(self.run.score_token_budget, 2.0, FORWARD * launch_s(self.job)) + moved
+        return (
+            passes * self._passes(self.run.score_token_budget, 2.0, FORWARD_SHARE_OF_LAUNCH * launch_s(self.job))
+            + moved
+        )
 
     def update(self) -> float:
         """Forward and backward passes, and the optimizer step."""

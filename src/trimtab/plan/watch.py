@@ -12,7 +12,7 @@ from trimtab.plan.activations import MicroBatchSize, UpdatePath
 from trimtab.plan.ledger import (
     EMBEDDING_GRADIENT,
     GIB,
-    UNSEEN,
+    NOT_METERED,
     critic_path,
     embedding_gradient,
     rounding_bytes,
@@ -21,9 +21,9 @@ from trimtab.plan.ledger import (
 )
 from trimtab.plan.planner import Plan
 
-WORK = ("activations", "log-prob head", "backward work", EMBEDDING_GRADIENT)
+MICROBATCH_COMPONENTS = ("activations", "log-prob head", "backward work", EMBEDDING_GRADIENT)
 """Components of a micro-batch: as `update_peak` names them, and the last of its backward pass."""
-HOSTS = ("processes", "reward workers", "environment workers")
+ON_HOST = ("processes", "reward workers", "environment workers")
 """Components that a machine without a device has in the same memory."""
 Sizes = tuple[int, int, int, int, int]
 """Sizes of a micro-batch, in the order of `MicroBatchSize`."""
@@ -89,7 +89,9 @@ class PlanWatch:
         job = self.plan.job
         held = self.plan.ledger["update"].device or self.plan.ledger["update"].host
         states = sum(
-            size for name, size in held.items() if name not in (*UNSEEN, *WORK, "gradients", "rounding", *HOSTS)
+            size
+            for name, size in held.items()
+            if name not in (*NOT_METERED, *MICROBATCH_COMPONENTS, "gradients", "rounding", *ON_HOST)
         )
         gradients, cuda = 4 * job.trained if job.critic else held["gradients"], bool(self.plan.ledger["update"].device)
         rounding = rounding_bytes(job, self._path) if cuda else 0

@@ -44,7 +44,7 @@ FACTS, WEIGHTS_MARK = "trimtab", "weights"
 """What a file of tensors of format 1 says of itself."""
 FILES, TABLES, DIGEST = "files", "tables", "sha256"
 """What `state.json` says of the checkpoint beside the run's state, and of itself."""
-MOST = 2**62
+MAX_COUNT = 2**62
 """No run counts as far."""
 
 
@@ -313,7 +313,7 @@ def _refuse_numbers_of_no_run(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, float) and (kinds[name] == "int" or (kinds[name] == "float" and not math.isfinite(value))):
             raise ValueError(f"{STATE} has {name} {value!r}, which no run writes")
-        if isinstance(value, int) and abs(value) > MOST:
+        if isinstance(value, int) and abs(value) > MAX_COUNT:
             raise ValueError(f"{STATE} has {name} {float(value):.3g}, which no run reaches")
 
 

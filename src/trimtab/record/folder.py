@@ -25,7 +25,7 @@ from trimtab.record.layout import FINAL as FINAL
 LOCK = ".lock"
 ENGINE_LOGS = "engines"
 """What lost processes of an engine wrote."""
-FREE = ("run.", "observe.")
+SECTIONS_FREE_TO_CHANGE = ("run.", "observe.")
 """Sections that a resumed run may change: they do not change what is learned."""
 
 
@@ -93,7 +93,11 @@ def changes(held: AnyConfig, config: AnyConfig) -> list[str]:
     constant = now["learn.schedule.kind"] == "constant"
     if constant and (before["learn.steps"] or 0) <= (now["learn.steps"] or 0):
         now["learn.steps"] = before["learn.steps"]
-    keys = [key for key in {**before, **now} if not key.startswith(FREE) and before.get(key) != now.get(key)]
+    keys = [
+        key
+        for key in {**before, **now}
+        if not key.startswith(SECTIONS_FREE_TO_CHANGE) and before.get(key) != now.get(key)
+    ]
     return [f"{key} {now.get(key)} (was {before.get(key)})" for key in keys]
 
 

@@ -145,7 +145,7 @@ def refuse_kernels(run: Run, model: Model, device: torch.device) -> None:
     if run.kernels == "liger":
         liger.refuse(load_config(model).get_text_config().model_type, device)
     elif run.kernels == "native" and device.type != "cuda":
-        what = "fused layers run on a CUDA device only, and this run is on the CPU"
+        what = "fused layers need a CUDA device, and this run is on the CPU"
         raise ConfigError([Problem("run.kernels", what, "Write auto.")])
 
 

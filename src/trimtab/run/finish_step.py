@@ -41,9 +41,9 @@ def note_outcome(state: RunState, stats: UpdateStats, observer: Observer, look: 
         state.skipped_in_a_row = 0
         return
     state.skipped_in_a_row += 1
-    observer.warn(f"step {state.step + 1}: the gradient is not finite; weights and optimizer are unchanged")
+    observer.warn(f"step {state.step + 1}: the gradient is not finite, so this update is skipped")
     if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise TrainingError(
-            f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a gradient that is not finite. The weights are those of the last good "
-            f"step. Lower learn.lr, or look {look}."
+            f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a gradient that is not finite. The weights are still those of the "
+            f"last good step. Lower learn.lr, or look {look}."
         )

@@ -37,6 +37,6 @@ def given_rows(
     """Rows that came from Python, where some did."""
     if rows is None and source == GIVEN_ROWS:
         raise DataError(
-            f"{key}: this config was made from Python with rows that it cannot hold. Name a file, or pass the rows."
+            f"{key}: this config was made in Python with rows, which a config cannot hold. Name a file, or pass the rows."
         )
     return rows

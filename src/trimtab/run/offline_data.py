@@ -39,10 +39,10 @@ from trimtab.update.objectives.objective import Objective
 from trimtab.update.stats import UpdateStats
 from trimtab.update.updater import Updater
 
-CHARACTERS = 200_000_000
+MEASURED_CHARACTERS = 200_000_000
 """A training set up to this size is tokenised once at the start, a minute or two; of a larger one the longest texts are."""
 
-FIRST = 1000
+STAND_IN_ROWS = 1000
 """Rows of the training set that stand in for a held-out set."""
 
 
@@ -68,7 +68,7 @@ class Examples:
     def first(self) -> list[Sample]:
         """First samples of the training set, to measure on where there are no held-out rows; none that is too long to be used."""
         stage, ready = self.stage, self.ready
-        rows = ready.rows[:FIRST]
+        rows = ready.rows[:STAND_IN_ROWS]
         items = stage.encoder(ready.config, ready.tokenizer, "data.train").encode(range(len(rows)), rows)
         return stage.samples(ready.config, [item for item in items if len(item.tokens) <= ready.limit])
 
@@ -78,7 +78,7 @@ class OfflineStage(ABC):
 
     unit: str
     """What a row is, in one word."""
-    reading_note = "reading the tokenizer and the data, counting tokens"
+    reading_note = "reading the tokenizer and the data, and counting tokens"
     rehearses: bool
 
     def refuse(self, config: Any) -> None:
@@ -153,8 +153,8 @@ class OfflineStage(ABC):
         return {
             "algorithm": self.words(config),
             "batch": [
-                ("batch", f"{self.per_step(config)} {self.unit}s a step, {config.learn.steps} steps"),
-                ("tokens", f"up to {ready.train.longest:,} a{'n' * (self.unit[0] in 'aeiou')} {self.unit}"),
+                ("batch", f"{self.per_step(config)} {self.unit}s per step, {config.learn.steps} steps"),
+                ("tokens", f"up to {ready.train.longest:,} per {self.unit}"),
             ],
             "eval_rows": len(ready.held_out) or None,
         }
@@ -184,14 +184,14 @@ def check(stage: OfflineStage, config: Offline, inputs: Inputs, stack: ExitStack
     validate_examples(rows, encoder)
     budgets = {key: getattr(config.run, key) for key in ("token_budget", "score_token_budget")}
     pinned = {key: value for key, value in budgets.items() if value != "auto"}
-    train = measure_examples(rows, encoder, limit, 2**62 if pinned else CHARACTERS)
+    train = measure_examples(rows, encoder, limit, 2**62 if pinned else MEASURED_CHARACTERS)
     held_out, note = _read_held_out(stage, config, inputs, tokenizer, limit)
     longest = max(train.longest, *(getattr(item, "row_tokens", len(item.tokens)) for item in held_out), 1)
     _refuse_small_budgets(pinned, longest, stage.unit)
     steps = learn.steps or max(1, math.ceil(learn.epochs * train.fitting / stage.per_step(config)))
     if learn.schedule.warmup_steps >= steps:
-        what = f"is {learn.schedule.warmup_steps} of {steps} steps, so the rate would never be reached"
-        raise ConfigError([Problem("learn.schedule.warmup_steps", what, "Write fewer, or train longer.")])
+        what = f"{learn.schedule.warmup_steps} warm-up steps leave none of {steps} at the full learning rate"
+        raise ConfigError([Problem("learn.schedule.warmup_steps", what, "Lower it, or train longer.")])
     return CheckedExamples(
         config=config.with_values({"learn.steps": steps, "learn.epochs": 1.0}),
         device=device,
@@ -212,15 +212,15 @@ def _limit(config: Offline) -> int:
     asked = config.learn.max_tokens
     if asked is not None and asked > context:
         what = f"{asked} tokens exceed the model's context of {context}"
-        raise ConfigError([Problem("learn.max_tokens", what, f"At most {context}.")])
+        raise ConfigError([Problem("learn.max_tokens", what, f"Write at most {context}.")])
     return asked or context
 
 
 def _refuse_small_budgets(pinned: dict[str, int], longest: int, unit: str) -> None:
     for key, value in pinned.items():
         if value < longest:
-            what = f"{value} tokens cannot hold the longest {unit}, {longest}"
-            raise ConfigError([Problem(f"run.{key}", what, f"At least {longest}, or auto.")])
+            what = f"{value} tokens cannot hold the longest {unit} of {longest}"
+            raise ConfigError([Problem(f"run.{key}", what, f"Write at least {longest}, or auto.")])
 
 
 def _read_held_out(

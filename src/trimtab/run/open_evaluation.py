@@ -61,7 +61,7 @@ def open_evaluation(
     stack.enter_context(memory_limit(config.run, device))
     refuse_without_engine(config.run, device)
     console = stack.enter_context(Console(1, file=console_file))
-    console.waiting("reading the tokenizer and the data, starting the rewards")
+    console.waiting("reading the tokenizer and the data, and starting the reward workers")
     limit = prompt_limit(config)
     tokenizer = load_tokenizer(config.model)
     hosts = open_hosts(config, inputs, tokenizer)

@@ -125,7 +125,7 @@ def open_run(
     stack.callback(observer.close)
     if lowered := trainer.recall(state.memory):
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())
-        console.note(f"lower than planned, because memory ran out earlier in this run: {values}")
+        console.note(f"this run ran out of memory before, so it keeps these lower settings: {values}")
     return OpenRun(config, ready, state, stream, parts.engine, trainer, observer)
 
 
@@ -229,4 +229,4 @@ def _tell_of_start(
     for note in filter(None, ready.notes):
         console.note(note)
     if state.step >= config.learn.steps:
-        console.note(f"all {state.step} steps are done; the model is exported again")
+        console.note(f"all {state.step} steps are done already; exporting the model again")

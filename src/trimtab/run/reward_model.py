@@ -40,8 +40,8 @@ class Preferences(OfflineStage):
         """A model that has no such class cannot be written out."""
         architecture = load_config(config.model)
         if type(architecture) not in AutoModelForSequenceClassification._model_mapping:
-            what = f"transformers has no sequence classification for {architecture.model_type}"
-            raise ConfigError([Problem("model.path", what, "Start from another model, such as a Llama or Qwen.")])
+            what = f"transformers has no sequence-classification model for {architecture.model_type}"
+            raise ConfigError([Problem("model.path", what, "Use another model, such as a Llama or a Qwen.")])
 
     def per_step(self, config: RewardModelConfig) -> int:
         return config.learn.pairs_per_step

@@ -31,7 +31,7 @@ from trimtab.run.machine import pick_reward_workers
 MEASURED_CHARACTERS = 8_000_000
 """A training set up to this size is tokenised once at the start, a few seconds, so that sizes come from its real lengths."""
 PROBED_ROWS = 64
-_BATCH = 1024
+TOKENIZED_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Work:
         there = {str(row[column]) for row in self.train.rows}
         for task in bands:
             if task not in there:
-                what = f"no row of data.train is of the task {task!r}"
-                hint = did_you_mean(task, there).strip() or f"There is {', '.join(sorted(there)[:10])}."
+                what = f"no row of data.train has the task {task!r}"
+                hint = did_you_mean(task, there).strip() or f"Its tasks: {', '.join(sorted(there)[:10])}."
                 raise ConfigError([Problem(f"observe.kl_bands.{task}", what, hint)])
         if len(bands) >= MOST_TASKS:
-            what = f"there are {len(bands)} bands, but metrics name at most {MOST_TASKS - 1} tasks besides the rest"
-            raise ConfigError([Problem("observe.kl_bands", what, "Leave some out.")])
+            what = f"{len(bands)} bands are too many: metrics name at most {MOST_TASKS - 1} tasks"
+            raise ConfigError([Problem("observe.kl_bands", what, "Remove some.")])
         return Tasks.found(column, rows, first=list(bands))
 
     def first_prompt(self, config: Config) -> list[int]:
@@ -139,7 +139,7 @@ def prompt_limit(config: Config) -> int:
     asked = config.data.max_prompt_tokens
     if asked is not None and not problems and asked + most > context:
         what = f"{asked} prompt tokens and {most} new ones exceed the model's context of {context}"
-        problems = [Problem("data.max_prompt_tokens", what, f"At most {context - most}.")]
+        problems = [Problem("data.max_prompt_tokens", what, f"Write at most {context - most}.")]
     if problems:
         raise ConfigError(problems)
     return asked or context - most
@@ -256,7 +256,7 @@ def open_replies(
     for there in columns:
         hosts.check(there)
         for name in sorted(there & {*PLAYED}):
-            what = f"the data has a column {name!r}, which is also what rewards are told of the environment"
+            what = f"the data has a column {name!r}, a name that rewards get from the environment"
             raise DataError(f"environment: {what}. Rename the column")
     schemas = hosts.loaded.schemas
     replies = ReplyEncoder(tokenizer, templated(config.data, tokenizer), schemas)
@@ -275,18 +275,18 @@ def refuse_other_critic(config: Config, work: Work) -> None:
         read = load_config(critic).get_text_config()
     except ModelError as error:
         raise ModelError(str(error).replace("model.path: ", "learn.critic.path: ", 1)) from error
-    words = load_config(config.model).get_text_config().vocab_size
-    if read.vocab_size < words:
-        what = f"{path} knows {read.vocab_size} tokens and the policy {words}"
+    vocab_size = load_config(config.model).get_text_config().vocab_size
+    if read.vocab_size < vocab_size:
+        what = f"{path} has a vocabulary of {read.vocab_size} tokens, fewer than the policy's {vocab_size}"
         raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
     mine, theirs = written_words(config.model), written_words(critic)
     if mine and theirs and mine != theirs:
-        what = f"{path} has another tokenizer than the policy: the same number would be another word to it"
+        what = f"the tokenizer of {path} differs from the policy's, so token ids have other meanings"
         raise ConfigError([Problem("learn.critic.path", what, "Name a model with the policy's tokenizer.")])
     context = context_of(read)
     longest = work.train.longest + config.learn.max_new_tokens
     if context < longest:
-        what = f"{path} reads {context} tokens, and sequences have up to {longest}"
+        what = f"{path} has a context of {context} tokens, but sequences have up to {longest}"
         raise ConfigError([Problem("learn.critic.path", what, "Name a model with a longer context.")])
 
 
@@ -300,8 +300,8 @@ def _token_counts(
 ) -> list[int]:
     encoder = PromptEncoder(config.data, tokenizer, "data.train", tools)
     counts: list[int] = []
-    for start in range(0, len(chosen), _BATCH):
-        ids = chosen[start : start + _BATCH]
+    for start in range(0, len(chosen), TOKENIZED_ROWS_AT_ONCE):
+        ids = chosen[start : start + TOKENIZED_ROWS_AT_ONCE]
         counts += [len(prompt.tokens) for prompt in encoder.encode(ids, [rows[i] for i in ids])]
     return counts
 
@@ -312,8 +312,8 @@ def _refuse_small_budgets(config: Config, pinned: Mapping[str, Any], longest: in
     problems = [
         Problem(
             f"run.{key}",
-            f"{value} tokens cannot hold the longest sequence, {longest} of prompt and {new} new",
-            f"At least {longest + new}, or auto.",
+            f"{value} tokens cannot hold the longest sequence: {longest} prompt tokens and {new} new ones",
+            f"Write at least {longest + new}, or auto.",
         )
         for key, value in pinned.items()
         if value < longest + new

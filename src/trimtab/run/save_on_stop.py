@@ -114,7 +114,7 @@ class StepSaver:
                 self._write()
         except Exception as failure:
             why = (str(failure).strip().splitlines() or ["no message"])[0]
-            run.observer.warn(f"step {step} could not be saved ({type(failure).__name__}: {why})")
+            run.observer.warn(f"cannot save step {step} ({type(failure).__name__}: {why})")
 
     def _close(self) -> None:
         """Write the step's row. Before the checkpoint: a kill in between repeats the step and its row; the other order would lose

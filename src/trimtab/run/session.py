@@ -122,7 +122,7 @@ def open_session(
 class RolloutStage:
     """See stage.py."""
 
-    reading_note = "reading the tokenizer and the data, starting the rewards"
+    reading_note = "reading the tokenizer and the data, and starting the reward workers"
     rehearses = True
 
     def check(self, config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedPrompts:

@@ -52,10 +52,10 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
     kept = None
     if len(values) == 2 and chosen.fits:
         kept = keep(found, plan.job, plan.machine, config.run, datetime.date.today().isoformat())
-        console.print(f"kept for later runs in {kept}")
+        console.print(f"saved for later runs in {kept}")
     else:
-        why = "they do not fit beside the rest of the plan" if not chosen.fits else "a size was pinned"
-        console.print(f"not kept for later runs: {why}")
+        why = "they do not fit with the rest of the plan" if not chosen.fits else "the config sets one of these sizes"
+        console.print(f"not saved for later runs: {why}")
     run = chosen.run if chosen.fits else plan.run
     resolved = with_plan(resolve_config(config), run)
     trials = [vars(trial) for trial in found.trials]

@@ -15,7 +15,7 @@ from trimtab.rollout.external.kinds import KINDS
 LEAST_CAPABILITY = (8, 0)
 LEAST_DISK_GIB, LOW_DISK_GIB = 2.0, 20.0
 LEAST_HOST_GIB = 4.0
-BUSY = 0.1
+BUSY_SHARE = 0.1
 
 
 def machine_findings(machine: MachineReport) -> list[Finding]:
@@ -118,13 +118,13 @@ def _gpu(index: int, gpu: Mapping[str, Any]) -> Iterator[Finding]:
             "no bfloat16 units and no variable-length flash attention",
             "expect model.dtype float32 and the models' own layers: it works, slowly",
         )
-    if gpu["free_gib"] < (1 - BUSY) * gpu["total_gib"]:
+    if gpu["free_gib"] < (1 - BUSY_SHARE) * gpu["total_gib"]:
         yield _found(
             "gpu_busy",
             "warn",
             f"{name} is in use",
             "GiB",
-            f"{percent(1 - BUSY)} of its memory free",
+            f"{percent(1 - BUSY_SHARE)} of its memory free",
             f"{gib(gpu['free_gib'])} of {gib(gpu['total_gib'])} free",
             "another process holds memory; what is planned now is planned for what is left",
             "nvidia-smi lists processes; end them, or choose another GPU with CUDA_VISIBLE_DEVICES",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trimtab.observe.doctor.record import RECENT, Record
+from trimtab.observe.doctor.record import RECENT_STEPS, Record
 from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import reward_words
 from trimtab.observe.format import number
 
 EXPLAINED, LOSS = "value/explained_variance", "value/loss"
-WORSE = -0.05
+WORSE_THAN_CONSTANT = -0.05
 """Explained variance scatters around 0 where there is little to know; this far below it is worse than a constant."""
 
 
@@ -18,11 +18,11 @@ def _warm_up(record: Record) -> int:
 
 
 def critic_worse(record: Record) -> Symptom | None:
-    seen = record.values(EXPLAINED)[_warm_up(record) :][-RECENT:]
+    seen = record.values(EXPLAINED)[_warm_up(record) :][-RECENT_STEPS:]
     if len(seen) < 10:
         return None
     below, middle = sum(value < 0 for value in seen), sorted(seen)[len(seen) // 2]
-    if middle >= WORSE or below < 0.8 * len(seen):
+    if middle >= WORSE_THAN_CONSTANT or below < 0.8 * len(seen):
         return None
     words = f"median {number(middle)}, below 0 in {below} of the last {len(seen)} steps; {reward_words(record)}"
     return Symptom("bad" if middle < -0.5 else "warn", words)

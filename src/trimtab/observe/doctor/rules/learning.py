@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.observe.doctor.record import RECENT, Record
+from trimtab.observe.doctor.record import RECENT_STEPS, Record
 from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import (
     REWARD,
@@ -55,7 +55,7 @@ def reward_flat(record: Record) -> Symptom | None:
 def not_finite(record: Record) -> Symptom | None:
     """Steps whose update was skipped have a rule of their own."""
     told = _without_number(record)
-    recent = record.steps[-RECENT:]
+    recent = record.steps[-RECENT_STEPS:]
     now = [step for step, _ in told if step >= recent[0]]
     if not now:
         return None

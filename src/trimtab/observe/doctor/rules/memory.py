@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trimtab.observe.doctor.record import RECENT, Record
+from trimtab.observe.doctor.record import RECENT_STEPS, Record
 from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import total
 from trimtab.observe.format import gib, number, percent
@@ -78,7 +78,7 @@ def engine_restarts(record: Record) -> Symptom | None:
 
 
 def alloc_retries(record: Record) -> Symptom | None:
-    points = record.points(RETRIES)[-RECENT:]
+    points = record.points(RETRIES)[-RECENT_STEPS:]
     hit = [value for _, value in points if value > 0]
     if len(hit) < 2:
         return None

@@ -14,7 +14,7 @@ from trimtab.observe.task_names import metric_names
 SLOW_S = 6.0
 """A request of a judge that takes longer holds up a step, however many are in flight."""
 MUCH_WAITING = 0.15
-FEWEST = 5
+MIN_STEPS = 5
 
 
 def bands(record: Record) -> dict[str, tuple[str, float, float]]:
@@ -41,7 +41,7 @@ def task_kl(record: Record) -> Symptom | None:
     seen, worst = [], 1.0
     for task, (name, low, high) in bands(record).items():
         recent = record.recent(name)
-        now = median(recent) if len(recent) >= FEWEST else None
+        now = median(recent) if len(recent) >= MIN_STEPS else None
         if now is None or low <= now <= high or (now < low and not late):
             continue
         side = "above" if now > high else "below"
@@ -88,7 +88,7 @@ def _no_judge(record: Record) -> str | None:
     if not judges:
         return "no judge among the rewards"
     needed = [f"reward/{judge}/latency_p95_s" for judge in judges]
-    return None if any(len(record.values(name)) >= FEWEST for name in needed) else f"needs {needed[0]}"
+    return None if any(len(record.values(name)) >= MIN_STEPS for name in needed) else f"needs {needed[0]}"
 
 
 RULES = (
@@ -120,7 +120,7 @@ RULES = (
         kind="advice",
         check=slow_judge,
         needs=("time/total",),
-        steps=FEWEST,
+        steps=MIN_STEPS,
         unless=_no_judge,
     ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from statistics import median
 
 from trimtab.observe.doctor.finding import Level
-from trimtab.observe.doctor.record import RECENT, Record
+from trimtab.observe.doctor.record import RECENT_STEPS, Record
 from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import (
     ENTROPY,
@@ -68,9 +68,9 @@ def _broken(level: Level, seen: str, record: Record, step: int) -> Symptom:
 def entropy_collapse(record: Record) -> Symptom | None:
     """A policy that has learned its task is sure of itself, too: a collapse is a low entropy with the reward still wanting."""
     early, now = record.early(ENTROPY) or 0.0, record.now(ENTROPY) or 0.0
-    recent = record.recent("reward/mean", 3 * RECENT)
+    recent = record.recent("reward/mean", 3 * RECENT_STEPS)
     stuck = not reward_rises(record) or (
-        len(recent) == 3 * RECENT and median(recent[-RECENT:]) <= median(recent[:RECENT])
+        len(recent) == 3 * RECENT_STEPS and median(recent[-RECENT_STEPS:]) <= median(recent[:RECENT_STEPS])
     )
     if now > 0.25 * early or now > 0.3 or learned(record) or not stuck or not record.trend(ENTROPY).falls():
         return None
@@ -145,7 +145,7 @@ def gradient_spikes(record: Record) -> Symptom | None:
     spikes = [
         (step, value)
         for at, (step, value) in enumerate(points)
-        if at >= RECENT and value > 10 * median(before for _, before in points[at - RECENT : at]) > 0
+        if at >= RECENT_STEPS and value > 10 * median(before for _, before in points[at - RECENT_STEPS : at]) > 0
     ]
     late = [spike for spike in spikes if spike[0] > points[-1][0] - 100]
     early, now = record.early(NORM) or 0.0, record.now(NORM) or 0.0

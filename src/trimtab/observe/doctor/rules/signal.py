@@ -19,7 +19,7 @@ from trimtab.observe.doctor.rules.common import (
 )
 from trimtab.observe.format import duration, number, percent
 
-REPEATS = 0.01
+REPEATING_BELOW_NATS = 0.01
 """Nats per token below which samples of a prompt are nearly always the same."""
 LENGTH, CUT, ZERO = "response/length_mean", "response/truncated", "reward/zero_std_groups"
 
@@ -50,7 +50,7 @@ def _lost(record: Record) -> tuple[str, str, str] | None:
     lower = "lower learn.lr, and start again or resume from a checkpoint before that"
     differed = [step for step, std in record.points("reward/std") if std]
     entropy = record.recent(ENTROPY)
-    if differed and entropy and max(entropy) < REPEATS:
+    if differed and entropy and max(entropy) < REPEATING_BELOW_NATS:
         shown = f"; the entropy is {number(max(entropy), 4)} nats at most"
         return shown, "the policy has collapsed: all samples of a prompt are the same", lower
     if total(record, "reward/std"):
