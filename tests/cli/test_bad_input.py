@@ -112,7 +112,7 @@ def test_existing_run(trimtab: Trimtab, refused, here: Path) -> None:
     assert trimtab("train").code == 0
     before = {path: path.stat().st_mtime_ns for path in (here / "runs").rglob("*")}
     message = refused()
-    assert "observe.dir:" in message and "already holds a run. Go on with it (--resume) or choose another" in message
+    assert "observe.dir:" in message and "already holds a run. Continue it with --resume, or choose another" in message
     assert message == refused("--dry-run")
     assert {path: path.stat().st_mtime_ns for path in (here / "runs").rglob("*")} == before
 

@@ -87,7 +87,7 @@ def test_adapters_are_merged_into_the_type_they_were_trained_in(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ("7", r"--checkpoint: .* has no checkpoint of step 7\. There is: 2, 9, 10\."),
+        ("7", r"--checkpoint: .* has no checkpoint of step 7\. Its checkpoints: 2, 9, 10\."),
         ("newest", r"--checkpoint: 'newest' is not a checkpoint\. Write best, last or a step\."),
     ],
 )
@@ -106,7 +106,7 @@ def test_wrong_places_are_told(run: Path, tmp_path: Path) -> None:
         export_run(run, tmp_path, "last", "same")
     with pytest.raises(ConfigError, match=r"FOLDER: .* already exists and is not empty"):
         export_run(run, tmp_path / "config.yaml", "last", "same")
-    with pytest.raises(ConfigError, match="--dtype: 'int4' is not a type"):
+    with pytest.raises(ConfigError, match="--dtype: 'int4' is not a dtype"):
         export_run(run, tmp_path / "out", "last", "int4")
     assert not (tmp_path / "out").exists()
 
@@ -114,7 +114,7 @@ def test_wrong_places_are_told(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["file/x", "file/x/y", "/proc/x/y", "a" * 300])
 def test_a_place_where_nothing_can_be_made_is_told(run: Path, tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match=r"FOLDER: cannot write to .*: .*\. Choose another\."):
+    with pytest.raises(ConfigError, match=r"FOLDER: cannot write to .*: .*\. Choose another folder\."):
         export_run(run, tmp_path / place, "last", "same")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

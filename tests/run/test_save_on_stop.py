@@ -198,8 +198,8 @@ def test_a_stop_while_an_update_is_applied_waits_for_the_end_of_the_step(
         with pytest.raises(KeyboardInterrupt):
             train(model_folder, tmp_path / "run")
     assert max(checkpoints(tmp_path / "run")) == 3
-    told = f"{'Ctrl-C' if signum == signal.SIGINT else signal.Signals(signum).name} received: stopping after the updates of step 3"
-    assert told in " ".join(capsys.readouterr().out.split())
+    name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+    assert f"{name} received: stopping after the updates of step 3" in " ".join(capsys.readouterr().out.split())
     assert_the_same(train(model_folder, tmp_path / "run", resume=True), whole["train"])
 
 

@@ -54,9 +54,9 @@ class HostWatch:
             self._said = steps_left
             seconds = median(b - a for a, b in pairwise(self._times))
             self._warn(
-                f"host memory shrinks by {lasting / MIB:,.0f} MiB a step and will be used up in about {steps_left:,.0f} steps "
+                f"free host memory falls by {lasting / MIB:,.0f} MiB per step and runs out in about {steps_left:,.0f} steps "
                 f"({duration(steps_left * seconds)}), before the {steps_to_go:,} to go; {available / GIB:.1f} GiB are left. "
-                "Look for what reward functions keep, or lower run.reward_workers"
+                "Check what reward functions keep in memory, or lower run.reward_workers"
             )
         return metrics | {"memory/host_slope_mib_per_step": taken / MIB}
 

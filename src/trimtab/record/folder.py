@@ -46,7 +46,7 @@ def find_folder(pattern: str, name: str, resume: bool) -> Path:
 def refuse_existing(folder: Path, resume: bool) -> None:
     """A new run goes into a new folder."""
     if (folder / CONFIG).exists() and not resume:
-        fix = "Go on with it (--resume) or choose another folder."
+        fix = "Continue it with --resume, or choose another folder."
         raise ConfigError([Problem("observe.dir", f"{folder} already holds a run", fix)])
 
 

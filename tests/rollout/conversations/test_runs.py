@@ -269,7 +269,7 @@ def test_an_object_in_the_place_of_its_class_is_told() -> None:
     from trimtab.api import _environment
 
     for given in (Echo(), {"fn": Echo()}):
-        with pytest.raises(ConfigError, match=r"got an object of the class Echo; .* Give the class itself"):
+        with pytest.raises(ConfigError, match=r"got an instance of Echo, .* Give the class itself"):
             _environment(given)  # type: ignore[arg-type]
 
 

@@ -127,7 +127,7 @@ def learned(record: Record) -> bool:
 
 def on_policy(record: Record) -> str | None:
     """Why rules about the policy ratio have nothing to judge."""
-    return "one update a batch: the ratio is 1 by construction" if record.updates_per_batch == 1 else None
+    return "one update per batch: the ratio is 1 by construction" if record.updates_per_batch == 1 else None
 
 
 def total(record: Record, name: str) -> float:

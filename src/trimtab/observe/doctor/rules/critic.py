@@ -52,7 +52,7 @@ def _no_critic(record: Record) -> str | None:
 RULES = (
     DoctorRule(
         "critic_worse",
-        "the critic knows less than a constant would",
+        "the critic predicts worse than a constant",
         unit="explained variance of returns: 1 is all, 0 is what their mean explains",
         healthy="above 0 and rising after its warm-up; 0.1 to 0.6 where one reward comes at the end",
         found_when="median of the last 20 steps below -0.05 and four in five of them below 0, from ten steps after "

@@ -135,12 +135,12 @@ def stalled(record: Record) -> Symptom | None:
 RULES = (
     DoctorRule(
         "stalled",
-        "no step for long",
+        "no new step for a long time",
         unit="seconds",
         healthy="a row of metrics every step until the last",
         found_when="the run is not finished and wrote nothing for 20 times its longest step and a minute",
         cause="it was killed (out of memory, a time limit), raised an error, or hangs",
-        remedy="read the end of its output; go on with trimtab train CONFIG --resume",
+        remedy="read the end of its output; continue with trimtab train CONFIG --resume",
         kind="safe",
         check=stalled,
         needs=("time/total",),
@@ -148,11 +148,11 @@ RULES = (
     ),
     DoctorRule(
         "not_finite",
-        "reward, loss or gradient is no number",
+        "reward, loss or gradient is not finite",
         unit="steps",
         healthy="a finite number in every step",
         found_when="null or NaN in one of the last 20 steps, other than by a skipped update; bad in more than one",
-        cause="no sample of the step has a reward, or weights and updates that went astray",
+        cause="no sample of the step has a reward, or weights or updates became too large",
         remedy="read RUN/samples of those steps; lower learn.lr; resume from a checkpoint before the first of them",
         kind="advice",
         check=not_finite,
@@ -182,7 +182,7 @@ RULES = (
         healthy="rises over hundreds of steps, until success is above 85 %",
         found_when="no trend over the whole run, which has at least 50 steps",
         cause="prompts too hard or too easy, a learning rate too small, batches too small, or a reward that sees no difference",
-        remedy="read RUN/samples; take prompts the model solves sometimes; raise learn.lr or learn.prompts_per_step; "
+        remedy="read RUN/samples; use prompts that the model solves sometimes; raise learn.lr or learn.prompts_per_step; "
         "warm-start by supervised training; as a test that learning works at all, train on a few prompts",
         kind="advice",
         check=reward_flat,

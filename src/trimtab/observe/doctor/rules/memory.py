@@ -44,17 +44,17 @@ def _savings(record: Record) -> Iterable[str]:
     """What the run does to save memory, and could do without."""
     per_update = (record.now("run/microbatches") or 0.0) / record.updates_per_batch
     if per_update >= 4 and (record.now("run/token_budget") or 0.0) < 16384:
-        yield f"{number(per_update, 1)} micro-batches an update"
+        yield f"{number(per_update, 1)} micro-batches per update"
     if (
         record.setting("run.checkpoint_activations", False)
         or record.setting("run.checkpoint_activations", "") == "some"
     ):
-        yield "activations are made again"
+        yield "activations are recomputed"
     for what in ("optimizer", "reference", "activations"):
         if record.setting(f"run.offload.{what}", False):
             yield f"run.offload.{what} is on"
     if total(record, "rollout/parked"):
-        yield "sequences are parked for want of KV memory"
+        yield "sequences are preempted because KV memory is short"
 
 
 def oom_recoveries(record: Record) -> Symptom | None:
@@ -127,7 +127,7 @@ RULES = (
         unit="restarts",
         healthy="0",
         found_when="any; bad in more than 5 % of steps",
-        cause="the kernel ended it for memory, it ran out of the device's, it hung, or somebody killed it; its work is repeated",
+        cause="it ran out of host or device memory, hung, or was killed; its work is repeated",
         remedy="the console's warnings say which; more host memory, a lower run.rollout.max_sequences, or run.engine: native",
         kind="safe",
         check=engine_restarts,
@@ -151,7 +151,7 @@ RULES = (
         "device memory unused",
         unit="highest peak over the device's memory",
         healthy="above 60 %, or nothing that more memory would make faster",
-        found_when="below 60 % while small micro-batches, recomputation, offloading or parking save memory",
+        found_when="below 60 % while small micro-batches, recomputation, offloading or preemption save memory",
         cause="budgets that were pinned too small, or planned for a device that was not free",
         remedy="leave run.token_budget, run.checkpoint_activations, run.offload and run.rollout.kv_memory on auto, or raise them",
         kind="safe",
@@ -160,7 +160,7 @@ RULES = (
     ),
     DoctorRule(
         "alloc_retries",
-        "the allocator is out of memory and tries again",
+        "the allocator runs out of memory and retries",
         unit="allocations that were repeated after freeing the cache",
         healthy="0",
         found_when="in two or more of the last 20 steps",
@@ -176,7 +176,7 @@ RULES = (
         unit="predicted over measured peak",
         healthy="0.98 to 1.5",
         found_when="the median of the last 20 steps is outside that",
-        cause="a model or a device that the plan does not know well",
+        cause="the plan models this model or device badly",
         remedy="pin run.token_budget for now, and report model, device and this number",
         kind="safe",
         check=prediction,

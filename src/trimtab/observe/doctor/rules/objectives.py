@@ -99,8 +99,9 @@ RULES = (
         healthy="within the task's observe.kl_bands",
         found_when="the median of the last 20 steps is above the band, or in the second half of the run below it; bad above "
         "twice its upper end",
-        cause="above: this task's reward pulls harder than the others', or is gamed. Below: nothing is learned from it",
-        remedy="weigh the parts anew, or put them on one scale (a part's `normalize`); change the task's share of the prompts; "
+        cause="above: this task's reward dominates the others, or is gamed. Below: the policy learns nothing from it",
+        remedy="change the weights of the parts, or put them on one scale (a part's `normalize`); change the task's share of the "
+        "prompts; "
         "learn.kl.coef or learn.kl.target",
         kind="advice",
         check=task_kl,

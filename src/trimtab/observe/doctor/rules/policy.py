@@ -109,7 +109,7 @@ def step_size(record: Record) -> Symptom | None:
     now = record.now(KL_OLD) or 0.0
     if now <= 0.02:
         return None
-    seen = f"{number(now, 4)} nats (median of {record.span(KL_OLD)}), {record.updates_per_batch} updates a batch"
+    seen = f"{number(now, 4)} nats (median of {record.span(KL_OLD)}), {record.updates_per_batch} updates per batch"
     return Symptom("bad" if now > 0.1 else "warn", seen)
 
 
@@ -119,7 +119,7 @@ def ratio(record: Record) -> Symptom | None:
         off = max(recent, key=lambda value: abs(value - 1))
         if abs(off - 1) < 1e-3:
             return None
-        why = "with one update a batch it is 1 by construction: log-probs of the update are not those of the step"
+        why = "with one update per batch it is 1 by construction: log-probs of the update are not those of the step"
         return Symptom("bad", f"{number(off, 5)} over {record.span(RATIO)}", why, "this is a defect: please report it")
     off = abs(median(recent) - 1)
     if off <= 0.1:
@@ -224,8 +224,8 @@ RULES = (
         healthy="falls with rising reward; not to a quarter of its beginning while success is below 85 %",
         found_when="below 0.3 and below 25 % of its beginning, and the reward no longer rises; bad below 5 %; from 5 steps on "
         "where it happens at once",
-        cause="symmetric clipping, a high learning rate, many updates a batch, or a low sampling temperature",
-        remedy="learn.clip.high 0.28 (DAPO); lower learn.lr; fewer updates a batch; temperature 1; a small learn.entropy_coef",
+        cause="symmetric clipping, a high learning rate, many updates per batch, or a low sampling temperature",
+        remedy="learn.clip.high 0.28 (DAPO); lower learn.lr; fewer updates per batch; temperature 1; a small learn.entropy_coef",
         kind="advice",
         check=entropy_collapse,
         sudden=sudden_entropy_loss,
@@ -253,7 +253,7 @@ RULES = (
         unit="KL to the reference, nats per token",
         healthy="below 0.15, or rising with the reward",
         found_when="above 0.15 and rising while the reward does not; bad where it falls, or above 1 in each of the last 5 steps",
-        cause="a learning rate too high, too many updates a batch, or a reward that is gamed",
+        cause="a learning rate too high, too many updates per batch, or a reward that is gamed",
         remedy="raise learn.kl.coef; lower learn.lr; learn.max_grad_norm 0.5",
         kind="advice",
         check=kl_to_reference,
@@ -265,7 +265,7 @@ RULES = (
         "kl_old",
         "steps too large",
         unit="KL to the policy that sampled, nats per token",
-        healthy="below 0.02 (0 with one update a batch)",
+        healthy="below 0.02 (0 with one update per batch)",
         found_when="the median of the last 20 steps is above 0.02; bad above 0.1",
         cause="a learning rate too high, or too many updates on one batch",
         remedy="lower learn.lr, learn.updates_per_step or learn.epochs_per_step",
@@ -278,19 +278,19 @@ RULES = (
         "ratio",
         "policy ratio away from 1",
         unit="mean ratio, new over old probability",
-        healthy="1 with one update a batch; 0.9 to 1.1 with more",
+        healthy="1 with one update per batch; 0.9 to 1.1 with more",
         found_when="the median of the last 20 steps is outside that; bad beyond 0.5 to 1.5, and with one update beyond 0.1 %",
         cause="updates too drastic, or old log-probs that are not the old policy's",
-        remedy="fewer updates a batch; lower learn.lr; learn.old_logprobs: trainer",
+        remedy="fewer updates per batch; lower learn.lr; learn.old_logprobs: trainer",
         kind="advice",
         check=ratio,
         needs=(RATIO,),
     ),
     DoctorRule(
         "clipping",
-        "much is clipped",
+        "too many tokens are clipped",
         unit="share of tokens whose ratio is clipped (not truncation)",
-        healthy="0 with one update a batch; below 10 % with more; up to 50 % is usual for GSPO",
+        healthy="0 with one update per batch; below 10 % with more; up to 50 % is usual for GSPO",
         found_when="above 10 % (cispo 5 %, gspo 50 %), median of the last 20 steps; bad above 30 % (20 %, 80 %)",
         cause="a learning rate too high, or too many updates on one batch",
         remedy="lower learn.lr; fewer learn.updates_per_step or learn.epochs_per_step",
@@ -320,7 +320,7 @@ RULES = (
         healthy="steady within a factor of a few",
         found_when="the last 10 steps are a third of the 40 before or less, and groups have not lost their signal; or it drops "
         "to a twentieth at once, for good",
-        cause="it has been seen ahead of a collapse: the policy repeats itself, or rewards stopped to differ within groups",
+        cause="often comes before a collapse: the policy repeats itself, or rewards stopped differing within groups",
         remedy="read RUN/samples of the last steps; evaluate; go back to an earlier checkpoint if they are worse",
         kind="advice",
         check=gradient_drop,
@@ -334,7 +334,7 @@ RULES = (
         unit="steps with a skipped update",
         healthy="none",
         found_when="any; bad where it is more than one, and more than 1 % of steps",
-        cause="overflow: a learning rate too high, ratios that explode, or weights that went astray",
+        cause="overflow: a learning rate too high, ratios that explode, or weights that became too large",
         remedy="lower learn.lr; check the ratio and the mismatch; resume from a checkpoint before the first of them",
         kind="advice",
         check=skipped,

@@ -79,7 +79,7 @@ def refills(record: Record) -> Symptom | None:
     most, now = record.setting("learn.dynamic_sampling.max_refills", 0), record.mean("rollout/refills") or 0.0
     if not most or now < 0.8 * most:
         return None
-    return Symptom("warn", f"{number(now, 1)} of {most} refills a step over {record.span('rollout/refills')}")
+    return Symptom("warn", f"{number(now, 1)} of {most} refills per step over {record.span('rollout/refills')}")
 
 
 def _unfiltered(record: Record) -> str | None:
@@ -153,7 +153,7 @@ RULES = (
         healthy="below 50 %; below 70 % while the reward rises, 90 % once success is above 85 %",
         found_when="the mean of the last 20 steps is above that; bad above 90 % before the task is learned",
         cause="prompts that are always or never solved, a constant reward, or samples that are all the same",
-        remedy="take prompts of fitting difficulty; raise learn.samples_per_prompt; turn on learn.dynamic_sampling.enabled; "
+        remedy="use prompts of fitting difficulty; raise learn.samples_per_prompt; turn on learn.dynamic_sampling.enabled; "
         "sample at temperature 1",
         kind="advice",
         check=zero_signal,
@@ -163,11 +163,11 @@ RULES = (
     DoctorRule(
         "refills",
         "dynamic sampling finds too few prompts",
-        unit="refills a step",
+        unit="refills per step",
         healthy="well below learn.dynamic_sampling.max_refills",
         found_when="80 % of the allowed refills are used on average over the last 20 steps",
         cause="most groups have no signal, so most of what is generated is thrown away",
-        remedy="take prompts of fitting difficulty, or larger groups (learn.samples_per_prompt)",
+        remedy="use prompts of fitting difficulty, or larger groups (learn.samples_per_prompt)",
         kind="advice",
         check=refills,
         needs=("rollout/refills",),
@@ -214,7 +214,7 @@ RULES = (
     DoctorRule(
         "length_grows",
         "responses grow and gain nothing",
-        unit="tokens a response",
+        unit="tokens per response",
         healthy="steady, or growing with the reward",
         found_when="the fitted length grew by half while the reward did not rise, or it grew to four times at once; bad where "
         "the reward fell",
@@ -229,7 +229,7 @@ RULES = (
     DoctorRule(
         "length_collapses",
         "responses shrink and gain nothing",
-        unit="tokens a response",
+        unit="tokens per response",
         healthy="steady, or shrinking while the reward rises",
         found_when="less than 40 % of the early length is left while the reward did not rise, or a quarter at once; bad where "
         "the reward fell",

@@ -81,7 +81,7 @@ def small_microbatches(record: Record) -> Symptom | None:
     budget, room = record.now("run/token_budget") or 0.0, _used_memory(record)
     if budget >= 8192 or per_update < 4 or (room is not None and room > 0.8):
         return None
-    seen = f"{number(per_update, 1)} micro-batches an update, of at most {budget:.0f} tokens"
+    seen = f"{number(per_update, 1)} micro-batches per update, of at most {budget:.0f} tokens"
     return Symptom(
         "warn", seen if room is None else f"{seen}; {percent(room)} of the device's memory is used at the peak"
     )
@@ -149,16 +149,16 @@ RULES = (
         unit="share of all time",
         healthy="40 to 70 %",
         found_when="above 70 %",
-        cause="decoding itself: little else is done with so many tokens a step",
-        remedy="a smaller learn.max_new_tokens or learn.overlong against the tail; more prompts a step fill the slots",
+        cause="decoding itself: little else is done with so many tokens per step",
+        remedy="a smaller learn.max_new_tokens or learn.overlong against the tail; more prompts per step fill the slots",
         kind="advice",
         check=rollout_share,
         needs=("time/rollout", "time/total"),
     ),
     DoctorRule(
         "kv_short",
-        "sequences are parked: KV memory is short",
-        unit="times a sequence lost its KV, a sample",
+        "sequences are preempted: KV memory is short",
+        unit="preemptions per sample",
         healthy="0",
         found_when="more than 2 % of samples over the last 20 steps",
         cause="the KV cache does not hold what decodes at a time, so prompts and responses are prefilled again",
@@ -197,8 +197,8 @@ RULES = (
         "small_microbatches",
         "micro-batches too small for the device",
         unit="tokens of a micro-batch",
-        healthy="8,192 and more on a GPU, or one micro-batch an update",
-        found_when="run.token_budget below 8,192, 4 or more micro-batches an update, and memory not nearly full",
+        healthy="8,192 and more on a GPU, or one micro-batch per update",
+        found_when="run.token_budget below 8,192, 4 or more micro-batches per update, and memory not nearly full",
         cause="a token budget that was pinned low, or planned when memory was taken by something else",
         remedy="raise run.token_budget, or leave it on auto",
         kind="safe",
@@ -211,7 +211,7 @@ RULES = (
         "the device waits for the host to launch its work",
         unit="micro-batches that the device has left to do when the last is launched",
         healthy="half a micro-batch and more",
-        found_when="less than a tenth, with 3 or more micro-batches an update",
+        found_when="less than a tenth, with 3 or more micro-batches per update",
         cause="micro-batches too small for a device as fast as this on a host as slow as this, or a host that is busy elsewhere",
         remedy="double run.token_budget, with run.checkpoint_activations at some where memory is short, or leave both on auto",
         kind="safe",
@@ -237,7 +237,7 @@ RULES = (
         "micro-batches are not full",
         unit="tokens of a micro-batch over run.token_budget",
         healthy="above 90 %; above 70 % at the least",
-        found_when="below 70 % with 4 or more micro-batches an update",
+        found_when="below 70 % with 4 or more micro-batches per update",
         cause="sequences of more than half the budget: no two of them fit into one micro-batch",
         remedy="raise run.token_budget to a few of the longest sequences",
         kind="safe",
@@ -249,7 +249,7 @@ RULES = (
         "time that belongs to no phase",
         unit="share of all time",
         healthy="below 5 %",
-        found_when="above that, and more than 50 ms a step",
+        found_when="above that, and more than 50 ms per step",
         cause="the host is busy elsewhere: writing samples to a slow disk, other processes, a debugger",
         remedy="look at RUN/trace.json; a local disk for observe.dir; a larger observe.samples_every",
         kind="safe",
