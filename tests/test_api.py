@@ -173,7 +173,7 @@ def test_what_to_evaluate_on_may_be_a_section(here: Path, model_folder: Path, fo
 
 @pytest.mark.parametrize("arguments", [{}, {"data": {"train": ROWS}}, {"config": {"data": {"train": "task:sort"}}}])
 def test_nothing_to_evaluate_on_is_told_as_that(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.eval: there is nothing to evaluate on; .* Give data=ROWS or"):
+    with pytest.raises(ConfigError, match=r"^data\.eval: there is nothing to evaluate on: .* Give data=ROWS or"):
         trimtab.evaluate(model="m", reward="exact_match", **arguments)
 
 

@@ -105,7 +105,7 @@ def test_small_cache(refused) -> None:
     """Found once the model's layers are known, and still before the run folder is written."""
     message = refused("run.rollout.kv_memory=4KiB")
     assert "run.rollout.kv_memory: 4,096 bytes cannot hold one sequence of 12 tokens" in message
-    assert "At least" in message
+    assert "Write at least" in message
 
 
 def test_existing_run(trimtab: Trimtab, refused, here: Path) -> None:
