@@ -261,5 +261,5 @@ def test_the_demo_warms_up_within_the_steps_that_are_asked_for(
 def test_numbers_that_the_demo_cannot_have_are_told(here: Path, arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["demo", *arguments])
     name, _, value = arguments[0].partition("=")
-    assert result.exit_code == 2 and f"{name}: is {value}. Write 1" in result.stderr
+    assert result.exit_code == 2 and f"{name}: {value} is " in result.stderr and "Write 1" in result.stderr
     assert json.loads(result.stdout)["kind"] == "ConfigError" and not (here / "runs").exists()
