@@ -132,7 +132,7 @@ def prepare(name: str, folder: Path) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=len(demo.SPECIAL) + len(demo.CHARACTERS),
+                vocab_size=len(demo.SPECIAL_TOKENS) + len(demo.CHARACTERS),
                 hidden_size=256,
                 intermediate_size=688,
                 num_hidden_layers=5,

@@ -40,7 +40,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.model.adapters import add_adapters
 from trimtab.model.kernel_choice import fuse
 from trimtab.model.policy import Policy
-from trimtab.plan.job import COUNTED, Job
+from trimtab.plan.job import NO_CORRECTION, Job
 from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.watch import PlanWatch
@@ -185,7 +185,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     engine.publish(0)
     rolled = rollout(engine, job, meter)
     engine.lend()
-    line = probe(updater, job, run) if device.type == "cuda" else COUNTED
+    line = probe(updater, job, run) if device.type == "cuda" else NO_CORRECTION
     samples = [s for _ in range(2) for s in longest_samples(job, case.budget, job.shape.vocabulary)]
     meter.reset()
     stats = updater.step(samples, 1e-6, 0.0)

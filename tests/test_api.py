@@ -98,7 +98,7 @@ def test_keywords_go_over_a_config_file(here: Path, model_folder: Path) -> None:
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert saved["data"]["train"] == "object:rows"
     assert saved["learn"]["max_new_tokens"] == LEARN["max_new_tokens"]
-    with pytest.raises(DataError, match=r"data\.train: this config was made from Python with rows"):
+    with pytest.raises(DataError, match=r"data\.train: this config was made in Python with rows"):
         trimtab.train(run / "config.yaml", reward=lambda completions, **_: [0.0], overrides=["observe.dir=again"])
     assert not (here / "again").exists()
 
@@ -116,14 +116,14 @@ def test_a_finished_run_resumed_exports_again_and_reports(here: Path, model_fold
     settings: dict[str, Any] = {"model": str(model_folder), "data": ROWS, "reward": "exact_match", "run": RUN}
     settings |= {"observe": {"dir": "r"}}
     first = trimtab.train(**settings, learn=LEARN, resume=True)  # nothing there: starts
-    assert "there is no checkpoint to resume in" in capsys.readouterr().out
+    assert "has no checkpoint to resume" in capsys.readouterr().out
     kept = (here / "r/config.yaml").read_text()
     weights = (here / "r/final/model.safetensors").read_bytes()
     (here / "r/final/model.safetensors").unlink()
     capsys.readouterr()
     second = trimtab.train(**settings, learn=LEARN, resume=True)
     shown = capsys.readouterr().out
-    assert "all 2 steps are done; the model is exported again" in shown
+    assert "all 2 steps are done already; exporting the model again" in shown
     assert "warning" not in shown
     trimtab.train(**settings, learn=LEARN | {"lr": 0.25}, resume=True)
     assert (here / "r/config.yaml").read_text() == kept, "nothing was learned with another rate"
@@ -134,10 +134,10 @@ def test_a_finished_run_resumed_exports_again_and_reports(here: Path, model_fold
     }
     third = trimtab.train(**settings, learn=LEARN | {"steps": 3, "lr": 0.5}, resume=True)
     shown = capsys.readouterr().out
-    assert "goes on with other settings than it was made with: learn.lr 0.5 (was 0.001)" in shown
+    assert "the run continues with the new ones: learn.lr 0.5 (was 0.001)" in shown
     assert third["steps"] == 3
     assert [row["step"] for row in read_metrics(here / "r")] == [1, 2, 3]
-    with pytest.raises(ConfigError, match=r"model\.dtype: .* was trained in float32 and cannot go on in bfloat16"):
+    with pytest.raises(ConfigError, match=r"model\.dtype: .* was trained in float32 and cannot continue in bfloat16"):
         trimtab.train(
             **settings | {"model": {"path": str(model_folder), "dtype": "bfloat16"}}, learn=LEARN, resume=True
         )
@@ -173,7 +173,7 @@ def test_what_to_evaluate_on_may_be_a_section(here: Path, model_folder: Path, fo
 
 @pytest.mark.parametrize("arguments", [{}, {"data": {"train": ROWS}}, {"config": {"data": {"train": "task:sort"}}}])
 def test_nothing_to_evaluate_on_is_told_as_that(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.eval: there is nothing to evaluate on; .* Give data=ROWS or"):
+    with pytest.raises(ConfigError, match=r"^data\.eval: there is nothing to evaluate on: .* Give data=ROWS or"):
         trimtab.evaluate(model="m", reward="exact_match", **arguments)
 
 
@@ -211,9 +211,7 @@ def test_an_interrupted_run_says_where_it_stands(here: Path, model_folder: Path,
             model=model_folder, data=ROWS, reward="exact_match", learn=LEARN, run=RUN,
             observe={"dir": "r", "checkpoint_every": 1},
         )  # fmt: skip
-    assert "ended after step 2 of 2; to go on, resume it: its last checkpoint is step-2" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "stopped after step 2 of 2; resume it to continue from step-2" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

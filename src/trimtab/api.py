@@ -89,7 +89,9 @@ def evaluate(
     checked, inputs = _gather(config, sections, data, None, reward, overrides, environment, untrained=True)
     if checked.data.eval is None:
         fix = "Give data=ROWS or data={'eval': ROWS}, or name it in the config."
-        raise ConfigError([Problem("data.eval", "there is nothing to evaluate on; data.train is not read", fix)])
+        raise ConfigError(
+            [Problem("data.eval", "there is nothing to evaluate on: evaluate does not read data.train", fix)]
+        )
     return run_evaluation(checked, inputs)
 
 
@@ -259,7 +261,7 @@ def _take_rows(data: dict[str, Any], key: str) -> list[Mapping[str, Any]] | None
         odd = next((name for name in row if not isinstance(name, str)), None)
         if odd is not None:
             what = f"row {number} has a column named {odd!r}, of type {type(odd).__name__}"
-            raise ConfigError([Problem(f"data.{key}", what, f"Names of columns are text: {str(odd)!r}.")])
+            raise ConfigError([Problem(f"data.{key}", what, f"Column names must be text: {str(odd)!r}.")])
     return found
 
 
@@ -289,7 +291,7 @@ def _environment(environment: Environment) -> tuple[dict[str, Any], dict[str, Ca
     else:
         section = {"fn": environment}
     if "fn" in section and not (section["fn"] is None or isinstance(section["fn"], str) or callable(section["fn"])):
-        what = f"got an object of the class {type(section['fn']).__name__}; every completion has one of its own"
+        what = f"got an instance of {type(section['fn']).__name__}, but each completion needs its own"
         raise ConfigError(
             [Problem("environment", what, "Give the class itself, and its arguments as environment.args.")]
         )

@@ -34,7 +34,7 @@ from trimtab.update.batch import Sample
 from trimtab.update.objectives.likelihood import Likelihood
 from trimtab.update.updater import Updater
 
-SPECIAL = ["<pad>", "<eos>"]
+SPECIAL_TOKENS = ["<pad>", "<eos>"]
 CHARACTERS = string.digits + "+-=" + string.ascii_lowercase + " :"
 TASK = "sort"
 TRAIN_ROWS, EVAL_ROWS = 4096, 256
@@ -75,7 +75,7 @@ def asked_steps(overrides: Sequence[str], usual: int) -> int:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
@@ -149,10 +149,13 @@ def run_demo(
 ) -> dict[str, Any]:
     """Warm start, GRPO, before and after; returns the summary with `accuracy_before` and `accuracy_after`."""
     if not 1 <= difficulty <= MOST_DIGITS:
-        what, fix = f"is {difficulty}", f"Write 1 to {MOST_DIGITS}: more does not fit into the model's context."
+        what, fix = (
+            f"{difficulty} is out of range",
+            f"Write 1 to {MOST_DIGITS}: more digits exceed the model's context.",
+        )
         raise ConfigError([Problem("--difficulty", what, fix)])
     if warm_steps < 1:
-        raise ConfigError([Problem("--warm-steps", f"is {warm_steps}", "Write 1 or more; the usual number is 60.")])
+        raise ConfigError([Problem("--warm-steps", f"{warm_steps} is too few", "Write 1 or more; the default is 60.")])
     config = config_from_dict(demo_config(folder, difficulty, asked_steps(overrides, steps), seed), overrides)
     started = time.monotonic()
     torch.set_num_threads(physical_cores())

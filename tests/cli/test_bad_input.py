@@ -94,7 +94,10 @@ def test_completions_longer_than_the_model(refused) -> None:
 def test_small_budgets(refused) -> None:
     message = refused("run.token_budget=8", "run.score_token_budget=11")
     assert message.startswith("2 problems")
-    assert "run.token_budget: 8 tokens cannot hold the longest sequence, 6 of prompt and 6 new. At least 12" in message
+    assert (
+        "run.token_budget: 8 tokens cannot hold the longest sequence: 6 prompt tokens and 6 new ones. Write at least 12"
+        in message
+    )
     assert "run.score_token_budget: 11 tokens" in message
 
 
@@ -102,14 +105,14 @@ def test_small_cache(refused) -> None:
     """Found once the model's layers are known, and still before the run folder is written."""
     message = refused("run.rollout.kv_memory=4KiB")
     assert "run.rollout.kv_memory: 4,096 bytes cannot hold one sequence of 12 tokens" in message
-    assert "At least" in message
+    assert "Write at least" in message
 
 
 def test_existing_run(trimtab: Trimtab, refused, here: Path) -> None:
     assert trimtab("train").code == 0
     before = {path: path.stat().st_mtime_ns for path in (here / "runs").rglob("*")}
     message = refused()
-    assert "observe.dir:" in message and "already holds a run. Go on with it (--resume) or choose another" in message
+    assert "observe.dir:" in message and "already holds a run. Continue it with --resume, or choose another" in message
     assert message == refused("--dry-run")
     assert {path: path.stat().st_mtime_ns for path in (here / "runs").rglob("*")} == before
 

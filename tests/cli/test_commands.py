@@ -120,7 +120,10 @@ def test_resume_goes_on_and_starts_where_there_is_nothing(trimtab: Trimtab, here
     outcome = trimtab("train", "--resume", "learn.steps=2", "learn.lr=0.002", "run.token_budget=500")
     assert outcome.code == 0, outcome.err
     shown = " ".join(outcome.out.split())
-    assert "warning: step-1 goes on with other settings than it was made with: learn.lr 0.002 (was 0.001)" in shown
+    assert (
+        "warning: settings changed since step-1; the run continues with the new ones: learn.lr 0.002 (was 0.001)"
+        in shown
+    )
     assert [row["step"] for row in read_metrics(here / "runs/it")] == [1, 2]
 
 
@@ -172,7 +175,7 @@ def test_a_signal_ends_cleanly_with_all_that_was_learned(
     assert outcome.exception is None
     assert outcome.json["error"] == f"stopped by {name}"
     shown = " ".join(outcome.err.split())
-    assert "ended after step 2 of 3; to go on, resume it: its last checkpoint is step-2" in shown
+    assert "stopped after step 2 of 3; resume it to continue from step-2" in shown
     assert shown.endswith(f"stopped by {name}")
     assert signal.getsignal(signal.SIGTERM) == handler
     assert trimtab("train", "learn.steps=3", "--resume").code == 0
@@ -258,5 +261,5 @@ def test_the_demo_warms_up_within_the_steps_that_are_asked_for(
 def test_numbers_that_the_demo_cannot_have_are_told(here: Path, arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["demo", *arguments])
     name, _, value = arguments[0].partition("=")
-    assert result.exit_code == 2 and f"{name}: is {value}. Write 1" in result.stderr
+    assert result.exit_code == 2 and f"{name}: {value} is " in result.stderr and "Write 1" in result.stderr
     assert json.loads(result.stdout)["kind"] == "ConfigError" and not (here / "runs").exists()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.observe.sick import SETTINGS, SICK, healthy_rows
+from tests.observe.symptoms import SETTINGS, SYMPTOMS, healthy_rows
 from trimtab.cli import app
 from trimtab.observe.doctor.machine import look_at_machine
 from trimtab.observe.doctor.report import print_report, rules_table, run_report
@@ -28,7 +28,7 @@ def make_run(tmp_path: Path) -> Callable[..., str]:
     def make(rule: str | None = None, steps: int | None = None, finished: bool = True) -> str:
         rows = healthy_rows()
         if rule:
-            SICK[rule](rows)
+            SYMPTOMS[rule](rows)
         folder = tmp_path / (rule or "healthy")
         (folder / "final" if finished else folder).mkdir(parents=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS))
@@ -168,11 +168,11 @@ def test_the_machine_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_reports_of_runs_fit_their_width(tmp_path: Path, width: int) -> None:
-    from tests.observe.sick import record
+    from tests.observe.symptoms import record
     from trimtab.observe.doctor.examine import examine
 
     rows = healthy_rows()
-    SICK["entropy_collapse"](rows)
+    SYMPTOMS["entropy_collapse"](rows)
     run = record(rows)
     with (tmp_path / "out").open("w+") as file:
         print_report(file, run_report(tmp_path, run, examine(run)), width)

@@ -67,7 +67,7 @@ def test_the_demo_runs_without_optional_packages(tmp_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["curve"] is None
     told = " ".join(done.stdout.split())
-    assert "curve.png is not drawn: drawing a learning curve needs matplotlib. Install it with: pip install" in told
+    assert "cannot draw curve.png: drawing a learning curve needs matplotlib. Install it with: pip install" in told
     assert (tmp_path / "d" / "run" / "final" / "model.safetensors").exists()
 
 

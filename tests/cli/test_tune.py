@@ -37,7 +37,7 @@ def test_what_it_finds_is_written_and_kept_and_used(config: Path, tmp_path: Path
     assert trained.exit_code == 0, trained.stderr
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     words = {choice["key"]: choice["why"] for choice in plan["choices"]}
-    assert words["run.token_budget"].startswith("measured here with trimtab tune")
+    assert words["run.token_budget"].startswith("measured by trimtab tune on")
 
 
 def test_a_file_that_is_there_is_never_written_over(config: Path, monkeypatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.convert.golden import CASES, FOLDER, as_json, converted
 from trimtab.base.errors import ConfigError
 from trimtab.config.load import config_from_dict, load_config
-from trimtab.run.plan_command import Asked, look
+from trimtab.run.plan_command import PlanOptions, look
 
 REWARD_MODELS = {"OpenRLHF/Llama-3-8b-rm-700k": "llama-3.1-8b"}
 """Of the guides, and a model of the same shape that is known without the hub."""
@@ -60,5 +60,5 @@ def test_it_can_be_planned(case: str, tmp_path: Path) -> None:
     for hub, known in REWARD_MODELS.items():
         text = text.replace(hub, known)
     file.write_text(text, encoding="utf-8")
-    found = look(file, overrides(case), Asked(device="b200"))
+    found = look(file, overrides(case), PlanOptions(device="b200"))
     assert found.plan.fits

@@ -104,8 +104,8 @@ def test_a_run_ends_with_the_row_and_goes_on_once_the_template_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small data set is read whole before the run, which then ends at once; of a large one, only the longest texts."""
-    monkeypatch.setattr("trimtab.run.inputs.MEASURED_CHARACTERS", 0)
-    monkeypatch.setattr("trimtab.run.inputs.PROBED_ROWS", 4)
+    monkeypatch.setattr("trimtab.run.rollout_data.MEASURED_CHARACTERS", 0)
+    monkeypatch.setattr("trimtab.run.rollout_data.PROBED_ROWS", 4)
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer(LOOPS).save_pretrained(tmp_path / "model")
     observe = {"dir": str(tmp_path / "run"), "tensorboard": False, "checkpoint_every": 100}

@@ -17,7 +17,7 @@ from trimtab.config.reference import STAGES, slot, use_schema
 from trimtab.config.run import Rollout, Run
 from trimtab.data.tasks import TASKS, Task
 from trimtab.learn import losses
-from trimtab.observe.doctor.rule import Rule
+from trimtab.observe.doctor.rule import DoctorRule
 from trimtab.reward import builtins
 from trimtab.reward.builtins import BUILTINS
 from trimtab.rollout.conversations.tools import BUILTINS as TOOLS
@@ -86,7 +86,9 @@ def test_the_examples_of_contributing_run() -> None:
     assert scope["starts_with"](["Answer: 4", "4"]) == [1.0, 0.0]
     rows = eval(compile(task, "CONTRIBUTING.md", "eval"), {"Task": Task}).generate(3)
     assert all(int(row["answer"]) == 2 * int(row["prompt"].removeprefix("double ").rstrip("=")) for row in rows)
-    assert eval(compile(rule, "CONTRIBUTING.md", "eval"), {"Rule": Rule, "reward_constant": None}).steps == 20
+    assert (
+        eval(compile(rule, "CONTRIBUTING.md", "eval"), {"DoctorRule": DoctorRule, "reward_constant": None}).steps == 20
+    )
 
 
 def test_pages_name_everything_there_is() -> None:

@@ -16,7 +16,7 @@ from tests.gpu.test_update_gpu import distance, gradients
 from trimtab.config.load import config_from_dict
 from trimtab.model.kernel_choice import use_kernels
 from trimtab.model.policy import Policy
-from trimtab.plan.activations import Row, UpdatePath, update_peak
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, update_peak
 from trimtab.run import loop
 from trimtab.run.inputs import Inputs
 from trimtab.run.session import open_session
@@ -121,7 +121,7 @@ def test_memory_stays_below_what_is_counted(recompute: bool) -> None:
         before = torch.cuda.memory_allocated()
         passes()
         peaks[kernels] = torch.cuda.max_memory_allocated() - before
-        row = Row(4096, 4095, 4096, 4)
+        row = MicroBatchSize(4096, 4095, 4096, 4)
         counted = update_peak(
             shape_of_model(policy.model),
             row,

@@ -29,7 +29,7 @@ from trimtab.record.jsonl import read_jsonl
 from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.messages import Done
-from trimtab.run import engines, opening
+from trimtab.run import engines, open_run
 
 WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
 
@@ -132,7 +132,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
 def test_an_engine_that_is_not_there_is_told_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, settings: dict, words: str
 ) -> None:
-    monkeypatch.setattr("trimtab.run.opening.load_policy", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("trimtab.run.open_run.load_policy", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match=words):
         run(folder, tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
@@ -142,7 +142,7 @@ def test_an_engine_that_nobody_asked_for_gives_way_where_it_cannot_start(
     folder: Path, tmp_path: Path, native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan is made to want vLLM; that cannot start; the run is the native engine's, and its card says why."""
-    plain = opening.planned
+    plain = open_run.planned
 
     def wanting(run: Run, job: Job, machine: Machine) -> Plan:
         return plain(run.model_copy(update={"engine": "vllm"}) if run.engine == "auto" else run, job, machine)
@@ -150,13 +150,13 @@ def test_an_engine_that_nobody_asked_for_gives_way_where_it_cannot_start(
     def failing(*_: object, **__: object) -> ExternalEngine:
         raise EngineError("vLLM failed: its process ended.\nand more")
 
-    monkeypatch.setattr(opening, "planned", wanting)
+    monkeypatch.setattr(open_run, "planned", wanting)
     monkeypatch.setattr(engines, "ExternalEngine", failing)
     found = run(folder, tmp_path / "run")
     assert_same_learned(native, found, folder)
     choices = {c["key"]: c for c in json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]}
     assert choices["run.engine"]["value"] == "native"
-    assert choices["run.engine"]["why"] == "vllm was planned: vLLM failed: its process ended."
+    assert choices["run.engine"]["why"] == "vllm was planned but did not start: vLLM failed: its process ended."
     with pytest.raises(EngineError, match="its process ended"):
         run(folder, tmp_path / "asked", engine="vllm", rollout={"python": vllm_python() or fake_vllm(tmp_path)})
 
@@ -184,8 +184,8 @@ def test_a_reference_that_waits_on_the_host_is_there_before_an_engine_takes_its_
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    away, make = opening.FromHost, engines.make_engine
-    monkeypatch.setattr(opening, "FromHost", lambda policy: (order.append("reference"), away(policy))[1])
+    away, make = open_run.FromHost, engines.make_engine
+    monkeypatch.setattr(open_run, "FromHost", lambda policy: (order.append("reference"), away(policy))[1])
     monkeypatch.setattr(engines, "make_engine", lambda *given: (order.append("engine"), make(*given))[1])
     trimtab.train(
         model=str(folder),

@@ -15,7 +15,7 @@ from tests.plan.live import Live
 from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.model.policy import Policy
-from trimtab.plan.activations import Row, UpdatePath, update_peak
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, update_peak
 from trimtab.plan.shape import read_shape
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.objectives.policy_gradient import PolicyGradient
@@ -61,5 +61,7 @@ def test_an_update_takes_what_was_predicted(kind: str, dtype: torch.dtype, group
             before = live.peak = live.now
             updater._loss(batch, 0.0, UpdateStats()).backward()
     shape = read_shape(config.to_dict())
-    predicted = sum(update_peak(shape, Row(*batch.sizes), UpdatePath(dtype.itemsize, False, kept, 128, False)).values())
+    predicted = sum(
+        update_peak(shape, MicroBatchSize(*batch.sizes), UpdatePath(dtype.itemsize, False, kept, 128, False)).values()
+    )
     assert LOWEST < predicted / (live.peak - before) < HIGHEST

@@ -112,12 +112,12 @@ def test_the_card_states_every_size_with_its_unit():
         ("model", "Qwen/Qwen2.5-0.5B-Instruct, 494.0M parameters, bfloat16"),
         ("device", "NVIDIA H200"),
         ("algorithm", "grpo"),
-        ("batch", "32 prompts × 16 samples = 512 sequences a step"),
-        ("tokens", "up to 262,144 new tokens a step (512 a sequence)"),
-        ("updates", "1 a batch (on-policy)"),
+        ("batch", "32 prompts × 16 samples = 512 sequences per step"),
+        ("tokens", "up to 262,144 new tokens per step (512 per sequence)"),
+        ("updates", "1 per batch (on-policy)"),
         ("data", "7,473 training rows, 1,319 evaluation rows"),
         ("memory", "device 61.2 GiB predicted peak of 139.8 GiB"),
-        ("", "host 128.0 GiB in all"),
+        ("", "host 128.0 GiB total"),
         ("run folder", "runs/a"),
     ]
 
@@ -125,27 +125,27 @@ def test_the_card_states_every_size_with_its_unit():
 def test_the_card_shows_the_choices_that_are_not_usual_with_their_reasons(out):
     Console(10, file=out).card(CARD)
     text = out.getvalue()
-    assert "512 sequences a step" in text
+    assert "512 sequences per step" in text
     assert any(line.split()[1:3] == ["run.token_budget", "65,536"] for line in shown(out))
     assert "fits [beside] the optimizer" in text
     assert any(line.split()[1:3] == ["run.offload.reference", "True"] for line in shown(out))
     assert "run.engine" not in text and "run.offload.optimizer" not in text
-    assert "2 other run choices are as usual; --verbose shows them" in text
+    assert "2 other run choices have their usual values; --verbose shows them" in text
 
 
 def test_verbose_shows_every_choice(out):
     Console(10, file=out).card(CARD, verbose=True)
     assert all(key in out.getvalue() for key, _, _ in CARD.choices)
-    assert "as usual" not in out.getvalue()
+    assert "usual values" not in out.getvalue()
 
 
 def test_on_a_cpu_there_is_little_to_tell(out):
     card = replace(CARD, device="CPU", device_peak_gib=None, device_total_gib=None)
     assert [c[0] for c in card.choices if is_unusual(c[0], c[1], card.on_cpu)] == ["run.offload.reference"]
-    assert [line for line in card.facts() if line[0] in ("memory", "")] == [("memory", "host 128.0 GiB in all")]
+    assert [line for line in card.facts() if line[0] in ("memory", "")] == [("memory", "host 128.0 GiB total")]
     plain = replace(card, choices=card.choices[:2])
     Console(10, file=out).card(plain)
-    assert "run choice  " not in out.getvalue() and "2 run choices are as usual" in out.getvalue()
+    assert "run choice  " not in out.getvalue() and "2 run choices have their usual values" in out.getvalue()
 
 
 def test_an_engine_that_could_not_be_had_is_told(out):
@@ -169,7 +169,7 @@ def test_the_card_of_a_small_resumed_lora_run(out):
     )
     facts = dict(card.facts())
     assert facts["model"] == "tiny, 7.0B parameters (2.0M trained), float32"
-    assert facts["updates"] == "3 a batch"
+    assert facts["updates"] == "3 per batch"
     assert facts["data"] == "10 training rows, no evaluation set"
     assert facts["memory"] == "host -"
     assert facts["resumed"] == "after step 40"

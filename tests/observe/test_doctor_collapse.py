@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.observe.sick import Row, healthy_rows, record
+from tests.observe.symptoms import Row, healthy_rows, record
 from trimtab.observe.doctor.examine import Examination, examine
 from trimtab.observe.doctor.finding import Finding
 from trimtab.observe.doctor.record import Record

@@ -15,7 +15,7 @@ from trimtab.observe.doctor import machine as machine_module
 from trimtab.observe.doctor.checks import machine_findings
 from trimtab.observe.doctor.conflicts import TABLE, conflicts
 from trimtab.observe.doctor.environment import Surroundings, environment_findings, told_variables
-from trimtab.observe.doctor.machine import Disk, Driver, Machine, container_limit_gib, find_nvcc, look_at_machine
+from trimtab.observe.doctor.machine import Disk, Driver, MachineReport, container_limit_gib, find_nvcc, look_at_machine
 from trimtab.observe.doctor.probe import ask_torch, torch_facts
 from trimtab.observe.doctor.report import machine_report, print_report
 from trimtab.rollout.external.kinds import KINDS
@@ -34,7 +34,7 @@ GPU = {
 }
 DRIVER = Driver("580.95", "13.0", [{"name": "NVIDIA H200", "total_gib": 139.8, "used_gib": 0.5}])
 TORCH = {"version": "2.11.0", "cuda": "13.0", "available": True, "gpus": [GPU]}
-WITH_GPU = Machine(
+WITH_GPU = MachineReport(
     python="3.12.3",
     system="Linux",
     cores=16,
@@ -56,12 +56,12 @@ def _no_pins_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.observe.doctor.conflicts._requirements", lambda name: ())
 
 
-def rules(machine: Machine) -> dict[str, str]:
+def rules(machine: MachineReport) -> dict[str, str]:
     return {finding.rule: finding.level for finding in machine_findings(machine)}
 
 
 @pytest.mark.parametrize("machine", [WITH_GPU, WITHOUT], ids=["gpu", "cpu"])
-def test_a_plain_machine_is_healthy(machine: Machine) -> None:
+def test_a_plain_machine_is_healthy(machine: MachineReport) -> None:
     assert rules(machine) == {}
 
 
@@ -230,7 +230,7 @@ def test_a_container_limit_counts_where_it_binds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 @pytest.mark.parametrize("machine", [WITH_GPU, replace(WITH_GPU, torch={"error": "x" * 300}), WITHOUT])
-def test_reports_fit_their_width(tmp_path: Path, machine: Machine, width: int) -> None:
+def test_reports_fit_their_width(tmp_path: Path, machine: MachineReport, width: int) -> None:
     with (tmp_path / "out").open("w+") as file:
         print_report(file, machine_report(machine, machine_findings(machine)), width)
         file.seek(0)

@@ -79,8 +79,8 @@ def test_settings_of_a_newer_version_do_not_matter(tmp_path: Path) -> None:
         (lambda folder: write(folder, [], "a: [1"), "line 1, column 6: YAML cannot be read: expected"),
         (lambda folder: write(folder, [], "just text"), "holds no settings"),
         (lambda folder: write(folder, ["{", step(1)]), "metrics.jsonl, line 1: not JSON"),
-        (lambda folder: write(folder, ["[1]", step(1)]), "metrics.jsonl, line 1: not an object"),
-        (lambda folder: write(folder, ["[" * 100_000, step(1)]), "metrics.jsonl, line 1: lists or objects are nested"),
+        (lambda folder: write(folder, ["[1]", step(1)]), "metrics.jsonl, line 1: not a JSON object"),
+        (lambda folder: write(folder, ["[" * 100_000, step(1)]), "metrics.jsonl, line 1: the JSON is nested"),
         (lambda folder: write(folder, [], "a: " + "[" * 5000), "cannot be read as YAML"),
     ],
 )

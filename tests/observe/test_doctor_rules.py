@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.observe.sick import SETTINGS, SICK, STEPS, healthy_rows, put, record, reward, share_of_time, together
+from tests.observe.symptoms import SETTINGS, STEPS, SYMPTOMS, healthy_rows, put, record, reward, share_of_time, together
 from trimtab.config.reference import slot
 from trimtab.observe.doctor.examine import examine
 from trimtab.observe.doctor.finding import Finding, is_healthy
@@ -36,23 +36,23 @@ def changed(**sections: dict[str, Any]) -> dict[str, Any]:
 
 def test_rules_have_names_of_their_own_and_a_sick_run_each() -> None:
     assert len(BY_ID) == len(RULES)
-    assert set(BY_ID) == set(SICK) | {"stalled"}
+    assert set(BY_ID) == set(SYMPTOMS) | {"stalled"}
 
 
-@pytest.mark.parametrize("rule", SICK)
+@pytest.mark.parametrize("rule", SYMPTOMS)
 def test_a_sick_run_is_found(rule: str) -> None:
     rows = healthy_rows()
-    SICK[rule](rows)
+    SYMPTOMS[rule](rows)
     finding = found(record(rows))[rule]
     assert finding.level in ("warn", "bad")
     assert any(character.isdigit() for character in finding.evidence), "evidence has numbers"
     assert finding.unit and finding.healthy and finding.cause and finding.remedy
 
 
-@pytest.mark.parametrize("rule", SICK)
+@pytest.mark.parametrize("rule", SYMPTOMS)
 def test_a_short_sick_run_is_not_judged(rule: str) -> None:
     rows = healthy_rows()
-    SICK[rule](rows)
+    SYMPTOMS[rule](rows)
     assert set(found(record(rows[-2:]))) <= FROM_ONE_STEP | FROM_TWO_EVALUATIONS
 
 
@@ -109,7 +109,7 @@ def test_clipping_depends_on_the_loss_and_on_the_updates() -> None:
     assert found(record(rows))["clipping"].level == "warn"
     assert "clipping" not in found(record(rows, changed(learn={"loss": "gspo"})))
     once = examine(record(rows, changed(learn={"updates_per_step": 1})))
-    assert once.not_judged["clipping"] == "one update a batch: the ratio is 1 by construction"
+    assert once.not_judged["clipping"] == "one update per batch: the ratio is 1 by construction"
 
 
 def test_on_policy_a_ratio_that_is_not_one_is_a_defect() -> None:
@@ -149,7 +149,7 @@ def test_zero_signal_is_compared_with_what_the_success_rate_gives() -> None:
 
 def test_entropy_that_falls_with_rising_reward_is_learning() -> None:
     rows = healthy_rows()
-    SICK["entropy_collapse"](rows)
+    SYMPTOMS["entropy_collapse"](rows)
     reward(lambda at: at)(rows)
     assert "entropy_collapse" not in found(record(rows))
 
@@ -183,7 +183,7 @@ def test_a_judge_that_is_quick_but_waited_for_is_found_too() -> None:
 
 def test_a_tail_is_told_from_plain_decoding_and_from_slots_that_nothing_could_fill() -> None:
     rows = healthy_rows()
-    SICK["rollout_share"](rows)
+    SYMPTOMS["rollout_share"](rows)
     assert found(record(rows))["rollout_share"].cause == BY_ID["rollout_share"].cause
     put("rollout/batch_occupancy", 0.2)(rows)
     assert found(record(rows))["rollout_share"].cause.startswith("turns: each round")
@@ -195,18 +195,18 @@ def test_a_tail_is_told_from_plain_decoding_and_from_slots_that_nothing_could_fi
 
 def test_memory_that_nothing_would_use_is_no_fault() -> None:
     rows = healthy_rows()
-    SICK["memory_unused"](rows)
-    assert "4.0 micro-batches an update" in found(record(rows))["memory_unused"].evidence
+    SYMPTOMS["memory_unused"](rows)
+    assert "4.0 micro-batches per update" in found(record(rows))["memory_unused"].evidence
     put("run/microbatches", 2.0)(rows)
     assert "memory_unused" not in found(record(rows))
     kept = changed(run={"checkpoint_activations": True})
-    assert "activations are made again" in found(record(rows, kept))["memory_unused"].evidence
+    assert "activations are recomputed" in found(record(rows, kept))["memory_unused"].evidence
 
 
 def test_a_host_is_waited_for_only_where_it_could_be_ahead() -> None:
     """With fewer than three micro-batches an update there is nothing to launch ahead; a step here has two updates."""
     rows = healthy_rows()
-    SICK["waits_for_host"](rows)
+    SYMPTOMS["waits_for_host"](rows)
     for microbatches, waits in ((8.0, True), (6.0, True), (5.0, False), (2.0, False)):
         put("run/microbatches", microbatches)(rows)
         assert ("waits_for_host" in found(record(rows))) == waits
@@ -226,10 +226,10 @@ def test_low_use_is_told_where_nothing_else_explains_it() -> None:
         assert ("low_use" in found(record(rows))) == low
     for other in ("waits_for_host", "small_microbatches"):
         rows = healthy_rows()
-        together(SICK["low_use"], SICK[other])(rows)
+        together(SYMPTOMS["low_use"], SYMPTOMS[other])(rows)
         assert {"low_use", other} & set(found(record(rows))) == {other}
     rows = healthy_rows()
-    together(SICK["low_use"], share_of_time("update", 0.5))(rows)
+    together(SYMPTOMS["low_use"], share_of_time("update", 0.5))(rows)
     assert "low_use" not in found(record(rows))
 
 
@@ -263,7 +263,7 @@ def test_advice_is_about_learning_and_safe_remedies_are_not() -> None:
 
 def test_strict_makes_warnings_unhealthy() -> None:
     rows = healthy_rows()
-    SICK["packing"](rows)
+    SYMPTOMS["packing"](rows)
     findings = examine(record(rows)).findings
     assert is_healthy(findings, strict=False) and not is_healthy(findings, strict=True)
     assert is_healthy([], strict=True)
@@ -302,7 +302,7 @@ def test_a_critic_whose_loss_grows_with_what_it_explains_is_well() -> None:
     put("value/explained_variance", lambda at: 0.1 + 0.5 * at)(rows)
     assert "critic_diverges" not in found(record(rows))
     bound = healthy_rows()
-    SICK["critic_diverges"](bound)
+    SYMPTOMS["critic_diverges"](bound)
     put("value/clip_fraction", 0.6)(bound)
     assert "learn.critic.clip" in found(record(bound))["critic_diverges"].remedy
 

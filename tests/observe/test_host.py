@@ -22,7 +22,7 @@ def test_a_leak_is_told_once_and_again_when_half_of_it_is_left() -> None:
     assert abs(metrics[7]["memory/host_slope_mib_per_step"] - 102.4) < 0.1
     assert abs(metrics[7]["memory/host_left_gib"] - 31.3) < 1e-6
     assert len(said) == 4, "at 313 steps, 156, 78 and 39"
-    assert said[0].startswith("host memory shrinks by 102 MiB a step and will be used up in about 313 steps (52m")
+    assert said[0].startswith("free host memory falls by 102 MiB per step and runs out in about 313 steps (52m")
     assert "before the 992 to go; 31.3 GiB are left" in said[0]
 
 

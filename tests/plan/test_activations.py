@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from trimtab.plan.activations import Row, UpdatePath, score_peak, update_peak
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
 from trimtab.plan.shape import read_shape
 
 ROOT = File(__file__).parents[2]
@@ -56,22 +56,26 @@ def test_the_count_is_what_the_code_allocates() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     for case, seen in zip(work, json.loads(done.stdout.splitlines()[-1]), strict=True):
         shape = read_shape(AutoConfig.for_model(case["kind"], **case["config"]).to_dict())
-        row = Row(seen["tokens"], seen["predicted"], seen["seen"], seen["segments"])
+        row = MicroBatchSize(seen["tokens"], seen["predicted"], seen["seen"], seen["segments"])
         counted = sum(update_peak(shape, row, UpdatePath(2, True, case["kept"], case["chunk"], True)).values())
         assert 0.999 < counted / seen["peak"] < 1.02, (case, seen, counted)
 
 
 def test_rows_of_groups_are_what_is_packed() -> None:
     """64 prompt tokens, eight samples of 100, whose last is only predicted; each sees the prompt."""
-    assert Row.of_groups(1, 64, 8, 100) == Row(64 + 8 * 99, 800, 64 + 8 * 163, 9, 64 * 64 + 8 * 99 * 163)
-    assert Row.of_groups(2, 64, 1, 100) == Row(2 * 163, 200, 2 * (64 + 163), 4, 2 * (64 * 64 + 99 * 163))
+    assert MicroBatchSize.of_groups(1, 64, 8, 100) == MicroBatchSize(
+        64 + 8 * 99, 800, 64 + 8 * 163, 9, 64 * 64 + 8 * 99 * 163
+    )
+    assert MicroBatchSize.of_groups(2, 64, 1, 100) == MicroBatchSize(
+        2 * 163, 200, 2 * (64 + 163), 4, 2 * (64 * 64 + 99 * 163)
+    )
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_more_is_kept_for_less_recomputing(fused: bool) -> None:
     shape = read_shape({"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
                         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936})  # fmt: skip
-    row = Row(16384, 14000, 16384, 40)
+    row = MicroBatchSize(16384, 14000, 16384, 40)
     sizes = [
         sum(update_peak(shape, row, UpdatePath(2, fused, kept, 2048, True)).values()) for kept in (False, "some", True)
     ]

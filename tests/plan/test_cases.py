@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trimtab.config.run import Run
-from trimtab.plan.activations import Row, UpdatePath, update_peak
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, update_peak
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import kv_bytes
@@ -98,7 +98,7 @@ def test_ceilings_found_by_hand_lie_in_the_predicted_band(name: str, found: int)
 
     def most(tokens: int, logit_bytes: int) -> int:
         budget = 0.9 * 79 * GIB - 2 * shape.parameters - 16 * shape.lora_parameters(32)
-        row = Row(tokens, tokens, tokens, 1)
+        row = MicroBatchSize(tokens, tokens, tokens, 1)
         kept = update_peak(shape, row, UpdatePath(2, False, True, 1, False, 32))["activations"]
         return int(budget / (kept + tokens * shape.vocabulary * logit_bytes))
 

@@ -15,7 +15,16 @@ from trimtab.config.run import Rollout, Run
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import kv_bytes
-from trimtab.plan.ledger import ASLEEP, AWAKE, ENGINE, GIB, PROCESS, SLACK, Placement, draw_up
+from trimtab.plan.ledger import (
+    ALLOCATOR_SLACK_SHARE,
+    ASLEEP,
+    AWAKE,
+    CUDA_PROCESS_HOST_BYTES,
+    ENGINE,
+    GIB,
+    Placement,
+    build_ledger,
+)
 from trimtab.plan.planner import Plan, make_plan, place_over
 from trimtab.plan.refusal import plan_here
 from trimtab.plan.shape import read_shape
@@ -38,7 +47,7 @@ def test_vllm_has_weights_and_a_context_of_its_own() -> None:
     ):
         found = vllm.ledger[phase].device_bytes - native.ledger[phase].device_bytes
         assert found == pytest.approx(more, rel=0.1), phase
-    assert vllm.ledger["rollout"].host_bytes >= native.ledger["rollout"].host_bytes + PROCESS
+    assert vllm.ledger["rollout"].host_bytes >= native.ledger["rollout"].host_bytes + CUDA_PROCESS_HOST_BYTES
     assert vllm.ledger["rollout"].allocated < weights * 10, "another process is not what torch's meter sees"
     kept = make_plan(Run(engine="vllm", rollout=Rollout(lend_memory=False)), job, machine)
     assert kept.ledger["update"].device[ENGINE] >= weights + kept.run.rollout.kv_memory
@@ -68,7 +77,7 @@ def test_of_a_model_in_two_parts_the_trainers_device_has_one() -> None:
         saved = whole.ledger[phase].device_bytes - half.ledger[phase].device_bytes
         assert saved == pytest.approx((weights + 8 * GIB) / 2, rel=0.1), phase
     assert half.ledger["rollout"].host["published weights"] == weights, "they go through host memory"
-    ready = [draw_up(job, machine, with_lending(plan.run)) for plan in (whole, small)]
+    ready = [build_ledger(job, machine, with_lending(plan.run)) for plan in (whole, small)]
     saved = ready[0]["publish"].device_bytes - ready[1]["publish"].device_bytes
     assert saved == pytest.approx(1.02 * weights * 7 / 8 + 8 * GIB * 3 / 4, rel=0.001), (
         "each of 8 has one of 4 KV heads"
@@ -80,7 +89,7 @@ def test_of_a_model_in_two_parts_the_trainers_device_has_one() -> None:
 def test_what_cannot_be_cut_evenly_is_refused(parts: int, most: int) -> None:
     """28 heads, 4 of keys, 18,944 columns: 7 and 14 have heads to share out, and no keys."""
     run, job = Run(engine="vllm", rollout=Rollout(tensor_parallel=parts)), qwen("qwen2.5-7b", rank=16, adapters=10**7)
-    with pytest.raises(ConfigError, match=rf"cannot be cut so evenly(.|\n)*Write {most}\.") if most else nullcontext():
+    with pytest.raises(ConfigError, match=rf"vLLM cannot split(.|\n)*Write {most}\.") if most else nullcontext():
         plan_here(run, job, Machine(find_device("h200"), 1, 256 * GIB, 16))
 
 
@@ -90,14 +99,14 @@ def test_heads_of_keys_are_shared_out_evenly_or_repeated_evenly(parts: int, most
     shape = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 2,
              "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
     run, job = Run(engine="vllm", rollout=Rollout(tensor_parallel=parts)), replace(qwen(), shape=read_shape(shape))
-    with pytest.raises(ConfigError, match=rf"cannot be cut so evenly(.|\n)*Write {most}\.") if most else nullcontext():
+    with pytest.raises(ConfigError, match=rf"vLLM cannot split(.|\n)*Write {most}\.") if most else nullcontext():
         plan_here(run, job, Machine(find_device("h200"), 1, 256 * GIB, 16))
 
 
 @pytest.mark.parametrize(
     ("engine", "itemsize", "rank", "cpu", "words"),
     [
-        ("vllm", 4, 16, False, "vLLM computes adapters in half precision alone on a GPU"),
+        ("vllm", 4, 16, False, "on a GPU vLLM computes adapters only in half precision"),
         ("vllm", 2, 16, False, None),
         ("vllm", 4, 0, False, None),
         ("vllm", 4, 16, True, None),
@@ -116,7 +125,7 @@ def test_types_that_an_engine_does_not_compute_in_are_refused(
 
 @pytest.mark.parametrize(("rank", "refused"), [(512, False), (513, True)])
 def test_adapters_larger_than_vllm_serves_are_refused(rank: int, refused: bool) -> None:
-    words = r"model\.lora\.r: is 513, and vLLM serves adapters of at most 512"
+    words = r"model\.lora\.r: vLLM serves adapters up to rank 512, not 513"
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
         plan_here(Run(engine="vllm"), qwen(rank=rank, adapters=10**7), Machine(find_device("h200"), 1, 256 * GIB, 16))
 
@@ -227,17 +236,19 @@ def test_every_process_of_an_engine_is_counted_to_the_byte(count: int, lend: boo
     job, machine = qwen(reference=True, compared=True), h(140)
     pinned = Rollout(kv_memory=4 * GIB, page_tokens=16, lend_memory=lend, processes=count)
     run = make_plan(Run(engine="vllm", rollout=pinned), job, machine).run
-    alone, outside = (draw_up(job, machine, run.model_copy(update={"engine": engine})) for engine in ("native", "vllm"))
+    alone, outside = (
+        build_ledger(job, machine, run.model_copy(update={"engine": engine})) for engine in ("native", "vllm")
+    )
     weights = count * job.shape.parameters * job.itemsize
     own, sequences = alone["rollout"].device, min(run.rollout.max_sequences, job.in_flight)
     tables = sequences * (
         12 * job.longest_sequence - 16 * job.new_tokens
     )  # those of log-probs are as long as sequences
     work = weights + own["decode step"] + tables + count * own["prefill"]
-    whole = 4 * GIB + work + int(SLACK * work) + count * (ASLEEP + AWAKE)
+    whole = 4 * GIB + work + int(ALLOCATOR_SLACK_SHARE * work) + count * (ASLEEP + AWAKE)
     assert outside["rollout"].device[ENGINE] == whole
     asleep = count * ASLEEP if lend else whole
-    awake = 4 * GIB + weights + int(SLACK * weights) + count * ASLEEP if lend else whole
+    awake = 4 * GIB + weights + int(ALLOCATOR_SLACK_SHARE * weights) + count * ASLEEP if lend else whole
     for phase, wanted in (
         *((phase, asleep) for phase in ("score", "update", "optimizer")),
         *((phase, awake) for phase in ("publish", "checkpoint", "export")),
@@ -245,7 +256,7 @@ def test_every_process_of_an_engine_is_counted_to_the_byte(count: int, lend: boo
         assert outside[phase].device[ENGINE] == wanted, phase
         slack = "allocator slack"
         assert outside[phase].device[slack] == alone[phase].device[slack], "that of other processes is theirs"
-    assert outside["rollout"].host[ENGINE] == count * PROCESS
+    assert outside["rollout"].host[ENGINE] == count * CUDA_PROCESS_HOST_BYTES
 
 
 def test_adapters_are_merged_by_the_native_engine_alone() -> None:
@@ -270,7 +281,9 @@ def test_processes_are_as_many_as_gain_something() -> None:
     assert [processes("qwen2.5-1.5b", gib) for gib in (24, 36)] == [2, 3]
     cpu = make_plan(Run(engine="vllm"), qwen(), Machine(find_device("h200"), 1, 64 * GIB, 16, cpu=True))
     assert cpu.run.rollout.processes == 1
-    assert "all cores work for it" in [choice.why for choice in cpu.choices if choice.key == "run.rollout.processes"]
+    assert "one process uses all cores" in [
+        choice.why for choice in cpu.choices if choice.key == "run.rollout.processes"
+    ]
 
 
 @pytest.mark.parametrize(("gib", "most"), [(21, 2), (24, 3), (140, 4)])
@@ -285,10 +298,10 @@ def test_an_engine_has_as_many_processes_as_fit(gib: int, most: int) -> None:
     assert found.fits and found.run.rollout.processes == most and plan(most).fits
     why = [choice.why for choice in found.choices if choice.key == "run.rollout.processes"]
     if gib == 140:
-        assert why == ["one would wait for its host"]
+        assert why == ["a single process would leave the GPU idle"]
     else:  # more would fit, but could not run as many sequences at once
         more = plan(most + 1)
-        assert why == ["more would not fit"] and more.run.rollout.max_sequences < found.run.rollout.max_sequences
+        assert why == ["more processes do not fit"] and more.run.rollout.max_sequences < found.run.rollout.max_sequences
         assert not more.fits or more.times.total > found.times.total
 
 
@@ -324,7 +337,7 @@ def test_a_model_that_is_cut_over_devices_is_not_the_native_engines() -> None:
     machine = Machine(find_device("a100-80"), 64, 1024 * GIB, 64)
     plan = place_over(Run(), job, machine)
     assert plan.place.tensor > 1 and plan.run.engine == "vllm"
-    assert engine_of(plan).why == f"a copy of the model is cut over {plan.place.tensor} devices"
+    assert engine_of(plan).why == f"the model is split over {plan.place.tensor} devices"
     here = replace(machine, engines=("sglang",))
     assert place_over(Run(), job, here).run.engine == "vllm", "SGLang has one device here"
 
@@ -369,9 +382,9 @@ def test_the_cache_that_is_recommended_is_one_that_the_engine_starts_with(
 ) -> None:
     job = qwen(longest_prompt=1536)
     small = Run(engine=engine, rollout=Rollout(kv_memory=2**20, processes=1))
-    with pytest.raises(ConfigError, match="At least") as refused:
+    with pytest.raises(ConfigError, match="Write at least") as refused:
         plan_here(small, job, h(140))
-    advised = int(re.findall(r"At least (\d+)KiB", str(refused.value))[0]) * 1024
+    advised = int(re.findall(r"at least (\d+)KiB", str(refused.value))[0]) * 1024
     plan = plan_here(Run(engine=engine, rollout=Rollout(kv_memory=advised, processes=1)), job, h(140))
     assert plan.run.rollout.page_tokens != "auto"
     setup = Setup(
@@ -389,8 +402,8 @@ def test_the_cache_that_is_recommended_is_one_that_the_engine_starts_with(
         ("v100", 2, "auto", False, "bfloat16 on a V100"),
         ("t4", 4, "auto", False, None),
         ("l4", 2, 48, False, None),
-        ("l4", 2, 17, False, r"is 17, and vLLM has pages of 16 tokens(.|\n)*Write 16"),
-        ("l4", 4, 48, True, r"pages of 32 tokens(.|\n)*Write 64"),
+        ("l4", 2, 17, False, r"vLLM needs a multiple of 16 tokens, not 17(.|\n)*Write 16"),
+        ("l4", 4, 48, True, r"a multiple of 32 tokens(.|\n)*Write 64"),
         ("l4", 4, 64, True, None),
     ],
 )

@@ -17,9 +17,9 @@ from trimtab.config.run import Offload, Rollout, Run
 from trimtab.model.sizes import PIECE
 from trimtab.model.weights import WeightStore
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
-from trimtab.plan.job import COUNTED, Correction, Job, Machine
+from trimtab.plan.job import NO_CORRECTION, Correction, Job, Machine
 from trimtab.plan.kv import kv_bytes
-from trimtab.plan.ledger import GIB, MIB, UNSEEN, draw_up
+from trimtab.plan.ledger import GIB, MIB, NOT_METERED, build_ledger
 from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
@@ -153,7 +153,7 @@ def test_sums_are_those_of_their_parts_and_nothing_is_negative(job: Job, machine
     plan = make_plan(Run(), job, machine)
     for phase in plan.ledger.phases:
         assert all(size > 0 for size in phase.device.values()) and all(size >= 0 for size in phase.host.values())
-        assert phase.allocated == phase.device_bytes - sum(phase.device.get(name, 0) for name in UNSEEN)
+        assert phase.allocated == phase.device_bytes - sum(phase.device.get(name, 0) for name in NOT_METERED)
     assert plan.times.total > 0 and min(plan.times.as_dict().values()) >= 0
 
 
@@ -254,7 +254,7 @@ def test_what_is_pinned_has_to_fit() -> None:
 def test_refusals_name_the_binding_term_and_changes_that_fit() -> None:
     run = Run(token_budget=10**6, checkpoint_activations=False)
     message = str(refuse(make_plan(run, qwen(), h(24)), run, "balanced"))
-    assert "update needs" in message and "activations" in message and "leave run.token_budget to auto" in message
+    assert "update does not fit" in message and "activations" in message and "leave run.token_budget to auto" in message
     machine = h(40)
     plan = make_plan(Run(), qwen("qwen2.5-7b"), machine)
     assert not plan.fits
@@ -290,7 +290,7 @@ def test_devices_share_states() -> None:
 def test_pieces_on_the_way_of_a_small_model_are_of_its_largest_unit() -> None:
     job = qwen()
     small = replace(job, shape=replace(job.shape, vocabulary=1000, blocks=job.shape.blocks[:2]))
-    found = draw_up(small, h(140), make_plan(Run(offload=Offload(optimizer=True)), small, h(140)).run)
+    found = build_ledger(small, h(140), make_plan(Run(offload=Offload(optimizer=True)), small, h(140)).run)
     largest = max(small.shape.table, small.shape.blocks[0].parameters)
     assert largest < PIECE
     assert found["optimizer"].device["pieces on the way"] == 3 * largest * (8 + 4)
@@ -299,7 +299,7 @@ def test_pieces_on_the_way_of_a_small_model_are_of_its_largest_unit() -> None:
 def test_what_waits_on_the_host_is_counted_there() -> None:
     job = qwen("qwen2.5-7b", fused=True)
     run = make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run
-    ledger = draw_up(job, h(140), run)
+    ledger = build_ledger(job, h(140), run)
     assert ledger["update"].host["optimizer state"] == 12 * job.shape.parameters
     assert "optimizer state" not in ledger["update"].device and ledger["optimizer"].device["pieces on the way"] > 0
 
@@ -309,11 +309,11 @@ def test_moments_of_8_bits_are_counted_with_their_scales(itemsize: int) -> None:
     """A byte each and four for every 256, against the optimizer itself; on the host where they wait there."""
     job, one = qwen("qwen2.5-0.5b", itemsize=itemsize, eight_bit=True), 2 + 8 / 256
     count = job.shape.parameters
-    found = draw_up(job, h(140), make_plan(Run(), job, h(140)).run)
+    found = build_ledger(job, h(140), make_plan(Run(), job, h(140)).run)
     assert found["optimizer"].device["optimizer state"] == pytest.approx(one * count, rel=1e-6)
     assert found["optimizer"].device.get("masters", 0) == (4 * count if itemsize == 2 else 0)
     assert found["optimizer"].device["moments in full"] == 2**22 * 16
-    away = draw_up(job, h(140), make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run)
+    away = build_ledger(job, h(140), make_plan(Run(offload=Offload(optimizer=True)), job, h(140)).run)
     assert away["update"].host["optimizer state"] == pytest.approx(
         (one + (4 if itemsize == 2 else 0)) * count, rel=1e-6
     )
@@ -432,7 +432,7 @@ def test_scores_of_attention_without_a_kernel_are_planned_for() -> None:
         plain, shape=replace(plain.shape, blocks=tuple(replace(b, dense=True) for b in plain.shape.blocks))
     )
     run = make_plan(Run(checkpoint_activations=False), plain, h(80)).run
-    kept = [draw_up(job, h(80), run)["update"].device["activations"] for job in (plain, capped)]
+    kept = [build_ledger(job, h(80), run)["update"].device["activations"] for job in (plain, capped)]
     assert kept[1] > 1.1 * kept[0]
 
 
@@ -448,10 +448,10 @@ def test_a_short_host_is_named_and_more_of_it_offered() -> None:
     machine = replace(h(80), host_memory=8 * GIB)
     plan = make_plan(Run(), qwen("qwen2.5-7b", rank=16, adapters=qwen("qwen2.5-7b").shape.lora_parameters(16)), machine)
     message = str(refuse(plan, Run(), "balanced"))
-    what, fixes = message.split("Any of these would fit")
+    what, fixes = message.split("Any one of these changes would fit")
     assert (
         not plan.fits
-        and "of host memory, and the limit is 7.2 GiB (90 % of 8.0 GiB); most of it is" in what
+        and "of host memory, and the limit is 7.2 GiB (90 % of 8.0 GiB). Bottleneck: " in what
         and "GiB of host memory" in fixes
     )
 
@@ -509,7 +509,7 @@ def test_the_cache_holds_as_many_sequences_as_run_at_once() -> None:
     )
     assert few.run.rollout.kv_memory == pytest.approx(whole.run.rollout.kv_memory * 32 / qwen().in_flight, rel=0.02)
     why = [next(c.why for c in plan.choices if c.key == "run.rollout.kv_memory") for plan in (whole, few)]
-    assert why == ["the whole step at once", "as many sequences as run at once"]
+    assert why == ["holds all sequences of a step", "holds all sequences that run at once"]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -520,7 +520,7 @@ def test_activations_wait_on_the_host_only_where_layers_keep_their_inputs_alone(
     seen = set()
     for gib in (24, 32, 40, 140):
         plan = make_plan(pinned, job, h(gib))
-        for found in (plan, corrected(plan, pinned, COUNTED), corrected(plan, pinned, Correction(0.6, 0))):
+        for found in (plan, corrected(plan, pinned, NO_CORRECTION), corrected(plan, pinned, Correction(0.6, 0))):
             away = found.run.offload.activations
             seen.add(away)
             assert not away or found.run.checkpoint_activations is True

@@ -24,7 +24,7 @@ from trimtab.model.policy import Policy
 from trimtab.plan.devices import find_device, nearest, of_size
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes
-from trimtab.plan.ledger import CONTEXT, GIB, MERGED, draw_up
+from trimtab.plan.ledger import CUDA_CONTEXT_BYTES, GIB, MERGED, build_ledger
 from trimtab.plan.planner import PROFILES, limits_of, make_plan, place_over
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse, with_memory
 from trimtab.plan.report import offers
@@ -112,7 +112,7 @@ def tight(draw: st.DrawFn) -> tuple[Job, Machine, str, Run]:
     engine = draw(st.sampled_from(["native", "vllm"]))
     device = replace(of_size(80 * GIB), lends=draw(st.booleans()))
     roomy = Machine(device, 1, 1000 * GIB, draw(st.integers(1, 16)), cpu=cpu)
-    grid = [(run, draw_up(job, roomy, run)) for run in runs(job, roomy, engine)]
+    grid = [(run, build_ledger(job, roomy, run)) for run in runs(job, roomy, engine)]
     grid.sort(key=lambda pair: max(phase.required_bytes + phase.host_bytes for phase in pair[1].phases))
     run, ledger = draw(st.just(grid[0]) | st.sampled_from(grid))
     host = math.ceil(ledger.fullest_host.host_bytes / SHARE) + 2
@@ -121,7 +121,7 @@ def tight(draw: st.DrawFn) -> tuple[Job, Machine, str, Run]:
 
 
 def fits(job: Job, machine: Machine, run: Run) -> bool:
-    return limits_of(machine, "balanced").missing(draw_up(job, machine, run)) == 0
+    return limits_of(machine, "balanced").missing(build_ledger(job, machine, run)) == 0
 
 
 @settings(max_examples=40)
@@ -188,7 +188,7 @@ def test_fused_layers_give_way_where_only_the_models_own_modules_fit() -> None:
     assert plain < native
     plan = make_plan(Run(engine="native"), job, with_memory(short, plain * GIB))
     assert plan.fits and plan.run.kernels == "plain" and not plan.job.fused
-    assert [c.why for c in plan.choices if c.key == "run.kernels"] == ["fused layers would not fit"]
+    assert [c.why for c in plan.choices if c.key == "run.kernels"] == ["fused layers do not fit"]
     assert make_plan(Run(engine="native"), job, with_memory(short, native * GIB)).run.kernels == "native"
 
 
@@ -232,8 +232,8 @@ def test_run_memory_bounds_the_host_of_a_cpu_and_is_refused_there_too() -> None:
 @pytest.mark.parametrize(("memory", "before", "share"), [(40, 1.0, 0.25), (40, 0.1, 0.1), (1000, 1.0, 1.0)])
 def test_the_allocator_gets_run_memory_less_the_drivers_part(memory: int, before: float, share: float) -> None:
     total = 160 * GIB
-    assert allocator_share(memory * GIB + CONTEXT, total, before) == pytest.approx(share)
-    assert allocator_share(CONTEXT // 2, total) == 0
+    assert allocator_share(memory * GIB + CUDA_CONTEXT_BYTES, total, before) == pytest.approx(share)
+    assert allocator_share(CUDA_CONTEXT_BYTES // 2, total) == 0
 
 
 @pytest.mark.parametrize("limit", [None, 8 * GIB])

@@ -10,7 +10,7 @@ import pytest
 from trimtab.config.run import Offload, Rollout, Run
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ALONE, GIB
+from trimtab.plan.ledger import GIB, SINGLE_DEVICE
 from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
@@ -122,7 +122,7 @@ def test_processes_take_turns_on_the_device_while_others_are_busy_on_their_hosts
 ) -> None:
     job, run = work(name), Run(engine=engine)
     step_s, sequence_s = OUTSIDE_HOST[engine]
-    device_s = _Clock(job, H200, run, ALONE).device_step(512 / count, 384)
+    device_s = _Clock(job, H200, run, SINGLE_DEVICE).device_step(512 / count, 384)
     device_s += OUTSIDE_TURN if count > 1 else OUTSIDE_DEVICE
     wanted = {"device": count * device_s, "host": device_s + step_s + sequence_s * 512 / count}
     assert max(wanted, key=lambda which: wanted[which]) == bound

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from trimtab.config.run import Run
-from trimtab.plan.activations import Row, UpdatePath, update_peak
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, update_peak
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB, ROUNDING, WORKSPACES
+from trimtab.plan.ledger import CUBLAS_WORKSPACES_BYTES, GIB, ROUNDING_BYTES_PER_TENSOR
 from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
@@ -26,9 +26,9 @@ def watching(rank: int = 0) -> PlanWatch:
 def test_the_first_micro_batch_has_the_heads_gradient_and_later_ones_all() -> None:
     watch, sizes = watching(), (16384, 14000, 30000, 40, 9_000_000)
     shape = watch.plan.job.shape
-    work = sum(update_peak(shape, Row(*sizes), UpdatePath(2, True, False, 4096, True)).values())
+    work = sum(update_peak(shape, MicroBatchSize(*sizes), UpdatePath(2, True, False, 4096, True)).values())
     watch.saw([sizes], False, 4096, False)
-    states = 14 * shape.parameters + WORKSPACES + 9 * shape.layers * ROUNDING
+    states = 14 * shape.parameters + CUBLAS_WORKSPACES_BYTES + 9 * shape.layers * ROUNDING_BYTES_PER_TENSOR
     assert watch.update_bytes([sizes]) == states + work + 4 * shape.table
     assert watch.update_bytes([sizes, sizes]) == states + work + 4 * shape.parameters
     small = (64, 32, 64, 2, 2000)
@@ -52,7 +52,7 @@ def test_adapters_have_gradients_of_their_own_alone() -> None:
     watch, sizes = watching(rank=16), (16384, 14000, 16384, 40, 0)
     watch.saw([sizes], True, 4096, False)
     job = watch.plan.job
-    work = sum(update_peak(job.shape, Row(*sizes), UpdatePath(2, True, True, 4096, True, 16)).values())
+    work = sum(update_peak(job.shape, MicroBatchSize(*sizes), UpdatePath(2, True, True, 4096, True, 16)).values())
     assert (
         watch.update_bytes([sizes, sizes])
         == 2 * job.shape.parameters
@@ -60,8 +60,8 @@ def test_adapters_have_gradients_of_their_own_alone() -> None:
         + 8 * job.adapters
         + work
         + 4 * job.adapters
-        + WORKSPACES
-        + job.shape.layers * ROUNDING
+        + CUBLAS_WORKSPACES_BYTES
+        + job.shape.layers * ROUNDING_BYTES_PER_TENSOR
     )
 
 

@@ -122,7 +122,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(checkpoint, "save_file", broken)
-    words = r"step 2 cannot be saved in .*Input/output error.*the newest that is whole is step-1.*--resume"
+    words = r"cannot save step 2 in .*Input/output error.*the newest complete checkpoint is step-1.*--resume"
     with pytest.raises(TrainingError, match=words):
         save(tmp_path, 2, tokenizer, keep=1, model=model)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
@@ -146,7 +146,7 @@ def test_a_full_disk_is_told_and_nothing_half_written_stays(
         raise error
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    kept = "the newest that is whole is step-1" if earlier else "there is no earlier one"
+    kept = "the newest complete checkpoint is step-1" if earlier else "there is no earlier checkpoint"
     with pytest.raises(TrainingError, match=f"no space left for the checkpoint of step 2.*{kept}.*--resume") as told:
         save(tmp_path, 2, tokenizer)
     assert ("keep_checkpoints" in str(told.value)) == earlier  # keeping fewer helps where there are some
@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_is_told_with_the_one_to_go_on_from(
     folder = tmp_path / "run"
     shutil.copytree(two_checkpoints, folder)
     DAMAGES[damage](folder / "checkpoints/step-2")
-    words = r"step-2 cannot be read \(.+\)\. If it is damaged, move it away.*: the run then goes on from step-1\."
+    words = r"step-2 cannot be read \(.+\)\. If it is damaged, move it away.*: the run then continues from step-1\."
     with pytest.raises(TrainingError, match=words):
         train(model_folder, folder, {"steps": 3}, resume=True)
     shutil.rmtree(folder / "checkpoints/step-2")
@@ -273,19 +273,19 @@ def swap_files(folder: Path, one: str, two: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda f: flip_a_bit(f / "model.safetensors"), r"model\.safetensors has been changed or damaged"),
-        (lambda f: flip_a_bit(f / "optimizer.safetensors"), r"optimizer\.safetensors has been changed or damaged"),
+        (lambda f: flip_a_bit(f / "model.safetensors"), r"model\.safetensors was changed or damaged"),
+        (lambda f: flip_a_bit(f / "optimizer.safetensors"), r"optimizer\.safetensors was changed or damaged"),
         (
             lambda f: cut(f / "optimizer.safetensors"),
-            r"optimizer\.safetensors has [\d,]+ bytes and was written with [\d,]+",
+            r"optimizer\.safetensors has [\d,]+ bytes, but was written with [\d,]+",
         ),
         (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors is missing"),
-        (lambda f: take_from_step_1(f, "model.safetensors"), r"model\.safetensors is that of step-1"),
+        (lambda f: take_from_step_1(f, "model.safetensors"), r"model\.safetensors is the one of step-1"),
         (
             lambda f: swap_files(f, "model.safetensors", "optimizer.safetensors"),
             r"model\.safetensors has the contents of optimizer\.safetensors; optimizer\.safetensors has",
         ),
-        (lambda f: edit(f, version=7), r"state\.json has been changed or damaged"),
+        (lambda f: edit(f, version=7), r"state\.json was changed or damaged"),
     ],
 )
 def test_a_file_that_is_not_what_was_written_is_named(
@@ -293,7 +293,7 @@ def test_a_file_that_is_not_what_was_written_is_named(
 ) -> None:
     shutil.copytree(two_checkpoints / "checkpoints", tmp_path / "checkpoints")
     damage(tmp_path / "checkpoints/step-2")
-    with pytest.raises(TrainingError, match=rf"step-2 cannot be read \(ValueError: {told}.*goes on from step-1\."):
+    with pytest.raises(TrainingError, match=rf"step-2 cannot be read \(ValueError: {told}.*continues from step-1\."):
         load_state(tmp_path / "checkpoints/step-2")
     assert load_state(tmp_path / "checkpoints/step-1").step == 1
 
@@ -349,10 +349,10 @@ def test_a_checkpoint_of_format_1_goes_on_bit_for_bit(
     [
         (lambda f: cut(f / "optimizer.safetensors"), "SafetensorError"),
         (lambda f: spoil(f / "optimizer.safetensors", "exp_avg/"), "exp_avg/.* holds values that are not finite"),
-        (lambda f: take_from_step_1(f, "optimizer.safetensors"), "optimizer.safetensors is of step 1"),
+        (lambda f: take_from_step_1(f, "optimizer.safetensors"), "optimizer.safetensors belongs to step 1"),
         (
             lambda f: take_from_step_1(f, "model.safetensors"),
-            "its weights are not those that optimizer.safetensors is for",
+            "its weights do not belong to optimizer.safetensors",
         ),
     ],
 )
@@ -363,7 +363,7 @@ def test_damage_to_format_1_is_told_as_far_as_it_can_be(
     for step in (1, 2):
         write_as_format_1(tmp_path / f"run/checkpoints/step-{step}")
     damage(tmp_path / "run/checkpoints/step-2")
-    with pytest.raises(TrainingError, match=rf"step-2 cannot be read \(.*{told}.*goes on from step-1\."):
+    with pytest.raises(TrainingError, match=rf"step-2 cannot be read \(.*{told}.*continues from step-1\."):
         train(model_folder, tmp_path / "run", {"steps": 3}, resume=True)
 
 
@@ -377,7 +377,7 @@ def test_every_part_of_a_checkpoint_is_of_its_step(model_folder: Path, tmp_path:
     for name in parts:
         kept = (two / name).read_bytes()
         shutil.copy(one / name, two / name)
-        with pytest.raises(TrainingError, match=r"step-2 cannot be read \(ValueError: .*step.*goes on from step-1"):
+        with pytest.raises(TrainingError, match=r"step-2 cannot be read \(ValueError: .*step.*continues from step-1"):
             train(model_folder, tmp_path / "run", {"steps": 3, "algorithm": algorithm}, resume=True)
         (two / name).write_bytes(kept)
     assert train(model_folder, tmp_path / "run", {"steps": 3, "algorithm": algorithm}, resume=True)["steps"] == 3
@@ -387,7 +387,7 @@ def test_adapters_of_another_step_are_told(model_folder: Path, tmp_path: Path) -
     model = {"path": str(model_folder), "lora": {"r": 2}}
     train(model, tmp_path / "run", {"steps": 2})
     take_from_step_1(tmp_path / "run/checkpoints/step-2", "adapter_model.safetensors")
-    with pytest.raises(TrainingError, match=r"\(ValueError: adapter_model\.safetensors is that of step-1\)"):
+    with pytest.raises(TrainingError, match=r"\(ValueError: adapter_model\.safetensors is the one of step-1\)"):
         train(model, tmp_path / "run", {"steps": 3}, resume=True)
     shutil.rmtree(tmp_path / "run/checkpoints/step-2")
     assert train(model, tmp_path / "run", {"steps": 3}, resume=True)["steps"] == 3
@@ -411,7 +411,9 @@ def test_moments_that_are_not_finite_are_not_saved(tmp_path: Path, tokenizer) ->
     model, optimizer = made()
     save(tmp_path, 1, tokenizer, model=(model, optimizer))
     next(t for name, t in optimizer.state_tensors().items() if name.startswith("exp_avg_sq/")).view(-1)[0] = math.inf
-    with pytest.raises(DivergedError, match=r"after step 2 exp_avg_sq/.* not finite.*step-1 is as it was.*learn\.lr"):
+    with pytest.raises(
+        DivergedError, match=r"step 2 is not saved: exp_avg_sq/.* not finite.*step-1 is intact.*learn\.lr"
+    ):
         save(tmp_path, 2, tokenizer, model=(model, optimizer))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
 
@@ -483,13 +485,15 @@ def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_is_told(
 
     monkeypatch.setattr(checkpoint, moment, deleted)
     step = 3 if moment == "remove_whole" else 1
-    with pytest.raises(TrainingError, match=rf"run is gone: it was moved or deleted(.|\n)*step {step} is not in it"):
+    with pytest.raises(TrainingError, match=rf"run was moved or deleted during the run, so step {step} is not saved"):
         train(model_folder, tmp_path / "run", {"steps": 3})
     assert not (tmp_path / "run").exists()
 
 
 def test_weights_that_are_not_finite_are_not_saved(model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"after step 1 .* holds values that are not finite(.|\n)*learn\.lr"):
+    with pytest.raises(
+        TrainingError, match=r"step 1 is not saved: .* holds values that are not finite(.|\n)*learn\.lr"
+    ):
         train(model_folder, tmp_path / "run", {"steps": 2, "lr": 1e300})
     assert not (tmp_path / "run/final").exists() and not [*(tmp_path / "run").rglob("step-*.safetensors")]
     assert newest_checkpoint(tmp_path / "run") is None
@@ -506,7 +510,7 @@ def test_log_probs_that_are_no_numbers_end_the_run_in_words(
             yield group
 
     monkeypatch.setattr(NativeEngine, "generate", spoiled)
-    with pytest.raises(TrainingError, match=r"step 1: the policy gives log-probs that are no numbers"):
+    with pytest.raises(TrainingError, match=r"step 1: the policy's log-probs are not finite"):
         train(model_folder, tmp_path / "run", {"steps": 2})
 
 
@@ -521,14 +525,14 @@ def test_rows_that_are_not_those_of_the_run_are_told(
     capsys.readouterr()
     train(model_folder, folder, {"steps": 3}, resume=True, data=data)
     told = " ".join(capsys.readouterr().out.split())
-    assert ("data.train is not what it was" in told) is (change != "the same")
+    assert ("data.train changed since the checkpoint" in told) is (change != "the same")
 
 
 def test_a_folder_that_is_taken_away_ends_the_run_at_its_next_step(model_folder: Path, tmp_path: Path) -> None:
     def take_away(step: int, metrics: dict[str, float]) -> None:
         (tmp_path / "run").rename(tmp_path / "moved")
 
-    with pytest.raises(TrainingError, match=r"run is gone: it was moved or deleted(.|\n)*step 2 is not in it"):
+    with pytest.raises(TrainingError, match=r"run was moved or deleted during the run, so step 2 is not saved"):
         train(model_folder, tmp_path / "run", {"steps": 3}, callbacks=[take_away])
     assert train(model_folder, tmp_path / "moved", {"steps": 3}, resume=True)["steps"] == 3
 

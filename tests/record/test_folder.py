@@ -50,7 +50,7 @@ def test_resume_finds_the_newest_run_of_that_name(tmp_path: Path, monkeypatch: p
 
 def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     run_in(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"observe\.dir: .*/run already holds a run\. Go on with it \(--resume\)"):
+    with pytest.raises(ConfigError, match=r"observe\.dir: .*/run already holds a run\. Continue it with --resume"):
         refuse_existing(tmp_path / "run", resume=False)
     with pytest.raises(ConfigError, match="already holds a run"), claim(tmp_path / "run", resume=False):
         pytest.fail("claimed")

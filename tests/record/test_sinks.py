@@ -183,11 +183,11 @@ def test_a_row_without_a_step_is_not_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("[1]", "line 2: not an object with names and values"),
-        ("3", "line 2: not an object with names and values"),
-        ("[" * 100_000, "line 2: lists or objects are nested too deeply"),
+        ("[1]", "line 2: not a JSON object"),
+        ("3", "line 2: not a JSON object"),
+        ("[" * 100_000, "line 2: the JSON is nested too deeply"),
         ('{"step": [2]}', "a row has the step"),
-        ('{"step": "two"}', "a row has the step 'two', which is no number"),
+        ('{"step": "two"}', "a row has the step 'two', which is not a number"),
     ],
     ids=["list", "number", "deep", "step of a list", "step of a text"],
 )

@@ -192,7 +192,7 @@ def test_memory_of_it_is_planned(tmp_path: Path) -> None:
 def test_what_a_pass_takes_is_what_is_counted(tmp_path: Path, kind: str) -> None:
     """Of a model wide enough that its layers decide; counted is never less."""
     from tests.plan.live import Live
-    from trimtab.plan.activations import Row, UpdatePath, score_peak
+    from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak
     from trimtab.run.shapes import shape_of
 
     sizes = {
@@ -208,7 +208,9 @@ def test_what_a_pass_takes_is_what_is_counted(tmp_path: Path, kind: str) -> None
     with Live() as live:
         model._forward(rows)
     counted = sum(
-        score_peak(shape_of(str(folder)), Row(1000, 5, 1000, 5), UpdatePath(4, False, False, 1, True)).values()
+        score_peak(
+            shape_of(str(folder)), MicroBatchSize(1000, 5, 1000, 5), UpdatePath(4, False, False, 1, True)
+        ).values()
     )
     assert live.peak <= counted <= 2.5 * live.peak, (live.peak, counted)
 

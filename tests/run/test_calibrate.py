@@ -12,9 +12,9 @@ from trimtab.config.algorithms import resolve
 from trimtab.config.learn import Learn
 from trimtab.config.run import Run
 from trimtab.model.policy import Policy
-from trimtab.plan.activations import Row, update_peak
+from trimtab.plan.activations import MicroBatchSize, update_peak
 from trimtab.plan.devices import find_device
-from trimtab.plan.job import COUNTED, Correction, Job, Machine
+from trimtab.plan.job import NO_CORRECTION, Correction, Job, Machine
 from trimtab.plan.ledger import GIB, MIB, update_path
 from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.shape import read_shape
@@ -55,7 +55,7 @@ def test_pinned_keys_stay() -> None:
 
 def test_a_line_that_was_counted_right_changes_nothing() -> None:
     before = plan_of(Run())
-    assert corrected(before, Run(), COUNTED).run == before.run
+    assert corrected(before, Run(), NO_CORRECTION).run == before.run
 
 
 def test_where_nothing_would_fit_the_plan_stays_and_the_guard_has_its_turn() -> None:
@@ -86,7 +86,7 @@ def test_the_line_goes_through_both_measurements(monkeypatch: pytest.MonkeyPatch
     path = update_path(job, RESOLVED)
 
     def measured(updater: Updater, samples: list, device: torch.device) -> int:
-        row = Row(*MicroBatch.build(samples, device).sizes)
+        row = MicroBatchSize(*MicroBatch.build(samples, device).sizes)
         return int(1.25 * sum(update_peak(job.shape, row, path).values())) + 7 * MIB
 
     monkeypatch.setattr(probing, "_peak", measured)
@@ -101,7 +101,7 @@ def test_a_line_that_makes_no_sense_is_not_believed(monkeypatch: pytest.MonkeyPa
     updater, job = updater_of(8192)
     monkeypatch.setattr(probing, "_peak", lambda *_: peaks.pop(0))
     found = probe(updater, job, RESOLVED)
-    assert replace(found, launch_s=None) == COUNTED and found.launch_s is not None and found.launch_s > 0
+    assert replace(found, launch_s=None) == NO_CORRECTION and found.launch_s is not None and found.launch_s > 0
 
 
 @pytest.mark.parametrize("host", [1e-3, 2.6e-3, 3.3e-3, 6e-3])
@@ -116,7 +116,7 @@ def test_micro_batches_outlast_the_launching_that_was_measured(host: float) -> N
     if grown:
         assert after.ledger.fullest.device_bytes < 1.1 * before.ledger.fullest.device_bytes
         why = {choice.key: (choice.value, choice.why) for choice in after.choices}
-        assert why["run.checkpoint_activations"] == ("some", "two micro-batches, measured")
+        assert why["run.checkpoint_activations"] == ("some", "measured with two micro-batches")
     pinned = Run(checkpoint_activations=False)
     alone = corrected(make_plan(pinned, job, before.machine), pinned, Correction(launch_s=host))
     assert alone.run.checkpoint_activations is False and alone.run.token_budget == after.run.token_budget
@@ -129,13 +129,13 @@ def test_memory_that_runs_out_on_the_way_is_no_reason_to_stop(monkeypatch: pytes
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(probing, "_peak", short)
-    assert probe(updater, job, RESOLVED) == COUNTED
+    assert probe(updater, job, RESOLVED) == NO_CORRECTION
     assert all(p.grad is None for p in updater.policy.parameters())
 
 
 def test_too_small_a_budget_is_not_probed() -> None:
     updater, job = updater_of(200)
-    assert probe(updater, job, RESOLVED.model_copy(update={"token_budget": 200})) == COUNTED
+    assert probe(updater, job, RESOLVED.model_copy(update={"token_budget": 200})) == NO_CORRECTION
 
 
 @pytest.mark.parametrize("prompt", [1024, 2048, 5000])
@@ -146,8 +146,10 @@ def test_prompts_may_be_longer_than_the_probe(monkeypatch: pytest.MonkeyPatch, p
     path = update_path(job, run)
 
     def measured(updater: Updater, samples: list, device: torch.device) -> int:
-        return int(1.5 * sum(update_peak(job.shape, Row(*MicroBatch.build(samples, device).sizes), path).values()))
+        return int(
+            1.5 * sum(update_peak(job.shape, MicroBatchSize(*MicroBatch.build(samples, device).sizes), path).values())
+        )
 
     monkeypatch.setattr(probing, "_peak", measured)
     assert probe(updater, job, run).factor == pytest.approx(1.5, rel=1e-6)
-    assert probe(updater, job, run.model_copy(update={"token_budget": prompt + 50})) == COUNTED
+    assert probe(updater, job, run.model_copy(update={"token_budget": prompt + 50})) == NO_CORRECTION

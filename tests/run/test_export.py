@@ -87,7 +87,7 @@ def test_adapters_are_merged_into_the_type_they_were_trained_in(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ("7", r"--checkpoint: .* has no checkpoint of step 7\. There is: 2, 9, 10\."),
+        ("7", r"--checkpoint: .* has no checkpoint of step 7\. Its checkpoints: 2, 9, 10\."),
         ("newest", r"--checkpoint: 'newest' is not a checkpoint\. Write best, last or a step\."),
     ],
 )
@@ -102,11 +102,11 @@ def test_wrong_places_are_told(run: Path, tmp_path: Path) -> None:
     begin(tmp_path, CONFIG, [])
     with pytest.raises(ConfigError, match=r"RUN: .* has no checkpoint yet"):
         export_run(tmp_path, tmp_path / "out", "last", "same")
-    with pytest.raises(ConfigError, match=r"FOLDER: .* already exists and is not an empty folder"):
+    with pytest.raises(ConfigError, match=r"FOLDER: .* already exists and is not empty"):
         export_run(run, tmp_path, "last", "same")
-    with pytest.raises(ConfigError, match=r"FOLDER: .* already exists and is not an empty folder"):
+    with pytest.raises(ConfigError, match=r"FOLDER: .* already exists and is not empty"):
         export_run(run, tmp_path / "config.yaml", "last", "same")
-    with pytest.raises(ConfigError, match="--dtype: 'int4' is not a type"):
+    with pytest.raises(ConfigError, match="--dtype: 'int4' is not a dtype"):
         export_run(run, tmp_path / "out", "last", "int4")
     assert not (tmp_path / "out").exists()
 
@@ -114,7 +114,7 @@ def test_wrong_places_are_told(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["file/x", "file/x/y", "/proc/x/y", "a" * 300])
 def test_a_place_where_nothing_can_be_made_is_told(run: Path, tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match=r"FOLDER: cannot write to .*: .*\. Choose another\."):
+    with pytest.raises(ConfigError, match=r"FOLDER: cannot write to .*: .*\. Choose another folder\."):
         export_run(run, tmp_path / place, "last", "same")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -134,7 +134,7 @@ def test_no_evaluation_means_no_best(tmp_path: Path, tokenizer) -> None:
     save_checkpoint(
         tmp_path, RunState(step=1), model, tokenizer, MasterAdamW(WeightStore(model.named_parameters()), Learn()), 1
     )
-    with pytest.raises(ConfigError, match=r"has no evaluation to choose the best by\. Use last\."):
+    with pytest.raises(ConfigError, match=r"has no evaluation, so no best checkpoint\. Write last\."):
         find_checkpoint(tmp_path, "best")
 
 
@@ -142,12 +142,12 @@ FAILURES: dict[str, tuple[BaseException, type[BaseException], str]] = {
     "full": (
         OSError(28, "No space left on device"),
         ConfigError,
-        r"FOLDER: there is no space left for the model in .*out",
+        r"FOLDER: the disk has no space left for the model in .*out",
     ),
     "full, in safetensors' words": (
         SafetensorError("I/O error: No space left on device (os error 28)"),
         ConfigError,
-        r"FOLDER: there is no space left",
+        r"FOLDER: the disk has no space left",
     ),
     "read-only": (
         OSError(30, "Read-only file system"),
@@ -195,13 +195,11 @@ def test_places_that_cannot_be_replaced_are_told(run: Path, tmp_path: Path, monk
         export_run(run, tmp_path / "loop", "last", "same")
     for inside in (run / "checkpoints/step-10/out", run / "checkpoints/out"):
         with pytest.raises(
-            ConfigError, match=r"FOLDER: .* is among the checkpoints of the run itself\. Choose a folder outside"
+            ConfigError, match=r"FOLDER: .* is inside the checkpoints folder of the run\. Choose a folder outside"
         ):
             export_run(run, inside, "last", "same")
         assert not inside.exists()
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
-    with pytest.raises(
-        ConfigError, match=r"volume is where another disk is mounted.*Write a folder in it: .*volume/model"
-    ):
+    with pytest.raises(ConfigError, match=r"volume is a mount point.*Choose a folder inside it: .*volume/model"):
         export_run(run, tmp_path / "volume", "last", "same")

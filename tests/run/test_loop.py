@@ -118,9 +118,7 @@ def test_adapters_resume_exactly_and_only_with_their_own_rank(model_folder, tmp_
     assert not (half / "checkpoints/step-2/model.safetensors").exists()  # the frozen weights are where they came from
     others = [adapted(model_folder, r=8), adapted(model_folder, targets=["q_proj"]), {"path": str(model_folder)}]
     for other in others:
-        with pytest.raises(
-            ConfigError, match=r"model\.lora: step-2 cannot go on with other adapters than it has: model\.lora"
-        ):
+        with pytest.raises(ConfigError, match=r"model\.lora: step-2 cannot continue with other adapters: model\.lora"):
             train(other, tmp_path / "half", learn={"steps": 4}, observe=observe, resume=True)
     train(adapted(model_folder), tmp_path / "half", learn={"steps": 4}, observe=observe, resume=True)
     one, two = (load_file(f / "final/model.safetensors") for f in (whole, half))
@@ -287,8 +285,9 @@ def test_nothing_is_learned_where_all_that_could_be_is_masked(model_folder, tmp_
     assert [row["run/dropped_truncated"] for row in metrics[1:]] == [16, 16]
     before, after = (load_file(f / "model.safetensors") for f in (model_folder, folder / "final"))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert "step 1: all completions were cut off (learn.mask_truncated); nothing is learned from it" in " ".join(
-        capsys.readouterr().out.split()
+    assert (
+        "step 1: every completion is truncated, and learn.mask_truncated drops those; the step learns nothing"
+        in " ".join(capsys.readouterr().out.split())
     )
 
 
@@ -312,7 +311,7 @@ def test_no_picture_can_fail_a_run(model_folder, tmp_path, capsys, monkeypatch) 
     folder, _ = train(model_folder, tmp_path, learn={"steps": 1, "max_new_tokens": 2})
     assert (folder / "final").exists() and not (folder / "curve.png").exists()
     shown = " ".join(capsys.readouterr().out.split())
-    assert "curve.png is not drawn: drawing a learning curve needs matplotlib" in shown and "trimtab[plot]" in shown
+    assert "cannot draw curve.png: drawing a learning curve needs matplotlib" in shown and "trimtab[plot]" in shown
     assert "The doctor finds" not in shown
 
 

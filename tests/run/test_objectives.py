@@ -61,13 +61,13 @@ def test_tasks_without_a_reference_have_no_kl(model_folder: Path, tmp_path: Path
         ({"task": "knd"}, {}, r"no column 'knd'; .* Did you mean 'kind'\? Set data\.task to the column with the tasks"),
         ({"eval": [{"prompt": "1+1="}]}, {}, r"data\.eval has no column 'kind'"),
         ({"train": [*ROWS, {"prompt": "1", "kind": None}]}, {}, r"row 31 .* a task has a name, but this is None"),
-        ({}, {"kl_bands": {"from 3": [0, 1]}}, r"kl_bands\.from 3: no row of data\.train is of the task 'from 3'"),
+        ({}, {"kl_bands": {"from 3": [0, 1]}}, r"kl_bands\.from 3: no row of data\.train has the task 'from 3'"),
     ],
 )
 def test_what_is_wrong_with_tasks_is_said_before_any_weight_is_loaded(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, data: Any, observe: Any, message: str
 ) -> None:
-    monkeypatch.setattr("trimtab.run.opening.load_model", None)
+    monkeypatch.setattr("trimtab.run.open_run.load_model", None)
     with pytest.raises((DataError, ConfigError), match=message):
         train(
             model_folder,

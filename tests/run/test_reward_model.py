@@ -256,7 +256,7 @@ def test_bad_input_is_refused_before_anything_is_written(
 
 def test_a_model_without_a_classifier_is_refused(tmp_path: Path, tokenizer) -> None:
     save_model(tiny_model("granite"), tokenizer, tmp_path / "granite")
-    with pytest.raises(ConfigError, match="no sequence classification for granite"):
+    with pytest.raises(ConfigError, match="no sequence-classification model for granite"):
         run_of(tmp_path / "granite", tmp_path)
 
 

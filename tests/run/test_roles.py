@@ -119,9 +119,9 @@ def test_the_loop_fits_on_a_page_and_a_half_and_imports_nothing_below_the_roles(
     assert len(source.splitlines()) <= 120
     imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
     assert {name for name in imported if name and name.startswith("trimtab.")} == {
-        "trimtab.run.endings",
+        "trimtab.run.finish_step",
         "trimtab.run.evaluation",
-        "trimtab.run.keeping",
+        "trimtab.run.save_on_stop",
         "trimtab.run.roles",
         "trimtab.run.rollout_step",
         "trimtab.run.update_step",

@@ -225,13 +225,13 @@ def test_passes_count_what_is_used(model_folder: Path, tmp_path: Path) -> None:
 
 def test_a_warm_up_longer_than_the_run_is_refused_before_it_is_written(model_folder: Path, tmp_path: Path) -> None:
     learn = {"steps": None, "epochs": 1, "schedule": {"warmup_steps": 6}}
-    with pytest.raises(ConfigError, match="of 6 steps"):
+    with pytest.raises(ConfigError, match="6 warm-up steps leave none of 6"):
         sft(model_folder, tmp_path, learn=learn)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_budget_for_scoring_has_to_hold_what_is_scored(model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run.score_token_budget: 8 tokens cannot hold the longest example, 42"):
+    with pytest.raises(ConfigError, match=r"run.score_token_budget: 8 tokens cannot hold the longest example of 42"):
         sft(model_folder, tmp_path, eval_data=[{"prompt": "1" * 40, "completion": "2"}], run={"score_token_budget": 8})
 
 

@@ -20,7 +20,7 @@ from trimtab.plan import cache
 from trimtab.plan.devices import find_device
 from trimtab.plan.governor import Governor, Move
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB, draw_up
+from trimtab.plan.ledger import GIB, build_ledger
 from trimtab.plan.planner import make_plan
 from trimtab.plan.refusal import plan_here, planned
 from trimtab.plan.shape import read_shape
@@ -118,9 +118,7 @@ def test_what_was_found_is_used_and_explained(machine: Machine) -> None:
     plan = planned(Run(), job(), machine)
     assert plan.run.token_budget == 123 and plan.run.rollout.max_sequences == 7
     words = {choice.key: choice.why for choice in plan.choices}
-    assert (
-        words["run.token_budget"] == "measured here with trimtab tune, 2026-11-15" == words["run.rollout.max_sequences"]
-    )
+    assert words["run.token_budget"] == "measured by trimtab tune on 2026-11-15" == words["run.rollout.max_sequences"]
     pinned = planned(Run(token_budget=99, rollout=Rollout(max_sequences=3)), job(), machine)
     assert pinned.run.token_budget == 99 and pinned.run.rollout.max_sequences == 3
 
@@ -298,7 +296,7 @@ def test_recomputing_for_the_sake_of_launching_is_cheap_and_takes_no_more_memory
         return plan.run.model_copy(update={"token_budget": moved.budget, "checkpoint_activations": kept})
 
     def memory(run: Run) -> int:
-        return draw_up(plan.job, plan.machine, run, plan.place)["update"].device_bytes
+        return build_ledger(plan.job, plan.machine, run, plan.place)["update"].device_bytes
 
     longer = predict(plan.job, plan.machine, at("some")).total / predict(plan.job, plan.machine, at(False)).total
     if moved.recompute == "some":

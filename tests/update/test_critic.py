@@ -236,13 +236,15 @@ def test_a_critic_reads_tokens_as_the_policy_does(model_folder: Path, tmp_path: 
     save_model(tiny_model("qwen2"), tokenizer, tmp_path / "critic")
     (tmp_path / "critic/tokenizer.json").write_text(json.dumps(other))
     critic = {"critic": {"path": str(tmp_path / "critic")}}
-    with pytest.raises(ConfigError, match=r"learn\.critic\.path: .*critic has another tokenizer than the policy"):
+    with pytest.raises(ConfigError, match=r"learn\.critic\.path: the tokenizer of .*critic differs"):
         train(model_folder, tmp_path, "other", learn=critic)
     for file in (tmp_path / "critic").glob("*token*"):
         file.unlink()
     train(model_folder, tmp_path, "none", learn=critic)
     save_model(tiny_model("qwen2", vocab_size=40), tokenizer, tmp_path / "small")
-    with pytest.raises(ConfigError, match=r"learn\.critic\.path: .*small knows 40 tokens and the policy \d+"):
+    with pytest.raises(
+        ConfigError, match=r"learn\.critic\.path: .*small has a vocabulary of 40 tokens, fewer than the policy's \d+"
+    ):
         train(model_folder, tmp_path, "small-run", learn={"critic": {"path": str(tmp_path / "small")}})
 
 

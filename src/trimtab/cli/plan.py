@@ -12,7 +12,7 @@ from trimtab.cli.output import console_file, loading, print_json, user_errors
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from trimtab.run.plan_command import Look
+    from trimtab.run.plan_command import PlanResult
 
 
 def plan(
@@ -45,9 +45,9 @@ def plan(
         with loading(as_json):
             from rich.console import Console
 
-            from trimtab.run.plan_command import Asked, look
+            from trimtab.run.plan_command import PlanOptions, look
 
-        asked = Asked(device, devices, device_memory, host_memory, profile, like)
+        asked = PlanOptions(device, devices, device_memory, host_memory, profile, like)
         with loading(as_json, "planning"):
             looks = [look(file, overrides or [], asked) for file in [config, *(compare or [])]]
         console = Console(file=console_file(as_json), highlight=False)
@@ -64,7 +64,7 @@ def plan(
             raise typer.Exit(1)
 
 
-def _view(found: Look) -> RenderableType:
+def _view(found: PlanResult) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 

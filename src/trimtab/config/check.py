@@ -390,7 +390,7 @@ def _cut(run: Run) -> Iterator[Contradiction]:
 
 
 def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
-    if not config.run.outside:
+    if not config.run.external:
         for name in ("python", "eager", "processes", "tensor_parallel"):
             one = name in ("processes", "tensor_parallel") and getattr(config.run.rollout, name) == 1  # as it has
             if name in changed(config.run.rollout) and not one:
@@ -464,7 +464,7 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
         yield clash("observe.eval_every data.eval", "has no effect: there is no evaluation set", NAME_EVAL_SET)
     idle = [f"observe.{name}" for name in changed(config.observe, "samples_every", "max_failed_rewards")]
     idle += [f"run.rollout.{name}" for name in changed(run.rollout)]
-    idle += ["run.engine"] if run.outside and run.rollout.tensor_parallel == 1 else []  # which alone means vllm
+    idle += ["run.engine"] if run.external and run.rollout.tensor_parallel == 1 else []  # which alone means vllm
     idle += [f"run.{name}" for name in changed(run, "reward_workers")]
     for key in idle:
         yield clash(key, "has no effect: this stage samples nothing and scores nothing", "Leave it out")

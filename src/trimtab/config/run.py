@@ -117,6 +117,6 @@ class Run(Section):
         return self
 
     @property
-    def outside(self) -> bool:
+    def external(self) -> bool:
         """What generates is another library, in processes of its own."""
         return self.engine not in ("auto", "native")

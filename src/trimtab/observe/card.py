@@ -110,7 +110,9 @@ class StartCard:
         if told:
             parts += [Text(), choices_table(told)]
         if usual := len(self.choices) - len(told):
-            line = Text(f"{usual}{' other' * bool(told)} run choices are as usual; --verbose shows them", style="dim")
+            line = Text(
+                f"{usual}{' other' * bool(told)} run choices have their usual values; --verbose shows them", style="dim"
+            )
             parts += [line] if told else [Text(), line]
         return Panel(
             Group(*parts), title="Trimtab", title_align="left", box=box.ROUNDED, border_style="cyan", expand=False
@@ -132,9 +134,9 @@ def rollout_batch(prompts: int, samples: int, new_tokens: int, updates: int) -> 
     """The batch of a step that generates what it learns from."""
     sequences = prompts * samples
     return [
-        ("batch", f"{prompts} prompts × {samples} samples = {sequences:,} sequences a step"),
-        ("tokens", f"up to {sequences * new_tokens:,} new tokens a step ({new_tokens:,} a sequence)"),
-        ("updates", f"{updates} a batch{' (on-policy)' if updates == 1 else ''}"),
+        ("batch", f"{prompts} prompts × {samples} samples = {sequences:,} sequences per step"),
+        ("tokens", f"up to {sequences * new_tokens:,} new tokens per step ({new_tokens:,} per sequence)"),
+        ("updates", f"{updates} per batch{' (on-policy)' if updates == 1 else ''}"),
     ]
 
 
@@ -161,5 +163,5 @@ def _rows(rows: int | None) -> str:
 
 def _of(peak: float | None, total: float | None) -> str:
     if peak is None:
-        return MISSING if total is None else f"{gib(total)} in all"
+        return MISSING if total is None else f"{gib(total)} total"
     return f"{gib(peak)} predicted peak" + ("" if total is None else f" of {gib(total)}")

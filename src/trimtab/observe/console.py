@@ -33,7 +33,7 @@ PHASE_WORDS = {
     "reward": "waiting for rewards",
     "score": "computing log-probs",
     "update": "updating the policy",
-    "publish": "handing the weights to the engine",
+    "publish": "sending the weights to the engine",
     "checkpoint": "writing a checkpoint",
     "eval": "evaluating",
 }
@@ -95,8 +95,8 @@ class Console:
             self._show_live()
         else:
             self._print(Text(step_line(self.history)))
-        if told := self._signal.saw(metrics):
-            self.warn(told)
+        if warning := self._signal.saw(metrics):
+            self.warn(warning)
 
     def eval(self, step: int, scores_: Mapping[str, Any]) -> None:
         """Scores by name, with or without the `eval/` prefix."""

@@ -18,9 +18,9 @@ from trimtab.base.units import GIB, MIB
 from trimtab.model.memory import host_memory
 from trimtab.observe.format import duration
 
-WINDOW = 32
+SLOPE_WINDOW_STEPS = 32
 """Steps that the slope is taken over."""
-ENOUGH = 8
+MIN_STEPS_FOR_SLOPE = 8
 """Steps before there is a slope: the first ones fill caches."""
 
 
@@ -34,8 +34,8 @@ class HostWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._warn, self._read, self._clock = warn, read, clock
-        self._left: deque[int] = deque(maxlen=WINDOW)
-        self._times: deque[float] = deque(maxlen=WINDOW)
+        self._left: deque[int] = deque(maxlen=SLOPE_WINDOW_STEPS)
+        self._times: deque[float] = deque(maxlen=SLOPE_WINDOW_STEPS)
         self._said = float("inf")
         """Steps that memory would have lasted at the latest warning."""
 
@@ -45,7 +45,7 @@ class HostWatch:
         self._left.append(available)
         self._times.append(self._clock())
         metrics = {"memory/host_left_gib": available / GIB}
-        if len(self._left) < ENOUGH:
+        if len(self._left) < MIN_STEPS_FOR_SLOPE:
             return metrics
         taken = -slope(self._left)
         lasting = min(taken, -slope(list(self._left)[len(self._left) // 2 :]))
@@ -54,9 +54,9 @@ class HostWatch:
             self._said = steps_left
             seconds = median(b - a for a, b in pairwise(self._times))
             self._warn(
-                f"host memory shrinks by {lasting / MIB:,.0f} MiB a step and will be used up in about {steps_left:,.0f} steps "
+                f"free host memory falls by {lasting / MIB:,.0f} MiB per step and runs out in about {steps_left:,.0f} steps "
                 f"({duration(steps_left * seconds)}), before the {steps_to_go:,} to go; {available / GIB:.1f} GiB are left. "
-                "Look for what reward functions keep, or lower run.reward_workers"
+                "Check what reward functions keep in memory, or lower run.reward_workers"
             )
         return metrics | {"memory/host_slope_mib_per_step": taken / MIB}
 

@@ -18,14 +18,12 @@ def where_it_stands(folder: Path, state: RunState, steps: int) -> str:
     """What to tell somebody whose run has just stopped."""
     checkpoint = newest_checkpoint(folder)
     kept = (
-        f"its last checkpoint is {checkpoint.name}"
+        f"resume it to continue from {checkpoint.name}"
         if checkpoint
-        else "it has no checkpoint yet, so that starts it over"
+        else "it has no checkpoint yet, so resuming starts it over"
     )
     found = doctor_words(folder)
-    return (
-        f"{folder} ended after step {state.step} of {steps}; to go on, resume it: {kept}{f'. {found}' if found else ''}"
-    )
+    return f"{folder} stopped after step {state.step} of {steps}; {kept}{f'. {found}' if found else ''}"
 
 
 def look_back(folder: Path, console: Console) -> None:
@@ -39,7 +37,7 @@ def draw_curve(folder: Path, console: Console) -> None:
     try:
         plot_curve(folder, folder / CURVE_FILE)
     except Exception as error:  # the model is trained and exported: no fault of a picture may take the run's end away
-        console.note(f"{CURVE_FILE} is not drawn: {error}")
+        console.note(f"cannot draw {CURVE_FILE}: {error}")
     else:
         console.note(f"learning curve: {folder / CURVE_FILE}")
 

@@ -79,7 +79,7 @@ def phase_table(
     table.add_column("phase")
     table.add_column("time", justify="right")
     if steps > 1:
-        table.add_column("a step", justify="right")
+        table.add_column("per step", justify="right")
     table.add_column("share", justify="right")
     table.add_column("", no_wrap=True)
     rows = list(phase_seconds.items())
@@ -128,7 +128,7 @@ class LivePanel:
         row.add_row(
             ProgressBar(total=history.total_steps, completed=history.step),
             Text(percent(history.step / history.total_steps), style="bold"),
-            Text(f"{duration(history.elapsed_s)} gone"),
+            Text(f"{duration(history.elapsed_s)} elapsed"),
             Text(f"ETA {duration(history.eta_s)}", style="bold"),
             Text(f"now: {now}", style="dim"),
         )

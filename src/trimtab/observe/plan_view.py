@@ -29,9 +29,7 @@ COLOURS = {
 def plan_view(plan: Plan, offers: Sequence[Offer] = (), profile: str = "balanced") -> RenderableType:
     parts: list[RenderableType] = [_facts(plan, profile), Text(), _bars(plan), Text(), _components(plan), Text()]
     if not plan.fits:
-        parts.append(
-            Text("No values of these keys fit. With the following, a run takes the least memory:", style="red")
-        )
+        parts.append(Text("The run does not fit, even with these minimum memory settings:", style="red"))
     parts.append(choices_table([(c.key, c.value, c.why) for c in plan.choices]))
     parts += [Text(), _times(plan, offers)] if plan.fits else []
     title = "Plan" if plan.fits else "Plan: does not fit"
@@ -53,15 +51,15 @@ def _facts(plan: Plan, profile: str) -> Table:
         "CPU" if machine.cpu else f"{machine.devices} × {machine.device.name}, {gib(machine.device.memory / GIB)} each"
     )
     if machine.devices > 1:
-        where += f"; states over {plan.place.shards}, rollout copies over {plan.place.tensor}"
+        where += f"; training states split over {plan.place.shards}, each rollout copy over {plan.place.tensor}"
     table.add_row(Text("model", style="dim"), Text(f"{job.shape.kind}, {_parameters(job.shape.parameters)}{trained}"))
     table.add_row(Text("machine", style="dim"), Text(where))
     limit = plan.limits.host if machine.cpu else plan.limits.device
-    words = f"{gib(limit / GIB)} may be filled: {limit_words(plan, plan.run, profile, machine.cpu)}"
+    words = f"up to {gib(limit / GIB)}: {limit_words(plan, plan.run, profile, machine.cpu)}"
     table.add_row(Text("limit", style="dim"), Text(words))
     batch = f"{job.prompts} prompts × {job.samples} samples, prompts up to {job.longest_prompt:,} tokens, {job.completion:,} new"
     table.add_row(Text("step", style="dim"), Text(batch))
-    table.add_row(Text("KV cache", style="dim"), Text(f"{job.shape.kv_elements * job.itemsize:,} bytes a token"))
+    table.add_row(Text("KV cache", style="dim"), Text(f"{job.shape.kv_elements * job.itemsize:,} bytes per token"))
     return table
 
 
@@ -141,14 +139,14 @@ def _times(plan: Plan, offers: Sequence[Offer]) -> Text:
         for name in ("rollout", "score", "update", "publish")
         if getattr(times, name) > 0.005
     )
-    text = Text(f"a step takes about {times.total:.2f} s ({phases}); {times.longest} decides")
+    text = Text(f"a step takes about {times.total:.2f} s ({phases}); bottleneck: {times.longest}")
     text.append(f"\n{plan.run.engine} takes about {times.start:.0f} s to start" if times.start else "")
     text.append(
-        f"\nmemory is decided by {plan.ledger.binding} in {plan.ledger.fullest.name}" if not plan.machine.cpu else ""
+        f"\nmemory bottleneck: {plan.ledger.binding} in {plan.ledger.fullest.name}" if not plan.machine.cpu else ""
     )
     for offer in offers:
         gain = times.total / offer.seconds - 1
-        text.append(f"\n{offer.words}: {offer.seconds:.2f} s a step ({gain:+.0%} speed)", style="dim")
+        text.append(f"\n{offer.words}: {offer.seconds:.2f} s per step ({gain:+.0%} speed)", style="dim")
     return text
 
 
@@ -167,7 +165,7 @@ def comparison(plans: Sequence[tuple[str, Plan]]) -> Table:
         table.add_column(name, justify="right")
     found = [plan for _, plan in plans]
     table.add_row("fits", *("yes" if plan.fits else "no" for plan in found))
-    table.add_row("seconds a step", *(f"{plan.times.total:.2f}" if plan.fits else MISSING for plan in found))
+    table.add_row("seconds per step", *(f"{plan.times.total:.2f}" if plan.fits else MISSING for plan in found))
     for phase in ("rollout", "update"):
         table.add_row(f"{phase}, GiB", *(f"{_size(plan, phase):.1f}" for plan in found))
     values = [{choice.key: choice.value for choice in plan.choices} for plan in found]

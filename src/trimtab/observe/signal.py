@@ -37,6 +37,6 @@ class SignalWatch:
             return None
         return (
             f"no group had signal in the last {self._in_a_row} steps: all samples of a prompt get the same reward (mean "
-            f"{number(get(metrics, 'reward/mean'))}), so the reward teaches nothing. Read RUN/samples; check the reward, choose "
-            "prompts that are solved sometimes, or raise learn.samples_per_prompt or learn.sampling.temperature"
+            f"{number(get(metrics, 'reward/mean'))}), so the policy learns nothing. Read RUN/samples; check the reward, choose "
+            "prompts that the model solves sometimes, or raise learn.samples_per_prompt or learn.sampling.temperature"
         )

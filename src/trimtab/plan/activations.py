@@ -20,7 +20,7 @@ from trimtab.plan.shape import Block, ModelShape
 
 
 @dataclass(frozen=True)
-class Row:
+class MicroBatchSize:
     """A micro-batch."""
 
     tokens: int
@@ -32,7 +32,7 @@ class Row:
     """Pairs of a query and a key, over all segments."""
 
     @classmethod
-    def of_groups(cls, groups: int, prompt: int, samples: int, completion: int) -> Row:
+    def of_groups(cls, groups: int, prompt: int, samples: int, completion: int) -> MicroBatchSize:
         """Whole groups: each prompt once, and all tokens of each sample but the last; they see their prompt again."""
         own = completion - 1
         return cls(
@@ -43,8 +43,8 @@ class Row:
             groups * (prompt * prompt + samples * own * (prompt + own)),
         )
 
-    def times(self, factor: float) -> Row:
-        return Row(*(math.ceil(factor * getattr(self, field.name)) for field in fields(self)))
+    def times(self, factor: float) -> MicroBatchSize:
+        return MicroBatchSize(*(math.ceil(factor * getattr(self, field.name)) for field in fields(self)))
 
     @property
     def numbers(self) -> int:
@@ -71,7 +71,7 @@ class UpdatePath:
     """The model's modules run Liger's kernels."""
 
 
-def kept_by_layer(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -> int:
+def kept_by_layer(shape: ModelShape, block: Block, row: MicroBatchSize, path: UpdatePath) -> int:
     """Bytes that a layer keeps from its forward pass to its backward pass."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
     if not path.fused:
@@ -87,7 +87,7 @@ def kept_by_layer(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -
     return T * (attention + residuals + 2 * s * E + 2 * s * block.width + 7 * low) + gathered
 
 
-def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -> int:
+def _kept_by_modules(shape: ModelShape, block: Block, row: MicroBatchSize, path: UpdatePath) -> int:
     T, E, s = row.tokens, shape.hidden, path.itemsize
     if path.recompute:
         return 0 if path.away else s * E * T
@@ -102,7 +102,7 @@ def _kept_by_modules(shape: ModelShape, block: Block, row: Row, path: UpdatePath
     return 0 if path.away else T * (norms + heads + wide + 7 * s * path.rank) + _keys_and_scores(block, row, s)
 
 
-def _keys_and_scores(block: Block, row: Row, itemsize: int) -> int:
+def _keys_and_scores(block: Block, row: MicroBatchSize, itemsize: int) -> int:
     """Bytes of keys and values laid out for every segment, and of scores where no fused kernel computes the attention."""
     laid_out = itemsize * block.kv_elements * row.seen if row.seen != row.tokens else 0
     return laid_out + (row.pairs * block.heads * _score_bytes(itemsize) if block.dense else 0)
@@ -113,7 +113,7 @@ def _score_bytes(itemsize: int) -> int:
     return 8 if itemsize >= 4 else 8 + itemsize
 
 
-def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: UpdatePath) -> int:
+def backward_of_layer(shape: ModelShape, block: Block, row: MicroBatchSize, path: UpdatePath) -> int:
     """The most bytes that a layer's backward pass holds beside what was kept: what it recomputes, and gradients in between."""
     T, E, s, F = row.tokens, shape.hidden, path.itemsize, block.used_width
     again = 0
@@ -138,7 +138,7 @@ def backward_of_layer(shape: ModelShape, block: Block, row: Row, path: UpdatePat
     return again + max(feed_forward, norm, waiting + flash + scores, waiting + turned)
 
 
-def head(shape: ModelShape, row: Row, path: UpdatePath) -> tuple[int, int]:
+def head(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> tuple[int, int]:
     """Bytes that the log-prob head keeps for its backward pass, and the most that either of its passes needs beside them."""
     R, E, V, s = row.predicted, shape.hidden, shape.vocabulary, path.itemsize
     numbers = 4 * max(1, s // 4)
@@ -153,7 +153,7 @@ def head(shape: ModelShape, row: Row, path: UpdatePath) -> tuple[int, int]:
     return kept, max(forward, backward)
 
 
-def update_peak(shape: ModelShape, row: Row, path: UpdatePath) -> dict[str, int]:
+def update_peak(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> dict[str, int]:
     """Bytes by component at the fullest moment of a micro-batch's forward and backward passes, beside weights and gradients."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
     kept = sum(count * kept_by_layer(shape, block, row, path) for block, count in shape.kinds.items())
@@ -166,7 +166,7 @@ def update_peak(shape: ModelShape, row: Row, path: UpdatePath) -> dict[str, int]
     return {"activations": kept + row.numbers, "log-prob head": 0, "backward work": layer_work}
 
 
-def score_peak(shape: ModelShape, row: Row, path: UpdatePath) -> dict[str, int]:
+def score_peak(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> dict[str, int]:
     """The same for a pass without gradients: a layer or two at a time, and the head's forward pass."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
     block = max(shape.kinds, key=lambda b: b.projected + 2 * b.used_width)

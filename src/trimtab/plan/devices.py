@@ -86,9 +86,9 @@ def find_device(name: str, memory: int | None = None) -> Device:
     if letters not in known:
         near = alike(letters, known, most=1, cutoff=0.6)
         fix = f"Did you mean {known[near[0]]}? " if near else ""
-        what = f"{name!r} is not a device that is known"
+        what = f"{name!r} is not a known device"
         raise ConfigError(
-            [Problem("--device", what, f"{fix}One of {', '.join(CATALOGUE)}; or give --device-memory alone.")]
+            [Problem("--device", what, f"{fix}Write one of {', '.join(CATALOGUE)}, or only --device-memory.")]
         )
     device = CATALOGUE[known[letters]]
     return device if memory is None else replace(device, memory=memory)

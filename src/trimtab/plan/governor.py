@@ -13,19 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trimtab.config.run import Recompute
-from trimtab.plan.ledger import GIB, UNSEEN
+from trimtab.plan.ledger import GIB, NOT_METERED
 from trimtab.plan.planner import Plan, recompute_when_wider, useful_tokens
-from trimtab.plan.rules import GRAIN, WIDEST
+from trimtab.plan.rules import GRAIN_TOKENS, MAX_USEFUL_BUDGET_TOKENS
 
-RAISE, LOWER = 1.25, 0.8
+RAISE_FACTOR, LOWER_FACTOR = 1.25, 0.8
 """What the budget is multiplied by where there is room, and the largest micro-batch where a peak came too near the limit."""
-FILLED = 0.9
+MIN_FILL_TO_RAISE = 0.9
 """A budget is raised only if the largest micro-batch filled more of it than this: otherwise packing makes no use of more."""
-OF_ROOM, OF_CEILING = 0.95, 0.9
+MAX_SHARE_OF_ROOM, MAX_SHARE_OF_CEILING = 0.95, 0.9
 """How near a raised budget may come to the size that should just fit by what was measured, and to one that ran out of memory."""
-WAITS = 0.1
+WAITING_BELOW_SHARE = 0.1
 """The device is waiting for its host if it is behind it by less than this share of a micro-batch."""
-IN_A_ROW = 2
+WAITED_STEPS_BEFORE_RAISING = 2
 """Steps in a row that the device must have waited in: the first step also compiles."""
 
 
@@ -61,24 +61,27 @@ class Governor:
             or now.budget != metrics.get("run/token_budget")
         ):
             return None
-        self._waited = self._waited + 1 if metrics.get("run/device_behind", 1.0) < WAITS else 0
+        self._waited = self._waited + 1 if metrics.get("run/device_behind", 1.0) < WAITING_BELOW_SHARE else 0
         if peak > self._limit:
-            lower = max(self.plan.job.longest_trained, int(LOWER * largest) // GRAIN * GRAIN)
+            lower = max(
+                self.plan.job.longest_trained,
+                int(LOWER_FACTOR * largest) // GRAIN_TOKENS * GRAIN_TOKENS,
+            )
             return Move(lower, now.recompute) if lower < now.budget else None
-        if largest <= FILLED * now.budget or metrics.get("run/microbatches", 1) <= self.updates:
+        if largest <= MIN_FILL_TO_RAISE * now.budget or metrics.get("run/microbatches", 1) <= self.updates:
             return None
-        most, step, recompute = useful_tokens(self.plan), RAISE, now.recompute
+        most, step, recompute = useful_tokens(self.plan), RAISE_FACTOR, now.recompute
         room = (self._limit - self._states) / max(1e-9, peak - self._states)
-        if self._waited >= IN_A_ROW:
-            most, step = max(most, min(WIDEST, 2 * now.budget)), 2.0
+        if self._waited >= WAITED_STEPS_BEFORE_RAISING:
+            most, step = max(most, min(MAX_USEFUL_BUDGET_TOKENS, 2 * now.budget)), 2.0
             recompute = self._recompute(now, most)
             if recompute != now.recompute:
                 room = 2.0 * step  # it takes hardly more memory than now
         if now.budget >= most:
             return None
-        higher = int(min(most, now.budget * min(step, OF_ROOM * room))) // GRAIN * GRAIN
+        higher = int(min(most, now.budget * min(step, MAX_SHARE_OF_ROOM * room))) // GRAIN_TOKENS * GRAIN_TOKENS
         if ceiling is not None:
-            higher = min(higher, int(OF_CEILING * ceiling))
+            higher = min(higher, int(MAX_SHARE_OF_CEILING * ceiling))
         if higher <= now.budget:
             return None
         self._waited = 0
@@ -99,5 +102,5 @@ class Governor:
     @property
     def _states(self) -> float:
         """GiB allocated in the update that do not grow with a micro-batch."""
-        work = ("activations", "log-prob head", "backward work", *UNSEEN)
+        work = ("activations", "log-prob head", "backward work", *NOT_METERED)
         return sum(size for name, size in self.plan.ledger["update"].device.items() if name not in work) / GIB

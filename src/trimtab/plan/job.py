@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.plan.activations import Row
+from trimtab.plan.activations import MicroBatchSize
 from trimtab.plan.devices import Device
 from trimtab.plan.shape import ModelShape
 
@@ -41,7 +41,7 @@ class Correction:
     """Seconds that this host needs to launch a layer's forward and backward passes; None: not measured."""
 
 
-COUNTED = Correction()
+NO_CORRECTION = Correction()
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Job:
     lengths: tuple[float, ...] = ()
     """New tokens of a sequence at evenly spaced quantiles, where they are known; empty: all are as long as they may be."""
 
-    correction: Correction = COUNTED
+    correction: Correction = NO_CORRECTION
 
     @property
     def sequences(self) -> int:
@@ -140,23 +140,23 @@ class Job:
             return float(token <= self.completion)
         return sum(length >= token for length in self.lengths) / len(self.lengths)
 
-    def row(self, budget: int) -> Row:
+    def row(self, budget: int) -> MicroBatchSize:
         """A full micro-batch of this budget, in the mix of prompts and completions that takes the most memory: each sample of a
         group sees the whole prompt again."""
-        whole = Row.of_groups(1, self.typical_prompt, self.samples, self.completion)
+        whole = MicroBatchSize.of_groups(1, self.typical_prompt, self.samples, self.completion)
         if whole.tokens <= budget:
             return whole.times(budget / whole.tokens)
         samples = max(1, (budget - self.typical_prompt) // self.completion)
-        part = Row.of_groups(1, self.typical_prompt, samples, self.completion)
+        part = MicroBatchSize.of_groups(1, self.typical_prompt, samples, self.completion)
         return part.times(budget / part.tokens)
 
     @property
-    def step_row(self) -> Row:
+    def step_row(self) -> MicroBatchSize:
         """All of a step as one row, completions as long as they may be."""
-        return Row.of_groups(self.prompts, self.typical_prompt, self.samples, self.completion)
+        return MicroBatchSize.of_groups(self.prompts, self.typical_prompt, self.samples, self.completion)
 
     @property
-    def expected_row(self) -> Row:
+    def expected_row(self) -> MicroBatchSize:
         """The same with completions as long as expected: time is predicted for these lengths, memory never."""
         completion = max(1, round(self.expected_completion))
-        return Row.of_groups(self.prompts, self.typical_prompt, self.samples, completion)
+        return MicroBatchSize.of_groups(self.prompts, self.typical_prompt, self.samples, completion)

@@ -31,7 +31,7 @@ def shared_kv_bytes(job: Job, run: Run, sequences: int, samples: int, new_tokens
     """Bytes of so many sequences, `samples` of each prompt. The native engine keeps a prompt's pages once, and gives each sample
     pages of its own from the one on in which the prompt ends. Of other engines this is not known, and a conversation with an
     environment shares only its first prompt: these are counted whole."""
-    if run.outside or job.environment:
+    if run.external or job.environment:
         return kv_bytes(job, sequences, job.typical_prompt + new_tokens, page_tokens)
     groups = min(sequences, -(-sequences // samples) + (0 if sequences % samples == 0 else 1))
     shared = -(-job.typical_prompt // page_tokens)

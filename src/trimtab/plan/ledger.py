@@ -16,36 +16,36 @@ from trimtab.base.units import GIB, MIB
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK, CHUNK, MERGED_AT_ONCE, PIECE, REWARD_TOKENS, SLOTS
-from trimtab.plan.activations import Row, UpdatePath, score_peak, update_peak
-from trimtab.plan.job import COUNTED, Job, Machine
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
+from trimtab.plan.job import NO_CORRECTION, Job, Machine
 
 # Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
 # when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
-CONTEXT = 690 * MIB
+CUDA_CONTEXT_BYTES = 690 * MIB
 """Device memory of the driver and its libraries."""
-GRAPHS = 140 * MIB
+CUDA_GRAPHS_BYTES = 140 * MIB
 """Device memory of CUDA graphs and of loaded kernels."""
-ASLEEP, AWAKE = CONTEXT + GRAPHS + 940 * MIB, 260 * MIB
+ASLEEP, AWAKE = CUDA_CONTEXT_BYTES + CUDA_GRAPHS_BYTES + 940 * MIB, 260 * MIB
 """What another library's process holds that has given its memory up, and how much more one that generates holds beside weights,
 KV and work: vLLM 0.25 kept 1.41 GiB at 0.5B parameters and 1.69 at 7B, SGLang 0.5.17 1.34
 (bench/results/engines-2026-11-16.md)."""
-WORKSPACES = 2 * 32 * MIB
+CUBLAS_WORKSPACES_BYTES = 2 * 32 * MIB
 """cuBLAS takes a workspace from torch's allocator for each stream, of which there are two: the update's, and the one that graphs
 are captured on. 32 MiB each on Hopper, less on older devices."""
-ROUNDING = MIB // 4
+ROUNDING_BYTES_PER_TENSOR = MIB // 4
 """Lost on average by a large tensor: torch's allocator hands out a block that is up to 1 MiB larger."""
-SLACK = 0.02
+ALLOCATOR_SLACK_SHARE = 0.02
 """Room that the allocator leaves between tensors, as a share of the most that it handed out."""
-PROCESS = 3 * GIB
+CUDA_PROCESS_HOST_BYTES = 3 * GIB
 """Host memory of a process with torch and CUDA."""
-CPU_PROCESS = GIB
+CPU_PROCESS_HOST_BYTES = GIB
 """Host memory of a process with torch alone."""
-WORKER = GIB // 4
+REWARD_WORKER_HOST_BYTES = GIB // 4
 """Host memory of a reward worker."""
 EMBEDDING_GRADIENT = "embedding gradient"
 ENGINE = "engine's processes"
 MERGED, MERGING = "merged copy", "merging adapters"
-UNSEEN = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
+NOT_METERED = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
 """Components that the meters of torch and of the native engine do not see."""
 
 
@@ -64,7 +64,7 @@ class Placement:
         return self.shards == 1 and self.tensor == 1
 
 
-ALONE = Placement()
+SINGLE_DEVICE = Placement()
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Phase:
 
     @property
     def allocated(self) -> int:
-        return sum(value for name, value in self.device.items() if name not in UNSEEN)
+        return sum(value for name, value in self.device.items() if name not in NOT_METERED)
 
     @property
     def device_bytes(self) -> int:
@@ -120,12 +120,12 @@ class Ledger:
     def binding(self) -> str:
         """The largest component of the fullest phase, without what every plan has, such as the weights."""
         parts = self.fullest.device or self.fullest.host
-        fixed = {"weights", "processes", *UNSEEN} - {ENGINE}
+        fixed = {"weights", "processes", *NOT_METERED} - {ENGINE}
         loose = {name: size for name, size in parts.items() if name not in fixed}
         return max(loose or parts, key=lambda name: parts[name])
 
 
-def draw_up(job: Job, machine: Machine, run: ResolvedRun, place: Placement = ALONE) -> Ledger:
+def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SINGLE_DEVICE) -> Ledger:
     """The ledger of a job whose `run` is known."""
     states = _states(job, run, place)
     host = _host(job, machine, run, place)
@@ -136,7 +136,7 @@ def draw_up(job: Job, machine: Machine, run: ResolvedRun, place: Placement = ALO
     phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
     if job.generates:
         rollout = _phase("rollout", resident | _rollout(job, machine, run, place) | _rewarding(job), host)
-        merged = {} if run.outside else _merged_copy(rollout, job, machine)
+        merged = {} if run.external else _merged_copy(rollout, job, machine)
         phases.append(replace(rollout, device=rollout.device | merged | (_merging(rollout, job) if merged else {})))
     if job.training:
         stays = {} if run.rollout.lend_memory else merged
@@ -243,7 +243,7 @@ def _gathered(job: Job, place: Placement) -> dict[str, int]:
 def _rollout(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """The engine's memory while it generates."""
     found = _generating(job, machine, run, place)
-    if run.outside and not machine.cpu:
+    if run.external and not machine.cpu:
         return {ENGINE: _elsewhere(found) + processes_of(run) * (ASLEEP + AWAKE)}
     return found
 
@@ -263,8 +263,8 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     prompts = -(-max(job.prompts, job.eval_sequences) * place.tensor // machine.devices)
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
-    rows = batch * ((12 * job.longest_sequence if run.outside else 16 * job.new_tokens) + 512)
-    apart = run.outside or not place.shares_weights
+    rows = batch * ((12 * job.longest_sequence if run.external else 16 * job.new_tokens) + 512)
+    apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
     own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
     words = 4 * shape.vocabulary  # every device draws from all of them
@@ -279,7 +279,7 @@ def _rewarding(job: Job) -> dict[str, int]:
     """What the largest reward model needs for a full row of whole conversations. Reward models take turns, while the engine keeps
     its memory."""
     tokens = max(job.longest_sequence, min(REWARD_TOKENS, job.in_flight * job.longest_sequence))
-    row = Row(tokens, max(1, tokens // job.longest_sequence), tokens, max(1, tokens // job.longest_sequence))
+    row = MicroBatchSize(tokens, max(1, tokens // job.longest_sequence), tokens, max(1, tokens // job.longest_sequence))
     path = UpdatePath(job.itemsize, False, False, 1, True)
     works = [sum(score_peak(shape, row, path).values()) for shape in job.reward_models]
     return {"reward models' work": max(works)} if works else {}
@@ -354,7 +354,7 @@ def critic_path(path: UpdatePath) -> UpdatePath:
     return replace(path, chunk=1, tiled_head=True)
 
 
-def update_work(job: Job, row: Row, path: UpdatePath) -> dict[str, int]:
+def update_work(job: Job, row: MicroBatchSize, path: UpdatePath) -> dict[str, int]:
     """Bytes by component as `update_peak` counts them, corrected by what was measured."""
     found = {name: int(job.correction.factor * size) for name, size in update_peak(job.shape, row, path).items()}
     found["activations"] = max(0, found["activations"] + job.correction.rest)
@@ -363,17 +363,17 @@ def update_work(job: Job, row: Row, path: UpdatePath) -> dict[str, int]:
 
 def rounding_bytes(job: Job, path: UpdatePath) -> int:
     """What the allocator's rounding adds to the tensors that layers keep; once measured, it is in the correction."""
-    if job.correction != COUNTED:
+    if job.correction != NO_CORRECTION:
         return 0
     tensors = {False: 9, "some": 7, True: 1}[path.recompute]
-    return ROUNDING * tensors * job.shape.layers
+    return ROUNDING_BYTES_PER_TENSOR * tensors * job.shape.layers
 
 
 def _stays(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What the engine holds while others work. Processes that lend nothing also keep what prompts and decode steps needed."""
     if not job.generates:
         return {}
-    lent, elsewhere = run.rollout.lend_memory, run.outside and not machine.cpu
+    lent, elsewhere = run.rollout.lend_memory, run.external and not machine.cpu
     if elsewhere:
         return {ENGINE: processes_of(run) * ASLEEP} if lent else _rollout(job, machine, run, place)
     return {} if lent else _held(job, machine, run, place)
@@ -381,7 +381,7 @@ def _stays(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> di
 
 def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an outside engine holds while it is idle but has its memory back: it does from new weights to the next rollout."""
-    if not job.generates or not run.outside:
+    if not job.generates or not run.external:
         return {}
     if machine.cpu or not run.rollout.lend_memory:
         return _stays(job, machine, run, place)
@@ -390,23 +390,25 @@ def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> di
 
 def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an engine holds between two rollouts if it lends nothing."""
-    kept = ("KV cache", "rollout weights") if run.outside else ("KV cache",)
+    kept = ("KV cache", "rollout weights") if run.external else ("KV cache",)
     return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
 
 
 def _elsewhere(found: dict[str, int]) -> int:
     """Bytes of these components in other processes, with the slack of their allocators."""
-    return sum(found.values()) + int(SLACK * sum(size for name, size in found.items() if name != "KV cache"))
+    return sum(found.values()) + int(
+        ALLOCATOR_SLACK_SHARE * sum(size for name, size in found.items() if name != "KV cache")
+    )
 
 
 def processes_of(run: Run) -> int:
     """Processes of an outside engine; 1 where the engine is the trainer's own."""
-    return run.rollout.processes if run.outside and run.rollout.processes != "auto" else 1
+    return run.rollout.processes if run.external and run.rollout.processes != "auto" else 1
 
 
-def parts_of(run: Run, place: Placement = ALONE) -> int:
+def parts_of(run: Run, place: Placement = SINGLE_DEVICE) -> int:
     """Devices that a rollout copy of the model is cut over; the trainer's device is counted as holding one part."""
-    return max(place.tensor, run.rollout.tensor_parallel if run.outside else 1)
+    return max(place.tensor, run.rollout.tensor_parallel if run.external else 1)
 
 
 def through_host(job: Job, run: Run) -> bool:
@@ -437,14 +439,14 @@ def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:
 def _host(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What the processes of one host hold all the time."""
     here = min(machine.devices, machine.per_host)
-    found = {"processes": here * (CPU_PROCESS if machine.cpu else PROCESS)}
+    found = {"processes": here * (CPU_PROCESS_HOST_BYTES if machine.cpu else CUDA_PROCESS_HOST_BYTES)}
     if job.generates:
-        found["reward workers"] = run.reward_workers * WORKER
+        found["reward workers"] = run.reward_workers * REWARD_WORKER_HOST_BYTES
         if job.environment:
-            found["environment workers"] = run.reward_workers * WORKER
-    if run.outside and job.generates:
+            found["environment workers"] = run.reward_workers * REWARD_WORKER_HOST_BYTES
+    if run.external and job.generates:
         each = parts_of(run) + 1 if parts_of(run) > 1 else 1  # each part has a process beside the engine's
-        found[ENGINE] = processes_of(run) * each * (CPU_PROCESS if machine.cpu else PROCESS)
+        found[ENGINE] = processes_of(run) * each * (CPU_PROCESS_HOST_BYTES if machine.cpu else CUDA_PROCESS_HOST_BYTES)
         if machine.cpu or through_host(job, run):
             found["published weights"] = job.shape.parameters * job.itemsize
     if run.offload.optimizer:
@@ -468,17 +470,17 @@ def _staging(job: Job, machine: Machine, run: ResolvedRun) -> dict[str, int]:
 
 def _phase(name: str, device: dict[str, int], host: dict[str, int]) -> Phase:
     used = {key: value for key, value in device.items() if value}
-    used["workspaces"] = WORKSPACES
-    unseen = {"CUDA context": CONTEXT, "CUDA graphs": GRAPHS}
+    used["workspaces"] = CUBLAS_WORKSPACES_BYTES
+    unseen = {"CUDA context": CUDA_CONTEXT_BYTES, "CUDA graphs": CUDA_GRAPHS_BYTES}
     unseen["allocator slack"] = int(
-        SLACK * sum(value for key, value in used.items() if key not in ("KV cache", ENGINE))
+        ALLOCATOR_SLACK_SHARE * sum(value for key, value in used.items() if key not in ("KV cache", ENGINE))
     )
     return Phase(name, used | {key: value for key, value in unseen.items() if value}, host)
 
 
 def _on_host(phase: Phase) -> Phase:
     """The phase on a machine without a device: all of it is host memory."""
-    seen = {key: value for key, value in phase.device.items() if key not in (*UNSEEN, "workspaces")}
+    seen = {key: value for key, value in phase.device.items() if key not in (*NOT_METERED, "workspaces")}
     both = {
         key: phase.host[key] + seen[key] for key in phase.host.keys() & seen.keys()
     }  # what waits there, and what does not

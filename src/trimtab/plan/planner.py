@@ -17,7 +17,7 @@ from typing import Any
 from trimtab.config.known import ResolvedOffload, ResolvedRun
 from trimtab.config.run import Recompute, Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import ALONE, Ledger, Placement, draw_up
+from trimtab.plan.ledger import SINGLE_DEVICE, Ledger, Placement, build_ledger
 from trimtab.plan.rules import lends, page_tokens, small_page, useful_budget
 from trimtab.plan.sizes import KV_FIFTHS, SHARED, SMALLEST, WHAT_FITS, Case, Limits, Way, grow, smallest
 from trimtab.plan.times import Times, predict
@@ -26,16 +26,16 @@ PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
 """Share of a device's memory that a plan may fill."""
 HOST_SHARE = 0.9
 """Share of the host's memory that a plan for a GPU may fill."""
-CUT_OVER = "vllm"
+ENGINE_OVER_DEVICES = "vllm"
 """The engine for a model that is cut over several devices: the native one runs on a single device."""
-CLEARLY = 1.25
+MIN_SPEEDUP_OF_OTHER_ENGINE = 1.25
 """How many times faster a step must be with another engine before it is chosen: that engine holds a second copy of the weights,
 in processes that can die."""
-LONG_RUN = 1000
+ASSUMED_STEPS = 1000
 """Steps that a run is taken to have where nobody says how many."""
-CLOSE = 1.1
+MAX_SLOWDOWN_TO_TRY_KV_SHARES = 1.1
 """Plans whose step is at most this many times as long as the shortest are tried with other shares of memory for the KV cache."""
-LITTLE = 1.05
+MAX_SLOWDOWN_BY_RECOMPUTING = 1.05
 """Recomputing some activations is accepted if the predicted step is at most this many times as long."""
 
 
@@ -79,14 +79,16 @@ def limits_of(machine: Machine, profile: str) -> Limits:
     return Limits(int(machine.device.memory * share), host)
 
 
-def make_plan(run: Run, job: Job, machine: Machine, profile: str = "balanced", place: Placement = ALONE) -> Plan:
+def make_plan(
+    run: Run, job: Job, machine: Machine, profile: str = "balanced", place: Placement = SINGLE_DEVICE
+) -> Plan:
     """The fastest plan that fits; where none does, the one that lacks the least."""
     machine = within(machine, run)
     if run.engine == "auto" and job.generates:
         return _with_engine(run, job, machine, profile, place)
     case = Case(job, machine, limits_of(machine, profile), place)
     plan = _fastest(run, case, fill=profile == "max")
-    if run.outside and job.generates and run.rollout.processes == "auto":
+    if run.external and job.generates and run.rollout.processes == "auto":
         plan = _with_fewer_processes(run, plan, case, fill=profile == "max")
     if not plan.fits and job.fused and run.kernels == "auto":
         return _with_own_modules(run, plan, profile)
@@ -113,7 +115,11 @@ def _with_other_shares(run: Run, case: Case, ways: list[Way], plans: list[Plan],
         if number == 1:
             fastest = min((plan.times.total for plan in plans if plan.fits), default=0.0)
             fastest = min([fastest, *(plan.times.total for _, found in sharing for plan in found)])
-            sharing = [(way, found) for way, found in sharing if min(p.times.total for p in found) <= CLOSE * fastest]
+            sharing = [
+                (way, found)
+                for way, found in sharing
+                if min(p.times.total for p in found) <= MAX_SLOWDOWN_TO_TRY_KV_SHARES * fastest
+            ]
         for way, found in sharing:
             found.append(_plan(run, case, replace(way, kv_fifths=fifths), fill))
     return [plan for _, found in sharing for plan in found[1:]]
@@ -144,7 +150,7 @@ def _with_own_modules(run: Run, too_large: Plan, profile: str) -> Plan:
     plan = make_plan(run, job, too_large.machine, profile, too_large.place)
     if not plan.fits:
         return too_large
-    why = "fused layers would not fit"
+    why = "fused layers do not fit"
     choices = (replace(choice, why=why) if choice.key == "run.kernels" else choice for choice in plan.choices)
     return replace(plan, choices=tuple(choices))
 
@@ -153,22 +159,26 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
     """The native engine, unless the model is cut over several devices, or another engine that is installed makes the run clearly
     faster, start-up included."""
     others = () if machine.cpu else machine.engines
-    names = ("native", *others) if place.tensor == 1 else (CUT_OVER,)
+    names = ("native", *others) if place.tensor == 1 else (ENGINE_OVER_DEVICES,)
     plans = {name: make_plan(run.with_values({"engine": name}), job, machine, profile, place) for name in names}
     fitting = [name for name in names if plans[name].fits] or list(names)
 
     def seconds(name: str) -> float:
-        """What a step takes, times CLEARLY with an engine other than the native one, and its share of the start-up."""
+        """What a step takes, made longer for engines other than the native one, and its share of the start-up."""
         times = plans[name].times
-        return (1.0 if name == "native" else CLEARLY) * times.total + times.start / (job.steps or LONG_RUN)
+        return (1.0 if name == "native" else MIN_SPEEDUP_OF_OTHER_ENGINE) * times.total + times.start / (
+            job.steps or ASSUMED_STEPS
+        )
 
     name = min(fitting, key=lambda name: (plans[name].missing_bytes, seconds(name)))
     if place.tensor > 1:
-        why = f"a copy of the model is cut over {place.tensor} devices"
+        why = f"the model is split over {place.tensor} devices"
     elif len(names) == 1:
-        why = "shares the trainer's weights" if place.shares_weights else "a copy of the model fits on a device"
+        why = "shares the trainer's weights" if place.shares_weights else "the model fits on one device"
     else:
-        why = "rollout of a step: " + ", ".join(f"{other} {plans[other].times.rollout:.2g} s" for other in names)
+        why = "predicted rollout of a step: " + ", ".join(
+            f"{other} {plans[other].times.rollout:.2g} s" for other in names
+        )
         why += "".join(f"; {other} takes {plans[other].times.start:.0f} s to start" for other in names[1:])
     chosen = plans[name]
     why = why if chosen.fits else SMALLEST
@@ -193,7 +203,7 @@ def _with_fewer_processes(run: Run, plan: Plan, case: Case, fill: bool) -> Plan:
             best = fewer
     if best is plan:
         return plan
-    fewer_of = Choice("run.rollout.processes", best.run.rollout.processes, "more would not fit")
+    fewer_of = Choice("run.rollout.processes", best.run.rollout.processes, "more processes do not fit")
     return replace(best, choices=(fewer_of, *best.choices))
 
 
@@ -205,9 +215,9 @@ def _ways(run: Run, case: Case) -> Iterator[list[Way]]:
     pages, lent = [usual], [lend]
     small = small_page(run, machine)
     if job.generates and run.rollout.page_tokens == "auto" and small < usual[0]:
-        pages.append((small, "less is lost at the end of a sequence"))
+        pages.append((small, "small pages waste less at the end of a sequence"))
     if job.generates and run.rollout.lend_memory == "auto" and machine.cpu:
-        lent.append((True, "rollout and update use the same memory in turn"))
+        lent.append((True, "rollout and update take turns with the same memory"))
     copies = bool(job.rank and job.generates and not (machine.cpu or lend[0]))
     savings = list(_savings(run, job, machine))
     for page in pages:
@@ -236,7 +246,7 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
         yield recompute, ResolvedOffload(optimizer=optimizer, reference=reference, activations=activations)
 
 
-ORDER = (
+CHOICE_ORDER = (
     *(f"rollout.{key}" for key in ("page_tokens", "lend_memory", "max_sequences", "prefill_tokens", "processes", "kv_memory")),
     "kernels", "threads", "reward_workers", "token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations",
     *(f"offload.{key}" for key in ("optimizer", "reference", "activations")),
@@ -250,7 +260,7 @@ def _plan(run: Run, case: Case, way: Way, fill: bool) -> Plan:
     sizes = smallest(run, case, way)
     if case.fits(sizes.run):
         grow(sizes, case, fill)
-    told = [key for key in ORDER if sizes.free(key) and (case.job.generates or not _of_rollout(key))]
+    told = [key for key in CHOICE_ORDER if sizes.free(key) and (case.job.generates or not _of_rollout(key))]
     choices = (Choice(f"run.{key}", attrgetter(key)(sizes.run), sizes.why.get(key, SMALLEST)) for key in told)
     times = predict(case.job, case.machine, sizes.run, case.place)
     return Plan(
@@ -268,7 +278,7 @@ def useful_tokens(plan: Plan) -> int:
 
 def recompute_when_wider(plan: Plan, now: int, budget: int) -> Recompute:
     """What to recompute when micro-batches grow from `now` to `budget` tokens because the device waits for its host: some, if a
-    step then takes little longer (`LITTLE`) and at most a tenth more memory than planned. Otherwise nothing."""
+    step then takes little longer and at most a tenth more memory than planned. Otherwise nothing."""
     if not plan.job.fused:
         return False
 
@@ -276,7 +286,7 @@ def recompute_when_wider(plan: Plan, now: int, budget: int) -> Recompute:
         return plan.run.with_values({"token_budget": budget, "checkpoint_activations": recompute})
 
     def bytes_(run: ResolvedRun) -> int:
-        return draw_up(plan.job, plan.machine, run, plan.place)["update"].device_bytes
+        return build_ledger(plan.job, plan.machine, run, plan.place)["update"].device_bytes
 
     def seconds(run: ResolvedRun) -> float:
         return predict(plan.job, plan.machine, run, plan.place).total
@@ -284,7 +294,7 @@ def recompute_when_wider(plan: Plan, now: int, budget: int) -> Recompute:
     whole, some = run(budget, False), run(budget, "some")
     planned = max(bytes_(run(now, False)), plan.ledger.fullest.device_bytes)
     room = min(plan.limits.device, int(1.1 * planned))
-    return "some" if seconds(some) <= LITTLE * seconds(whole) and bytes_(some) <= room else False
+    return "some" if seconds(some) <= MAX_SLOWDOWN_BY_RECOMPUTING * seconds(whole) and bytes_(some) <= room else False
 
 
 def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced") -> Plan:

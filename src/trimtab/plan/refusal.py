@@ -45,7 +45,7 @@ def planned(run: Run, job: Job, machine: Machine) -> Plan:
     plan = make_plan(tuned, job, machine, run.profile)
     if not plan.fits:
         return plan_here(run, job, machine)
-    why = f"measured here with trimtab tune, {found['when']}"
+    why = f"measured by trimtab tune on {found['when']}"
     return replace(
         plan, choices=(*plan.choices, *(Choice(key, value, why, measured=True) for key, value in values.items()))
     )
@@ -59,29 +59,29 @@ def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
         return
     if pinned != "auto" and pinned < need:
         each = f" in each of {processes} processes" if processes > 1 else ""
-        what = f"{pinned:,} bytes cannot hold one sequence of {job.longest_sequence} tokens{each}, which takes {need:,}"
-        fix = f"At least {-(-need // 1024)}KiB, or auto; or lower learn.max_new_tokens."
+        what = f"{pinned:,} bytes cannot hold one sequence of {job.longest_sequence} tokens{each}; that takes {need:,}"
+        fix = f"Write at least {-(-need // 1024)}KiB or auto, or lower learn.max_new_tokens."
         raise ConfigError([Problem("run.rollout.kv_memory", what, fix)])
 
 
 def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     """What another library's engine would fail at after it was started."""
-    if not (job.generates and run.outside):
+    if not (job.generates and run.external):
         return
     if run.engine == "vllm" and job.rank > VLLM_RANKS[-1]:
-        what = f"is {job.rank}, and vLLM serves adapters of at most {VLLM_RANKS[-1]}"
-        raise ConfigError([Problem("model.lora.r", what, "Write less; or run.engine: native.")])
+        what = f"vLLM serves adapters up to rank {VLLM_RANKS[-1]}, not {job.rank}"
+        raise ConfigError([Problem("model.lora.r", what, "Lower it, or write run.engine: native.")])
     if run.engine == "vllm" and job.rank and job.itemsize > 2 and not machine.cpu:
-        what = "vLLM computes adapters in half precision alone on a GPU"
-        raise ConfigError([Problem("model.dtype", what, "Write bfloat16; or run.engine: native.")])
+        what = "on a GPU vLLM computes adapters only in half precision"
+        raise ConfigError([Problem("model.dtype", what, "Write bfloat16, or run.engine: native.")])
     if run.engine == "vllm" and job.itemsize == 2 and not machine.cpu and not machine.device.bfloat16:
         what = f"vLLM does not compute in bfloat16 on a {machine.device.name}"
-        raise ConfigError([Problem("model.dtype", what, "Write float32; or run.engine: native.")])
+        raise ConfigError([Problem("model.dtype", what, "Write float32, or run.engine: native.")])
     page, whole = run.rollout.page_tokens, 32 if machine.cpu else 16
     if run.engine == "vllm" and page != "auto" and page % whole:
         fix = f"Write {max(1, round(page / whole)) * whole}, or leave it out."
         raise ConfigError(
-            [Problem("run.rollout.page_tokens", f"is {page}, and vLLM has pages of {whole} tokens or a multiple", fix)]
+            [Problem("run.rollout.page_tokens", f"vLLM needs a multiple of {whole} tokens, not {page}", fix)]
         )
     refuse_uneven_cut(run, job)
 
@@ -98,7 +98,10 @@ def refuse_uneven_cut(run: Run, job: Job) -> None:
     asked = run.rollout.tensor_parallel
     if uneven(asked):
         block, most = uneven(asked)[0], max(parts for parts in range(1, asked) if not uneven(parts))
-        what = f"is {asked}, and {block.heads} heads, {block.kv_heads} of keys, and {block.width} columns cannot be cut so evenly"
+        what = (
+            f"vLLM cannot split {block.heads} heads, {block.kv_heads} KV heads and {block.width} feed-forward columns evenly "
+            f"over {asked} devices"
+        )
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}.")])
 
 
@@ -112,12 +115,12 @@ def refuse(plan: Plan, run: Run, profile: str) -> ConfigError:
     largest = max(parts, key=lambda name: parts[name])
     need, where = fullest.host_bytes if on_host else fullest.required_bytes, " of host memory" if on_host else ""
     what = (
-        f"{fullest.name} needs {need / GIB:.1f} GiB{where}, and the limit is {have / GIB:.1f} GiB "
-        f"({limit_words(plan, run, profile, on_host)}); most of it is {largest} ({parts[largest] / GIB:.1f} GiB). "
-        "No values of run's open keys need less"
+        f"{fullest.name} does not fit, even with all automatic settings at their minimum: it needs {need / GIB:.1f} GiB{where}, "
+        f"and the limit is {have / GIB:.1f} GiB ({limit_words(plan, run, profile, on_host)}). Bottleneck: {largest}, "
+        f"{parts[largest] / GIB:.1f} GiB"
     )
     fixes = [words for words, _ in changes_that_fit(job, machine, run, profile)]
-    fix = "Any of these would fit: " + "; ".join(fixes[:4]) if fixes else "No single change would fit"
+    fix = "Any one of these changes would fit: " + "; ".join(fixes[:4]) if fixes else "No single change helps"
     return ConfigError([Problem("run", what, fix + ".")])
 
 

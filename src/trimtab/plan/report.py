@@ -10,7 +10,7 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import with_memory
 
-HELPS = 0.99
+MAX_STEP_RATIO_TO_OFFER = 0.99
 """Another profile is offered if a step takes at most so many times as long."""
 
 
@@ -63,14 +63,14 @@ def offers(plan: Plan, run: Run, profile: str) -> list[Offer]:
     machine, memory = plan.machine, plan.machine.device.memory
     run = run.with_values({"memory": None})  # which the plan's machine has no more than already
     tries = [
-        ("1 GiB more a device", with_memory(machine, memory + GIB)),
-        ("half as much memory again", with_memory(machine, memory * 3 // 2)),
+        ("1 GiB more per device", with_memory(machine, memory + GIB)),
+        ("50 % more memory per device", with_memory(machine, memory * 3 // 2)),
     ]
     if machine.devices > 1:
-        tries.append(("twice the devices", replace(machine, devices=2 * machine.devices)))
+        tries.append(("twice as many devices", replace(machine, devices=2 * machine.devices)))
     found = []
     fuller = place_over(run, plan.job, machine, "max")
-    if fuller.fits and fuller.times.total < HELPS * plan.times.total:
+    if fuller.fits and fuller.times.total < MAX_STEP_RATIO_TO_OFFER * plan.times.total:
         found.append(
             Offer(f"run.profile: max, which fills {PROFILES['max']:.0%}".replace("%", " %"), fuller.times.total)
         )

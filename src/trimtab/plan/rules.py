@@ -8,22 +8,22 @@ from trimtab.plan.kv import least_kv_bytes
 from trimtab.plan.ledger import MIB
 from trimtab.plan.times import launch_s, outside_step, product_share
 
-GRAIN = 128
+GRAIN_TOKENS = 128
 """Budgets are multiples of this many tokens."""
-MOST_PROCESSES = 6
+MAX_ENGINE_PROCESSES = 6
 """Most processes of an outside engine: each takes its turn on the device, and has its own kernels and graphs there."""
-NEAR = 1.1
+MAX_SLOWDOWN_WITH_FEWER_PROCESSES = 1.1
 """The fewest processes are chosen whose predicted decode step is at most this many times as long as the shortest."""
-WIDEST = 65536
+MAX_USEFUL_BUDGET_TOKENS = 65536
 """Tokens of the largest micro-batch that is of use."""
-SMALL_PAGE = 16
+MIN_PAGE_TOKENS = 16
 """Tokens of the smallest KV page that is tried: smaller ones save next to nothing."""
 
 
 def why_kernels(job: Job, machine: Machine) -> str:
     if job.fused:
-        return "fused layers serve this model"
-    return "a CPU runs the model's own modules" if machine.cpu else "fused layers do not serve this model or its type"
+        return "fused layers support this model"
+    return "fused layers need a GPU" if machine.cpu else "fused layers do not support this model or dtype"
 
 
 def workers_for(cores: int) -> int:
@@ -34,9 +34,9 @@ def workers_for(cores: int) -> int:
 def best_chunk(job: Job, machine: Machine, room: int) -> tuple[int, str]:
     """How many tokens' logits, or their gradients, exist at a time: on a GPU whole tiles, enough for a product at full speed."""
     if machine.cpu:
-        return max(64, min(4096, 64 * MIB // (12 * job.shape.vocabulary))), "logits of a chunk stay small"
+        return max(64, min(4096, 64 * MIB // (12 * job.shape.vocabulary))), "keeps the logits of a chunk small"
     most, logit = min(1024 * MIB, room // 32), 4 if job.tiled_head else 14
-    return max(128, min(8192, most // (logit * job.shape.vocabulary) // 128 * 128)), "logits of a chunk stay small"
+    return max(128, min(8192, most // (logit * job.shape.vocabulary) // 128 * 128)), "keeps the logits of a chunk small"
 
 
 def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
@@ -44,40 +44,40 @@ def page_tokens(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
     cache in every step."""
     if run.rollout.page_tokens != "auto":
         return run.rollout.page_tokens, ""
-    if run.outside:
-        return (128 if machine.cpu else 16), "what such engines use"
+    if run.external:
+        return (128 if machine.cpu else 16), "the engine's usual page size"
     if not machine.cpu:
         return 64, "one tile of the decode kernel"
     whole = job.in_flight * job.typical_sequence * job.shape.kv_elements * job.itemsize
     roomy = run.rollout.kv_memory == "auto" and job.longest_sequence == job.typical_sequence
     if roomy and 2 * whole <= machine.host_memory // 2:
-        return job.typical_sequence, "one page a sequence: decoding reads it in place"
-    return 16, "little waste at the end of a sequence"
+        return job.typical_sequence, "one page per sequence: decoding reads it in place"
+    return 16, "wastes little at the end of a sequence"
 
 
 def small_page(run: Run, machine: Machine) -> int:
     """Tokens of the smallest page that may be chosen. vLLM's CPU engine has pages of 32 tokens or a multiple."""
-    return 2 * SMALL_PAGE if run.engine == "vllm" and machine.cpu else SMALL_PAGE
+    return 2 * MIN_PAGE_TOKENS if run.engine == "vllm" and machine.cpu else MIN_PAGE_TOKENS
 
 
 def best_processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
     """How many processes an outside engine has: while one is busy on its host, another has the device. The fewest that come near
-    the fastest (`NEAR`). Each has a copy of the weights; all copies together take at most a quarter of the device."""
+    the fastest. Each has a copy of the weights; all copies together take at most a quarter of the device."""
     if run.rollout.processes != "auto":
         return run.rollout.processes, ""
-    if not run.outside or machine.cpu:
-        return 1, "all cores work for it" if run.outside else "the trainer's own"
+    if not run.external or machine.cpu:
+        return 1, "one process uses all cores" if run.external else "the engine runs in the trainer's process"
     if run.rollout.tensor_parallel > 1:
-        return 1, f"it has {run.rollout.tensor_parallel} devices"
+        return 1, f"one process uses {run.rollout.tensor_parallel} devices"
     room = machine.device.memory // 4 // (job.shape.parameters * job.itemsize)
-    most = max(1, min(MOST_PROCESSES, machine.cores // 3, room))
+    most = max(1, min(MAX_ENGINE_PROCESSES, machine.cores // 3, room))
     if run.rollout.kv_memory != "auto":  # each has to hold the longest sequence
         page = page_tokens(run, job, machine)[0]
         most = max(1, min(most, run.rollout.kv_memory // least_kv_bytes(job, run, 1, page)))
     context = job.typical_prompt + job.expected_completion / 2
     seconds = {n: outside_step(job, machine, run, n, job.in_flight, context) for n in range(1, most + 1)}
-    count = min(n for n in seconds if seconds[n] <= NEAR * min(seconds.values()))
-    return count, "one would wait for its host" if count > 1 else "more would gain nothing"
+    count = min(n for n in seconds if seconds[n] <= MAX_SLOWDOWN_WITH_FEWER_PROCESSES * min(seconds.values()))
+    return count, "a single process would leave the GPU idle" if count > 1 else "more processes gain nothing"
 
 
 def lends(run: Run, machine: Machine) -> tuple[bool, str]:
@@ -85,10 +85,10 @@ def lends(run: Run, machine: Machine) -> tuple[bool, str]:
     if run.rollout.lend_memory != "auto":
         return run.rollout.lend_memory, ""
     if machine.cpu:
-        return False, "one memory for all"
+        return False, "on a CPU everything is in host memory"
     if not machine.device.lends:
-        return False, "this device's memory cannot be lent"
-    return True, "rollout and update use the same memory in turn"
+        return False, "this device cannot lend memory"
+    return True, "rollout and update take turns with the same memory"
 
 
 def most_at_once(job: Job, machine: Machine, tensor: int) -> int:
@@ -104,21 +104,26 @@ def most_prefilled(machine: Machine) -> int:
 def useful_budget(job: Job, machine: Machine, fill: bool) -> tuple[int, str]:
     """Tokens of a micro-batch beyond which the update gets no faster. On a GPU a micro-batch has to take longer than its kernels
     take to launch; and gradients are added up once a micro-batch, which by their bytes takes 1.5 % of its time at 16k tokens."""
-    whole = max(job.longest_trained, -(-job.step_row.tokens // machine.devices // GRAIN) * GRAIN)
+    whole = max(
+        job.longest_trained,
+        -(-job.step_row.tokens // machine.devices // GRAIN_TOKENS) * GRAIN_TOKENS,
+    )
     if machine.cpu:
         return 4096, "larger micro-batches gain nothing"
     if fill:
-        return whole, "the whole step at once"
+        return whole, "the whole step in one micro-batch"
     flops = machine.device.flops * product_share(job.shape.hidden)
     launched = launch_s(job) * job.shape.layers * flops / (6 * job.shape.active_parameters)
-    return min(WIDEST, max(16384, 1 << round(launched).bit_length())), "larger micro-batches gain nothing"
+    return min(
+        MAX_USEFUL_BUDGET_TOKENS, max(16384, 1 << round(launched).bit_length())
+    ), "larger micro-batches gain nothing"
 
 
 def why_away(key: str, away: bool, job: Job, machine: Machine) -> str:
     if machine.cpu:
-        return "one memory for all"
+        return "on a CPU everything is in host memory"
     if key == "reference" and not job.reference:
-        return "there is none"
+        return "there is no reference model"
     if key == "activations" and not away:
         return "they fit on the device"
-    return "a step is faster with the room it leaves" if away else "it fits on the device"
+    return "the memory it frees makes a step faster" if away else "it fits on the device"

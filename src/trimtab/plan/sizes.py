@@ -15,9 +15,9 @@ from trimtab.config.known import ResolvedOffload, ResolvedRollout, ResolvedRun
 from trimtab.config.run import Recompute, Rollout, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes, shared_kv_bytes, step_kv_bytes
-from trimtab.plan.ledger import GIB, MERGED, MIB, Ledger, Placement, draw_up, processes_of
+from trimtab.plan.ledger import GIB, MERGED, MIB, Ledger, Placement, build_ledger, processes_of
 from trimtab.plan.rules import (
-    GRAIN,
+    GRAIN_TOKENS,
     best_chunk,
     best_processes,
     most_at_once,
@@ -28,17 +28,17 @@ from trimtab.plan.rules import (
     workers_for,
 )  # fmt: skip
 
-SPARE = 1.05
+KV_HEADROOM = 1.05
 """The KV cache of a whole step gets so many times what its sequences need: later prompts may be longer than those seen."""
 KV_FIFTHS = (2, 5, 4, 3, 1)
 """Fifths of the free memory that are tried for a KV cache that is not lent; micro-batches grow into the rest."""
-MORE_AT_ONCE = 1.1
+MIN_GAIN_BY_SMALLER_PREFILL = 1.1
 """How many times as many sequences must run at once before a smaller prefill is taken for them."""
-SMALL_PREFILL = 1024
+MIN_USEFUL_PREFILL_TOKENS = 1024
 """Tokens of the smallest prefill that is taken for more sequences at once: with less, weights are read too often. Even less is
 taken only where nothing else fits."""
-SMALLEST, WHAT_FITS = "takes the least memory", "what fits"
-SHARED = "its share of the free memory: micro-batches take the rest"
+SMALLEST, WHAT_FITS = "takes the least memory", "the largest that fits"
+SHARED = "its share of free memory; micro-batches use the rest"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
     place: Placement
 
     def ledger(self, run: ResolvedRun) -> Ledger:
-        return draw_up(self.job, self.machine, run, self.place)
+        return build_ledger(self.job, self.machine, run, self.place)
 
     def fits(self, run: ResolvedRun) -> bool:
         return self.limits.missing(self.ledger(run)) == 0
@@ -138,8 +138,8 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "rollout.lend_memory": way.lend_memory[1],
         "rollout.processes": why_processes,
         "kernels": why_kernels(job, machine),
-        "threads": "one a physical core",
-        "reward_workers": "one a core, at most eight",
+        "threads": "one per physical core",
+        "reward_workers": "one per core, at most 8",
     }
     return Sizes(run, filled, why, way.kv_fifths)
 
@@ -180,10 +180,10 @@ def grow(sizes: Sizes, case: Case, fill: bool) -> None:
     _widen(sizes, case, "token_budget", useful, why_useful)
     budget = sizes.run.token_budget
     most = 2 * max(useful, budget if sizes.free("token_budget") else 0)
-    _widen(sizes, case, "score_token_budget", most, "no activations are kept")
+    _widen(sizes, case, "score_token_budget", most, "scoring keeps no activations")
     recompute, offload = sizes.run.checkpoint_activations, sizes.run.offload
     sizes.why["checkpoint_activations"] = {
-        False: "all activations fit", "some": "these fit", True: "a layer's input is all that fits",
+        False: "all activations fit", "some": "only some activations fit", True: "only the input of each layer fits",
     }[recompute]  # fmt: skip
     for key in ("optimizer", "reference", "activations"):
         sizes.why[f"offload.{key}"] = why_away(key, getattr(offload, key), job, machine)
@@ -225,14 +225,14 @@ def _widen(sizes: Sizes, case: Case, key: str, most: int, why: str) -> None:
 
 def _widest(fits: Callable[[int], bool], least: int, most: int, why: str) -> tuple[int, str]:
     if most <= least:
-        return least, "the longest sequence has to fit"
+        return least, "just holds the longest sequence"
     if fits(most):
         return most, why
-    low, high = least // GRAIN, most // GRAIN
+    low, high = least // GRAIN_TOKENS, most // GRAIN_TOKENS
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * GRAIN) else (low, middle)
-    return (low * GRAIN, WHAT_FITS) if low * GRAIN > least else (least, "the longest sequence has to fit")
+        low, high = (middle, high) if fits(middle * GRAIN_TOKENS) else (low, middle)
+    return (low * GRAIN_TOKENS, WHAT_FITS) if low * GRAIN_TOKENS > least else (least, "just holds the longest sequence")
 
 
 def _grow_rollout(sizes: Sizes, case: Case) -> None:
@@ -244,15 +244,17 @@ def _grow_rollout(sizes: Sizes, case: Case) -> None:
         if not case.fits(run):
             continue
         tried = _largest_batch(run, sizes, case)
-        if not found.at_once or (prefill >= SMALL_PREFILL and tried.at_once >= MORE_AT_ONCE * found.at_once):
+        if not found.at_once or (
+            prefill >= MIN_USEFUL_PREFILL_TOKENS and tried.at_once >= MIN_GAIN_BY_SMALLER_PREFILL * found.at_once
+        ):
             found = replace(tried, values=tried.values | {"rollout.prefill_tokens": prefill})
-        if tried.whole or prefill <= SMALL_PREFILL:
+        if tried.whole or prefill <= MIN_USEFUL_PREFILL_TOKENS:
             break
     assert found.values
     sizes.set(found.values)
     whole = found.values["rollout.prefill_tokens"] == most
     sizes.why["rollout.prefill_tokens"] = "keeps the device busy" if whole else WHAT_FITS
-    sizes.why["rollout.max_sequences"] = "as many as decode gains from" if found.whole else WHAT_FITS
+    sizes.why["rollout.max_sequences"] = "decoding gains nothing from more" if found.whole else WHAT_FITS
     sizes.why["rollout.kv_memory"] = found.why_kv
 
 
@@ -302,7 +304,7 @@ def _kv_memory(run: ResolvedRun, case: Case, fifths: int) -> tuple[int, str]:
     job, machine, rollout = case.job, case.machine, run.rollout
     least = rollout.kv_memory
     at_once = min(job.in_flight, rollout.max_sequences * machine.devices)
-    wanted = int(step_kv_bytes(job, run, at_once, rollout.page_tokens) * SPARE) + MIB
+    wanted = int(step_kv_bytes(job, run, at_once, rollout.page_tokens) * KV_HEADROOM) + MIB
     wanted = max(least, wanted // max(1, machine.devices))
     whole, lent = _kv_room(run, case), rollout.lend_memory
     room = whole
@@ -310,10 +312,13 @@ def _kv_memory(run: ResolvedRun, case: Case, fifths: int) -> tuple[int, str]:
         two = least_kv_bytes(job, run, max(2, processes_of(run)), rollout.page_tokens)
         room = max(least, whole * fifths // 5, min(whole, two))
     if wanted <= room:
-        return wanted, "the whole step at once" if at_once == job.in_flight else "as many sequences as run at once"
+        return (
+            wanted,
+            "holds all sequences of a step" if at_once == job.in_flight else "holds all sequences that run at once",
+        )
     if whole <= least:
-        return least, "the longest sequence has to fit"
-    return room, "what the fullest phase leaves, lent to the update" if lent else SHARED
+        return least, "just holds the longest sequence"
+    return room, "all memory that is left; lent to the update between rollouts" if lent else SHARED
 
 
 def _kv_room(run: ResolvedRun, case: Case) -> int:

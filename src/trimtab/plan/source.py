@@ -21,10 +21,10 @@ from trimtab.plan.shape import FAMILIES, ModelShape, read_shape
 from trimtab.plan.work import Lengths
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
-PROMPT = 256
+ASSUMED_PROMPT_TOKENS = 256
 """Tokens of a prompt where the config does not say."""
-EXAMPLE = 2048
-"""Tokens of a worked example, likewise."""
+ASSUMED_EXAMPLE_TOKENS = 2048
+"""Tokens of an SFT example or an answer where the config does not say."""
 
 
 def _known(kind: str, rows: str, **common: Any) -> dict[str, dict[str, Any]]:
@@ -87,7 +87,9 @@ def described_shape(path: str) -> ModelShape | None:
     try:
         return read_shape(config)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"The config of {path} is not one of a {kind}: {type(error).__name__}: {error}.") from None
+        raise ModelError(
+            f"{path}: config.json does not describe a {kind} model: {type(error).__name__}: {error}."
+        ) from None
 
 
 def _unusual(config: dict[str, Any]) -> bool:
@@ -106,7 +108,7 @@ def stated_lengths(config: AnyConfig, shape: ModelShape) -> Lengths:
     held_out = config.data.eval is not None
     if not isinstance(config, Config):
         answers = 2 if isinstance(config, RewardModelConfig) else 1  # both of a pair are in one micro-batch
-        longest = answers * min(shape.context, config.learn.max_tokens or EXAMPLE)
+        longest = answers * min(shape.context, config.learn.max_tokens or ASSUMED_EXAMPLE_TOKENS)
         return Lengths(longest, longest, int(held_out))
     learn = config.learn
     new = max(learn.max_new_tokens, eval_max_new_tokens(config) if held_out else 0)
@@ -115,7 +117,7 @@ def stated_lengths(config: AnyConfig, shape: ModelShape) -> Lengths:
         what = f"{new} leaves no room for a prompt in the model's context of {shape.context} tokens"
         key = "learn.max_new_tokens" if new == learn.max_new_tokens else "eval.max_new_tokens"
         raise ConfigError([Problem(key, what, "Lower it.")])
-    prompt = min(room, config.data.max_prompt_tokens or PROMPT)
+    prompt = min(room, config.data.max_prompt_tokens or ASSUMED_PROMPT_TOKENS)
     return Lengths(prompt, prompt, (config.eval.limit or 1) if held_out else 0)
 
 
@@ -142,7 +144,7 @@ def _config_json(path: str) -> dict[str, Any] | None:
     if folder.is_dir():
         file = folder / "config.json"
         if not file.exists():
-            raise ModelError(f"{path} has no config.json: it is not a model's folder.")
+            raise ModelError(f"{path} has no config.json, so it is not the folder of a model.")
         try:
             found = json.loads(file.read_text())
         except (ValueError, RecursionError, OSError) as error:

@@ -13,17 +13,17 @@ from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import shared_kv_bytes
-from trimtab.plan.ledger import ALONE, Placement, optimizer_bytes, parts_of, processes_of, through_host
+from trimtab.plan.ledger import SINGLE_DEVICE, Placement, optimizer_bytes, parts_of, processes_of, through_host
 
-LAUNCH = 2.6e-3
+LAUNCH_LAYER_S = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
-FORWARD = 0.35
-"""Share of LAUNCH that the forward pass takes."""
-DECODE_LAYER = 16e-6
+FORWARD_SHARE_OF_LAUNCH = 0.35
+"""Share of LAUNCH_LAYER_S that the forward pass takes."""
+DECODE_LAYER_S = 16e-6
 """Seconds that a layer of a decode step takes beyond its bytes and products, in a graph."""
-DECODE_STEP = 150e-6
+DECODE_STEP_S = 150e-6
 """Seconds that a decode step takes beyond its layers."""
-OWN_LAYER = 130e-6
+UNFUSED_LAYER_EXTRA_S = 130e-6
 """Seconds that a layer takes longer through the model's own modules: with 0.5B parameters and 1,024 sequences a step took 7.2 ms
 instead of 4.05 (docs/log.md)."""
 OUTSIDE_HOST = {"vllm": (1.2e-3, 28e-6), "sglang": (1.7e-3, 17e-6)}
@@ -85,11 +85,11 @@ class Times:
 
 def launch_s(job: Job) -> float:
     """Seconds that the host takes to launch a layer's forward and backward passes: as measured here, or as on other hosts."""
-    return LAUNCH if job.correction.launch_s is None else job.correction.launch_s
+    return LAUNCH_LAYER_S if job.correction.launch_s is None else job.correction.launch_s
 
 
 def outside_step(
-    job: Job, machine: Machine, run: Run, processes: int, batch: float, context: float, place: Placement = ALONE
+    job: Job, machine: Machine, run: Run, processes: int, batch: float, context: float, place: Placement = SINGLE_DEVICE
 ) -> float:
     """Seconds of a decode step of an outside engine: its processes take turns on the device, and each waits for its host."""
     step_s, sequence_s = OUTSIDE_HOST[run.engine]
@@ -98,7 +98,7 @@ def outside_step(
     return max(processes * device_s, device_s + step_s + sequence_s * batch / processes)
 
 
-def predict(job: Job, machine: Machine, run: ResolvedRun, place: Placement = ALONE) -> Times:
+def predict(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SINGLE_DEVICE) -> Times:
     """Seconds of a step of a job whose `run` is known."""
     clock = _Clock(job, machine, run, place)
     return Times(clock.rollout(), clock.score(), clock.update(), clock.publish(), clock.start())
@@ -133,7 +133,7 @@ class _Rates:
         logits = 8 * batch * shape.vocabulary / cut
         rate = self.machine.cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * DECODE_SHARE
         products = 2 * batch * shape.active_parameters / cut / rate
-        fixed = 2e-3 if self.machine.cpu else DECODE_STEP + shape.layers * (DECODE_LAYER + self._own_layer)
+        fixed = 2e-3 if self.machine.cpu else DECODE_STEP_S + shape.layers * (DECODE_LAYER_S + self._own_layer)
         exchange = 0.0
         if cut > 1:
             exchange = shape.layers * 2 * (10e-6 + batch * shape.hidden * job.itemsize / self._link(cut))
@@ -144,9 +144,9 @@ class _Rates:
         """Seconds that a layer of the native engine takes longer through the model's own modules: in a graph, or launched one by
         one where the host chooses the experts."""
         job = self.job
-        if job.fused or self.run.outside:
+        if job.fused or self.run.external:
             return 0.0
-        return FORWARD * launch_s(job) if job.shape.has_experts else OWN_LAYER
+        return FORWARD_SHARE_OF_LAUNCH * launch_s(job) if job.shape.has_experts else UNFUSED_LAYER_EXTRA_S
 
     def _link(self, devices: int) -> float:
         """Bytes a second between so many devices, over the slowest link on the way."""
@@ -163,7 +163,7 @@ class _Clock(_Rates):
         return max(1, self.machine.devices // self.place.tensor)
 
     def start(self) -> float:
-        if not self.run.outside or not self.job.generates:
+        if not self.run.external or not self.job.generates:
             return 0.0
         return OUTSIDE_START[self.run.engine] * (2 if processes_of(self.run) > 1 else 1)
 
@@ -193,7 +193,7 @@ class _Clock(_Rates):
         return total
 
     def _decode_step(self, batch: float, context: float) -> float:
-        if not self.run.outside or self.machine.cpu:
+        if not self.run.external or self.machine.cpu:
             return self.device_step(batch, context)
         processes = self.run.rollout.processes
         return outside_step(self.job, self.machine, self.run, processes, batch, context, self.place)
@@ -212,7 +212,10 @@ class _Clock(_Rates):
         moved = 0.0
         if self.job.reference and self.run.offload.reference:
             moved = self.job.shape.parameters * self.job.itemsize / self.place.shards / self.machine.device.host_link
-        return passes * self._passes(self.run.score_token_budget, 2.0, FORWARD * launch_s(self.job)) + moved
+        return (
+            passes * self._passes(self.run.score_token_budget, 2.0, FORWARD_SHARE_OF_LAUNCH * launch_s(self.job))
+            + moved
+        )
 
     def update(self) -> float:
         """Forward and backward passes, and the optimizer step."""
@@ -275,7 +278,7 @@ class _Clock(_Rates):
 
     def publish(self) -> float:
         """Seconds to give rollout its weights: it reads the trainer's own, or gets a copy."""
-        if self.run.outside and not self.machine.cpu:
+        if self.run.external and not self.machine.cpu:
             rate = self.machine.device.host_link if through_host(self.job, self.run) else self.bandwidth
             return 2 * self.job.shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
         if self.place.shares_weights:

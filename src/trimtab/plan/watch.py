@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.config.run import Recompute
-from trimtab.plan.activations import Row, UpdatePath
+from trimtab.plan.activations import MicroBatchSize, UpdatePath
 from trimtab.plan.ledger import (
     EMBEDDING_GRADIENT,
     GIB,
-    UNSEEN,
+    NOT_METERED,
     critic_path,
     embedding_gradient,
     rounding_bytes,
@@ -21,12 +21,12 @@ from trimtab.plan.ledger import (
 )
 from trimtab.plan.planner import Plan
 
-WORK = ("activations", "log-prob head", "backward work", EMBEDDING_GRADIENT)
+MICROBATCH_COMPONENTS = ("activations", "log-prob head", "backward work", EMBEDDING_GRADIENT)
 """Components of a micro-batch: as `update_peak` names them, and the last of its backward pass."""
-HOSTS = ("processes", "reward workers", "environment workers")
+ON_HOST = ("processes", "reward workers", "environment workers")
 """Components that a machine without a device has in the same memory."""
 Sizes = tuple[int, int, int, int, int]
-"""Sizes of a micro-batch, in the order of `Row`."""
+"""Sizes of a micro-batch, in the order of `MicroBatchSize`."""
 
 
 class PlanWatch:
@@ -48,7 +48,7 @@ class PlanWatch:
     def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Predicted peaks of the phases that were measured since the last call, in GiB as allocated."""
         steps, self._steps = self._steps, []
-        self._products = sum(self._operations(Row(*sizes)) for step in steps for sizes in step)
+        self._products = sum(self._operations(MicroBatchSize(*sizes)) for step in steps for sizes in step)
         found: dict[str, float] = {}
         if "memory/rollout_peak_gib" in metrics:
             found["memory/rollout_predicted_gib"] = self.plan.ledger["rollout"].allocated / GIB
@@ -64,7 +64,7 @@ class PlanWatch:
             return {}
         return {"throughput/update_mfu": self._products / update_s / self.plan.machine.device.flops}
 
-    def _operations(self, row: Row) -> float:
+    def _operations(self, row: MicroBatchSize) -> float:
         """Operations of the forward and backward passes; a third less where weights have no gradients."""
         shape, critic = self.plan.job.shape, self.plan.job.critic
         factor = 4.0 if self.plan.job.rank else 6.0
@@ -78,7 +78,7 @@ class PlanWatch:
         assert self._path is not None and self.plan.job.critic is not None
         job = replace(self.plan.job, shape=self.plan.job.critic)
         trained = job.adapters if job.rank else job.shape.parameters
-        work = max(sum(update_work(job, Row(*s), critic_path(self._path)).values()) for s in optimizer_step)
+        work = max(sum(update_work(job, MicroBatchSize(*s), critic_path(self._path)).values()) for s in optimizer_step)
         return work + 4 * trained
 
     def update_bytes(self, optimizer_step: Sequence[Sizes]) -> int:
@@ -89,14 +89,16 @@ class PlanWatch:
         job = self.plan.job
         held = self.plan.ledger["update"].device or self.plan.ledger["update"].host
         states = sum(
-            size for name, size in held.items() if name not in (*UNSEEN, *WORK, "gradients", "rounding", *HOSTS)
+            size
+            for name, size in held.items()
+            if name not in (*NOT_METERED, *MICROBATCH_COMPONENTS, "gradients", "rounding", *ON_HOST)
         )
         gradients, cuda = 4 * job.trained if job.critic else held["gradients"], bool(self.plan.ledger["update"].device)
         rounding = rounding_bytes(job, self._path) if cuda else 0
         head = 0 if job.rank else 4 * job.shape.table
         peaks = []
         for index, sizes in enumerate(optimizer_step):
-            work = sum(update_work(job, Row(*sizes), self._path).values())
+            work = sum(update_work(job, MicroBatchSize(*sizes), self._path).values())
             ended = gradients + embedding_gradient(job, first=index == 0)
             peaks.append(max(work + head if index == 0 else work + gradients, ended))
         if job.critic is not None:

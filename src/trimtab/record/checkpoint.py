@@ -44,7 +44,7 @@ FACTS, WEIGHTS_MARK = "trimtab", "weights"
 """What a file of tensors of format 1 says of itself."""
 FILES, TABLES, DIGEST = "files", "tables", "sha256"
 """What `state.json` says of the checkpoint beside the run's state, and of itself."""
-MOST = 2**62
+MAX_COUNT = 2**62
 """No run counts as far."""
 
 
@@ -200,18 +200,18 @@ def _refuse_to_save_non_finite(files: Mapping[str, Mapping[str, torch.Tensor]], 
         if name is None:
             continue
         newest = newest_checkpoint(run_dir)
-        kept = "There is no earlier checkpoint" if newest is None else f"{newest.name} is as it was"
+        kept = "There is no earlier checkpoint" if newest is None else f"{newest.name} is intact"
         what, rate = (f"{file}: {name}", "learn.critic.lr") if file.startswith("critic") else (name, "learn.lr")
         raise DivergedError(
-            f"after step {step} {what} holds values that are not finite: the update was too large for its type. {kept}. Lower "
+            f"step {step} is not saved: {what} holds values that are not finite, because the update was too large. {kept}. Lower "
             f"{rate} or learn.max_grad_norm."
         )
 
 
 def folder_is_gone(run_dir: Path, step: int) -> TrainingError:
     return TrainingError(
-        f"{run_dir} is gone: it was moved or deleted while the run was in it. Where it was moved, resume it there "
-        f"(observe.dir); step {step} is not in it"
+        f"{run_dir} was moved or deleted during the run, so step {step} is not saved. If you moved it, resume it at its new "
+        "place (observe.dir)"
     )
 
 
@@ -235,16 +235,16 @@ def _explaining_failed_writes(run_dir: Path, step: int, had_config: bool) -> Ite
 
 def _why_not_written(run_dir: Path, step: int, error: Exception) -> str:
     found = checkpoints(run_dir)
-    kept = f"the newest that is whole is step-{max(found)}" if found else "there is no earlier one"
+    kept = f"the newest complete checkpoint is step-{max(found)}" if found else "there is no earlier checkpoint"
     if is_no_space(error):
         fewer = ", or write observe.keep_checkpoints: 1" if found else ""
         return (
-            f"there is no space left for the checkpoint of step {step} in {run_dir}, and {kept}. Free some space{fewer}; then go "
-            "on with --resume."
+            f"the disk has no space left for the checkpoint of step {step} in {run_dir}; {kept}. Free some space{fewer}, then "
+            "continue with --resume."
         )
-    failed = "old checkpoints cannot be removed from" if step in found else f"step {step} cannot be saved in"
+    failed = "cannot remove old checkpoints from" if step in found else f"cannot save step {step} in"
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"{failed} {run_dir} ({why}), and {kept}. See that the folder can be written to; then go on with --resume."
+    return f"{failed} {run_dir} ({why}); {kept}. Make the folder writable, then continue with --resume."
 
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:
@@ -266,7 +266,7 @@ def load_state(checkpoint: Path) -> RunState:
 
 def check_files(checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True) -> None:
     """Refuse a checkpoint of which a file is missing, cut off, damaged or another's. `wanted`: the names to look at."""
-    with reading(checkpoint):
+    with explain_load_errors(checkpoint):
         written = {name: found for name, found in _read(checkpoint).get(FILES, {}).items() if wanted(name)}
         others = (path for path in checkpoints(checkpoint.parent.parent).values() if path != checkpoint)
         refuse_other_files(checkpoint, written, {path.name: _files_of(path) for path in others})
@@ -284,17 +284,15 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     """All that `state.json` says: of the run, and of the checkpoint's files."""
     saved: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
     if saved.get("format") not in (BEFORE_CHECKSUMS, FORMAT):
-        raise TrainingError(
-            f"{checkpoint} was written by another version of Trimtab and cannot be resumed by this one."
-        )
+        raise TrainingError(f"{checkpoint} was written by another version of Trimtab; this version cannot resume it.")
     if saved["format"] == FORMAT and saved.get(DIGEST) != _digest(saved):
-        raise ValueError(f"{STATE} has been changed or damaged since it was written: its sha256 is another")
+        raise ValueError(f"{STATE} was changed or damaged after it was written: its sha256 differs")
     return saved
 
 
 def read_state(checkpoint: Path) -> RunState:
     """The state alone, whatever the other files are."""
-    with reading(checkpoint):
+    with explain_load_errors(checkpoint):
         saved = _read(checkpoint)
         known = {f.name for f in fields(RunState)}
         values = {key: value for key, value in saved.items() if key in known}
@@ -303,7 +301,7 @@ def read_state(checkpoint: Path) -> RunState:
         _refuse_numbers_of_no_run(values)
         state = TypeAdapter(RunState).validate_python(values)
         if checkpoint.name != f"step-{state.step}" or min(state.step, state.version, state.data_position) < 0:
-            raise ValueError(f"{STATE} says that it is of step {state.step}, from row {state.data_position} on")
+            raise ValueError(f"{STATE} is for step {state.step}, row {state.data_position}")
     return state
 
 
@@ -313,7 +311,7 @@ def _refuse_numbers_of_no_run(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, float) and (kinds[name] == "int" or (kinds[name] == "float" and not math.isfinite(value))):
             raise ValueError(f"{STATE} has {name} {value!r}, which no run writes")
-        if isinstance(value, int) and abs(value) > MOST:
+        if isinstance(value, int) and abs(value) > MAX_COUNT:
             raise ValueError(f"{STATE} has {name} {float(value):.3g}, which no run reaches")
 
 
@@ -321,7 +319,7 @@ def load_part(file: Path) -> dict[str, torch.Tensor]:
     """Tensors of one of a checkpoint's own files: of the checkpoint's step, and finite."""
     facts = _facts(file)
     if "step" in facts and file.parent.name != f"step-{facts['step']}":
-        raise ValueError(f"{file.name} is of step {facts['step']}")
+        raise ValueError(f"{file.name} belongs to step {facts['step']}")
     tensors = load_file(file)
     if name := _not_finite(tensors):
         raise ValueError(f"{file.name}: {name} holds values that are not finite")
@@ -330,14 +328,14 @@ def load_part(file: Path) -> dict[str, torch.Tensor]:
 
 def load_optimizer(checkpoint: Path, optimizer: Stateful, file: str = OPTIMIZER) -> None:
     """Make the optimizer what it was. The weights it is for are those of the checkpoint, and are loaded already."""
-    with reading(checkpoint):
+    with explain_load_errors(checkpoint):
         saved = load_part(checkpoint / file)
         values = largest_values(optimizer.params)
         if not all(map(math.isfinite, values)):
             raise ValueError("its weights hold values that are not finite")
         mark = _facts(checkpoint / file).get(WEIGHTS_MARK)
         if mark is not None and mark != repr(math.fsum(values)):
-            raise ValueError(f"its weights are not those that {file} is for: they are of another step, or damaged")
+            raise ValueError(f"its weights do not belong to {file}: they are from another step, or damaged")
         optimizer.load_state_tensors(saved, _table(checkpoint, file))
 
 
@@ -355,15 +353,19 @@ def _facts(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
-    """Tell a checkpoint that cannot be read, or does not hold what it should, as that, with the one to go on from."""
+def explain_load_errors(checkpoint: Path) -> Iterator[None]:
+    """Turn errors while a checkpoint is read into a TrainingError that names it, and the checkpoint to continue from."""
     try:
         yield
     except Exception as error:
         if isinstance(error, TrainingError | ConfigError) or is_out_of_memory(error):
             raise
         others = [path.name for path in checkpoints(checkpoint.parent.parent).values() if path != checkpoint]
-        rest = f"the run then goes on from {others[-1]}" if others else "there is no other, so the run then starts over"
+        rest = (
+            f"the run then continues from {others[-1]}"
+            if others
+            else "there is no other checkpoint, so the run starts over"
+        )
         why = (str(error).strip().splitlines() or ["no message"])[0]
         raise TrainingError(
             f"{checkpoint} cannot be read ({type(error).__name__}: {why}). If it is damaged, move it away and resume again: "

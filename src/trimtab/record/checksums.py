@@ -53,8 +53,8 @@ def _what_happened(
     for other_folder, files in elsewhere.items():
         for other, known in files.items():
             if known["sha256"] == now["sha256"]:
-                return f"{name} is {'that' if other == name else other} of {other_folder}"
+                return f"{name} is {'the one' if other == name else other} of {other_folder}"
     before = written[name]["bytes"]
     if now["bytes"] != before:
-        return f"{name} has {now['bytes']:,} bytes and was written with {before:,}"
-    return f"{name} has been changed or damaged since it was written: its sha256 is another"
+        return f"{name} has {now['bytes']:,} bytes, but was written with {before:,}"
+    return f"{name} was changed or damaged after it was written: its sha256 differs"

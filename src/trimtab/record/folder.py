@@ -25,7 +25,7 @@ from trimtab.record.layout import FINAL as FINAL
 LOCK = ".lock"
 ENGINE_LOGS = "engines"
 """What lost processes of an engine wrote."""
-FREE = ("run.", "observe.")
+SECTIONS_FREE_TO_CHANGE = ("run.", "observe.")
 """Sections that a resumed run may change: they do not change what is learned."""
 
 
@@ -46,7 +46,7 @@ def find_folder(pattern: str, name: str, resume: bool) -> Path:
 def refuse_existing(folder: Path, resume: bool) -> None:
     """A new run goes into a new folder."""
     if (folder / CONFIG).exists() and not resume:
-        fix = "Go on with it (--resume) or choose another folder."
+        fix = "Continue it with --resume, or choose another folder."
         raise ConfigError([Problem("observe.dir", f"{folder} already holds a run", fix)])
 
 
@@ -93,7 +93,11 @@ def changes(held: AnyConfig, config: AnyConfig) -> list[str]:
     constant = now["learn.schedule.kind"] == "constant"
     if constant and (before["learn.steps"] or 0) <= (now["learn.steps"] or 0):
         now["learn.steps"] = before["learn.steps"]
-    keys = [key for key in {**before, **now} if not key.startswith(FREE) and before.get(key) != now.get(key)]
+    keys = [
+        key
+        for key in {**before, **now}
+        if not key.startswith(SECTIONS_FREE_TO_CHANGE) and before.get(key) != now.get(key)
+    ]
     return [f"{key} {now.get(key)} (was {before.get(key)})" for key in keys]
 
 

@@ -45,9 +45,7 @@ class Damaged:
     what: str
 
     def error(self) -> DataError:
-        return DataError(
-            f"{self.path}, line {self.line}: {self.what}. Remove the line, or move the file away to go on without it"
-        )
+        return DataError(f"{self.path}, line {self.line}: {self.what}. Remove the line, or move the file away")
 
 
 class JsonlTail:
@@ -126,5 +124,5 @@ def _parse(line: bytes) -> dict[str, Any] | str:
     except ValueError as error:
         return f"not JSON ({error})"
     except RecursionError:
-        return "lists or objects are nested too deeply"
-    return row if isinstance(row, dict) else "not an object with names and values"
+        return "the JSON is nested too deeply"
+    return row if isinstance(row, dict) else "not a JSON object"

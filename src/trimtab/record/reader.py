@@ -130,7 +130,7 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as YAML: {first_line(error)}") from error
     if not isinstance(settings, dict):
-        raise DataError(f"{path} holds no settings; a run's {CONFIG} has at least model, data and reward")
+        raise DataError(f"{path} holds no settings; the {CONFIG} of a run has at least model, data and reward")
     return settings
 
 

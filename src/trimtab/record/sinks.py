@@ -81,8 +81,8 @@ def _keep_until(path: Path, resume_step: int | None) -> None:
     found = read_jsonl(path)
     for row in found:
         if not isinstance(row.get("step", 0), int | float):
-            what = f"a row has the step {str(row['step'])[:60]!r}, which is no number"
-            raise DataError(f"{path}: {what}. Remove the line, or move the file away to go on without it")
+            what = f"a row has the step {str(row['step'])[:60]!r}, which is not a number"
+            raise DataError(f"{path}: {what}. Remove the line, or move the file away")
     kept = [row for row in found if resume_step is not None and row.get("step", math.inf) <= resume_step]
     write_file(path, map(dump_line, kept))
 

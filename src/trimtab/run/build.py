@@ -1,11 +1,11 @@
-"""What runs of every stage are built from: a policy, an updater as the plan has it, the comparison with an earlier session."""
+"""What runs of every stage are built from: a policy, an updater with the sizes of the plan, checks of packages and kernels."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -16,30 +16,20 @@ import torch
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.units import GIB
 from trimtab.config.known import ResolvedRun
-from trimtab.config.load import AnyConfig, load_any
-from trimtab.config.reference import STAGES
+from trimtab.config.load import AnyConfig
 from trimtab.config.run import Kernels, Run
 from trimtab.config.schema import Model, Observe
-from trimtab.data.files import mark_of
 from trimtab.model import liger
 from trimtab.model.adapters import add_adapters, load_adapters
 from trimtab.model.kernel_choice import use_kernels
-from trimtab.model.load import load_config, load_model, resolve_dtype
+from trimtab.model.load import load_config, load_model
 from trimtab.model.policy import Policy
-from trimtab.observe.console import Console
 from trimtab.plan.planner import Plan
-from trimtab.record.checkpoint import CONFIG, RunState, load_state, newest_checkpoint, reading
-from trimtab.record.folder import changes
+from trimtab.record.checkpoint import explain_load_errors
 from trimtab.rollout.engine import Engine
 from trimtab.run.calibrate import corrected, probe
 from trimtab.update.updater import Updater
 
-CANNOT_CHANGE = {
-    "learn.critic.path": "another critic",
-    "learn.optimizer.states": "other moments",
-    "model.lora": "other adapters",
-}
-"""Keys that the optimizer of a checkpoint is made for."""
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -53,15 +43,15 @@ def load_policy(
         if checkpoint is None:
             found = add_adapters(base, model.lora, seed)
         else:
-            with reading(checkpoint):
+            with explain_load_errors(checkpoint):
                 found = load_adapters(base, checkpoint)
     elif checkpoint is None:
         found = load_model(model, device)
     else:
         source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
-        with reading(checkpoint):
+        with explain_load_errors(checkpoint):
             found = load_model(source, device)
-    with nullcontext() if checkpoint is None else reading(checkpoint):
+    with nullcontext() if checkpoint is None else explain_load_errors(checkpoint):
         policy = Policy(found)
     use_kernels(policy, kernels)
     return policy
@@ -102,73 +92,6 @@ def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan
     updater.score_token_budget = plan.run.score_token_budget
     updater.recompute(plan.run.checkpoint_activations)
     return plan
-
-
-def _compare(config: AnyConfig, device: torch.device, folder: Path, checkpoint: Path, console: Console) -> list[str]:
-    """Say what is no longer as the checkpoint was made, and return it; refuse what its optimizer cannot go on with."""
-    held = _config_of(checkpoint, folder)
-    if not isinstance(config, type(held)):
-        name = next(name for name, schema in STAGES.items() if isinstance(held, schema))
-        what, fix = f"{folder} holds a run of trimtab {name}", f"Go on with trimtab {name}, or choose another folder."
-        raise ConfigError([Problem("observe.dir", what, fix)])
-    changed = changes(held, config)
-    for key, what in CANNOT_CHANGE.items():
-        found = ", ".join(change for change in changed if change.startswith(key))
-        if found:
-            told = f"{checkpoint.name} cannot go on with {what} than it has: {found}"
-            raise ConfigError([Problem(key, told, f"Write {key} as it was.")])
-    if config.model.lora is None:
-        trusted = config.model.trust_remote_code
-        with reading(checkpoint):
-            saved = load_config(Model(path=str(checkpoint), trust_remote_code=trusted)).dtype
-        wanted = resolve_dtype(config.model, device)
-        if saved is not None and saved != wanted:
-            before, now = (str(dtype).removeprefix("torch.") for dtype in (saved, wanted))
-            what = f"{folder} was trained in {before} and cannot go on in {now}"
-            raise ConfigError([Problem("model.dtype", what, f"Write model.dtype: {before}.")])
-    if changed:
-        console.warn(f"{checkpoint.name} goes on with other settings than it was made with: {', '.join(changed)}")
-    return changed
-
-
-def _config_of(checkpoint: Path, folder: Path) -> AnyConfig:
-    """What the checkpoint was made with."""
-    # Not the folder's: a resume with other settings may have ended before its first checkpoint.
-    file = (checkpoint if (checkpoint / CONFIG).exists() else folder) / CONFIG
-    with reading(checkpoint):
-        try:
-            return load_any(file)
-        except ConfigError as error:  # nobody has written it by hand
-            raise ValueError(f"{file}: {error.problems[0]}") from error
-
-
-def take_up(
-    config: AnyConfig,
-    device: torch.device,
-    folder: Path,
-    rows: Sequence[Mapping[str, Any]],
-    resume: bool,
-    console: Console,
-) -> tuple[Path | None, RunState, list[str]]:
-    """The checkpoint that a run goes on from, where it does, the state of the run, and which settings have changed since."""
-    checkpoint, state, changed = newest_checkpoint(folder) if resume else None, RunState(), list[str]()
-    if checkpoint is not None:
-        state = load_state(checkpoint)
-        changed = _compare(config, device, folder, checkpoint, console)
-    elif resume:
-        console.note(f"there is no checkpoint to resume in {folder}: the run starts at its first step")
-    _note_data(state, rows, console)
-    return checkpoint, state, changed
-
-
-def _note_data(state: RunState, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Remember which rows are trained on, and say so where they are not those that the run has counted so far."""
-    before, state.data_mark = state.data_mark, mark_of(rows)
-    if before and before != state.data_mark:
-        console.warn(
-            f"data.train is not what it was: {state.data_mark} (was {before}). Counting goes on at {state.data_position}, so "
-            "some rows may be trained on twice in this pass, others not at all"
-        )
 
 
 @contextmanager
@@ -222,7 +145,7 @@ def refuse_kernels(run: Run, model: Model, device: torch.device) -> None:
     if run.kernels == "liger":
         liger.refuse(load_config(model).get_text_config().model_type, device)
     elif run.kernels == "native" and device.type != "cuda":
-        what = "fused layers run on a CUDA device only, and this run is on the CPU"
+        what = "fused layers need a CUDA device, and this run is on the CPU"
         raise ConfigError([Problem("run.kernels", what, "Write auto.")])
 
 

@@ -14,30 +14,30 @@ import torch
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.model.memory import Shortage, attempt, free
-from trimtab.plan.activations import Row, update_peak
-from trimtab.plan.job import COUNTED, Correction, Job
+from trimtab.plan.activations import MicroBatchSize, update_peak
+from trimtab.plan.job import NO_CORRECTION, Correction, Job
 from trimtab.plan.ledger import update_path
 from trimtab.plan.planner import Choice, Plan, make_plan, recompute_when_wider
 from trimtab.run.tuner import longest_samples, settle
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.updater import Updater
 
-SMALL = 2048
+SMALL_PROBE_TOKENS = 2048
 """Tokens of the smaller micro-batch; the other has twice as many."""
-LEAST = 128
+MIN_LEARNED_TOKENS = 128
 """Least tokens that are learned after the longest prompt."""
-LAUNCHES = 5
+LAUNCHES_TIMED = 5
 """Times that launching is measured."""
-PLAUSIBLE = (0.5, 3.0)
+PLAUSIBLE_RATIO = (0.5, 3.0)
 """Measured over counted bytes a token: outside these bounds something else was measured."""
 
 
 def probe(updater: Updater, job: Job, run: ResolvedRun) -> Correction:
     """What corrects the count by what micro-batches really take; nothing is corrected where memory runs out on the way."""
     path, device = update_path(job, run), updater.policy.device
-    small = max(min(SMALL, run.token_budget // 2), job.typical_prompt + LEAST)
+    small = max(min(SMALL_PROBE_TOKENS, run.token_budget // 2), job.typical_prompt + MIN_LEARNED_TOKENS)
     if 2 * small > run.token_budget:
-        return COUNTED
+        return NO_CORRECTION
     measured, counted, launch_s = [], [], None
     for tokens in (small, 2 * small):
         samples = list(longest_samples(job, tokens, job.shape.vocabulary))
@@ -47,12 +47,12 @@ def probe(updater: Updater, job: Job, run: ResolvedRun) -> Correction:
         updater.abandon()
         if isinstance(peak, Shortage):
             free(device)
-            return COUNTED
+            return NO_CORRECTION
         measured.append(peak)
-        row = Row(*MicroBatch.build(samples, device).sizes)
+        row = MicroBatchSize(*MicroBatch.build(samples, device).sizes)
         counted.append(sum(update_peak(job.shape, row, path).values()))
     slope = (measured[1] - measured[0]) / (counted[1] - counted[0])
-    if not PLAUSIBLE[0] < slope < PLAUSIBLE[1]:
+    if not PLAUSIBLE_RATIO[0] < slope < PLAUSIBLE_RATIO[1]:
         return Correction(launch_s=launch_s)
     return Correction(slope, int(measured[0] - slope * counted[0]), launch_s)
 
@@ -71,7 +71,7 @@ def _peak(updater: Updater, samples: list[Sample], device: torch.device) -> int:
 def _host_seconds(updater: Updater, samples: list[Sample], device: torch.device) -> float:
     """Seconds that the host takes to launch a micro-batch, which the device finishes sooner; the median of a few."""
     found = []
-    for _ in range(LAUNCHES):
+    for _ in range(LAUNCHES_TIMED):
         started = time.perf_counter()
         updater.rehearse(samples)
         found.append(time.perf_counter() - started)
@@ -92,7 +92,7 @@ def corrected(plan: Plan, asked: Run, found: Correction) -> Plan:
         return replace(plan, job=job)
     changed = {f"run.{key}": getattr(again.run, key) for key, value in open_keys.items() if value == "auto"}
     changed = {key: value for key, value in changed.items() if value != getattr(plan.run, key.removeprefix("run."))}
-    why = "two micro-batches, measured"
+    why = "measured with two micro-batches"
     choices = [
         Choice(choice.key, changed[choice.key], why) if choice.key in changed else choice for choice in plan.choices
     ]

@@ -26,16 +26,16 @@ from trimtab.rollout.native.engine import NativeEngine
 
 
 @dataclass(frozen=True)
-class Talk:
+class EnvironmentSession:
     """What it takes to have conversations with an environment."""
 
     hosts: Hosts
     replies: ReplyEncoder
 
 
-def sampler_on(engine: Engine, talk: Talk | None) -> Sampler:
+def sampler_on(engine: Engine, environment: EnvironmentSession | None) -> Sampler:
     """The engine, or conversations of it with an environment."""
-    return engine if talk is None else Episodes(engine, talk.hosts, talk.replies)
+    return engine if environment is None else Episodes(engine, environment.hosts, environment.replies)
 
 
 def open_engine(
@@ -47,9 +47,9 @@ def open_engine(
     try:
         return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, logs)
     except EngineError as error:
-        if config.run.engine != "auto" or not plan.run.outside:
+        if config.run.engine != "auto" or not plan.run.external:
             raise
-        refused = f"{plan.run.engine} was planned: {str(error).splitlines()[0]}"
+        refused = f"{plan.run.engine} was planned but did not start: {str(error).splitlines()[0]}"
     plan = planned(config.run.with_values({"engine": "native"}), plan.job, plan.machine)
     plan = replace(plan, choices=(*plan.choices, Choice("run.engine", "native", refused)))
     return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries)
@@ -83,4 +83,4 @@ def make_engine(
 
 def outside_note(run: Run) -> str:
     """What to tell somebody who waits for an engine in processes of its own; nothing where there is none."""
-    return f"{KINDS[run.engine].title} is started; that takes a minute or so" if run.outside else ""
+    return f"starting {KINDS[run.engine].title}, which takes about a minute" if run.external else ""

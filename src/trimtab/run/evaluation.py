@@ -24,7 +24,7 @@ from trimtab.run.roles import Generator, Rewarder
 EVAL_STEP = 2**40
 """Stands in for the step in sampling keys, so that every evaluation draws the same random numbers."""
 
-OF_A_TASK = ("pass@1", "score", "prompts", "length_mean", "truncated")
+METRICS_PER_TASK = ("pass@1", "score", "prompts", "length_mean", "truncated")
 """Scores that are told for each task, too."""
 
 
@@ -48,7 +48,7 @@ def measure(
     found |= conversation_metrics(groups, generator.stats.wait_s, "eval/environment")
     for name, mine in tasks.split(groups).items() if tasks else ():
         alone = scores(mine, settings, part)
-        found |= {f"eval/task/{name}/{key}": alone[f"eval/{key}"] for key in OF_A_TASK if f"eval/{key}" in alone}
+        found |= {f"eval/task/{name}/{key}": alone[f"eval/{key}"] for key in METRICS_PER_TASK if f"eval/{key}" in alone}
     return found, groups
 
 

@@ -18,7 +18,15 @@ from trimtab.config.schema import Config, Model
 from trimtab.config.sft import SftConfig
 from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
-from trimtab.record.checkpoint import CONFIG, OPTIMIZER, STATE, check_files, checkpoints, read_state, reading
+from trimtab.record.checkpoint import (
+    CONFIG,
+    OPTIMIZER,
+    STATE,
+    check_files,
+    checkpoints,
+    explain_load_errors,
+    read_state,
+)
 from trimtab.record.folder import FINAL
 from trimtab.record.reader import run_of_checkpoint
 
@@ -29,7 +37,9 @@ def find_checkpoint(run: Path, which: str) -> Path:
         fix = f"Give the run's folder: trimtab export {holder} FOLDER --checkpoint {run.absolute().name[5:]}"
         raise ConfigError([Problem("RUN", f"{run} is a checkpoint, not a run", fix)])
     if not (run / CONFIG).is_file():
-        raise ConfigError([Problem("RUN", f"{run} is not the folder of a run", "Give the run_dir that train printed.")])
+        raise ConfigError(
+            [Problem("RUN", f"{run} is not the folder of a run", "Give the run folder that train printed.")]
+        )
     found = checkpoints(run)
     if not found:
         raise ConfigError([Problem("RUN", f"{run} has no checkpoint yet")])
@@ -37,27 +47,31 @@ def find_checkpoint(run: Path, which: str) -> Path:
     if which == "best":
         step = read_state(found[step]).best_step
         if step < 0:
-            raise ConfigError([Problem("--checkpoint", f"{run} has no evaluation to choose the best by", "Use last.")])
+            raise ConfigError(
+                [Problem("--checkpoint", f"{run} has no evaluation, so no best checkpoint", "Write last.")]
+            )
     elif which.isdecimal():
         step = int(which)
     elif which != "last":
         raise ConfigError([Problem("--checkpoint", f"{which!r} is not a checkpoint", "Write best, last or a step.")])
     if step not in found:
         there = ", ".join(map(str, found))
-        raise ConfigError([Problem("--checkpoint", f"{run} has no checkpoint of step {step}", f"There is: {there}.")])
+        raise ConfigError(
+            [Problem("--checkpoint", f"{run} has no checkpoint of step {step}", f"Its checkpoints: {there}.")]
+        )
     return found[step]
 
 
 def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
     """Write the chosen checkpoint's weights and tokenizer to `to`, whole or not at all; returns the checkpoint."""
     if dtype not in (*DTYPES, "same"):
-        raise ConfigError([Problem("--dtype", f"{dtype!r} is not a type", f"Write {', '.join(DTYPES)} or same.")])
+        raise ConfigError([Problem("--dtype", f"{dtype!r} is not a dtype", f"Write {', '.join(DTYPES)} or same.")])
     target = _free_place(to, run)
     source = find_checkpoint(run, which)
     config = load_any(run / CONFIG)
     if isinstance(config, RewardModelConfig):
-        what = f"{run} is the run of a reward model, which is written out once, normalised, at its end"
-        raise ConfigError([Problem("RUN", what, f"Take {run / FINAL}.")])
+        what = f"{run} trained a reward model, which is exported once, at its end"
+        raise ConfigError([Problem("RUN", what, f"Use {run / FINAL}.")])
     check_files(source, _is_exported)
     with _writing_aside(target, to) as aside:
         _write(config, source, aside, dtype)
@@ -74,13 +88,13 @@ def _free_place(to: Path, run: Path) -> Path:
     with _explaining_failed_writes(to):
         target = to.resolve()
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ConfigError([Problem("FOLDER", f"{to} already exists and is not an empty folder", "Choose another.")])
+            raise ConfigError([Problem("FOLDER", f"{to} already exists and is not empty", "Choose another folder.")])
         if target.is_relative_to((run / "checkpoints").resolve()):
-            what = f"{to} is among the checkpoints of the run itself"
+            what = f"{to} is inside the checkpoints folder of the run"
             raise ConfigError([Problem("FOLDER", what, "Choose a folder outside the run.")])
         if target.is_mount():
-            what = f"{to} is where another disk is mounted, which a folder cannot replace"
-            raise ConfigError([Problem("FOLDER", what, f"Write a folder in it: {to / 'model'}.")])
+            what = f"{to} is a mount point, which export cannot replace"
+            raise ConfigError([Problem("FOLDER", what, f"Choose a folder inside it: {to / 'model'}.")])
     return target
 
 
@@ -109,7 +123,7 @@ def _write(config: Config | SftConfig, source: Path, aside: Path, dtype: str) ->
         trained_in = str(resolve_dtype(model, torch.device(config.run.device))).removeprefix("torch.")
         settings = model.with_values({"dtype": trained_in if dtype == "same" else dtype})
         base = load_model(settings, torch.device("cpu"))
-        with reading(source):
+        with explain_load_errors(source):
             adapted = load_adapters(base, source)
         save_model(adapted, load_tokenizer(settings), aside)
     elif dtype == "same":
@@ -130,9 +144,9 @@ def _explaining_failed_writes(to: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: a link that leads to itself
         if is_no_space(error):
-            fix = "Free some, or choose a folder on another disk."
-            raise ConfigError([Problem("FOLDER", f"there is no space left for the model in {to}", fix)]) from error
+            fix = "Free some space, or choose a folder on another disk."
+            raise ConfigError([Problem("FOLDER", f"the disk has no space left for the model in {to}", fix)]) from error
         if not isinstance(error, OSError) and "Symlink loop" not in str(error):
             raise
         why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError([Problem("FOLDER", f"cannot write to {to}: {why}", "Choose another.")]) from error
+        raise ConfigError([Problem("FOLDER", f"cannot write to {to}: {why}", "Choose another folder.")]) from error

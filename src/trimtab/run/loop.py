@@ -2,29 +2,29 @@
 
 Every completion that was sampled is trained on or dropped with a reason, and the counts add up each step (`SampleCounts.check`).
 A step that is killed anywhere leaves the last checkpoint as it was, and repeats the same way from there; one that is stopped, or
-fails, leaves a checkpoint of the last whole step (keeping.py).
+fails, leaves a checkpoint of the last whole step (save_on_stop.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from trimtab.run.endings import is_due
 from trimtab.run.evaluation import measure, success_threshold
-from trimtab.run.keeping import Keeper, keeping
+from trimtab.run.finish_step import is_due
 from trimtab.run.roles import Session
 from trimtab.run.rollout_step import rollout
+from trimtab.run.save_on_stop import StepSaver, save_on_stop
 from trimtab.run.update_step import update
 
 
 def train(run: Session) -> dict[str, Any]:
     """Train from the session's state to the last step; returns the summary."""
-    with keeping(run, run.config.learn.steps) as keeper:
-        _train(run, keeper)
+    with save_on_stop(run, run.config.learn.steps) as saver:
+        _train(run, saver)
     return finish(run)
 
 
-def _train(run: Session, keeper: Keeper) -> None:
+def _train(run: Session, saver: StepSaver) -> None:
     learn, observe, state, observer = run.config.learn, run.config.observe, run.state, run.observer
     if not state.step:
         first = evaluate(run)
@@ -32,7 +32,7 @@ def _train(run: Session, keeper: Keeper) -> None:
         if first:
             observer.write(0, first)
     elif state.eval_due:
-        keeper.evaluate_again(lambda: evaluate(run))
+        saver.evaluate_again(lambda: evaluate(run))
     while state.step < learn.steps:
         recovered, number = state.oom_recoveries, state.step + 1
         groups, metrics = rollout(run)
@@ -40,15 +40,15 @@ def _train(run: Session, keeper: Keeper) -> None:
             run.generator.lend()
         metrics |= update(run, groups)
         due = bool(run.data.held_out) and is_due(number, observe.eval_every, learn.steps)
-        keeper.finish(metrics, metrics["rollout/tokens"], recovered, run.data.stream.position, due)
+        saver.finish(metrics, metrics["rollout/tokens"], recovered, run.data.stream.position, due)
         with observer.phase("publish"):
             run.generator.publish(state.version)
         if due:
             metrics |= evaluate(run)
-            keeper.evaluated()
+            saver.evaluated()
         if observe.samples_every and (is_due(number, observe.samples_every, learn.steps) or number == 1):
             observer.samples(number, groups)
-        keeper.end_step()
+        saver.end_step()
 
 
 def evaluate(run: Session) -> dict[str, float]:

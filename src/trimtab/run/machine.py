@@ -17,7 +17,7 @@ from trimtab.config.run import Run
 from trimtab.model.memory import Shortage, attempt, free, host_memory
 from trimtab.plan.devices import Device, nearest
 from trimtab.plan.job import Machine
-from trimtab.plan.ledger import CONTEXT
+from trimtab.plan.ledger import CUDA_CONTEXT_BYTES
 from trimtab.plan.rules import workers_for
 from trimtab.rollout.external.find import engines_here
 
@@ -48,7 +48,7 @@ def memory_limit(run: Run, device: torch.device) -> Iterator[None]:
 
 def allocator_share(memory: int, total: int, before: float = 1.0) -> float:
     """Share of a device of `total` bytes that torch may allocate so that the process stays within `memory`."""
-    return min(before, max(0, memory - CONTEXT) / total)
+    return min(before, max(0, memory - CUDA_CONTEXT_BYTES) / total)
 
 
 Result = TypeVar("Result")
@@ -62,10 +62,8 @@ def load_within(run: Run, device: torch.device, load: Callable[[*Arguments], Res
         return outcome
     free(device)
     limit = "" if run.memory is None else f" within run.memory, {run.memory / GIB:.1f} GiB"
-    fix = "Take a smaller model" if run.memory is None else "Raise run.memory, or take a smaller model"
-    raise MemoryExhausted(
-        f"model.path: the model's weights do not fit on the device{limit} ({outcome.message}). {fix}."
-    )
+    fix = "Use a smaller model" if run.memory is None else "Raise run.memory, or use a smaller model"
+    raise MemoryExhausted(f"model.path: the weights do not fit on the device{limit} ({outcome.message}). {fix}.")
 
 
 def pick_reward_workers(run: Run) -> int:
@@ -103,7 +101,7 @@ def _device_here(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     free = free_memory(device) + torch.cuda.memory_reserved(device)
     share = torch.cuda.get_per_process_memory_fraction(device.index)
-    memory = min(free, int(share * properties.total_memory)) + CONTEXT
+    memory = min(free, int(share * properties.total_memory)) + CUDA_CONTEXT_BYTES
     found = nearest(properties.name, memory, properties.total_memory)
     return replace(
         found, lends=not why_not_lendable(device), tiled_head=properties.major >= 9, bfloat16=properties.major >= 8

@@ -13,18 +13,20 @@ from trimtab.base.signals import take_signals
 from trimtab.config.load import Offline, resolved_yaml
 from trimtab.model.load import declared_stops
 from trimtab.run.build import own_modes, returns_memory
-from trimtab.run.endings import is_due, note_outcome
-from trimtab.run.given import Examples, Given
+from trimtab.run.finish_step import is_due, note_outcome
 from trimtab.run.inputs import Inputs
-from trimtab.run.keeping import Keeper, keeping
-from trimtab.run.opening import open_run
-from trimtab.run.roles import Run
+from trimtab.run.offline_data import Examples, OfflineStage
+from trimtab.run.open_run import open_run
+from trimtab.run.roles import TrainingRun
+from trimtab.run.save_on_stop import StepSaver, save_on_stop
 from trimtab.update.optimizer import learning_rate
 
-OfflineRun = Run[Offline, Examples]
+OfflineRun = TrainingRun[Offline, Examples]
 
 
-def dry_run(stage: Given, config: Offline, inputs: Inputs, file: IO[str], *, resume: bool = False) -> dict[str, Any]:
+def dry_run(
+    stage: OfflineStage, config: Offline, inputs: Inputs, file: IO[str], *, resume: bool = False
+) -> dict[str, Any]:
     """Find what would stop the run before its first step, without loading weights or making a run folder."""
     with ExitStack() as stack:
         ready = stage.check(config, inputs, stack, resume=resume)
@@ -47,7 +49,7 @@ def dry_run(stage: Given, config: Offline, inputs: Inputs, file: IO[str], *, res
 
 @returns_memory
 def run_offline(
-    stage: Given, config: Offline, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
+    stage: OfflineStage, config: Offline, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
     """Run a validated config; returns the summary."""
     with take_signals(), own_modes(), ExitStack() as stack:
@@ -65,12 +67,12 @@ def run_offline(
 
 def train(run: OfflineRun, steps: int) -> dict[str, Any]:
     """Train from the run's state to the last step; returns the summary."""
-    with keeping(run, steps) as keeper:
-        _train(run, keeper, steps)
+    with save_on_stop(run, steps) as saver:
+        _train(run, saver, steps)
     return finish(run)
 
 
-def _train(run: OfflineRun, keeper: Keeper, steps: int) -> None:
+def _train(run: OfflineRun, saver: StepSaver, steps: int) -> None:
     observe, state = run.config.observe, run.state
     if not state.step:
         first = evaluate(run)
@@ -78,16 +80,16 @@ def _train(run: OfflineRun, keeper: Keeper, steps: int) -> None:
         if first:
             run.observer.write(0, first)
     elif state.eval_due:
-        keeper.evaluate_again(lambda: evaluate(run))
+        saver.evaluate_again(lambda: evaluate(run))
     while state.step < steps:
         recovered = state.oom_recoveries
         metrics = step(run)
         due = bool(run.data.held_out) and is_due(state.step + 1, observe.eval_every, steps)
-        keeper.finish(metrics, metrics["run/row_tokens"], recovered, run.data.stream.position, due)
+        saver.finish(metrics, metrics["run/row_tokens"], recovered, run.data.stream.position, due)
         if due:
             metrics |= evaluate(run)
-            keeper.evaluated()
-        keeper.end_step()
+            saver.evaluated()
+        saver.end_step()
 
 
 def step(run: OfflineRun) -> dict[str, float]:

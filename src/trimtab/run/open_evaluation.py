@@ -24,9 +24,10 @@ from trimtab.reward.scorer import Scorer
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
 from trimtab.run.build import spare_the_collector
-from trimtab.run.engines import Talk, open_engine, outside_note, sampler_on
-from trimtab.run.inputs import (
-    Inputs,
+from trimtab.run.engines import EnvironmentSession, open_engine, outside_note, sampler_on
+from trimtab.run.inputs import Inputs
+from trimtab.run.machine import load_within, machine_here, memory_limit, pick_device
+from trimtab.run.rollout_data import (
     open_hosts,
     open_replies,
     open_scorer,
@@ -34,7 +35,6 @@ from trimtab.run.inputs import (
     read_eval,
     with_found_rewards,
 )
-from trimtab.run.machine import load_within, machine_here, memory_limit, pick_device
 from trimtab.run.shapes import evaluated_models
 
 
@@ -61,7 +61,7 @@ def open_evaluation(
     stack.enter_context(memory_limit(config.run, device))
     refuse_without_engine(config.run, device)
     console = stack.enter_context(Console(1, file=console_file))
-    console.waiting("reading the tokenizer and the data, starting the rewards")
+    console.waiting("reading the tokenizer and the data, and starting the reward workers")
     limit = prompt_limit(config)
     tokenizer = load_tokenizer(config.model)
     hosts = open_hosts(config, inputs, tokenizer)
@@ -70,7 +70,7 @@ def open_evaluation(
     tools = hosts.loaded.schemas if hosts else ()
     held_out = read_eval(config, inputs, tokenizer, limit, tools)
     replies = open_replies(config, hosts, tokenizer, [held_out.columns], held_out.prompts[0].tokens)
-    talk = Talk(hosts, replies) if hosts is not None and replies is not None else None
+    environment = EnvironmentSession(hosts, replies) if hosts is not None and replies is not None else None
     scorer = open_scorer(config, inputs, [held_out.columns])
     stack.callback(scorer.close)
     if note := outside_note(config.run):
@@ -93,5 +93,5 @@ def open_evaluation(
     spare_the_collector(stack)
     column = config.data.task
     tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
-    generator = LocalGenerator(engine, sampler_on(engine, talk), lambda what, work: work())
+    generator = LocalGenerator(engine, sampler_on(engine, environment), lambda what, work: work())
     return Evaluation(config, generator, scorer, held_out.prompts, console, tasks)

@@ -19,17 +19,17 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot, widest
 from trimtab.plan.report import as_dict
-from trimtab.plan.source import EXAMPLE, stated_lengths
+from trimtab.plan.source import ASSUMED_EXAMPLE_TOKENS, stated_lengths
 from trimtab.plan.work import job_of
-from trimtab.run.like import lengths_of
+from trimtab.run.completion_lengths import lengths_of
 from trimtab.run.shapes import shape_of, stated_models
 
-HOST = 256 * GIB
+ASSUMED_HOST_BYTES = 256 * GIB
 """Host memory of a machine that is not this one, where nobody says how much it has."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """The command's options."""
 
     device: str | None = None
@@ -41,7 +41,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Look:
+class PlanResult:
     """A plan, and what is to be said about it."""
 
     plan: Plan
@@ -59,7 +59,7 @@ class Look:
         return refuse(self.plan, self.config.run, self.profile)
 
 
-def look(file: Path, overrides: list[str], asked: Asked) -> Look:
+def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
     config = load_any(file, overrides)
     profile = _profile(asked.profile or config.run.profile)
     memory = _bytes("--device-memory", asked.device_memory)
@@ -70,38 +70,39 @@ def look(file: Path, overrides: list[str], asked: Asked) -> Look:
     if not isinstance(config, Config):
         if config.learn.max_tokens is None:
             notes.append(
-                f"Examples are taken to have up to {EXAMPLE:,} tokens: say learn.max_tokens, or train, which looks."
+                f"Assuming examples of up to {ASSUMED_EXAMPLE_TOKENS:,} tokens. Set learn.max_tokens, or start the run, which "
+                "measures them."
             )
     elif config.data.max_prompt_tokens is None:
         notes.append(
-            f"Prompts are taken to have {job.longest_prompt} tokens: say data.max_prompt_tokens, or train, which looks."
+            f"Assuming {job.longest_prompt}-token prompts. Set data.max_prompt_tokens, or run train, which measures them."
         )
     if asked.like is not None and job.generates:
         job = replace(job, lengths=lengths_of(asked.like, job.completion))
         notes.append(
-            f"Completions are taken to be as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
+            f"Assuming completions as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
         )
     if config.run.rollout.tensor_parallel > 1:
         parts = config.run.rollout.tensor_parallel
-        notes.append(f"vLLM's copy is cut over {parts} devices; what the trainer's has of it is shown.")
+        notes.append(f"vLLM splits its copy of the model over {parts} devices; the plan shows the trainer's device.")
     if machine.devices > 1:
-        notes.append("This version trains on one device; the plan shows what more would take.")
+        notes.append("This version trains on one device; the plan shows what several would take.")
     if config.run.engine == "sglang" and machine.cpu:
         fix = "Write run.engine: native or vllm, or name a --device."
-        raise ConfigError([Problem("run.engine", "SGLang needs a GPU, and this is a CPU", fix)])
+        raise ConfigError([Problem("run.engine", "SGLang needs a GPU, and the plan is for a CPU", fix)])
     if config.run.kernels in ("native", "liger") and machine.cpu:
-        what = f"{config.run.kernels} kernels need a GPU, and this is a CPU"
+        what = f"{config.run.kernels} kernels need a GPU, and the plan is for a CPU"
         raise ConfigError([Problem("run.kernels", what, "Write auto, or name a --device.")])
     refuse_small_kv(config.run, job, machine)
     refuse_what_engines_cannot(config.run, job, machine)
     if asked.profile is not None:
-        return Look(place_over(config.run, job, machine, profile), config, profile, notes)
+        return PlanResult(place_over(config.run, job, machine, profile), config, profile, notes)
     plan, filled = widest(config.run, job, machine, profile)
     if filled != profile:
         notes.append(
             f"It does not fit with run.profile {profile}; as train does then, this plan is made with {filled}."
         )
-    return Look(plan, config, filled, notes)
+    return PlanResult(plan, config, filled, notes)
 
 
 def _job(config: AnyConfig, folder: Path, machine: Machine) -> Job:
@@ -124,11 +125,11 @@ def _found_models(config: Config, folder: Path) -> Config:
 
 def _profile(name: str) -> str:
     if name not in PROFILES:
-        raise ConfigError([Problem("--profile", f"there is no {name!r}", f"One of {', '.join(PROFILES)}.")])
+        raise ConfigError([Problem("--profile", f"{name!r} is not a profile", f"Write one of {', '.join(PROFILES)}.")])
     return name
 
 
-def _machine(asked: Asked, memory: int | None, run: Run) -> tuple[Machine, list[str]]:
+def _machine(asked: PlanOptions, memory: int | None, run: Run) -> tuple[Machine, list[str]]:
     """The machine that was asked for. `memory`: of each device."""
     host = _bytes("--host-memory", asked.host_memory)
     cpu = (asked.device or "").lower() == "cpu" or (asked.device is None and memory is None and run.device == "cpu")
@@ -136,11 +137,11 @@ def _machine(asked: Asked, memory: int | None, run: Run) -> tuple[Machine, list[
         return _here(asked.devices, host)
     if cpu:
         if asked.devices > 1:
-            raise ConfigError([Problem("--devices", "a CPU is one device", "Leave it out.")])
+            raise ConfigError([Problem("--devices", "a CPU counts as one device", "Leave it out.")])
         return _here(1, host, cpu=True)
-    device = of_size(memory or HOST) if asked.device is None else find_device(asked.device, memory)
-    notes = [] if host else [f"Host memory is taken to be {HOST // GIB} GiB: say --host-memory."]
-    return Machine(device, asked.devices, host or HOST, 16), notes
+    device = of_size(memory or ASSUMED_HOST_BYTES) if asked.device is None else find_device(asked.device, memory)
+    notes = [] if host else [f"Assuming {ASSUMED_HOST_BYTES // GIB} GiB of host memory. Set it with --host-memory."]
+    return Machine(device, asked.devices, host or ASSUMED_HOST_BYTES, 16), notes
 
 
 def _here(devices: int, host: int | None, cpu: bool = False) -> tuple[Machine, list[str]]:
@@ -150,8 +151,12 @@ def _here(devices: int, host: int | None, cpu: bool = False) -> tuple[Machine, l
 
     machine = machine_here(torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu"))
     if machine.cpu and devices > 1:
-        raise ConfigError([Problem("--devices", "there is no GPU here", "Say which with --device, such as h200.")])
-    notes = ["There is no GPU here; --device h200 plans for one."] if machine.cpu and not cpu else []
+        raise ConfigError([Problem("--devices", "this machine has no GPU", "Name one with --device, such as h200.")])
+    notes = (
+        ["This machine has no GPU, so the plan is for its CPU. To plan for a GPU, add --device h200."]
+        if machine.cpu and not cpu
+        else []
+    )
     return replace(machine, devices=devices, host_memory=host or machine.host_memory), notes
 
 
@@ -163,5 +168,5 @@ def _bytes(option: str, value: str | None) -> int | None:
     except ValueError as error:
         raise ConfigError([Problem(option, str(error))]) from None
     if not isinstance(found, int) or found < GIB // 4:
-        raise ConfigError([Problem(option, f"{value!r} is too little to plan with", "Give a unit, such as 40GiB.")])
+        raise ConfigError([Problem(option, f"{value!r} is too little memory", "Write it with a unit, such as 40GiB.")])
     return found

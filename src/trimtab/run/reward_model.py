@@ -21,8 +21,8 @@ from trimtab.data.pairs import Pair, PairEncoder
 from trimtab.learn.preferences import preference_loss
 from trimtab.model.load import load_config
 from trimtab.model.policy import Policy
-from trimtab.run.given import Examples, Given
 from trimtab.run.offline import run_offline
+from trimtab.run.offline_data import Examples, OfflineStage
 from trimtab.run.roles import Trainer
 from trimtab.update.batch import Sample
 from trimtab.update.critic import add_value_head
@@ -30,8 +30,8 @@ from trimtab.update.objectives.preferences import BradleyTerry, PairSample, to_s
 from trimtab.update.stats import UpdateStats
 
 
-class Preferences(Given):
-    """See given.py."""
+class Preferences(OfflineStage):
+    """See offline_data.py."""
 
     unit = "pair"
     rehearses = False
@@ -40,8 +40,8 @@ class Preferences(Given):
         """A model that has no such class cannot be written out."""
         architecture = load_config(config.model)
         if type(architecture) not in AutoModelForSequenceClassification._model_mapping:
-            what = f"transformers has no sequence classification for {architecture.model_type}"
-            raise ConfigError([Problem("model.path", what, "Start from another model, such as a Llama or Qwen.")])
+            what = f"transformers has no sequence-classification model for {architecture.model_type}"
+            raise ConfigError([Problem("model.path", what, "Use another model, such as a Llama or a Qwen.")])
 
     def per_step(self, config: RewardModelConfig) -> int:
         return config.learn.pairs_per_step

@@ -180,7 +180,7 @@ AData = TypeVar("AData")
 
 
 @dataclass
-class Run(Generic[AConfig, AData]):
+class TrainingRun(Generic[AConfig, AData]):
     """A run of any stage with everything in place."""
 
     config: AConfig
@@ -201,7 +201,7 @@ class Prompts:
 
 
 @dataclass
-class Session(Run[PlannedConfig, Prompts]):
+class Session(TrainingRun[PlannedConfig, Prompts]):
     """A run that learns from what it samples."""
 
     generator: Generator

@@ -90,7 +90,7 @@ def _generate(run: Session, requests: list[Request]) -> list[Group]:
         groups = sorted(run.rewarder.collect(), key=lambda group: group.index)
     if not torch.cat([t.logprobs for group in groups for t in group.trajectories]).isfinite().all():
         raise DivergedError(
-            f"step {run.state.step + 1}: the policy gives log-probs that are no numbers. Its weights have grown too large, or "
+            f"step {run.state.step + 1}: the policy's log-probs are not finite. Its weights are too large, or "
             "learn.sampling.temperature is too small. Lower learn.lr, and resume from the last checkpoint or start again."
         )
     return groups

@@ -1,5 +1,5 @@
 """Runs that learn from what they sample: what is checked before one starts, and what is theirs alone when it is built
-(opening.py)."""
+(open_run.py)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
 from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_wandb, update_settings
-from trimtab.run.engines import Talk, open_engine, outside_note, sampler_on
-from trimtab.run.inputs import (
-    Inputs,
+from trimtab.run.engines import EnvironmentSession, open_engine, outside_note, sampler_on
+from trimtab.run.inputs import Inputs
+from trimtab.run.machine import memory_limit, pick_device
+from trimtab.run.open_run import open_run
+from trimtab.run.roles import Prompts, Session
+from trimtab.run.rollout_data import (
     Work,
     open_hosts,
     open_replies,
@@ -39,10 +42,7 @@ from trimtab.run.inputs import (
     refuse_other_critic,
     with_found_rewards,
 )
-from trimtab.run.machine import memory_limit, pick_device
-from trimtab.run.opening import open_run
-from trimtab.run.roles import Prompts, Session
-from trimtab.run.stage import Checked, Tell
+from trimtab.run.stage import CheckedRun, OnWait
 from trimtab.update.critic import open_critic
 from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.samples import has_critic
@@ -50,14 +50,14 @@ from trimtab.update.updater import Updater
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedPrompts(Checked):
+class CheckedPrompts(CheckedRun):
     """With prompts, rewards and an environment."""
 
     config: ResolvedConfig
     work: Work
     tasks: Tasks | None
     scorer: Scorer
-    talk: Talk | None
+    environment: EnvironmentSession | None
 
 
 def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedPrompts:
@@ -97,7 +97,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
         work=work,
         tasks=tasks,
         scorer=scorer,
-        talk=Talk(hosts, replies) if hosts is not None and replies is not None else None,
+        environment=EnvironmentSession(hosts, replies) if hosts is not None and replies is not None else None,
     )
 
 
@@ -105,7 +105,7 @@ def open_session(
     config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> Session:
     """Build a run that learns from what it samples; see `open_run`."""
-    opened = open_run(Sampled(), config, inputs, stack, resume=resume, console_file=console_file)
+    opened = open_run(RolloutStage(), config, inputs, stack, resume=resume, console_file=console_file)
     ready, engine, trainer = opened.ready, opened.engine, opened.trainer
     return Session(
         config=opened.config,
@@ -114,33 +114,33 @@ def open_session(
         data=Prompts(opened.stream, ready.work.eval.prompts, ready.tasks),
         trainer=trainer,
         observer=opened.observer,
-        generator=LocalGenerator(engine, sampler_on(engine, ready.talk), trainer.guard.run),
+        generator=LocalGenerator(engine, sampler_on(engine, ready.environment), trainer.guard.run),
         rewarder=ready.scorer,
     )
 
 
-class Sampled:
+class RolloutStage:
     """See stage.py."""
 
-    reading = "reading the tokenizer and the data, starting the rewards"
+    reading_note = "reading the tokenizer and the data, and starting the reward workers"
     rehearses = True
 
     def check(self, config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedPrompts:
         return check(config, inputs, stack, resume=resume)
 
-    def take_up(self, config: ResolvedConfig, state: RunState, changed: Sequence[str] | None) -> None:
+    def init_state(self, config: ResolvedConfig, state: RunState, changed: Sequence[str] | None) -> None:
         """A coefficient that is steered goes on from where it was, unless another is asked for."""
         steered = config.learn.kl.target is not None and changed is not None
         if not steered or any(change.startswith("learn.kl.coef ") for change in changed or ()):
             state.kl_coef = config.learn.kl.coef
 
     def open_engine(
-        self, ready: CheckedPrompts, plan: Plan, policy: Policy, recoveries: Recoveries, logs: Path | None, tell: Tell
+        self, ready: CheckedPrompts, plan: Plan, policy: Policy, recoveries: Recoveries, logs: Path | None, tell: OnWait
     ) -> tuple[Plan, Engine]:
         tell(f"starting the {plan.run.engine} engine")
         return open_engine(ready.config, plan, policy, ready.tokenizer, recoveries, logs)
 
-    def load_rewards(self, ready: CheckedPrompts, policy: Policy, tell: Tell) -> None:
+    def load_rewards(self, ready: CheckedPrompts, policy: Policy, tell: OnWait) -> None:
         if ready.scorer.models is not None:
             tell("loading the reward models")
             ready.scorer.models.load(policy.device, policy.dtype)

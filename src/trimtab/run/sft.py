@@ -18,8 +18,8 @@ import torch
 from trimtab.config.sft import SftConfig
 from trimtab.data.examples import Example, ExampleEncoder
 from trimtab.model.policy import Policy
-from trimtab.run.given import Examples, Given
 from trimtab.run.offline import run_offline
+from trimtab.run.offline_data import Examples, OfflineStage
 from trimtab.run.roles import Trainer
 from trimtab.update.batch import Sample
 from trimtab.update.objectives.likelihood import Likelihood
@@ -27,8 +27,8 @@ from trimtab.update.objectives.objective import Objective
 from trimtab.update.stats import UpdateStats
 
 
-class Supervised(Given):
-    """See given.py."""
+class Supervised(OfflineStage):
+    """See offline_data.py."""
 
     unit = "example"
     rehearses = True

@@ -22,12 +22,12 @@ from trimtab.run.inputs import Inputs
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.updater import Updater
 
-Tell = Callable[[str], None]
+OnWait = Callable[[str], None]
 """Told what is waited for."""
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedRun:
     """A run that nothing short of its weights can refuse."""
 
     config: Any
@@ -47,7 +47,7 @@ class Checked:
 class Stage(Protocol):
     """One kind of run. A `config` is of this kind; a `ready` is what its own `check` gave."""
 
-    reading: str
+    reading_note: str
     """What `check` does, in words for somebody who waits."""
     rehearses: bool
     """Two micro-batches can be measured at the start."""
@@ -56,18 +56,18 @@ class Stage(Protocol):
         """Try everything that needs no weights, cheapest first. Writes nothing. What is opened is closed by `stack`."""
         ...
 
-    def take_up(self, config: Any, state: RunState, changed: Sequence[str] | None) -> None:
+    def init_state(self, config: Any, state: RunState, changed: Sequence[str] | None) -> None:
         """Set what the run begins with. `changed`: keys that a resumed run has other values for; None: a new run."""
         ...
 
     def open_engine(
-        self, ready: Any, plan: Plan, policy: Policy, recoveries: Recoveries, logs: Path | None, tell: Tell
+        self, ready: Any, plan: Plan, policy: Policy, recoveries: Recoveries, logs: Path | None, tell: OnWait
     ) -> tuple[Plan, Engine]:
         """The engine that a plan names, and the plan, which is another where that engine cannot be had. What lost processes
         wrote is kept in `logs`."""
         ...
 
-    def load_rewards(self, ready: Any, policy: Policy, tell: Tell) -> None:
+    def load_rewards(self, ready: Any, policy: Policy, tell: OnWait) -> None:
         """Load the models that rewards come from."""
         ...
 

@@ -20,8 +20,8 @@ from trimtab.plan.planner import make_plan
 from trimtab.plan.trials import Trial
 from trimtab.record.checkpoint import RunState
 from trimtab.run.inputs import Inputs
-from trimtab.run.opening import assemble
-from trimtab.run.session import Sampled, check
+from trimtab.run.open_run import assemble
+from trimtab.run.session import RolloutStage, check
 from trimtab.run.tuner import tune
 
 
@@ -32,7 +32,7 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
     with ExitStack() as stack:
         with waiting(file, "reading the data and loading the model"):
             ready = check(config, inputs, stack, resume=True)
-            parts = assemble(Sampled(), ready, stack, Recoveries(RunState(), lambda line: None))
+            parts = assemble(RolloutStage(), ready, stack, Recoveries(RunState(), lambda line: None))
         plan = parts.plan
         planned = {choice.key: choice.value for choice in plan.choices}
         console.print(f"{'key':>14}  {'size':>9}  {'tokens/s':>12}  {'peak':>9}")
@@ -52,10 +52,10 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
     kept = None
     if len(values) == 2 and chosen.fits:
         kept = keep(found, plan.job, plan.machine, config.run, datetime.date.today().isoformat())
-        console.print(f"kept for later runs in {kept}")
+        console.print(f"saved for later runs in {kept}")
     else:
-        why = "they do not fit beside the rest of the plan" if not chosen.fits else "a size was pinned"
-        console.print(f"not kept for later runs: {why}")
+        why = "they do not fit with the rest of the plan" if not chosen.fits else "the config sets one of these sizes"
+        console.print(f"not saved for later runs: {why}")
     run = chosen.run if chosen.fits else plan.run
     resolved = with_plan(resolve_config(config), run)
     trials = [vars(trial) for trial in found.trials]

@@ -21,13 +21,13 @@ from trimtab.rollout.engine import Engine, Request
 from trimtab.update.batch import Sample
 from trimtab.update.updater import Updater
 
-PAYS = 1.01
+MIN_SPEEDUP = 1.01
 """A size pays if it is at least this many times as fast as the one before."""
-IN_A_ROW = 3
+MICROBATCHES_TIMED_TOGETHER = 3
 """Micro-batches that are timed together."""
 UPDATES_TIMED, DECODES_TIMED = 2, 3
 """Times that a size is timed; the best counts."""
-DECODED = 32
+DECODED_TOKENS = 32
 """Tokens of each sequence when decoding is timed."""
 
 
@@ -71,7 +71,7 @@ def climb(start: int, least: int, most: int, measure: Callable[[int], Trial]) ->
                 break
             now = measure(value)
             found.append(now)
-            if now.rate is not None and before.rate is not None and now.rate < PAYS * before.rate:
+            if now.rate is not None and before.rate is not None and now.rate < MIN_SPEEDUP * before.rate:
                 break
             if now.rate is None and step > 1:
                 break
@@ -87,7 +87,7 @@ def fastest(trials: list[Trial]) -> int:
     if not fitting:
         return min(trial.value for trial in trials)
     best = max(trial.rate or 0.0 for trial in fitting)
-    return min(trial.value for trial in fitting if (trial.rate or 0.0) * PAYS >= best)
+    return min(trial.value for trial in fitting if (trial.rate or 0.0) * MIN_SPEEDUP >= best)
 
 
 def time_update(updater: Updater, job: Job, budget: int) -> Trial:
@@ -99,10 +99,10 @@ def time_update(updater: Updater, job: Job, budget: int) -> Trial:
 
     def once() -> float:
         started = time.perf_counter()
-        for _ in range(IN_A_ROW):
+        for _ in range(MICROBATCHES_TIMED_TOGETHER):
             updater.rehearse(samples)
         settle(device)
-        return (time.perf_counter() - started) / IN_A_ROW
+        return (time.perf_counter() - started) / MICROBATCHES_TIMED_TOGETHER
 
     def work() -> float:
         updater.rehearse(samples)  # compiles, and leaves gradients
@@ -127,7 +127,7 @@ def time_decode(engine: Engine, job: Job, sequences: int) -> Trial:
     numbers = torch.Generator().manual_seed(0)
     words = torch.randint(0, job.shape.vocabulary, (groups, job.typical_prompt), generator=numbers).tolist()
     requests = [
-        Request(Prompt(i, "", row), samples, min(DECODED, job.completion), Sampling(), seed=0, step=0)
+        Request(Prompt(i, "", row), samples, min(DECODED_TOKENS, job.completion), Sampling(), seed=0, step=0)
         for i, row in enumerate(words)
     ]
     before = dict(engine.lowered)

@@ -11,7 +11,7 @@ from trimtab.learn.kl import kl_controller
 from trimtab.observe.metrics import reward_metrics, update_metrics, value_metrics
 from trimtab.observe.tasks import task_kl, task_metrics
 from trimtab.rollout.trajectory import Group
-from trimtab.run.endings import note_outcome
+from trimtab.run.finish_step import note_outcome
 from trimtab.run.roles import Session, Trainer
 from trimtab.run.rollout_step import reward_parts
 from trimtab.update.batch import Sample
@@ -30,8 +30,12 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
         metrics |= task_metrics(tasks, groups, batch.zero_signal)
     state.note_reward(metrics["reward/mean"])
     if not batch.counts.trained:
-        why = "all completions were cut off (learn.mask_truncated)" if batch.groups else "no group has a usable reward"
-        run.observer.warn(f"step {state.step + 1}: {why}; nothing is learned from it")
+        why = (
+            "every completion is truncated, and learn.mask_truncated drops those"
+            if batch.groups
+            else "no group has a usable reward"
+        )
+        run.observer.warn(f"step {state.step + 1}: {why}; the step learns nothing")
         return metrics
     samples = batch.flat
     with run.observer.phase("score", memory="score"):
@@ -86,14 +90,14 @@ def _optimize(run: Session, batch: Batch) -> tuple[list[tuple[list[Sample], Upda
             rate = learning_rate(learn, state.step, number, learn.critic.lr)
             valued.append(trainer.accumulate(samples, model="critic").complete(trainer.apply(rate, "critic")))
             if not valued[-1].applied:
-                observer.warn(f"step {state.step + 1}: the critic's gradient is not finite; it is unchanged")
+                observer.warn(f"step {state.step + 1}: the critic's gradient is not finite, so its update is skipped")
             if state.step < learn.critic.warmup_steps:
                 continue
         rate = learning_rate(learn, state.step, number)
         stats = trainer.accumulate(samples, state.kl_coef).complete(trainer.apply(rate))
         done.append((samples, stats))
-        note_outcome(state, stats, observer, "at RUN/samples for what the model has come to write")
+        note_outcome(state, stats, observer, "at RUN/samples for what the model writes")
         if stop := newly_waiting():
-            observer.note(f"{stop}: the run stops when the updates of step {state.step + 1} are done")
+            observer.note(f"{stop} received: stopping after the updates of step {state.step + 1}")
         observer.saw(stats, trainer.settings)
     return done, valued

@@ -46,7 +46,7 @@ class UpdateStats:
     largest: int = 0
     microbatches: int = 0
     sizes: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-    """Sizes of each micro-batch, as `plan.activations.Row` takes them."""
+    """Sizes of each micro-batch, as `plan.activations.MicroBatchSize` takes them."""
     token_budget: int = 0
     """The cap they were packed under."""
     grad_norm: float = 0.0

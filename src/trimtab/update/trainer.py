@@ -14,7 +14,14 @@ import torch
 
 from trimtab.model.policy import AnyPolicy
 from trimtab.plan.governor import Governor, Move
-from trimtab.record.checkpoint import RunState, Stateful, load_optimizer, load_part, reading, save_checkpoint
+from trimtab.record.checkpoint import (
+    RunState,
+    Stateful,
+    explain_load_errors,
+    load_optimizer,
+    load_part,
+    save_checkpoint,
+)
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.update.batch import Sample
@@ -112,11 +119,11 @@ class LocalTrainer:
         """Make optimizers, critic and heads what they were; the policy was loaded from the checkpoint."""
         objective = self.updater.objective
         if isinstance(objective, BradleyTerry):
-            with reading(checkpoint):
+            with explain_load_errors(checkpoint):
                 objective.head.load_state_dict(load_part(checkpoint / REWARD_HEAD))
         load_optimizer(checkpoint, self.updater.optimizer)
         if self.critic is not None:
-            with reading(checkpoint):
+            with explain_load_errors(checkpoint):
                 restore_critic(checkpoint, self.critic, load_part)
 
     def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:

@@ -33,7 +33,7 @@ def change(policy: Policy, seed: int) -> None:
 @pytest.mark.parametrize("kind", OUTSIDE)
 def test_adapters_that_were_published_last_are_generated_with(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "vllm" and DEVICE.type == "cuda":
-        pytest.skip("vLLM computes adapters in half precision alone on a GPU")
+        pytest.skip("on a GPU vLLM computes adapters only in half precision")
     policy = adapted()
     change(policy, 1)
     engine, native = make_engine(kind, policy), make_engine("native", policy)

@@ -198,7 +198,7 @@ def test_dry_run_names_files_by_their_whole_path(chat_folder, tmp_path) -> None:
 def test_what_cannot_work_is_refused_before_weights_are_loaded(
     chat_folder, tmp_path, monkeypatch, sections: Any, rows: Any, error: str
 ) -> None:
-    monkeypatch.setattr("trimtab.run.opening.load_policy", None)
+    monkeypatch.setattr("trimtab.run.open_run.load_policy", None)
     with pytest.raises((EnvError, DataError)) as caught, (tmp_path / "out").open("w") as out:
         dry_run(
             config_from_dict(config(chat_folder, tmp_path, **sections)), Inputs(train_rows=rows, base_dir=HERE), out
@@ -267,7 +267,7 @@ def test_an_object_in_the_place_of_its_class_is_told() -> None:
     from trimtab.api import _environment
 
     for given in (Echo(), {"fn": Echo()}):
-        with pytest.raises(ConfigError, match=r"got an object of the class Echo; .* Give the class itself"):
+        with pytest.raises(ConfigError, match=r"got an instance of Echo, .* Give the class itself"):
             _environment(given)  # type: ignore[arg-type]
 
 

@@ -8,17 +8,17 @@ from typing import Any
 from trimtab.observe.doctor.conflicts import TORCH, conflicts
 from trimtab.observe.doctor.environment import Surroundings, environment_findings
 from trimtab.observe.doctor.finding import LEVELS, Finding, Level
-from trimtab.observe.doctor.machine import Machine
+from trimtab.observe.doctor.machine import MachineReport
 from trimtab.observe.format import gib, percent
 from trimtab.rollout.external.kinds import KINDS
 
 LEAST_CAPABILITY = (8, 0)
 LEAST_DISK_GIB, LOW_DISK_GIB = 2.0, 20.0
 LEAST_HOST_GIB = 4.0
-BUSY = 0.1
+BUSY_SHARE = 0.1
 
 
-def machine_findings(machine: Machine) -> list[Finding]:
+def machine_findings(machine: MachineReport) -> list[Finding]:
     """The worst first."""
     around = Surroundings(max(len(machine.driver.gpus), len(machine.gpus)), machine.cores, machine.packages)
     found = [
@@ -41,7 +41,7 @@ def _found(
     return Finding(rule, level, title, unit, healthy, evidence, cause, remedy, "safe")
 
 
-def _driver(machine: Machine) -> Iterator[Finding]:
+def _driver(machine: MachineReport) -> Iterator[Finding]:
     if machine.driver.error:
         yield _found(
             "driver",
@@ -55,7 +55,7 @@ def _driver(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _torch(machine: Machine) -> Iterator[Finding]:
+def _torch(machine: MachineReport) -> Iterator[Finding]:
     torch, driver = machine.torch, machine.driver
     hidden = machine.variables.get("CUDA_VISIBLE_DEVICES")
     if error := torch.get("error"):
@@ -118,20 +118,20 @@ def _gpu(index: int, gpu: Mapping[str, Any]) -> Iterator[Finding]:
             "no bfloat16 units and no variable-length flash attention",
             "expect model.dtype float32 and the models' own layers: it works, slowly",
         )
-    if gpu["free_gib"] < (1 - BUSY) * gpu["total_gib"]:
+    if gpu["free_gib"] < (1 - BUSY_SHARE) * gpu["total_gib"]:
         yield _found(
             "gpu_busy",
             "warn",
             f"{name} is in use",
             "GiB",
-            f"{percent(1 - BUSY)} of its memory free",
+            f"{percent(1 - BUSY_SHARE)} of its memory free",
             f"{gib(gpu['free_gib'])} of {gib(gpu['total_gib'])} free",
             "another process holds memory; what is planned now is planned for what is left",
             "nvidia-smi lists processes; end them, or choose another GPU with CUDA_VISIBLE_DEVICES",
         )
 
 
-def _host(machine: Machine) -> Iterator[Finding]:
+def _host(machine: MachineReport) -> Iterator[Finding]:
     if machine.host_available_gib < LEAST_HOST_GIB:
         yield _found(
             "host_memory",
@@ -156,7 +156,7 @@ def _host(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _engines(machine: Machine) -> Iterator[Finding]:
+def _engines(machine: MachineReport) -> Iterator[Finding]:
     """Checks engines that are installed beside Trimtab. One in an environment of its own is looked at when a run starts."""
     for kind in KINDS.values():
         version = next((machine.packages[name] for name in kind.packages if name in machine.packages), None)
@@ -186,7 +186,7 @@ def _engines(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def _disks(machine: Machine) -> Iterator[Finding]:
+def _disks(machine: MachineReport) -> Iterator[Finding]:
     for disk in machine.disks:
         if disk.free_gib < LOW_DISK_GIB:
             yield _found(

@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 from trimtab.observe.doctor.finding import Finding, Level
 
 TRUE = ("1", "true", "yes", "on")
-TOLD = re.compile(
+SHOWN_VARIABLES = re.compile(
     r"CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|CUDA_DEVICE_MAX_CONNECTIONS|PYTORCH_.*ALLOC_CONF|PYTORCH_NO_CUDA_MEMORY_CACHING|"
     r"OMP_.*|MKL_NUM_THREADS|NCCL_.*|VLLM_.*|SGLANG_.*|CUDA_HOME|RAY_.*|TRITON_INTERPRET|TORCH_LOGS|NVIDIA_TF32_OVERRIDE|"
     r"HF_(HUB|DATASETS)_OFFLINE|TRANSFORMERS_OFFLINE|HF_HOME|TOKENIZERS_PARALLELISM|PYTHONOPTIMIZE"
@@ -203,4 +203,8 @@ def environment_findings(variables: Mapping[str, str], around: Surroundings) -> 
 
 def told_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Those that are set and matter, by name."""
-    return {name: variables[name] for name in sorted(variables) if TOLD.fullmatch(name) and not SECRET.search(name)}
+    return {
+        name: variables[name]
+        for name in sorted(variables)
+        if SHOWN_VARIABLES.fullmatch(name) and not SECRET.search(name)
+    }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trimtab.observe.doctor.finding import LEVELS, Finding
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.rule import Rule
+from trimtab.observe.doctor.rule import DoctorRule
 from trimtab.observe.doctor.rules import RULES
 
 FEWEST_STEPS = 5
@@ -24,7 +24,7 @@ class Examination:
     """Rule to reason."""
 
 
-def examine(record: Record, rules: Sequence[Rule] = RULES) -> Examination:
+def examine(record: Record, rules: Sequence[DoctorRule] = RULES) -> Examination:
     done = Examination()
     for rule in rules:
         if finding := rule.apply(record):

@@ -42,7 +42,7 @@ class Driver:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineReport:
     python: str
     system: str
     cores: int
@@ -70,9 +70,9 @@ class Machine:
         return asdict(self) | {"trimtab": VERSION, "packages": shown, "variables": told_variables(self.variables)}
 
 
-def look_at_machine(torch: Callable[[], Mapping[str, Any]] = ask_torch) -> Machine:
+def look_at_machine(torch: Callable[[], Mapping[str, Any]] = ask_torch) -> MachineReport:
     memory = psutil.virtual_memory()
-    return Machine(
+    return MachineReport(
         python=sys.version.split()[0],
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=allowed_cores(),

@@ -18,9 +18,9 @@ from trimtab.record.columns import TRAINED, MetricTable
 from trimtab.record.layout import METRICS_FILE
 from trimtab.record.reader import open_run
 
-RECENT = 20
+RECENT_STEPS = 20
 """Steps that count as now."""
-EARLY = 10
+EARLY_STEPS = 10
 """Steps that count as the beginning, at most."""
 LEVEL_FACTOR = 4.0
 """A metric that changes so much at once, for good, has another level from there on."""
@@ -89,7 +89,7 @@ class Record:
     def values(self, name: str) -> list[float]:
         return [value for _, value in self.points(name)]
 
-    def recent(self, name: str, steps: int = RECENT) -> list[float]:
+    def recent(self, name: str, steps: int = RECENT_STEPS) -> list[float]:
         return self.values(name)[-steps:]
 
     def now(self, name: str) -> float | None:
@@ -100,7 +100,7 @@ class Record:
     def early(self, name: str) -> float | None:
         """Median of the first steps: at most a quarter of the run, and none after a lasting change of level."""
         values, shift = self.values(name), self.shift(name)
-        first = values[: min(EARLY, max(1, len(values) // 4), shift.at if shift else EARLY)]
+        first = values[: min(EARLY_STEPS, max(1, len(values) // 4), shift.at if shift else EARLY_STEPS)]
         return median(first) if first else None
 
     def shift(self, name: str, factor: float = LEVEL_FACTOR) -> Shift | None:
@@ -132,7 +132,7 @@ class Record:
         total = sum(whole for _, whole in rows)
         return sum(part for part, _ in rows) / total if total else None
 
-    def span(self, name: str, steps: int = RECENT) -> str:
+    def span(self, name: str, steps: int = RECENT_STEPS) -> str:
         """`steps 41 to 60`: where the recent values of a metric come from."""
         places = [step for step, _ in self.points(name)][-steps:]
         return f"step {places[0]}" if len(places) == 1 else f"steps {places[0]} to {places[-1]}"

@@ -15,9 +15,9 @@ from rich.text import Text
 from trimtab.observe.console import PLAIN_WIDTH
 from trimtab.observe.doctor.examine import FEWEST_STEPS, Examination
 from trimtab.observe.doctor.finding import Finding
-from trimtab.observe.doctor.machine import Machine
+from trimtab.observe.doctor.machine import MachineReport
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.rule import Rule
+from trimtab.observe.doctor.rule import DoctorRule
 from trimtab.observe.format import duration, gib, number, percent
 
 STYLE = {"ok": "green", "warn": "yellow", "bad": "red"}
@@ -35,7 +35,7 @@ def print_report(file: IO[str], parts: Sequence[RenderableType], width: int | No
         console.print(part)
 
 
-def machine_report(machine: Machine, findings: Sequence[Finding]) -> list[RenderableType]:
+def machine_report(machine: MachineReport, findings: Sequence[Finding]) -> list[RenderableType]:
     return [_facts(_machine_facts(machine)), *map(_finding, findings), Text(), _verdict(findings, [])]
 
 
@@ -54,7 +54,7 @@ def run_report(folder: Path, record: Record, done: Examination) -> list[Renderab
     ]
 
 
-def rules_table(rules: Sequence[Rule]) -> str:
+def rules_table(rules: Sequence[DoctorRule]) -> str:
     """Every rule as a Markdown table: what docs/doctor.md holds."""
     head = "| rule | unit | healthy | found when | likely cause | remedy | |\n|---|---|---|---|---|---|---|\n"
     lines = [
@@ -139,7 +139,7 @@ def _learns(record: Record) -> str:
     return f"{record.setting('learn.algorithm', '?')}, {policy}"
 
 
-def _machine_facts(machine: Machine) -> list[tuple[str, str]]:
+def _machine_facts(machine: MachineReport) -> list[tuple[str, str]]:
     packages = {name: value for name, value in machine.as_json()["packages"].items() if name != "trimtab"}
     variables = machine.as_json()["variables"]
     limit = "" if machine.host_limit_gib is None else f", {gib(machine.host_limit_gib)} for this container"
@@ -157,14 +157,14 @@ def _machine_facts(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
-def _driver(machine: Machine) -> str:
+def _driver(machine: MachineReport) -> str:
     driver = machine.driver
     if driver.error:
         return driver.error
     return f"{driver.version}, CUDA up to {driver.cuda}" if driver.version else "no NVIDIA driver"
 
 
-def _gpus(machine: Machine) -> list[tuple[str, str]]:
+def _gpus(machine: MachineReport) -> list[tuple[str, str]]:
     if not machine.gpus:
         seen = [("GPU", f"{gpu['name']}, {gib(gpu['total_gib'])}, not usable") for gpu in machine.driver.gpus]
         cpu = "on the CPU: rollout and update in float32, all algorithms; small models only"

@@ -16,7 +16,7 @@ SUDDEN_STEPS = 5
 
 
 @dataclass(frozen=True)
-class Sick:
+class Symptom:
     """What a check saw. `cause` and `remedy` where what was seen says more than the rule does in general."""
 
     level: Level
@@ -26,7 +26,7 @@ class Sick:
 
 
 @dataclass(frozen=True)
-class Rule:
+class DoctorRule:
     """When something is wrong, and what to do about it."""
 
     id: str
@@ -38,14 +38,14 @@ class Rule:
     cause: str
     remedy: str
     kind: Kind
-    check: Callable[[Record], Sick | None]
+    check: Callable[[Record], Symptom | None]
     needs: tuple[str, ...]
     """Metrics without which it cannot judge."""
     steps: int = 5
     """Values of each of them that it takes to judge."""
     unless: Callable[[Record], str | None] = lambda record: None
     """Why it does not apply to this run; None where it does."""
-    sudden: Callable[[Record], Sick | None] = lambda record: None
+    sudden: Callable[[Record], Symptom | None] = lambda record: None
     """Finds what happens at once and lasts. It needs fewer values (`SUDDEN_STEPS`), so it judges shorter runs, too."""
 
     def not_judged(self, record: Record) -> str | None:
@@ -60,21 +60,21 @@ class Rule:
 
     def apply(self, record: Record) -> Finding | None:
         """What is found; None where that is nothing, or where it cannot be judged."""
-        sick = None
+        symptom = None
         if not self.unless(record) and all(len(record.values(name)) >= SUDDEN_STEPS for name in self.needs):
-            sick = self.sudden(record)
-        if sick is None and self.not_judged(record) is None:
-            sick = self.check(record)
-        if sick is None:
+            symptom = self.sudden(record)
+        if symptom is None and self.not_judged(record) is None:
+            symptom = self.check(record)
+        if symptom is None:
             return None
         return Finding(
             rule=self.id,
-            level=sick.level,
+            level=symptom.level,
             title=self.title,
             unit=self.unit,
             healthy=self.healthy,
-            evidence=sick.evidence,
-            cause=sick.cause or self.cause,
-            remedy=sick.remedy or self.remedy,
+            evidence=symptom.evidence,
+            cause=symptom.cause or self.cause,
+            remedy=symptom.remedy or self.remedy,
             kind=self.kind,
         )

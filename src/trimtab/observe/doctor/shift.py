@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-LASTS = 4
+MIN_VALUES_AT_NEW_LEVEL = 4
 """Values at the new level that it takes to call it one."""
-OUTLIERS = 0.1
+MAX_OUTLIER_SHARE = 0.1
 """Share of the values on either side that may lie anywhere."""
-ROUNDING = 1e-3
+ENTROPY_ROUNDING_NATS = 1e-3
 """An entropy of nothing may be computed as a little less: that is 0."""
 SURE_ERRORS = 8.0
 
@@ -36,7 +36,7 @@ class Shift:
 
 def lasting_change(values: Sequence[float], factor: float) -> Shift | None:
     """Where positive values drop, or rise, by at least this factor and stay there."""
-    if len(values) <= LASTS or min(values) < -ROUNDING * max(values):
+    if len(values) <= MIN_VALUES_AT_NEW_LEVEL or min(values) < -ENTROPY_ROUNDING_NATS * max(values):
         return None
     values = [max(0.0, value) for value in values]
     return _drop(values, factor) or _rise(values, factor)
@@ -45,7 +45,7 @@ def lasting_change(values: Sequence[float], factor: float) -> Shift | None:
 def _drop(values: Sequence[float], factor: float) -> Shift | None:
     lowest = _running(values, low=True)
     highest = _running(values[::-1], low=False)[::-1]
-    gaps = [lowest[k - 1] - factor * highest[k] for k in range(1, len(values) - LASTS + 1)]
+    gaps = [lowest[k - 1] - factor * highest[k] for k in range(1, len(values) - MIN_VALUES_AT_NEW_LEVEL + 1)]
     best = max(range(len(gaps)), key=gaps.__getitem__)
     if gaps[best] <= 0:
         return None
@@ -55,7 +55,7 @@ def _drop(values: Sequence[float], factor: float) -> Shift | None:
 def _rise(values: Sequence[float], factor: float) -> Shift | None:
     highest = _running(values, low=False)
     lowest = _running(values[::-1], low=True)[::-1]
-    gaps = [lowest[k] - factor * highest[k - 1] for k in range(1, len(values) - LASTS + 1)]
+    gaps = [lowest[k] - factor * highest[k - 1] for k in range(1, len(values) - MIN_VALUES_AT_NEW_LEVEL + 1)]
     best = max(range(len(gaps)), key=gaps.__getitem__)
     if gaps[best] <= 0 or highest[best] <= 0:  # from nothing to something is how a KL begins
         return None
@@ -68,7 +68,7 @@ def _running(values: Sequence[float], low: bool) -> list[float]:
     found = []
     for count, value in enumerate(values, 1):
         insort(held, value)
-        outliers = int(OUTLIERS * count)
+        outliers = int(MAX_OUTLIER_SHARE * count)
         found.append(held[outliers] if low else held[-1 - outliers])
     return found
 
@@ -92,7 +92,7 @@ def clear_fall(values: Sequence[float], least_scatter: float) -> Shift | None:
     total = sum(values)
     squares = sum(value**2 for value in values)
     first = first_squares = 0.0
-    for at in range(1, len(values) - LASTS + 1):
+    for at in range(1, len(values) - MIN_VALUES_AT_NEW_LEVEL + 1):
         first += values[at - 1]
         first_squares += values[at - 1] ** 2
         left = len(values) - at

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trimtab.observe.doctor.rule import Rule
+from trimtab.observe.doctor.rule import DoctorRule
 from trimtab.observe.doctor.rules import conversations, critic, learning, memory, objectives, policy, signal, speed
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[DoctorRule, ...] = (
     *learning.RULES,
     *signal.RULES,
     *conversations.RULES,

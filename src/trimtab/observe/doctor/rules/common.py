@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.shift import LASTS, Shift, clear_fall
+from trimtab.observe.doctor.shift import MIN_VALUES_AT_NEW_LEVEL, Shift, clear_fall
 
-LEARNED = 0.85
+LEARNED_SUCCESS_RATE = 0.85
 """Success rate from which a plateau, few signals and a low entropy are what learning looks like when it is over."""
 REWARD = ("reward/mean",)
 ENTROPY = "policy/entropy"
@@ -102,7 +102,7 @@ def solved_before(record: Record) -> float | None:
 def never_differed(record: Record) -> bool:
     """Every sample of every step has had the same reward."""
     stds = record.values("reward/std")
-    return len(stds) > LASTS and not any(stds)
+    return len(stds) > MIN_VALUES_AT_NEW_LEVEL and not any(stds)
 
 
 def reward_words(record: Record) -> str:
@@ -122,12 +122,12 @@ def success_rate(record: Record) -> float | None:
 
 def learned(record: Record) -> bool:
     rate = success_rate(record)
-    return rate is not None and rate >= LEARNED
+    return rate is not None and rate >= LEARNED_SUCCESS_RATE
 
 
 def on_policy(record: Record) -> str | None:
     """Why rules about the policy ratio have nothing to judge."""
-    return "one update a batch: the ratio is 1 by construction" if record.updates_per_batch == 1 else None
+    return "one update per batch: the ratio is 1 by construction" if record.updates_per_batch == 1 else None
 
 
 def total(record: Record, name: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import total
 from trimtab.observe.format import duration, percent
 
@@ -12,37 +12,37 @@ FAILED, MALFORMED, LIMIT, WAIT = (
 )
 
 
-def failed(record: Record) -> Sick | None:
+def failed(record: Record) -> Symptom | None:
     lost, samples = total(record, FAILED), total(record, "run/samples")
     share = lost / samples if samples else 0.0
     if share <= 0.01:
         return None
     seen = f"{lost:.0f} of {samples:.0f} samples ({percent(share, 1)}) over {record.span(FAILED)}"
-    return Sick("bad" if share > 0.05 else "warn", seen)
+    return Symptom("bad" if share > 0.05 else "warn", seen)
 
 
-def malformed(record: Record) -> Sick | None:
+def malformed(record: Record) -> Symptom | None:
     share = record.mean(MALFORMED) or 0.0
     if share <= 0.2:
         return None
-    return Sick("bad" if share > 0.5 else "warn", f"{percent(share)} of tool calls over {record.span(MALFORMED)}")
+    return Symptom("bad" if share > 0.5 else "warn", f"{percent(share)} of tool calls over {record.span(MALFORMED)}")
 
 
-def turn_limit(record: Record) -> Sick | None:
+def turn_limit(record: Record) -> Symptom | None:
     share = record.mean(LIMIT) or 0.0
     if share <= 0.2:
         return None
     most = record.setting("environment.max_turns", 0)
-    return Sick(
+    return Symptom(
         "warn", f"{percent(share)} of completions over {record.span(LIMIT)}" + (f", at {most} turns" if most else "")
     )
 
 
-def waiting(record: Record) -> Sick | None:
+def waiting(record: Record) -> Symptom | None:
     waited, whole = total(record, WAIT), total(record, "time/total")
     if not whole or waited <= 0.2 * whole:
         return None
-    return Sick(
+    return Symptom(
         "warn", f"{percent(waited / whole)} of the time, {duration(record.mean(WAIT))} a step, over {record.span(WAIT)}"
     )
 
@@ -56,7 +56,7 @@ def _no_tools(record: Record) -> str | None:
 
 
 RULES = (
-    Rule(
+    DoctorRule(
         "environment_failed",
         "the environment fails",
         unit="share of samples lost by the environment",
@@ -70,7 +70,7 @@ RULES = (
         needs=(FAILED, "run/samples"),
         unless=_alone,
     ),
-    Rule(
+    DoctorRule(
         "tool_calls_malformed",
         "tool calls are malformed",
         unit="share of tool calls that are not understood",
@@ -84,7 +84,7 @@ RULES = (
         needs=(MALFORMED,),
         unless=_no_tools,
     ),
-    Rule(
+    DoctorRule(
         "turn_limit",
         "conversations run out of turns",
         unit="share of completions that reach environment.max_turns",
@@ -97,7 +97,7 @@ RULES = (
         needs=(LIMIT,),
         unless=_alone,
     ),
-    Rule(
+    DoctorRule(
         "environment_wait",
         "sampling waits for environments",
         unit="share of the time",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trimtab.observe.doctor.record import RECENT, Record
-from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.record import RECENT_STEPS, Record
+from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import reward_words
 from trimtab.observe.format import number
 
 EXPLAINED, LOSS = "value/explained_variance", "value/loss"
-WORSE = -0.05
+WORSE_THAN_CONSTANT = -0.05
 """Explained variance scatters around 0 where there is little to know; this far below it is worse than a constant."""
 
 
@@ -17,18 +17,18 @@ def _warm_up(record: Record) -> int:
     return record.setting("learn.critic.warmup_steps", 0) + 10
 
 
-def critic_worse(record: Record) -> Sick | None:
-    seen = record.values(EXPLAINED)[_warm_up(record) :][-RECENT:]
+def critic_worse(record: Record) -> Symptom | None:
+    seen = record.values(EXPLAINED)[_warm_up(record) :][-RECENT_STEPS:]
     if len(seen) < 10:
         return None
     below, middle = sum(value < 0 for value in seen), sorted(seen)[len(seen) // 2]
-    if middle >= WORSE or below < 0.8 * len(seen):
+    if middle >= WORSE_THAN_CONSTANT or below < 0.8 * len(seen):
         return None
     words = f"median {number(middle)}, below 0 in {below} of the last {len(seen)} steps; {reward_words(record)}"
-    return Sick("bad" if middle < -0.5 else "warn", words)
+    return Symptom("bad" if middle < -0.5 else "warn", words)
 
 
-def critic_diverges(record: Record) -> Sick | None:
+def critic_diverges(record: Record) -> Symptom | None:
     """Returns may spread as the policy changes, and the loss with them; so it counts only where less of them is explained."""
     skip = _warm_up(record)
     loss, known = record.trend(LOSS, skip), record.trend(EXPLAINED, skip)
@@ -40,9 +40,9 @@ def critic_diverges(record: Record) -> Sick | None:
     )
     clipped = record.now("value/clip_fraction") or 0.0
     if clipped > 0.3:
-        return Sick("warn", f"{seen}; {clipped:.0%} of its moves are cut by learn.critic.clip", "its bound holds it back",
+        return Symptom("warn", f"{seen}; {clipped:.0%} of its moves are cut by learn.critic.clip", "its bound holds it back",
                     "raise learn.critic.clip, or write null for none")  # fmt: skip
-    return Sick("warn", seen)
+    return Symptom("warn", seen)
 
 
 def _no_critic(record: Record) -> str | None:
@@ -50,9 +50,9 @@ def _no_critic(record: Record) -> str | None:
 
 
 RULES = (
-    Rule(
+    DoctorRule(
         "critic_worse",
-        "the critic knows less than a constant would",
+        "the critic predicts worse than a constant",
         unit="explained variance of returns: 1 is all, 0 is what their mean explains",
         healthy="above 0 and rising after its warm-up; 0.1 to 0.6 where one reward comes at the end",
         found_when="median of the last 20 steps below -0.05 and four in five of them below 0, from ten steps after "
@@ -65,7 +65,7 @@ RULES = (
         steps=20,
         unless=_no_critic,
     ),
-    Rule(
+    DoctorRule(
         "critic_diverges",
         "the critic's loss rises",
         unit="mean of (value - return)² / 2 a token",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trimtab.observe.doctor.record import RECENT, Record
-from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.record import RECENT_STEPS, Record
+from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import (
     REWARD,
     learned,
@@ -20,11 +20,11 @@ SCORE = "eval/pass@1"
 LOSSES = ("policy/loss", "sft/loss", "rm/loss", "policy/grad_norm")
 
 
-def reward_falls_check(record: Record) -> Sick | None:
-    return Sick("bad", _reward_seen(record)) if reward_falls(record) else None
+def reward_falls_check(record: Record) -> Symptom | None:
+    return Symptom("bad", _reward_seen(record)) if reward_falls(record) else None
 
 
-def sudden_reward_fall(record: Record) -> Sick | None:
+def sudden_reward_fall(record: Record) -> Symptom | None:
     """A fall at one step; or evaluation before training saw successes where training has never seen one."""
     last = record.points("reward/mean")[-1][0]
     if fall := sudden_fall(record):
@@ -33,12 +33,12 @@ def sudden_reward_fall(record: Record) -> Sick | None:
             f"an update before step {fall.step} was too large and broke the policy, or data or reward changed there"
         )
         fix = f"lower learn.lr, and start again or resume from a checkpoint before step {fall.step}"
-        return Sick("bad", seen, broken, fix)
+        return Symptom("bad", seen, broken, fix)
     before = solved_before(record)
     if before is None or not never_differed(record) or any(record.values("reward/mean")):
         return None
     seen = f"evaluation before training solved {percent(before, 1)}; no sample of steps {record.steps[0]} to {last} did"
-    return Sick(
+    return Symptom(
         "bad",
         seen,
         "the first updates broke the policy, or training samples otherwise than evaluation does",
@@ -46,22 +46,22 @@ def sudden_reward_fall(record: Record) -> Sick | None:
     )
 
 
-def reward_flat(record: Record) -> Sick | None:
+def reward_flat(record: Record) -> Symptom | None:
     if reward_rises(record) or reward_falls(record) or learned(record):
         return None
-    return Sick("warn", f"{_reward_seen(record)}; no rise that noise would not give")
+    return Symptom("warn", f"{_reward_seen(record)}; no rise that noise would not give")
 
 
-def not_finite(record: Record) -> Sick | None:
+def not_finite(record: Record) -> Symptom | None:
     """Steps whose update was skipped have a rule of their own."""
     told = _without_number(record)
-    recent = record.steps[-RECENT:]
+    recent = record.steps[-RECENT_STEPS:]
     now = [step for step, _ in told if step >= recent[0]]
     if not now:
         return None
     which = ", ".join(dict.fromkeys(name for step, found in told if step >= recent[0] for name in found))
     seen = f"{which} in {len(now)} of steps {recent[0]} to {recent[-1]}; first at step {told[0][0]}"
-    return Sick("bad" if len(now) > 1 else "warn", seen)
+    return Symptom("bad" if len(now) > 1 else "warn", seen)
 
 
 def _without_number(record: Record) -> list[tuple[int, list[str]]]:
@@ -86,7 +86,7 @@ def _reward_seen(record: Record) -> str:
     return f"{number(line.start)} to {number(line.end)} (fitted) over {steps} steps; {apart}"
 
 
-def eval_behind(record: Record) -> Sick | None:
+def eval_behind(record: Record) -> Symptom | None:
     """The mean of the last two evaluations against the first one, in standard errors."""
     scores, rewards = record.points(SCORE), record.trend("reward/mean")
     gain = rewards.change / spread(record) if spread(record) else 0.0
@@ -101,10 +101,10 @@ def eval_behind(record: Record) -> Sick | None:
         f"{percent(scores[0][1], 1)} at step {scores[0][0]}, {percent(scores[-1][1], 1)} at step {scores[-1][0]} "
         f"(±{percent(error, 1)}), {len(scores)} evaluations"
     )
-    return Sick("bad" if moved < -2 * error else "warn", seen)
+    return Symptom("bad" if moved < -2 * error else "warn", seen)
 
 
-def eval_past_best(record: Record) -> Sick | None:
+def eval_past_best(record: Record) -> Symptom | None:
     """Four standard errors of a difference: the best of many evaluations is lucky, too."""
     scores = record.points(SCORE)
     best, first, last = max(scores, key=lambda point: point[1]), scores[0], scores[-1]
@@ -113,13 +113,13 @@ def eval_past_best(record: Record) -> Sick | None:
         return None
     seen = f"{percent(best[1], 1)} at step {best[0]}, {percent(last[1], 1)} at step {last[0]} (±{percent(error, 1)})"
     if first[1] - last[1] < 4 * error:
-        return Sick("warn", seen)
+        return Symptom("warn", seen)
     began = f"{seen}; it began with {percent(first[1], 1)}" if first != best else seen
     worse = "training has made the policy worse than it was before the first step"
-    return Sick("bad", began, worse, "lower learn.lr; check the reward against what evaluation counts as success")
+    return Symptom("bad", began, worse, "lower learn.lr; check the reward against what evaluation counts as success")
 
 
-def stalled(record: Record) -> Sick | None:
+def stalled(record: Record) -> Symptom | None:
     """Twenty steps' time and a minute without a row; the longest step so far counts, as evaluations and checkpoints do."""
     wanted, last = record.setting("learn.steps", 0), record.steps[-1]
     usual = max(record.values("time/total"))
@@ -129,30 +129,30 @@ def stalled(record: Record) -> Sick | None:
     seen = (
         f"step {last} of {wanted}, then nothing for {duration(record.quiet_s)}; its longest step took {duration(usual)}"
     )
-    return Sick("bad", f"{seen}; {resume}")
+    return Symptom("bad", f"{seen}; {resume}")
 
 
 RULES = (
-    Rule(
+    DoctorRule(
         "stalled",
-        "no step for long",
+        "no new step for a long time",
         unit="seconds",
         healthy="a row of metrics every step until the last",
         found_when="the run is not finished and wrote nothing for 20 times its longest step and a minute",
         cause="it was killed (out of memory, a time limit), raised an error, or hangs",
-        remedy="read the end of its output; go on with trimtab train CONFIG --resume",
+        remedy="read the end of its output; continue with trimtab train CONFIG --resume",
         kind="safe",
         check=stalled,
         needs=("time/total",),
         steps=1,
     ),
-    Rule(
+    DoctorRule(
         "not_finite",
-        "reward, loss or gradient is no number",
+        "reward, loss or gradient is not finite",
         unit="steps",
         healthy="a finite number in every step",
         found_when="null or NaN in one of the last 20 steps, other than by a skipped update; bad in more than one",
-        cause="no sample of the step has a reward, or weights and updates that went astray",
+        cause="no sample of the step has a reward, or weights or updates became too large",
         remedy="read RUN/samples of those steps; lower learn.lr; resume from a checkpoint before the first of them",
         kind="advice",
         check=not_finite,
@@ -160,7 +160,7 @@ RULES = (
         steps=1,
         unless=_without_numbers,
     ),
-    Rule(
+    DoctorRule(
         "reward_falls",
         "reward falls",
         unit="mean reward of a step",
@@ -175,21 +175,21 @@ RULES = (
         needs=REWARD,
         steps=20,
     ),
-    Rule(
+    DoctorRule(
         "reward_flat",
         "reward does not rise",
         unit="mean reward of a step",
         healthy="rises over hundreds of steps, until success is above 85 %",
         found_when="no trend over the whole run, which has at least 50 steps",
         cause="prompts too hard or too easy, a learning rate too small, batches too small, or a reward that sees no difference",
-        remedy="read RUN/samples; take prompts the model solves sometimes; raise learn.lr or learn.prompts_per_step; "
+        remedy="read RUN/samples; use prompts that the model solves sometimes; raise learn.lr or learn.prompts_per_step; "
         "warm-start by supervised training; as a test that learning works at all, train on a few prompts",
         kind="advice",
         check=reward_flat,
         needs=REWARD,
         steps=50,
     ),
-    Rule(
+    DoctorRule(
         "eval_behind",
         "reward rises, evaluation does not",
         unit="pass@1 against mean reward",
@@ -202,7 +202,7 @@ RULES = (
         needs=(SCORE, "reward/mean", "reward/std"),
         steps=3,
     ),
-    Rule(
+    DoctorRule(
         "eval_past_best",
         "evaluation is past its best",
         unit="pass@1",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trimtab.observe.doctor.record import RECENT, Record
-from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.record import RECENT_STEPS, Record
+from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import total
 from trimtab.observe.format import gib, number, percent
 
@@ -21,14 +21,14 @@ def peak(record: Record) -> tuple[float, str] | None:
     return max(peaks) if peaks else None
 
 
-def memory_tight(record: Record) -> Sick | None:
+def memory_tight(record: Record) -> Symptom | None:
     size, highest = record.now(TOTAL), peak(record)
     if not size or highest is None or highest[0] / size <= 0.95:
         return None
-    return Sick("warn", f"{gib(highest[0])} of {gib(size)} ({percent(highest[0] / size)}) in {highest[1]}")
+    return Symptom("warn", f"{gib(highest[0])} of {gib(size)} ({percent(highest[0] / size)}) in {highest[1]}")
 
 
-def memory_unused(record: Record) -> Sick | None:
+def memory_unused(record: Record) -> Symptom | None:
     """Free memory is no fault in itself: only where the run does something slower for want of it."""
     size, highest = record.now(TOTAL), peak(record)
     if not size or highest is None or highest[0] / size >= 0.6:
@@ -37,27 +37,27 @@ def memory_unused(record: Record) -> Sick | None:
     if not spent:
         return None
     seen = f"{gib(highest[0])} of {gib(size)} ({percent(highest[0] / size)}) at the peak, in {highest[1]}; yet "
-    return Sick("warn", seen + ", ".join(spent))
+    return Symptom("warn", seen + ", ".join(spent))
 
 
 def _savings(record: Record) -> Iterable[str]:
     """What the run does to save memory, and could do without."""
     per_update = (record.now("run/microbatches") or 0.0) / record.updates_per_batch
     if per_update >= 4 and (record.now("run/token_budget") or 0.0) < 16384:
-        yield f"{number(per_update, 1)} micro-batches an update"
+        yield f"{number(per_update, 1)} micro-batches per update"
     if (
         record.setting("run.checkpoint_activations", False)
         or record.setting("run.checkpoint_activations", "") == "some"
     ):
-        yield "activations are made again"
+        yield "activations are recomputed"
     for what in ("optimizer", "reference", "activations"):
         if record.setting(f"run.offload.{what}", False):
             yield f"run.offload.{what} is on"
     if total(record, "rollout/parked"):
-        yield "sequences are parked for want of KV memory"
+        yield "sequences are preempted because KV memory is short"
 
 
-def oom_recoveries(record: Record) -> Sick | None:
+def oom_recoveries(record: Record) -> Symptom | None:
     """A count over the whole run: a step had some where it rises."""
     points = record.points(OOMS)
     before = [0.0, *(value for _, value in points)]
@@ -65,37 +65,37 @@ def oom_recoveries(record: Record) -> Sick | None:
     if not hit:
         return None
     seen = f"{points[-1][1]:.0f} in {len(hit)} of {len(points)} steps, the last in step {hit[-1]}"
-    return Sick("bad" if len(hit) > 0.05 * len(points) and len(hit) > 2 else "warn", seen)
+    return Symptom("bad" if len(hit) > 0.05 * len(points) and len(hit) > 2 else "warn", seen)
 
 
-def engine_restarts(record: Record) -> Sick | None:
+def engine_restarts(record: Record) -> Symptom | None:
     points = record.points(RESTARTS)
     hit = [(step, value) for step, value in points if value > 0]
     if not hit:
         return None
     seen = f"{sum(value for _, value in hit):.0f} in {len(hit)} of {len(points)} steps, the last in step {hit[-1][0]}"
-    return Sick("bad" if len(hit) > 0.05 * len(points) and len(hit) > 2 else "warn", seen)
+    return Symptom("bad" if len(hit) > 0.05 * len(points) and len(hit) > 2 else "warn", seen)
 
 
-def alloc_retries(record: Record) -> Sick | None:
-    points = record.points(RETRIES)[-RECENT:]
+def alloc_retries(record: Record) -> Symptom | None:
+    points = record.points(RETRIES)[-RECENT_STEPS:]
     hit = [value for _, value in points if value > 0]
     if len(hit) < 2:
         return None
-    return Sick("warn", f"{sum(hit):.0f} in {len(hit)} of the last {len(points)} steps")
+    return Symptom("warn", f"{sum(hit):.0f} in {len(hit)} of the last {len(points)} steps")
 
 
-def prediction(record: Record) -> Sick | None:
+def prediction(record: Record) -> Symptom | None:
     now = record.now(PREDICTION) or 1.0
     if 0.98 <= now <= 1.5:
         return None
     seen = f"{number(now, 2)} (median of {record.span(PREDICTION)})"
     if now > 1:
-        return Sick("warn", seen, "the plan keeps memory free that nothing uses")
-    return Sick("warn", seen, "more is used than was planned for: the next longer batch may not fit")
+        return Symptom("warn", seen, "the plan keeps memory free that nothing uses")
+    return Symptom("warn", seen, "more is used than was planned for: the next longer batch may not fit")
 
 
-def host_leak(record: Record) -> Sick | None:
+def host_leak(record: Record) -> Symptom | None:
     """A third of the run is left out at the beginning: caches fill. What remains must still rise at its end."""
     values = record.values(HOST)
     line, half = record.trend(HOST, skip=len(values) // 3), record.trend(HOST, skip=len(values) * 2 // 3)
@@ -104,11 +104,11 @@ def host_leak(record: Record) -> Sick | None:
     steps = len(values) - len(values) // 3
     a_thousand = f"{gib(1000 * line.change / steps)} a thousand steps"
     seen = f"{gib(line.start)} to {gib(line.end)} (fitted) over the last {steps} steps: {a_thousand}"
-    return Sick("bad" if line.end > 2 * line.start else "warn", seen)
+    return Symptom("bad" if line.end > 2 * line.start else "warn", seen)
 
 
 RULES = (
-    Rule(
+    DoctorRule(
         "oom_recoveries",
         "ran out of device memory and recovered",
         unit="recoveries",
@@ -121,20 +121,20 @@ RULES = (
         needs=(OOMS,),
         steps=1,
     ),
-    Rule(
+    DoctorRule(
         "engine_restarts",
         "the engine's process was lost and started again",
         unit="restarts",
         healthy="0",
         found_when="any; bad in more than 5 % of steps",
-        cause="the kernel ended it for memory, it ran out of the device's, it hung, or somebody killed it; its work is repeated",
+        cause="it ran out of host or device memory, hung, or was killed; its work is repeated",
         remedy="the console's warnings say which; more host memory, a lower run.rollout.max_sequences, or run.engine: native",
         kind="safe",
         check=engine_restarts,
         needs=(RESTARTS,),
         steps=1,
     ),
-    Rule(
+    DoctorRule(
         "memory_tight",
         "device memory nearly full",
         unit="highest peak over the device's memory",
@@ -146,21 +146,21 @@ RULES = (
         check=memory_tight,
         needs=(TOTAL,),
     ),
-    Rule(
+    DoctorRule(
         "memory_unused",
         "device memory unused",
         unit="highest peak over the device's memory",
         healthy="above 60 %, or nothing that more memory would make faster",
-        found_when="below 60 % while small micro-batches, recomputation, offloading or parking save memory",
+        found_when="below 60 % while small micro-batches, recomputation, offloading or preemption save memory",
         cause="budgets that were pinned too small, or planned for a device that was not free",
         remedy="leave run.token_budget, run.checkpoint_activations, run.offload and run.rollout.kv_memory on auto, or raise them",
         kind="safe",
         check=memory_unused,
         needs=(TOTAL,),
     ),
-    Rule(
+    DoctorRule(
         "alloc_retries",
-        "the allocator is out of memory and tries again",
+        "the allocator runs out of memory and retries",
         unit="allocations that were repeated after freeing the cache",
         healthy="0",
         found_when="in two or more of the last 20 steps",
@@ -170,19 +170,19 @@ RULES = (
         check=alloc_retries,
         needs=(RETRIES,),
     ),
-    Rule(
+    DoctorRule(
         "prediction",
         "memory was predicted wrongly",
         unit="predicted over measured peak",
         healthy="0.98 to 1.5",
         found_when="the median of the last 20 steps is outside that",
-        cause="a model or a device that the plan does not know well",
+        cause="the plan models this model or device badly",
         remedy="pin run.token_budget for now, and report model, device and this number",
         kind="safe",
         check=prediction,
         needs=(PREDICTION,),
     ),
-    Rule(
+    DoctorRule(
         "host_leak",
         "host memory grows without end",
         unit="GiB of the process tree",

@@ -7,14 +7,14 @@ from statistics import median
 from typing import Any
 
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.format import duration, number, percent
 from trimtab.observe.task_names import metric_names
 
 SLOW_S = 6.0
 """A request of a judge that takes longer holds up a step, however many are in flight."""
 MUCH_WAITING = 0.15
-FEWEST = 5
+MIN_STEPS = 5
 
 
 def bands(record: Record) -> dict[str, tuple[str, float, float]]:
@@ -35,13 +35,13 @@ def _is_band(band: Any) -> bool:
     return isinstance(band, list | tuple) and len(band) == 2 and all(isinstance(end, int | float) for end in band)
 
 
-def task_kl(record: Record) -> Sick | None:
+def task_kl(record: Record) -> Symptom | None:
     """Too low counts only in the second half of the run: every task starts at 0."""
     late = 2 * max(record.steps, default=0) >= record.setting("learn.steps", 0)
     seen, worst = [], 1.0
     for task, (name, low, high) in bands(record).items():
         recent = record.recent(name)
-        now = median(recent) if len(recent) >= FEWEST else None
+        now = median(recent) if len(recent) >= MIN_STEPS else None
         if now is None or low <= now <= high or (now < low and not late):
             continue
         side = "above" if now > high else "below"
@@ -51,7 +51,7 @@ def task_kl(record: Record) -> Sick | None:
         worst = max(worst, now / high)
     if not seen:
         return None
-    return Sick("bad" if worst > 2 else "warn", "; ".join(seen))
+    return Symptom("bad" if worst > 2 else "warn", "; ".join(seen))
 
 
 def _without_bands(record: Record) -> str | None:
@@ -64,7 +64,7 @@ def judge_names(record: Record) -> list[str]:
     return [str(part.get("name") or "judge") for part in judges]
 
 
-def slow_judge(record: Record) -> Sick | None:
+def slow_judge(record: Record) -> Symptom | None:
     total = sum(record.recent("time/total"))
     for judge in judge_names(record):
         slowest = record.now(f"reward/{judge}/latency_p95_s") or 0.0
@@ -78,8 +78,8 @@ def slow_judge(record: Record) -> Sick | None:
             f"{span}); {percent(waited)} of all time is waiting for it"
         )
         if slowest <= SLOW_S:
-            return Sick("warn", seen, "requests are quick but too few are in flight for so many completions")
-        return Sick("warn", seen)
+            return Symptom("warn", seen, "requests are quick but too few are in flight for so many completions")
+        return Symptom("warn", seen)
     return None
 
 
@@ -88,19 +88,20 @@ def _no_judge(record: Record) -> str | None:
     if not judges:
         return "no judge among the rewards"
     needed = [f"reward/{judge}/latency_p95_s" for judge in judges]
-    return None if any(len(record.values(name)) >= FEWEST for name in needed) else f"needs {needed[0]}"
+    return None if any(len(record.values(name)) >= MIN_STEPS for name in needed) else f"needs {needed[0]}"
 
 
 RULES = (
-    Rule(
+    DoctorRule(
         "task_kl",
         "a task's KL is outside its band",
         unit="KL to the reference, nats per token of the task",
         healthy="within the task's observe.kl_bands",
         found_when="the median of the last 20 steps is above the band, or in the second half of the run below it; bad above "
         "twice its upper end",
-        cause="above: this task's reward pulls harder than the others', or is gamed. Below: nothing is learned from it",
-        remedy="weigh the parts anew, or put them on one scale (a part's `normalize`); change the task's share of the prompts; "
+        cause="above: this task's reward dominates the others, or is gamed. Below: the policy learns nothing from it",
+        remedy="change the weights of the parts, or put them on one scale (a part's `normalize`); change the task's share of the "
+        "prompts; "
         "learn.kl.coef or learn.kl.target",
         kind="advice",
         check=task_kl,
@@ -108,7 +109,7 @@ RULES = (
         steps=20,
         unless=_without_bands,
     ),
-    Rule(
+    DoctorRule(
         "slow_judge",
         "the judge is slow",
         unit="seconds of a request, 95th percentile; share of all time",
@@ -120,7 +121,7 @@ RULES = (
         kind="advice",
         check=slow_judge,
         needs=("time/total",),
-        steps=FEWEST,
+        steps=MIN_STEPS,
         unless=_no_judge,
     ),
 )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from statistics import median
 
 from trimtab.observe.doctor.finding import Level
-from trimtab.observe.doctor.record import RECENT, Record
-from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.record import RECENT_STEPS, Record
+from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import (
     ENTROPY,
     entropy_shift,
@@ -36,7 +36,7 @@ BROKEN = "an update before step {step} was too large: it broke the policy"
 START_AGAIN = "lower learn.lr (10 times is a first try), and start again or resume from a checkpoint before step {step}"
 
 
-def sudden_entropy_loss(record: Record) -> Sick | None:
+def sudden_entropy_loss(record: Record) -> Symptom | None:
     """Within a step or a few, and for good."""
     shift = entropy_shift(record)
     if shift is None or shift.after > min(0.25 * shift.before, 0.3):
@@ -48,7 +48,7 @@ def sudden_entropy_loss(record: Record) -> Sick | None:
     return _broken("bad" if shift.after < 0.05 * shift.before else "warn", seen, record, step)
 
 
-def sudden_entropy_jump(record: Record) -> Sick | None:
+def sudden_entropy_jump(record: Record) -> Symptom | None:
     shift = entropy_shift(record)
     if shift is None or shift.after < shift.before + 0.3:
         return None
@@ -59,34 +59,34 @@ def sudden_entropy_jump(record: Record) -> Sick | None:
     return _broken("bad" if sudden_fall(record) else "warn", seen, record, step)
 
 
-def _broken(level: Level, seen: str, record: Record, step: int) -> Sick:
+def _broken(level: Level, seen: str, record: Record, step: int) -> Symptom:
     levels = reward_levels(record, step)
     words = f"; {levels.words()}" if levels else ""
-    return Sick(level, seen + words, BROKEN.format(step=step), START_AGAIN.format(step=step))
+    return Symptom(level, seen + words, BROKEN.format(step=step), START_AGAIN.format(step=step))
 
 
-def entropy_collapse(record: Record) -> Sick | None:
+def entropy_collapse(record: Record) -> Symptom | None:
     """A policy that has learned its task is sure of itself, too: a collapse is a low entropy with the reward still wanting."""
     early, now = record.early(ENTROPY) or 0.0, record.now(ENTROPY) or 0.0
-    recent = record.recent("reward/mean", 3 * RECENT)
+    recent = record.recent("reward/mean", 3 * RECENT_STEPS)
     stuck = not reward_rises(record) or (
-        len(recent) == 3 * RECENT and median(recent[-RECENT:]) <= median(recent[:RECENT])
+        len(recent) == 3 * RECENT_STEPS and median(recent[-RECENT_STEPS:]) <= median(recent[:RECENT_STEPS])
     )
     if now > 0.25 * early or now > 0.3 or learned(record) or not stuck or not record.trend(ENTROPY).falls():
         return None
     seen = f"{number(early)} to {number(now, 4)} nats over {record.span(ENTROPY)}; {reward_words(record)}"
-    return Sick("bad" if now < 0.05 * early and not reward_rises(record) else "warn", seen)
+    return Symptom("bad" if now < 0.05 * early and not reward_rises(record) else "warn", seen)
 
 
-def entropy_explosion(record: Record) -> Sick | None:
+def entropy_explosion(record: Record) -> Symptom | None:
     line = record.trend(ENTROPY)
     if not line.rises(max(0.3, line.start)) or reward_rises(record):
         return None
     seen = f"{number(line.start)} to {number(line.end)} nats (fitted); {reward_words(record)}"
-    return Sick("bad" if reward_falls(record) else "warn", seen)
+    return Symptom("bad" if reward_falls(record) else "warn", seen)
 
 
-def kl_to_reference(record: Record) -> Sick | None:
+def kl_to_reference(record: Record) -> Symptom | None:
     """KL that rises with the reward is what learning costs; KL that rises alone buys nothing."""
     now, line = record.now(KL_REF) or 0.0, record.trend(KL_REF)
     if now <= 0.15 or not line.rises(0.05) or reward_rises(record):
@@ -94,40 +94,40 @@ def kl_to_reference(record: Record) -> Sick | None:
     seen = (
         f"{number(line.start, 4)} to {number(line.end, 4)} nats (fitted), now {number(now, 4)}; {reward_words(record)}"
     )
-    return Sick("bad" if reward_falls(record) or now > 1.0 else "warn", seen)
+    return Symptom("bad" if reward_falls(record) or now > 1.0 else "warn", seen)
 
 
-def far_from_reference(record: Record) -> Sick | None:
+def far_from_reference(record: Record) -> Symptom | None:
     """A nat a token is another model: there is no need to wait for a trend."""
     recent = record.recent(KL_REF, 5)
     if min(recent) <= 1.0 or reward_rises(record) or learned(record):
         return None
-    return Sick("bad", f"{number(median(recent))} nats (median of {record.span(KL_REF, 5)}); {reward_words(record)}")
+    return Symptom("bad", f"{number(median(recent))} nats (median of {record.span(KL_REF, 5)}); {reward_words(record)}")
 
 
-def step_size(record: Record) -> Sick | None:
+def step_size(record: Record) -> Symptom | None:
     now = record.now(KL_OLD) or 0.0
     if now <= 0.02:
         return None
-    seen = f"{number(now, 4)} nats (median of {record.span(KL_OLD)}), {record.updates_per_batch} updates a batch"
-    return Sick("bad" if now > 0.1 else "warn", seen)
+    seen = f"{number(now, 4)} nats (median of {record.span(KL_OLD)}), {record.updates_per_batch} updates per batch"
+    return Symptom("bad" if now > 0.1 else "warn", seen)
 
 
-def ratio(record: Record) -> Sick | None:
+def ratio(record: Record) -> Symptom | None:
     recent = record.recent(RATIO)
     if record.updates_per_batch == 1:
         off = max(recent, key=lambda value: abs(value - 1))
         if abs(off - 1) < 1e-3:
             return None
-        why = "with one update a batch it is 1 by construction: log-probs of the update are not those of the step"
-        return Sick("bad", f"{number(off, 5)} over {record.span(RATIO)}", why, "this is a defect: please report it")
+        why = "with one update per batch it is 1 by construction: log-probs of the update are not those of the step"
+        return Symptom("bad", f"{number(off, 5)} over {record.span(RATIO)}", why, "this is a defect: please report it")
     off = abs(median(recent) - 1)
     if off <= 0.1:
         return None
-    return Sick("bad" if off > 0.5 else "warn", f"{number(median(recent))} (median of {record.span(RATIO)})")
+    return Symptom("bad" if off > 0.5 else "warn", f"{number(median(recent))} (median of {record.span(RATIO)})")
 
 
-def clipping(record: Record) -> Sick | None:
+def clipping(record: Record) -> Symptom | None:
     loss = record.setting("learn.loss", "clip")
     much, far_too_much = CLIP_LIMITS.get(loss, CLIP_LIMITS["clip"])
     now = record.now(CLIPPED) or 0.0
@@ -136,25 +136,25 @@ def clipping(record: Record) -> Sick | None:
     seen = (
         f"{percent(now, 1)} of tokens (median of {record.span(CLIPPED)}); for the loss {loss}, {percent(much)} is much"
     )
-    return Sick("bad" if now > far_too_much else "warn", seen)
+    return Symptom("bad" if now > far_too_much else "warn", seen)
 
 
-def gradient_spikes(record: Record) -> Sick | None:
+def gradient_spikes(record: Record) -> Symptom | None:
     """Against the twenty steps before each; a lognormal noise of factor two makes less than one in a hundred runs look so."""
     points = record.points(NORM)
     spikes = [
         (step, value)
         for at, (step, value) in enumerate(points)
-        if at >= RECENT and value > 10 * median(before for _, before in points[at - RECENT : at]) > 0
+        if at >= RECENT_STEPS and value > 10 * median(before for _, before in points[at - RECENT_STEPS : at]) > 0
     ]
     late = [spike for spike in spikes if spike[0] > points[-1][0] - 100]
     early, now = record.early(NORM) or 0.0, record.now(NORM) or 0.0
     if now > 10 * early > 0 and record.trend(NORM).rises():
-        return Sick("bad", f"grew from {number(early)} to {number(now)} (medians of the first and the last steps)")
+        return Symptom("bad", f"grew from {number(early)} to {number(now)} (medians of the first and the last steps)")
     if len(late) < 3:
         return None
     some = ", ".join(f"{number(value)} at step {step}" for step, value in late[-3:])
-    return Sick("warn", f"{len(late)} of the last 100 steps above ten times the median before: {some}")
+    return Symptom("warn", f"{len(late)} of the last 100 steps above ten times the median before: {some}")
 
 
 def _no_gradient(record: Record) -> str | None:
@@ -162,7 +162,7 @@ def _no_gradient(record: Record) -> str | None:
     return "the gradient is 0 in most of the last steps" if recent and not median(recent) else None
 
 
-def gradient_lost(record: Record) -> Sick | None:
+def gradient_lost(record: Record) -> Symptom | None:
     """At once and for good. After a step or two it may be luck that there was one, unless the entropy changed as well."""
     shift = record.shift(NORM, LOST_GRADIENT)
     if shift is None or shift.after > shift.before or learned(record):
@@ -174,10 +174,10 @@ def gradient_lost(record: Record) -> Sick | None:
     if not nothing_gained(record, step):
         return None
     seen = f"{number(shift.before)} before step {step}, {number(shift.after, 4)} since (medians)"
-    return _broken("warn", seen, record, step) if entropy else Sick("warn", seen)
+    return _broken("warn", seen, record, step) if entropy else Symptom("warn", seen)
 
 
-def gradient_drop(record: Record) -> Sick | None:
+def gradient_drop(record: Record) -> Symptom | None:
     """The last ten steps all below the forty before. Groups that lost their signal explain it, and have a rule of their own."""
     values = record.values(NORM)
     before, last = values[-50:-10], values[-10:]
@@ -189,21 +189,21 @@ def gradient_drop(record: Record) -> Sick | None:
         or lost_signal
     ):
         return None
-    return Sick(
+    return Symptom(
         "warn", f"median {number(median(before), 4)} before, {number(median(last), 4)} in {record.span(NORM, 10)}"
     )
 
 
-def skipped(record: Record) -> Sick | None:
+def skipped(record: Record) -> Symptom | None:
     places = [step for step, value in record.points(SKIPPED) if value > 0]
     if not places:
         return None
     many = len(places) > 0.01 * len(record.values(SKIPPED)) and len(places) > 1
     seen = f"{len(places)} of {len(record.values(SKIPPED))} steps had an update that was not applied, the last step {places[-1]}"
-    return Sick("bad" if many else "warn", seen)
+    return Symptom("bad" if many else "warn", seen)
 
 
-def mismatch(record: Record) -> Sick | None:
+def mismatch(record: Record) -> Symptom | None:
     """Mean |difference of log-probs|. In bfloat16 0.01 to 0.05 is rounding (docs/log.md); in float32 1e-7 is."""
     kind, much, far_too_much = ("bfloat16", 0.08, 0.2) if record.half_precision else ("float32", 1e-3, 1e-2)
     now, line = record.now(GAP) or 0.0, record.trend(GAP)
@@ -213,26 +213,26 @@ def mismatch(record: Record) -> Sick | None:
     seen = f"{number(now, 5)} nats (median of {record.span(GAP)}), {kind}"
     if grows:
         seen += f"; grew from {number(line.start, 5)} to {number(line.end, 5)} (fitted)"
-    return Sick("bad" if now > far_too_much else "warn", seen)
+    return Symptom("bad" if now > far_too_much else "warn", seen)
 
 
 RULES = (
-    Rule(
+    DoctorRule(
         "entropy_collapse",
         "entropy collapses before the task is learned",
         unit="nats per token",
         healthy="falls with rising reward; not to a quarter of its beginning while success is below 85 %",
         found_when="below 0.3 and below 25 % of its beginning, and the reward no longer rises; bad below 5 %; from 5 steps on "
         "where it happens at once",
-        cause="symmetric clipping, a high learning rate, many updates a batch, or a low sampling temperature",
-        remedy="learn.clip.high 0.28 (DAPO); lower learn.lr; fewer updates a batch; temperature 1; a small learn.entropy_coef",
+        cause="symmetric clipping, a high learning rate, many updates per batch, or a low sampling temperature",
+        remedy="learn.clip.high 0.28 (DAPO); lower learn.lr; fewer updates per batch; temperature 1; a small learn.entropy_coef",
         kind="advice",
         check=entropy_collapse,
         sudden=sudden_entropy_loss,
         needs=(ENTROPY, "reward/mean"),
         steps=30,
     ),
-    Rule(
+    DoctorRule(
         "entropy_explosion",
         "entropy explodes",
         unit="nats per token",
@@ -247,13 +247,13 @@ RULES = (
         needs=(ENTROPY, "reward/mean"),
         steps=20,
     ),
-    Rule(
+    DoctorRule(
         "kl_ref",
         "drifts from the reference and gains nothing",
         unit="KL to the reference, nats per token",
         healthy="below 0.15, or rising with the reward",
         found_when="above 0.15 and rising while the reward does not; bad where it falls, or above 1 in each of the last 5 steps",
-        cause="a learning rate too high, too many updates a batch, or a reward that is gamed",
+        cause="a learning rate too high, too many updates per batch, or a reward that is gamed",
         remedy="raise learn.kl.coef; lower learn.lr; learn.max_grad_norm 0.5",
         kind="advice",
         check=kl_to_reference,
@@ -261,11 +261,11 @@ RULES = (
         needs=(KL_REF, "reward/mean"),
         steps=20,
     ),
-    Rule(
+    DoctorRule(
         "kl_old",
         "steps too large",
         unit="KL to the policy that sampled, nats per token",
-        healthy="below 0.02 (0 with one update a batch)",
+        healthy="below 0.02 (0 with one update per batch)",
         found_when="the median of the last 20 steps is above 0.02; bad above 0.1",
         cause="a learning rate too high, or too many updates on one batch",
         remedy="lower learn.lr, learn.updates_per_step or learn.epochs_per_step",
@@ -274,23 +274,23 @@ RULES = (
         needs=(KL_OLD,),
         unless=on_policy,
     ),
-    Rule(
+    DoctorRule(
         "ratio",
         "policy ratio away from 1",
         unit="mean ratio, new over old probability",
-        healthy="1 with one update a batch; 0.9 to 1.1 with more",
+        healthy="1 with one update per batch; 0.9 to 1.1 with more",
         found_when="the median of the last 20 steps is outside that; bad beyond 0.5 to 1.5, and with one update beyond 0.1 %",
         cause="updates too drastic, or old log-probs that are not the old policy's",
-        remedy="fewer updates a batch; lower learn.lr; learn.old_logprobs: trainer",
+        remedy="fewer updates per batch; lower learn.lr; learn.old_logprobs: trainer",
         kind="advice",
         check=ratio,
         needs=(RATIO,),
     ),
-    Rule(
+    DoctorRule(
         "clipping",
-        "much is clipped",
+        "too many tokens are clipped",
         unit="share of tokens whose ratio is clipped (not truncation)",
-        healthy="0 with one update a batch; below 10 % with more; up to 50 % is usual for GSPO",
+        healthy="0 with one update per batch; below 10 % with more; up to 50 % is usual for GSPO",
         found_when="above 10 % (cispo 5 %, gspo 50 %), median of the last 20 steps; bad above 30 % (20 %, 80 %)",
         cause="a learning rate too high, or too many updates on one batch",
         remedy="lower learn.lr; fewer learn.updates_per_step or learn.epochs_per_step",
@@ -299,7 +299,7 @@ RULES = (
         needs=(CLIPPED,),
         unless=on_policy,
     ),
-    Rule(
+    DoctorRule(
         "gradient_spikes",
         "gradient norm spikes",
         unit="gradient norm before clipping",
@@ -313,14 +313,14 @@ RULES = (
         needs=(NORM,),
         steps=25,
     ),
-    Rule(
+    DoctorRule(
         "gradient_drop",
         "gradient norm drops suddenly",
         unit="gradient norm before clipping",
         healthy="steady within a factor of a few",
         found_when="the last 10 steps are a third of the 40 before or less, and groups have not lost their signal; or it drops "
         "to a twentieth at once, for good",
-        cause="it has been seen ahead of a collapse: the policy repeats itself, or rewards stopped to differ within groups",
+        cause="often comes before a collapse: the policy repeats itself, or rewards stopped differing within groups",
         remedy="read RUN/samples of the last steps; evaluate; go back to an earlier checkpoint if they are worse",
         kind="advice",
         check=gradient_drop,
@@ -328,20 +328,20 @@ RULES = (
         needs=(NORM,),
         steps=50,
     ),
-    Rule(
+    DoctorRule(
         "skipped_updates",
         "gradients are not finite",
         unit="steps with a skipped update",
         healthy="none",
         found_when="any; bad where it is more than one, and more than 1 % of steps",
-        cause="overflow: a learning rate too high, ratios that explode, or weights that went astray",
+        cause="overflow: a learning rate too high, ratios that explode, or weights that became too large",
         remedy="lower learn.lr; check the ratio and the mismatch; resume from a checkpoint before the first of them",
         kind="advice",
         check=skipped,
         needs=(SKIPPED,),
         steps=1,
     ),
-    Rule(
+    DoctorRule(
         "mismatch",
         "engine and trainer disagree",
         unit="mean |log-prob of the engine - of the trainer|, nats per token",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trimtab.observe.doctor.finding import Level
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.rule import Rule, Sick
+from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import (
     ENTROPY,
     learned,
@@ -19,12 +19,12 @@ from trimtab.observe.doctor.rules.common import (
 )
 from trimtab.observe.format import duration, number, percent
 
-REPEATS = 0.01
+REPEATING_BELOW_NATS = 0.01
 """Nats per token below which samples of a prompt are nearly always the same."""
 LENGTH, CUT, ZERO = "response/length_mean", "response/truncated", "reward/zero_std_groups"
 
 
-def zero_signal(record: Record) -> Sick | None:
+def zero_signal(record: Record) -> Symptom | None:
     """Compared with what one success rate for all prompts would give, p^G + (1-p)^G: the least that is possible."""
     share = record.mean(ZERO) or 0.0
     if share <= (0.9 if learned(record) else 0.7 if reward_rises(record) else 0.5):
@@ -33,15 +33,15 @@ def zero_signal(record: Record) -> Sick | None:
     seen = f"{percent(share)} of groups over {record.span(ZERO)}"
     level: Level = "bad" if share > 0.9 and not learned(record) else "warn"
     if share > 0.999 and (lost := _lost(record)):
-        return Sick("bad", seen + lost[0], *lost[1:])
+        return Symptom("bad", seen + lost[0], *lost[1:])
     if rate is None or not size:
-        return Sick(level, seen)
+        return Symptom(level, seen)
     least = rate**size + (1 - rate) ** size
     seen += f"; with {percent(rate)} success and groups of {size}, {percent(least)} is the least possible"
     if share < least + 0.15:
         side = "hard" if rate < 0.5 else "easy"
-        return Sick(level, seen, f"prompts are too {side} for groups of {size}")
-    return Sick(level, seen, "prompts differ: some are always solved, some never")
+        return Symptom(level, seen, f"prompts are too {side} for groups of {size}")
+    return Symptom(level, seen, "prompts differ: some are always solved, some never")
 
 
 def _lost(record: Record) -> tuple[str, str, str] | None:
@@ -50,7 +50,7 @@ def _lost(record: Record) -> tuple[str, str, str] | None:
     lower = "lower learn.lr, and start again or resume from a checkpoint before that"
     differed = [step for step, std in record.points("reward/std") if std]
     entropy = record.recent(ENTROPY)
-    if differed and entropy and max(entropy) < REPEATS:
+    if differed and entropy and max(entropy) < REPEATING_BELOW_NATS:
         shown = f"; the entropy is {number(max(entropy), 4)} nats at most"
         return shown, "the policy has collapsed: all samples of a prompt are the same", lower
     if total(record, "reward/std"):
@@ -75,37 +75,37 @@ def _not_compared(record: Record) -> str | None:
     return None if record.values(ZERO) else "samples are not compared within their groups"
 
 
-def refills(record: Record) -> Sick | None:
+def refills(record: Record) -> Symptom | None:
     most, now = record.setting("learn.dynamic_sampling.max_refills", 0), record.mean("rollout/refills") or 0.0
     if not most or now < 0.8 * most:
         return None
-    return Sick("warn", f"{number(now, 1)} of {most} refills a step over {record.span('rollout/refills')}")
+    return Symptom("warn", f"{number(now, 1)} of {most} refills per step over {record.span('rollout/refills')}")
 
 
 def _unfiltered(record: Record) -> str | None:
     return None if record.setting("learn.dynamic_sampling.enabled", False) else "no dynamic sampling"
 
 
-def reward_failed(record: Record) -> Sick | None:
+def reward_failed(record: Record) -> Symptom | None:
     failed, samples = total(record, "reward/failed"), total(record, "run/samples")
     share = failed / samples if samples else 0.0
     if share <= 0.01:
         return None
     seen = f"{failed:.0f} of {samples:.0f} samples ({percent(share, 1)}) over {record.span('reward/failed')}"
-    return Sick("bad" if share > 0.05 else "warn", seen)
+    return Symptom("bad" if share > 0.05 else "warn", seen)
 
 
-def reward_deadline(record: Record) -> Sick | None:
+def reward_deadline(record: Record) -> Symptom | None:
     parts = record.settings.get("reward")
     limits = [part.get("timeout_s") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     known = [limit for limit in limits if isinstance(limit, int | float)]
     slowest = max(record.recent("reward/latency_max_s"))
     if not known or slowest < 0.5 * max(known):
         return None
-    return Sick("warn", f"the slowest call took {duration(slowest)}, its deadline is {duration(float(max(known)))}")
+    return Symptom("warn", f"the slowest call took {duration(slowest)}, its deadline is {duration(float(max(known)))}")
 
 
-def truncation(record: Record) -> Sick | None:
+def truncation(record: Record) -> Symptom | None:
     now, line = record.mean(CUT) or 0.0, record.trend(CUT)
     rising = line.rises(0.03)
     if now <= 0.05 and not (rising and now > 0.02):
@@ -114,26 +114,26 @@ def truncation(record: Record) -> Sick | None:
     seen = f"{percent(now, 1)} of responses over {record.span(CUT)}" + (f", at {limit} tokens" if limit else "")
     if rising:
         seen += f"; rose from {percent(line.start, 1)} to {percent(line.end, 1)} (fitted)"
-    return Sick("bad" if now > 0.2 and not reward_rises(record) else "warn", seen)
+    return Symptom("bad" if now > 0.2 and not reward_rises(record) else "warn", seen)
 
 
-def length_grows(record: Record) -> Sick | None:
+def length_grows(record: Record) -> Symptom | None:
     line = record.trend(LENGTH)
     if not line.rises(0.5 * max(line.start, 1.0)) or reward_rises(record):
         return None
     seen = f"{number(line.start, 1)} to {number(line.end, 1)} tokens (fitted); {reward_words(record)}"
-    return Sick("bad" if reward_falls(record) else "warn", seen)
+    return Symptom("bad" if reward_falls(record) else "warn", seen)
 
 
-def length_collapses(record: Record) -> Sick | None:
+def length_collapses(record: Record) -> Symptom | None:
     line, early, now = record.trend(LENGTH), record.early(LENGTH) or 0.0, record.now(LENGTH) or 0.0
     if not line.sure or now > 0.4 * early or reward_rises(record):
         return None
     seen = f"{number(early, 1)} to {number(now, 1)} tokens; {reward_words(record)}"
-    return Sick("bad" if reward_falls(record) else "warn", seen)
+    return Symptom("bad" if reward_falls(record) else "warn", seen)
 
 
-def sudden_length(record: Record, grows: bool) -> Sick | None:
+def sudden_length(record: Record, grows: bool) -> Symptom | None:
     shift = record.shift(LENGTH)
     if shift is None or grows != (shift.after > shift.before):
         return None
@@ -142,38 +142,38 @@ def sudden_length(record: Record, grows: bool) -> Sick | None:
         return None
     seen = f"{number(shift.before, 1)} tokens before step {step}, {number(shift.after, 1)} since (medians)"
     level: Level = "bad" if reward_falls(record) else "warn"
-    return Sick(level, f"{seen}; {reward_words(record)}")
+    return Symptom(level, f"{seen}; {reward_words(record)}")
 
 
 RULES = (
-    Rule(
+    DoctorRule(
         "zero_signal",
         "groups without signal",
         unit="share of groups whose rewards are all equal",
         healthy="below 50 %; below 70 % while the reward rises, 90 % once success is above 85 %",
         found_when="the mean of the last 20 steps is above that; bad above 90 % before the task is learned",
         cause="prompts that are always or never solved, a constant reward, or samples that are all the same",
-        remedy="take prompts of fitting difficulty; raise learn.samples_per_prompt; turn on learn.dynamic_sampling.enabled; "
+        remedy="use prompts of fitting difficulty; raise learn.samples_per_prompt; turn on learn.dynamic_sampling.enabled; "
         "sample at temperature 1",
         kind="advice",
         check=zero_signal,
         needs=(ZERO,),
         unless=_not_compared,
     ),
-    Rule(
+    DoctorRule(
         "refills",
         "dynamic sampling finds too few prompts",
-        unit="refills a step",
+        unit="refills per step",
         healthy="well below learn.dynamic_sampling.max_refills",
         found_when="80 % of the allowed refills are used on average over the last 20 steps",
         cause="most groups have no signal, so most of what is generated is thrown away",
-        remedy="take prompts of fitting difficulty, or larger groups (learn.samples_per_prompt)",
+        remedy="use prompts of fitting difficulty, or larger groups (learn.samples_per_prompt)",
         kind="advice",
         check=refills,
         needs=("rollout/refills",),
         unless=_unfiltered,
     ),
-    Rule(
+    DoctorRule(
         "reward_failed",
         "rewards fail",
         unit="share of samples without a reward",
@@ -186,7 +186,7 @@ RULES = (
         check=reward_failed,
         needs=("reward/failed", "run/samples"),
     ),
-    Rule(
+    DoctorRule(
         "reward_deadline",
         "rewards close to their deadline",
         unit="seconds of the slowest call",
@@ -198,7 +198,7 @@ RULES = (
         check=reward_deadline,
         needs=("reward/latency_max_s",),
     ),
-    Rule(
+    DoctorRule(
         "truncation",
         "responses are cut off",
         unit="share of responses that reach learn.max_new_tokens (not PPO's clipping)",
@@ -211,10 +211,10 @@ RULES = (
         check=truncation,
         needs=(CUT,),
     ),
-    Rule(
+    DoctorRule(
         "length_grows",
         "responses grow and gain nothing",
-        unit="tokens a response",
+        unit="tokens per response",
         healthy="steady, or growing with the reward",
         found_when="the fitted length grew by half while the reward did not rise, or it grew to four times at once; bad where "
         "the reward fell",
@@ -226,10 +226,10 @@ RULES = (
         needs=(LENGTH, "reward/mean"),
         steps=20,
     ),
-    Rule(
+    DoctorRule(
         "length_collapses",
         "responses shrink and gain nothing",
-        unit="tokens a response",
+        unit="tokens per response",
         healthy="steady, or shrinking while the reward rises",
         found_when="less than 40 % of the early length is left while the reward did not rise, or a quarter at once; bad where "
         "the reward fell",

@@ -1,4 +1,4 @@
-"""How steps of every stage end: accounted for, or given up as nothing is learned. How they are saved is in keeping.py."""
+"""How steps of every stage end: accounted for, or given up as nothing is learned. How they are saved is in save_on_stop.py."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from typing import Any
 
 from trimtab.base.errors import TrainingError
 from trimtab.record.checkpoint import CONFIG, RunState, folder_is_gone
-from trimtab.run.roles import Observer, Run
+from trimtab.run.roles import Observer, TrainingRun
 from trimtab.update.stats import UpdateStats
 
 MAX_SKIPPED_IN_A_ROW = 5
 
 
-def refuse_without_folder(run: Run[Any, Any]) -> None:
+def refuse_without_folder(run: TrainingRun[Any, Any]) -> None:
     if not (run.folder / CONFIG).exists():
         raise folder_is_gone(run.folder, run.state.step)
 
 
-def account(run: Run[Any, Any], metrics: dict[str, float], tokens: float, steps_to_go: int, recovered: bool) -> None:
+def account(
+    run: TrainingRun[Any, Any], metrics: dict[str, float], tokens: float, steps_to_go: int, recovered: bool
+) -> None:
     """Close the accounts of a step into its metrics, and choose the size of the next one's micro-batches, except where memory ran
     out (`recovered`)."""
     metrics |= run.trainer.end_step()
@@ -39,9 +41,9 @@ def note_outcome(state: RunState, stats: UpdateStats, observer: Observer, look: 
         state.skipped_in_a_row = 0
         return
     state.skipped_in_a_row += 1
-    observer.warn(f"step {state.step + 1}: the gradient is not finite; weights and optimizer are unchanged")
+    observer.warn(f"step {state.step + 1}: the gradient is not finite, so this update is skipped")
     if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise TrainingError(
-            f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a gradient that is not finite. The weights are those of the last good "
-            f"step. Lower learn.lr, or look {look}."
+            f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a gradient that is not finite. The weights are still those of the "
+            f"last good step. Lower learn.lr, or look {look}."
         )

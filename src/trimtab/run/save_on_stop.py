@@ -18,8 +18,8 @@ from typing import Any
 from trimtab.base.errors import DivergedError
 from trimtab.base.signals import hold_stops, raise_waiting
 from trimtab.record.checkpoint import CONFIG, checkpoints, newest_checkpoint, write_state
-from trimtab.run.endings import account, refuse_without_folder
-from trimtab.run.roles import Run
+from trimtab.run.finish_step import account, refuse_without_folder
+from trimtab.run.roles import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class _OpenStep:
     recovered: int
 
 
-class Keeper:
+class StepSaver:
     """Knows at any moment what of a run is whole."""
 
-    def __init__(self, run: Run[Any, Any], steps: int) -> None:
+    def __init__(self, run: TrainingRun[Any, Any], steps: int) -> None:
         self._run, self._steps = run, steps
         self._started = time.monotonic() - run.state.seconds
         self._open: _OpenStep | None = None
@@ -114,7 +114,7 @@ class Keeper:
                 self._write()
         except Exception as failure:
             why = (str(failure).strip().splitlines() or ["no message"])[0]
-            run.observer.warn(f"step {step} could not be saved ({type(failure).__name__}: {why})")
+            run.observer.warn(f"cannot save step {step} ({type(failure).__name__}: {why})")
 
     def _close(self) -> None:
         """Write the step's row. Before the checkpoint: a kill in between repeats the step and its row; the other order would lose
@@ -141,13 +141,13 @@ class Keeper:
 
 
 @contextmanager
-def keeping(run: Run[Any, Any], steps: int) -> Iterator[Keeper]:
+def save_on_stop(run: TrainingRun[Any, Any], steps: int) -> Iterator[StepSaver]:
     """However the block ends, the run's last whole step is saved."""
-    keeper = Keeper(run, steps)
+    saver = StepSaver(run, steps)
     try:
-        with hold_stops(lambda: keeper.mid_update):
-            yield keeper
+        with hold_stops(lambda: saver.mid_update):
+            yield saver
     except BaseException as error:
         with hold_stops(raises=False):
-            keeper.keep(error)
+            saver.keep(error)
         raise

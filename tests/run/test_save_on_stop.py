@@ -198,8 +198,8 @@ def test_a_stop_while_an_update_is_applied_waits_for_the_end_of_the_step(
         with pytest.raises(KeyboardInterrupt):
             train(model_folder, tmp_path / "run")
     assert max(checkpoints(tmp_path / "run")) == 3
-    told = f"{'Ctrl-C' if signum == signal.SIGINT else signal.Signals(signum).name}: the run stops when the updates of step 3"
-    assert told in " ".join(capsys.readouterr().out.split())
+    name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+    assert f"{name} received: stopping after the updates of step 3" in " ".join(capsys.readouterr().out.split())
     assert_the_same(train(model_folder, tmp_path / "run", resume=True), whole["train"])
 
 
@@ -244,7 +244,7 @@ def test_weights_that_are_of_no_use_are_not_kept(
             yield group
 
     monkeypatch.setattr(NativeEngine, "generate", spoiled)
-    with pytest.raises(TrainingError, match="log-probs that are no numbers"):
+    with pytest.raises(TrainingError, match="log-probs are not finite"):
         train(model_folder, tmp_path / "run", observe={"checkpoint_every": 2, "keep_checkpoints": 1, "eval_every": 0})
     assert list(checkpoints(tmp_path / "run")) == [2], "which is the last that was due"
 
@@ -268,7 +268,7 @@ def test_a_save_that_fails_on_the_way_out_is_told_and_hides_nothing(
     with pytest.raises(RewardError, match="all failed"):
         train(model_folder, tmp_path / "run", observe={"eval_every": 0})
     told = " ".join(capsys.readouterr().out.split())
-    assert "warning: step 2 could not be saved (TrainingError: there is no space left for the checkpoint" in told
+    assert "warning: cannot save step 2 (TrainingError: there is no space left for the checkpoint" in told
     assert "has no checkpoint yet" in told
 
 

@@ -20,13 +20,13 @@ def lengths_of(run: Path, most: int) -> tuple[float, ...]:
     """Completion lengths at evenly spaced quantiles, from the last steps of a run: straight lines between the median, nine tenths
     and the longest."""
     if not (run / METRICS_FILE).is_file():
-        raise ConfigError([Problem("--like", f"{run} has no {METRICS_FILE}", "Name the folder of a run.")])
+        raise ConfigError([Problem("--like", f"{run} has no {METRICS_FILE}", "Give the folder of a run.")])
     reader = RunReader(run)
     reader.update()
     seen = [reader.metrics.points(name)[1][-RECENT_STEPS:].tolist() for name in LENGTHS]
     if not all(seen):
         raise ConfigError(
-            [Problem("--like", f"{run} has no step with {', '.join(LENGTHS)}", "Name a run of this version.")]
+            [Problem("--like", f"no step of {run} has {', '.join(LENGTHS)}", "Give a run of this version.")]
         )
     half, nine_tenths, longest = (min(float(most), median(values)) for values in seen)
     points = [(0.0, max(1.0, 2 * half - nine_tenths)), (0.5, half), (0.9, nine_tenths), (1.0, longest)]

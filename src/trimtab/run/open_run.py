@@ -40,14 +40,14 @@ from trimtab.run.build import (
     is_automatic,
     load_policy,
     spare_the_collector,
-    take_up,
     update_settings,
     use_planned_kernels,
 )
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import load_within, machine_here
+from trimtab.run.resume import load_or_init_state
 from trimtab.run.shapes import loaded_models
-from trimtab.run.stage import Checked, Stage, Tell
+from trimtab.run.stage import CheckedRun, OnWait, Stage
 from trimtab.update.samples import has_reference
 from trimtab.update.trainer import LocalTrainer
 from trimtab.update.updater import Updater
@@ -70,7 +70,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenRun:
     """A run that is put together."""
 
     config: Any
@@ -90,16 +90,16 @@ def open_run(
     *,
     resume: bool = False,
     console_file: IO[str] | None = None,
-) -> Opened:
+) -> OpenRun:
     """Build a run. Whatever it opens is closed by `stack`, in the right order, also when a later part fails."""
     console = stack.enter_context(Console(asked.learn.steps or 1, file=console_file))
-    console.waiting(stage.reading)
+    console.waiting(stage.reading_note)
     ready = stage.check(asked, inputs, stack, resume=resume)
     config, folder = ready.config, ready.folder
     steps = console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
-    checkpoint, state, changed = take_up(config, ready.device, folder, ready.rows, resume, console)
-    stage.take_up(config, state, None if checkpoint is None else changed)
+    checkpoint, state, changed = load_or_init_state(config, ready.device, folder, ready.rows, resume, console)
+    stage.init_state(config, state, None if checkpoint is None else changed)
     if ready.before_loading:
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
@@ -125,18 +125,18 @@ def open_run(
     stack.callback(observer.close)
     if lowered := trainer.recall(state.memory):
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())
-        console.note(f"lower than planned, because memory ran out earlier in this run: {values}")
-    return Opened(config, ready, state, stream, parts.engine, trainer, observer)
+        console.note(f"this run ran out of memory before, so it keeps these lower settings: {values}")
+    return OpenRun(config, ready, state, stream, parts.engine, trainer, observer)
 
 
 def assemble(
     stage: Stage,
-    ready: Checked,
+    ready: CheckedRun,
     stack: ExitStack,
     recoveries: Recoveries,
     checkpoint: Path | None = None,
     logs: Path | None = None,
-    tell: Tell = lambda what: None,
+    tell: OnWait = lambda what: None,
 ) -> Parts:
     """Load the models, plan with them, and build what the plan says. What lost processes of an engine wrote is kept in `logs`;
     what is waited for is told."""
@@ -210,7 +210,7 @@ def _trainer(stage: Stage, parts: Parts, tokenizer: Any, recoveries: Recoveries)
 
 
 def _tell_of_start(
-    stage: Stage, ready: Checked, parts: Parts, state: RunState, console: Console, verbose: bool
+    stage: Stage, ready: CheckedRun, parts: Parts, state: RunState, console: Console, verbose: bool
 ) -> None:
     """The start card, and what else the user should know before the first step."""
     config, policy = parts.config, parts.policy
@@ -229,4 +229,4 @@ def _tell_of_start(
     for note in filter(None, ready.notes):
         console.note(note)
     if state.step >= config.learn.steps:
-        console.note(f"all {state.step} steps are done; the model is exported again")
+        console.note(f"all {state.step} steps are done already; exporting the model again")

@@ -1,4 +1,4 @@
-"""Made-up runs: a healthy one with noise, and for each rule the change that makes a run sick in its way and in no other."""
+"""Made-up runs: a healthy one with noise, and for each rule the change that makes a run symptom in its way and in no other."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def share_of_time(phase: str, seconds: float) -> Callable[[list[Row]], None]:
 
 
 FLAT = reward(lambda at: 0.4)
-SICK: dict[str, Callable[[list[Row]], None]] = {
+SYMPTOMS: dict[str, Callable[[list[Row]], None]] = {
     "not_finite": together(put("reward/mean", None, share=0.5), put("policy/grad_norm", None, share=0.5)),
     "reward_falls": reward(lambda at: 1.0 - at),
     "reward_flat": reward(lambda at: 0.4 + 0.05 * (-1) ** round(at * 1000)),

@@ -1,5 +1,5 @@
 """Data sets that are given and not sampled, of worked answers (sft.py) or of pairs (reward_model.py): how they are checked before
-a run starts, and what is theirs alone when it is built (opening.py)."""
+a run starts, and what is theirs alone when it is built (open_run.py)."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from trimtab.run.build import refuse_kernels, refuse_missing_wandb
 from trimtab.run.inputs import Inputs, given_rows
 from trimtab.run.machine import memory_limit, pick_device
 from trimtab.run.roles import Trainer
-from trimtab.run.stage import Checked, Tell
+from trimtab.run.stage import CheckedRun, OnWait
 from trimtab.update.batch import Sample
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.stats import UpdateStats
 from trimtab.update.updater import Updater
 
-CHARACTERS = 200_000_000
+MEASURED_CHARACTERS = 200_000_000
 """A training set up to this size is tokenised once at the start, a minute or two; of a larger one the longest texts are."""
 
-FIRST = 1000
+STAND_IN_ROWS = 1000
 """Rows of the training set that stand in for a held-out set."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedExamples(Checked):
+class CheckedExamples(CheckedRun):
     """With worked answers, or pairs."""
 
     limit: int
@@ -60,7 +60,7 @@ class CheckedExamples(Checked):
 class Examples:
     """What is learned from, and measured on."""
 
-    stage: Given
+    stage: OfflineStage
     ready: CheckedExamples
     stream: Stream[Any]
     held_out: list[Sample]
@@ -68,17 +68,17 @@ class Examples:
     def first(self) -> list[Sample]:
         """First samples of the training set, to measure on where there are no held-out rows; none that is too long to be used."""
         stage, ready = self.stage, self.ready
-        rows = ready.rows[:FIRST]
+        rows = ready.rows[:STAND_IN_ROWS]
         items = stage.encoder(ready.config, ready.tokenizer, "data.train").encode(range(len(rows)), rows)
         return stage.samples(ready.config, [item for item in items if len(item.tokens) <= ready.limit])
 
 
-class Given(ABC):
+class OfflineStage(ABC):
     """See stage.py. What a subclass says is all that differs between kinds of examples."""
 
     unit: str
     """What a row is, in one word."""
-    reading = "reading the tokenizer and the data, counting tokens"
+    reading_note = "reading the tokenizer and the data, and counting tokens"
     rehearses: bool
 
     def refuse(self, config: Any) -> None:
@@ -116,15 +116,21 @@ class Given(ABC):
     def check(self, config: Offline, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedExamples:
         return check(self, config, inputs, stack, resume=resume)
 
-    def take_up(self, config: Offline, state: RunState, changed: Sequence[str] | None) -> None:
+    def init_state(self, config: Offline, state: RunState, changed: Sequence[str] | None) -> None:
         return
 
     def open_engine(
-        self, ready: CheckedExamples, plan: Plan, policy: Policy, recoveries: Recoveries, logs: Path | None, tell: Tell
+        self,
+        ready: CheckedExamples,
+        plan: Plan,
+        policy: Policy,
+        recoveries: Recoveries,
+        logs: Path | None,
+        tell: OnWait,
     ) -> tuple[Plan, Engine]:
         return plan, NoRollout()
 
-    def load_rewards(self, ready: CheckedExamples, policy: Policy, tell: Tell) -> None:
+    def load_rewards(self, ready: CheckedExamples, policy: Policy, tell: OnWait) -> None:
         return
 
     def open_critic(self, config: Offline, policy: Policy) -> Updater | None:
@@ -147,14 +153,14 @@ class Given(ABC):
         return {
             "algorithm": self.words(config),
             "batch": [
-                ("batch", f"{self.per_step(config)} {self.unit}s a step, {config.learn.steps} steps"),
-                ("tokens", f"up to {ready.train.longest:,} a{'n' * (self.unit[0] in 'aeiou')} {self.unit}"),
+                ("batch", f"{self.per_step(config)} {self.unit}s per step, {config.learn.steps} steps"),
+                ("tokens", f"up to {ready.train.longest:,} per {self.unit}"),
             ],
             "eval_rows": len(ready.held_out) or None,
         }
 
 
-def check(stage: Given, config: Offline, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedExamples:
+def check(stage: OfflineStage, config: Offline, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedExamples:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
     device = pick_device(config.run)
     stack.enter_context(memory_limit(config.run, device))
@@ -178,14 +184,14 @@ def check(stage: Given, config: Offline, inputs: Inputs, stack: ExitStack, *, re
     validate_examples(rows, encoder)
     budgets = {key: getattr(config.run, key) for key in ("token_budget", "score_token_budget")}
     pinned = {key: value for key, value in budgets.items() if value != "auto"}
-    train = measure_examples(rows, encoder, limit, 2**62 if pinned else CHARACTERS)
+    train = measure_examples(rows, encoder, limit, 2**62 if pinned else MEASURED_CHARACTERS)
     held_out, note = _read_held_out(stage, config, inputs, tokenizer, limit)
     longest = max(train.longest, *(getattr(item, "row_tokens", len(item.tokens)) for item in held_out), 1)
     _refuse_small_budgets(pinned, longest, stage.unit)
     steps = learn.steps or max(1, math.ceil(learn.epochs * train.fitting / stage.per_step(config)))
     if learn.schedule.warmup_steps >= steps:
-        what = f"is {learn.schedule.warmup_steps} of {steps} steps, so the rate would never be reached"
-        raise ConfigError([Problem("learn.schedule.warmup_steps", what, "Write fewer, or train longer.")])
+        what = f"{learn.schedule.warmup_steps} warm-up steps leave none of {steps} at the full learning rate"
+        raise ConfigError([Problem("learn.schedule.warmup_steps", what, "Lower it, or train longer.")])
     return CheckedExamples(
         config=config.with_values({"learn.steps": steps, "learn.epochs": 1.0}),
         device=device,
@@ -206,18 +212,20 @@ def _limit(config: Offline) -> int:
     asked = config.learn.max_tokens
     if asked is not None and asked > context:
         what = f"{asked} tokens exceed the model's context of {context}"
-        raise ConfigError([Problem("learn.max_tokens", what, f"At most {context}.")])
+        raise ConfigError([Problem("learn.max_tokens", what, f"Write at most {context}.")])
     return asked or context
 
 
 def _refuse_small_budgets(pinned: dict[str, int], longest: int, unit: str) -> None:
     for key, value in pinned.items():
         if value < longest:
-            what = f"{value} tokens cannot hold the longest {unit}, {longest}"
-            raise ConfigError([Problem(f"run.{key}", what, f"At least {longest}, or auto.")])
+            what = f"{value} tokens cannot hold the longest {unit} of {longest}"
+            raise ConfigError([Problem(f"run.{key}", what, f"Write at least {longest}, or auto.")])
 
 
-def _read_held_out(stage: Given, config: Offline, inputs: Inputs, tokenizer: Any, limit: int) -> tuple[list[Any], str]:
+def _read_held_out(
+    stage: OfflineStage, config: Offline, inputs: Inputs, tokenizer: Any, limit: int
+) -> tuple[list[Any], str]:
     given = given_rows(inputs.eval_rows, config.data.eval, "data.eval")
     if given is None and config.data.eval is None:
         return [], ""
