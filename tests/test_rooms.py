@@ -100,3 +100,26 @@ def test_imports_are_found_wherever_they_are(tmp_path) -> None:
     )
     known = {"trimtab.base.errors", "trimtab.plan", "trimtab.plan.job", "trimtab.config.run", "trimtab.data.near"}
     assert imports("trimtab.data.file", file, known) == known - {"trimtab.plan"}
+
+
+def test_files_and_functions_stay_short() -> None:
+    """A file of one idea has at most 500 lines, a function at most 80."""
+    long = []
+    for name, path in modules().items():
+        text = path.read_text()
+        if len(text.splitlines()) > 500:
+            long.append(name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 80:
+                long.append(f"{name}.{node.name}")
+    assert not long
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Or a reader has to know which is meant."""
+    found: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    assert not {name: where for name, where in found.items() if len(where) > 1}
