@@ -81,7 +81,9 @@ def transcript(tokenizer: Any, row: dict[str, Any], with_tool: bool) -> Sample:
     own = torch.tensor([mine for tokens, mine in pieces for _ in tokens])
     tokens = torch.tensor([token for tokens, _ in pieces for token in tokens])
     ones = torch.ones(int(own.sum()))
-    return Sample(tokenizer(row["prompt"]).input_ids, tokens, ones, torch.empty(0), torch.zeros_like(ones), own=own)
+    return Sample(
+        tokenizer(row["prompt"]).input_ids, tokens, ones, torch.empty(0), torch.zeros_like(ones), policy_mask=own
+    )
 
 
 def warm_start(

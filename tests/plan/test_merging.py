@@ -13,6 +13,7 @@ from tests.plan.live import Live
 from tests.plan.test_planner import h, qwen
 from trimtab.config.run import Rollout, Run
 from trimtab.model.parts import Adapter, Linears
+from trimtab.model.weights import WeightStore
 from trimtab.plan import ledger
 from trimtab.plan.job import Job
 from trimtab.plan.ledger import MERGED, MERGING, MIB, merging_bytes
@@ -45,13 +46,15 @@ def test_merging_takes_what_is_counted(at_once: int, monkeypatch: pytest.MonkeyP
     job = Job(shape, 2, 4, 4, 16, 16, 64, rank=rank, adapters=shape.lora_parameters(rank))
 
     def product(inputs: int, outputs: list[int]) -> fused.Product:
-        weights = [torch.zeros(n, inputs, dtype=torch.bfloat16) for n in outputs]
+        names = ["q_proj", "k_proj", "v_proj"] if len(outputs) == 3 else ["gate_proj", "up_proj"][: len(outputs)]
+        weights = [torch.nn.Parameter(torch.zeros(n, inputs, dtype=torch.bfloat16)) for n in outputs]
+        store = WeightStore((f"{name}.weight", weight) for name, weight in zip(names, weights))
         adapters, start = [], 0
         for n in outputs:
             a, b = torch.nn.Linear(inputs, rank, bias=False), torch.nn.Linear(rank, n, bias=False)
             adapters.append(Adapter(a, b, 0.5, start, start + n))
             start += n
-        found = fused.Product(Linears(weights, None, adapters))
+        found = fused.Product(Linears(store, weights, None, adapters))
         found.make_room(lambda shape, dtype: torch.empty(shape, dtype=dtype))
         return found
 

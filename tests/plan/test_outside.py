@@ -30,7 +30,7 @@ from trimtab.plan.refusal import plan_here
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import outside_step
-from trimtab.rollout.external.messages import Setup
+from trimtab.rollout.external.messages import EngineSetup
 from trimtab.rollout.external.sglang.arguments import least_kv_tokens
 
 
@@ -387,7 +387,7 @@ def test_the_cache_that_is_recommended_is_one_that_the_engine_starts_with(
     advised = int(re.findall(r"at least (\d+)KiB", str(refused.value))[0]) * 1024
     plan = plan_here(Run(engine=engine, rollout=Rollout(kv_memory=advised, processes=1)), job, h(140))
     assert plan.run.rollout.page_tokens != "auto"
-    setup = Setup(
+    setup = EngineSetup(
         folder="", dtype="bfloat16", cuda=True, kv_bytes=advised, page_tokens=plan.run.rollout.page_tokens, prefill_tokens=1,
         longest=job.longest_sequence, prefix_cache=True, eager=False, sleeps=False, max_sequences=1,
     )  # fmt: skip

@@ -262,5 +262,5 @@ def test_a_model_without_a_classifier_is_refused(tmp_path: Path, tokenizer) -> N
 
 def test_export_points_to_what_there_is(model_folder: Path, tmp_path: Path) -> None:
     summary, _ = run_of(model_folder, tmp_path)
-    with pytest.raises(ConfigError, match=r"Take .*final"):
+    with pytest.raises(ConfigError, match=r"Use .*final"):
         export_run(Path(summary["run_dir"]), tmp_path / "out", "last", "same")

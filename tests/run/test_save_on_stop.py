@@ -268,7 +268,7 @@ def test_a_save_that_fails_on_the_way_out_is_told_and_hides_nothing(
     with pytest.raises(RewardError, match="all failed"):
         train(model_folder, tmp_path / "run", observe={"eval_every": 0})
     told = " ".join(capsys.readouterr().out.split())
-    assert "warning: cannot save step 2 (TrainingError: there is no space left for the checkpoint" in told
+    assert "warning: cannot save step 2 (TrainingError: the disk has no space left for the checkpoint" in told
     assert "has no checkpoint yet" in told
 
 

@@ -28,7 +28,7 @@ ROTATION = "apply_rotary_pos_emb"
 def refuse(kind: str, device: torch.device) -> None:
     """Say why Liger cannot serve this kind of model on this device, if it cannot."""
     if device.type != "cuda":
-        raise _problem("Liger's kernels run on a CUDA device only, and this run is on the CPU", "Write auto.")
+        raise _problem("Liger's kernels need a CUDA device, and this run is on the CPU", "Write auto.")
     if find_spec("liger_kernel") is None:
         raise _problem(
             "the liger-kernel package is not installed", "Install it with: pip install 'trimtab[liger]', or write auto."

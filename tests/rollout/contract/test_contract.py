@@ -227,7 +227,7 @@ def test_one_call_at_a_time(served: Served) -> None:
     listening = served.engine.generate(ask(prompts(3), new=40))
     next(listening)
     for call in (lambda: next(served.engine.generate(ask(prompts(1)))), lambda: served.engine.publish(9)):
-        with pytest.raises(EngineError, match="not finished"):
+        with pytest.raises(EngineError, match="before the previous generate finished"):
             call()
     listening.close()
 
