@@ -100,7 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gspo": ("train", reinforcement("gspo")),
     "dapo": ("train", reinforcement("dapo", "rarely", dynamic_sampling={"enabled": True, "max_refills": 3})),
     "ppo": ("train", reinforcement("ppo", critic={"lr": 1e-2, "warmup_steps": 1})),
-    "reinforce++": ("train", reinforcement("reinforce++", kl={"coef": 0.05})),
+    "reinforce_pp": ("train", reinforcement("reinforce_pp", kl={"coef": 0.05})),
     "lora": ("train", reinforcement("grpo", model={"lora": {"r": 4}}, kl={"coef": 0.05})),
     "8bit": ("train", reinforcement("grpo", optimizer={"states": "8bit"})),
     "sft": ("sft", offline({"steps": 6, "sequences_per_step": 8, "lr": 1e-2})),
