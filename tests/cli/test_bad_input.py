@@ -215,7 +215,7 @@ def test_no_tokenizer(refused, broken_model: Path) -> None:
         file.unlink()
     message = refused()
     assert "model.path: cannot load a tokenizer from 'model'" in message
-    assert "Name a folder or hub repository with tokenizer files in model.tokenizer" in message
+    assert "Set model.tokenizer to a folder or hub repository with tokenizer files" in message
 
 
 def test_a_tokenizer_with_more_words_than_the_model(refused, broken_model: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_tokenizer_that_knows_no_words(refused, here: Path, config: dict[str, 
         config |= {"learn": {}, "run": {}, "data": {"train": "rows.jsonl", "completion": "answer"}}
     message = refused(command=command)
     assert "model.tokenizer: the tokenizer turns every text into no tokens" in message
-    assert "Name a folder or hub repository with tokenizer files in model.tokenizer" in message
+    assert "Set model.tokenizer to a folder or hub repository with tokenizer files" in message
 
 
 def test_damaged_weights(refused, broken_model: Path) -> None:

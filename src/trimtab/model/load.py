@@ -112,7 +112,7 @@ def load_tokenizer(model: Model) -> Any:
     source = find_source(model.tokenizer or model.path, what)
     with _failing(
         f"{what}: cannot load a tokenizer from {source.location!r}",
-        "Name a folder or hub repository with tokenizer files in model.tokenizer.",
+        "Set model.tokenizer to a folder or hub repository with tokenizer files.",
     ):
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=model.trust_remote_code, **source.options
