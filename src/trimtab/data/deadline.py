@@ -96,10 +96,8 @@ class _Watchdog:
                 if not self._going:
                     self._busy.clear()
                 for timed in self._going:
-                    if (
-                        timed.clock() - timed.began > RENDER_TIMEOUT_S
-                    ):  # told again: a callback of C code may swallow it
-                        timed.told = True
+                    if timed.clock() - timed.began > RENDER_TIMEOUT_S:
+                        timed.told = True  # and once more at the next look: a callback of C code may swallow it
                         _raise_in(timed.thread, _TimeUp)
 
 

@@ -28,7 +28,7 @@ from trimtab.base.errors import RewardError
 from trimtab.reward.pool import RewardRequest
 from trimtab.workers.messages import Cell, Failure, Tally, WorkerAnswer
 from trimtab.workers.pool import LOAD_ATTEMPTS, LOAD_TIMEOUT_S, Reply
-from trimtab.workers.process import SLICE_S, Stopped, Worker, import_path
+from trimtab.workers.process import POLL_S, Stopped, Worker, import_path
 from trimtab.workers.user_code import UserCode
 
 JUDGE_PROCESS = "trimtab.reward.judge.process"
@@ -117,7 +117,7 @@ class AsyncWorker:
 
     def _send_and_receive(self, worker: Worker) -> None:
         """Send what is new, and hear one message."""
-        ready = select.select([worker.fileno(), self._wake_receiver.fileno()], [], [], SLICE_S)[0]
+        ready = select.select([worker.fileno(), self._wake_receiver.fileno()], [], [], POLL_S)[0]
         if self._wake_receiver.fileno() in ready:
             self._wake_receiver.recv(1 << 16)
         self._send_new(worker)  # also what was left when the process before this one ended

@@ -20,7 +20,7 @@ from trimtab.workers.user_code import REWARD, UserCode, import_object, locate_ob
 
 CALL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments that every call offers, besides the row's columns."""
-PLAYED = ("turns", "environment_reward")
+ENVIRONMENT_ARGUMENTS = ("turns", "environment_reward")
 """Those that calls offer besides where there is an environment."""
 IMMUTABLE_TYPES = (str, int, float, bytes, type(None))
 """Types whose values cannot be changed."""

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trimtab.base.errors import RewardError
 from trimtab.base.suggestions import near_or_all
 from trimtab.reward.async_worker import AsyncWorker
-from trimtab.reward.load import CALL_ARGUMENTS, PLAYED, locate
+from trimtab.reward.load import CALL_ARGUMENTS, ENVIRONMENT_ARGUMENTS, locate
 from trimtab.reward.pool import RewardPool, RewardRequest
 from trimtab.reward.worker import checked_entry
 from trimtab.workers.messages import Cell, Failure, Tally
 from trimtab.workers.pool import Reply
-from trimtab.workers.process import SLICE_S
+from trimtab.workers.process import POLL_S
 
 if TYPE_CHECKING:
     from trimtab.config.schema import RewardPart
@@ -158,13 +158,13 @@ class Scorer:
     def check(self, columns: Iterable[str], played: bool = False) -> None:
         """Raise where a part needs a column that the rows do not have. For before training, with a row's columns. `played`: there
         is an environment."""
-        known = {*columns, *(PLAYED if played else ())}
+        known = {*columns, *(ENVIRONMENT_ARGUMENTS if played else ())}
         for place, name in enumerate(self.names):
             for column in sorted(self._routes[place].needs - known):
                 raise RewardError(
                     f"reward {name!r} needs a column {column!r}, which not every row of the data has. "
                     f"{near_or_all(column, known)} Besides the columns, a reward function can take "
-                    f"{', '.join(CALL_ARGUMENTS)}; with an environment also {', '.join(PLAYED)}"
+                    f"{', '.join(CALL_ARGUMENTS)}; with an environment also {', '.join(ENVIRONMENT_ARGUMENTS)}"
                 )
 
     def submit(self, group: Group) -> None:
@@ -179,7 +179,7 @@ class Scorer:
         if self.models is not None:
             self.models.work()
         for scores in self._scored:
-            while not scores.done.wait(SLICE_S):
+            while not scores.done.wait(POLL_S):
                 for backend in self._backends:
                     backend.raise_if_broken()
         wait_s = time.monotonic() - start

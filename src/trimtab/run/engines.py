@@ -81,6 +81,6 @@ def make_engine(
     return ExternalEngine(KINDS[run.engine], **settings)
 
 
-def outside_note(run: Run) -> str:
+def external_note(run: Run) -> str:
     """What to tell somebody who waits for an engine in processes of its own; nothing where there is none."""
     return f"starting {KINDS[run.engine].title}, which takes about a minute" if run.external else ""

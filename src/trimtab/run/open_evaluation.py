@@ -24,7 +24,7 @@ from trimtab.reward.scorer import Scorer
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
 from trimtab.run.build import spare_the_collector
-from trimtab.run.engines import EnvironmentSession, open_engine, outside_note, sampler_on
+from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import load_within, machine_here, memory_limit, pick_device
 from trimtab.run.rollout_data import (
@@ -73,7 +73,7 @@ def open_evaluation(
     environment = EnvironmentSession(hosts, replies) if hosts is not None and replies is not None else None
     scorer = open_scorer(config, inputs, [held_out.columns])
     stack.callback(scorer.close)
-    if note := outside_note(config.run):
+    if note := external_note(config.run):
         console.note(note)
     console.waiting(f"loading {config.model.path}")
     policy = Policy(load_within(config.run, device, load_model, config.model, device))

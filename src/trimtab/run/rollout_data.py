@@ -21,7 +21,7 @@ from trimtab.model.load import load_config, load_tokenizer, written_words
 from trimtab.observe.task_names import MOST_TASKS
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.work import Lengths
-from trimtab.reward.load import PLAYED, locate
+from trimtab.reward.load import ENVIRONMENT_ARGUMENTS, locate
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.conversations.hosts import Hosts, locate_environment
 from trimtab.rollout.conversations.replies import ReplyEncoder, refuse_hidden_tools
@@ -255,7 +255,7 @@ def open_replies(
         return None
     for there in columns:
         hosts.check(there)
-        for name in sorted(there & {*PLAYED}):
+        for name in sorted(there & {*ENVIRONMENT_ARGUMENTS}):
             what = f"the data has a column {name!r}, a name that rewards get from the environment"
             raise DataError(f"environment: {what}. Rename the column")
     schemas = hosts.loaded.schemas

@@ -27,7 +27,7 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
 from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_wandb, update_settings
-from trimtab.run.engines import EnvironmentSession, open_engine, outside_note, sampler_on
+from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import memory_limit, pick_device
 from trimtab.run.open_run import open_run
@@ -93,7 +93,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
         rows=work.train.rows,
         lengths=work.lengths,
         notes=(work.train.note, work.eval.note),
-        before_loading=outside_note(config.run),
+        before_loading=external_note(config.run),
         work=work,
         tasks=tasks,
         scorer=scorer,

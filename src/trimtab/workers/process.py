@@ -21,7 +21,7 @@ import psutil
 from trimtab.workers.messages import Failure, receive, send
 from trimtab.workers.spawn import how_it_ended, kill_all, start
 
-SLICE_S = 0.1
+POLL_S = 0.1
 """How often a waiting thread looks at the deadline, at the worker's life and at `close`."""
 EXIT_TIMEOUT_S = 5.0
 """How long after the end of its channel a worker may still be ending: first everything that it started is killed."""
@@ -39,7 +39,7 @@ class Worker:
     def __init__(self, stop: threading.Event, module: str) -> None:
         self._stop = stop
         self._channel, theirs = socket.socketpair()
-        self._channel.settimeout(SLICE_S)
+        self._channel.settimeout(POLL_S)
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker; faulthandler writes to it
         fds = (theirs.fileno(), self._trace.fileno())
         self._process = start(module, fds, fds=fds, env=_environment())

@@ -38,7 +38,7 @@ from trimtab.rollout.conversations.wire import (
 )
 from trimtab.workers.messages import Failure
 from trimtab.workers.pool import Reply, WorkerPool, WorkerSpec
-from trimtab.workers.process import SLICE_S, import_path
+from trimtab.workers.process import POLL_S, import_path
 from trimtab.workers.user_code import UserCode, locate_object
 
 CLOSE_TIMEOUT_S = 20.0
@@ -113,13 +113,13 @@ class Hosts:
         setup = pickle.dumps(EnvironmentSetup(import_path(base_dir), found.made, settings.args, found.tools, templated))
         self.settings = settings
         self.stateful = found.made is not None
-        self._crew = WorkerPool(
+        self._pool = WorkerPool(
             WorkerSpec(
                 "trimtab.rollout.conversations.worker", lambda: setup, "environment", "the environment", EnvError
             ),
             workers,
         )
-        self.loaded: Loaded = self._crew.loaded
+        self.loaded: Loaded = self._pool.loaded
         self._answers: queue.SimpleQueue[EnvironmentReply] = queue.SimpleQueue()
         self._keys = 0
         self._open = 0
@@ -152,7 +152,7 @@ class Hosts:
         if handle.home is not None:
             with self._changed:
                 self._closing += 1
-            self._crew.call(EnvironmentCall(Close(handle.key), self.settings.timeout_s, self._closed, handle.home))
+            self._pool.call(EnvironmentCall(Close(handle.key), self.settings.timeout_s, self._closed, handle.home))
             handle.home = handle.copy = None
 
     def _closed(self, reply: Reply) -> None:
@@ -172,9 +172,9 @@ class Hosts:
         """The next answer; None once every call is answered."""
         while self._open:
             try:
-                answer = self._answers.get(timeout=SLICE_S)
+                answer = self._answers.get(timeout=POLL_S)
             except queue.Empty:
-                self._crew.raise_if_broken()
+                self._pool.raise_if_broken()
                 continue
             self._open -= 1
             return answer
@@ -192,11 +192,11 @@ class Hosts:
         try:
             with self._changed, contextlib.suppress(EnvError, RuntimeError):
                 while self._closing and time.monotonic() < deadline:
-                    self._crew.raise_if_broken()
-                    if self._changed.wait(SLICE_S):
+                    self._pool.raise_if_broken()
+                    if self._changed.wait(POLL_S):
                         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         finally:
-            self._crew.close()
+            self._pool.close()
 
     def _call(self, tag: Any, handle: ConversationHandle, asked: Reset | Step) -> None:
         self._open += 1
@@ -204,7 +204,7 @@ class Hosts:
 
     def _send(self, tag: Any, handle: ConversationHandle, asked: Reset | Step) -> None:
         receive = partial(self._receive, tag, handle, asked)
-        self._crew.call(EnvironmentCall(asked, self.settings.timeout_s, receive, handle.home))
+        self._pool.call(EnvironmentCall(asked, self.settings.timeout_s, receive, handle.home))
 
     def _receive(self, tag: Any, handle: ConversationHandle, asked: Reset | Step, reply: Reply) -> None:
         result = reply.result

@@ -22,7 +22,7 @@ from trimtab.rollout.external.messages import Failed
 from trimtab.workers.messages import Channel
 from trimtab.workers.spawn import KILL_EARLY, how_it_ended, kill_all, start
 
-SLICE_S = 0.2
+POLL_S = 0.2
 LAST_LINES = 25
 STOP_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 300.0
@@ -45,7 +45,7 @@ class EngineLost(Exception):
 
 def wait_for(processes: Sequence[EngineProcess]) -> None:
     """Until one of them has said something, or for a moment."""
-    wait([process.link.fileno() for process in processes], SLICE_S)
+    wait([process.link.fileno() for process in processes], POLL_S)
 
 
 class EngineProcess:
