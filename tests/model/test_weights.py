@@ -213,3 +213,15 @@ def test_a_model_is_saved_as_before_and_without_a_copy(tied: bool, tmp_path: Pat
     save_model(model, tiny_tokenizer(), tmp_path / "after")
     before, after = ((tmp_path / side / "model.safetensors").read_bytes() for side in ("before", "after"))
     assert before == after
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_not_joined_begins_on_a_block_and_any_number_of_ranks_cuts_a_unit_evenly(ranks: int) -> None:
+    """Sizes that are no multiples of a block: 8-bit state must not share a block between parameters."""
+    named = [(f"layers.0.{name}.weight", torch.nn.Parameter(torch.randn(7, 5))) for name in ("a", "b", "c")]
+    values = [parameter.detach().clone() for _, parameter in named]
+    store = WeightStore(named, ranks)
+    (unit,) = store.units
+    assert [entry.offset for entry in unit.entries] == [0, BLOCK, 2 * BLOCK]
+    assert unit.size % (BLOCK * ranks) == 0 and unit.size >= 2 * BLOCK + 35
+    assert all(torch.equal(parameter, value) for (_, parameter), value in zip(named, values))
