@@ -98,7 +98,7 @@ def test_reclaim_fails_cleanly_when_memory_is_short_and_works_later(arena: Arena
     hog = torch.empty(free_bytes() - NBYTES // 2, dtype=torch.uint8, device=CUDA)
     before = free_bytes()
     assert before < NBYTES
-    with pytest.raises(ArenaMemoryError, match=r"needs 1\.00 GiB and the device has 0\.\d\d GiB free"):
+    with pytest.raises(ArenaMemoryError, match=r"needs 1\.00 GiB, but the device has 0\.\d\d GiB free"):
         arena.reclaim()
     assert not arena.mapped and abs(free_bytes() - before) <= 64 << 20
     del hog  # to torch's cache, from which reclaim itself has to fetch it
