@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from trimtab.config.learn import AdvantageName, AggregateName, Clip, DynamicSampling, Learn, LossName
-from trimtab.config.run import Offload, Recompute, Rollout, Run
+from trimtab.config.run import Offload, Recompute, Rollout, Run, Shard
 
 
 class ResolvedClip(Clip):
@@ -59,6 +59,9 @@ class ResolvedRun(Run):
     """`run` as the planner has it. Made by plan/sizes.py."""
 
     device: Literal["cpu", "cuda"]
+    devices: int
+    shard: Shard
+    shard_devices: int
     threads: int
     engine: Literal["native", "vllm", "sglang"]
     kernels: Literal["native", "liger", "plain"]

@@ -69,6 +69,7 @@ class Offload(Section):
 
 
 Kernels = Literal["auto", "native", "liger", "plain"]
+Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = bool | Literal["some"]
 """What of the activations the backward pass makes again: nothing, some of it, or all but each layer's input."""
 
@@ -78,6 +79,15 @@ class Run(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives. auto: the first CUDA device, or the CPU."""
+    devices: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
+    """Devices to train and generate on. Each has a process of its own, called a rank. auto: as many of the visible GPUs as make a
+    step fastest; 1 on a CPU, where a number starts that many processes."""
+    shard: Shard | Auto = "auto"
+    """What each rank holds only its part of. none: nothing, every rank holds everything. optimizer: master weights and optimizer
+    state (ZeRO-1). gradients: these and gradients (ZeRO-2). full: these and the weights, which are gathered layer by layer
+    (ZeRO-3, FSDP2). auto: the fastest that fits."""
+    shard_devices: PositiveInt | Auto = "auto"
+    """Ranks that hold one set of parts together; the next ranks hold a copy of it. auto: all ranks of a host."""
     profile: Literal["safe", "balanced", "max"] = "balanced"
     """How much of the memory a plan may fill: 80, 90 or 96 %. max also makes micro-batches as large as fit, where the others stop
     at what makes a step faster."""
