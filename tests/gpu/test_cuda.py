@@ -122,7 +122,7 @@ def test_bf16_gradient_points_where_the_float64_one_does(checkpointed: bool, bud
             captured.extend(g.double().flatten().cpu() for g in updater.optimizer.grads() if g is not None)
             raise StopIteration
 
-        updater.optimizer.step = capture
+        updater.optimizer.apply = capture
         batch = samples()
         for sample in batch:
             sample.old_logprobs = sample.ref_logprobs = None

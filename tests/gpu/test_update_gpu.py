@@ -248,13 +248,13 @@ def test_the_host_never_waits_between_the_first_micro_batch_and_the_norm() -> No
     _, updater = step_of(policy)
     tokens = [torch.randint(0, 64, (n,)) for n in (9, 30)]
     samples = [Sample([3, 5], t, torch.randn(len(t)), torch.ones(len(t)) / 39, torch.randn(len(t))) for t in tokens]
-    apply = updater.optimizer.step
+    apply = updater.optimizer.apply
 
     def step(lr: float):
         torch.cuda.set_sync_debug_mode("default")
         return apply(lr)
 
-    updater.optimizer.step = step
+    updater.optimizer.apply = step
     torch.cuda.set_sync_debug_mode("error")
     try:
         assert updater.step(samples, 1e-3, 0.0).microbatches == 2

@@ -108,7 +108,7 @@ def step(
     with ExitStack() as stack:
         session = open_session(config_from_dict(tree), inputs, stack)
         gradients: dict[str, torch.Tensor] = {}
-        apply = session.trainer.updater.optimizer.step
+        apply = session.trainer.updater.optimizer.apply
 
         def capture(lr: float):
             for name, parameter in session.trainer.updater.policy.model.named_parameters():
@@ -116,7 +116,7 @@ def step(
                     gradients[name] = parameter.grad.clone().cpu()
             return apply(lr)
 
-        session.trainer.updater.optimizer.step = capture
+        session.trainer.updater.optimizer.apply = capture
         groups, _ = loop.rollout(session)
         loop.update(session, groups)
         if weights is not None:

@@ -123,7 +123,7 @@ def step(model_folder: Path, folder: Path, learn: dict[str, Any], inject: Inject
     with ExitStack() as stack:
         session = open_session(config_from_dict(tree(model_folder, folder, learn)), INPUTS, stack)
         gradients: dict[str, torch.Tensor] = {}
-        apply = session.trainer.updater.optimizer.step
+        apply = session.trainer.updater.optimizer.apply
 
         def capture(lr: float):
             outcome_grads = {n: p.grad.clone() for n, p in session.trainer.updater.policy.model.named_parameters()}
@@ -132,7 +132,7 @@ def step(model_folder: Path, folder: Path, learn: dict[str, Any], inject: Inject
                 gradients.update(outcome_grads)
             return outcome
 
-        session.trainer.updater.optimizer.step = capture
+        session.trainer.updater.optimizer.apply = capture
         if inject is not None:
             inject(session)
         groups, _ = loop.rollout(session)

@@ -145,13 +145,13 @@ def run(name: str, token_budget: int) -> tuple[list[Sample], float, torch.Tensor
     if not facts["cases"][name].get("on_policy"):
         load(trained.model, "moved")
     found: dict[str, torch.Tensor] = {}
-    apply = updater.optimizer.step
+    apply = updater.optimizer.apply
 
     def capture(lr: float) -> Any:
         found.update({n: p.grad.detach().clone() for n, p in trained.model.named_parameters() if p.grad is not None})
         return apply(lr)
 
-    updater.optimizer.step = capture  # type: ignore[method-assign]
+    updater.optimizer.apply = capture  # type: ignore[method-assign]
     stats = updater.step(flat, 0.0, learn.kl.coef)
     assert stats.microbatches > 1 or token_budget > 1000
     return flat, float(stats.sums["loss"]), torch.cat([g.flatten() for _, g in sorted(found.items())])

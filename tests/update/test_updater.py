@@ -103,7 +103,7 @@ def gradient(batch: list[Sample], learn: Learn, kl_coef: float, **changes) -> di
         captured.update({n: p.grad.clone() for n, p in policy.model.named_parameters()})
         raise StopIteration
 
-    updater.optimizer.step = capture
+    updater.optimizer.apply = capture
     with pytest.raises(StopIteration):
         updater.step(batch, 1.0, kl_coef)
     return captured
@@ -275,10 +275,10 @@ def test_launching_is_over_when_the_last_micro_batch_is_launched(monkeypatch: py
     learn = resolve(Learn(loss="on_policy", aggregate="token_mean", steps=1))
     sizes = {"token_budget": 20, "score_token_budget": 64, "logprob_chunk": 8, "checkpoint_activations": False}
     updater = Updater(Policy(tiny_model("llama")), PolicyGradient(learn), learn, **sizes, metered=metered)
-    backward, step = updater._backward, updater.optimizer.step
+    backward, step = updater._backward, updater.optimizer.apply
     monkeypatch.setattr(updaters, "Launching", Launching)
     monkeypatch.setattr(updater, "_backward", lambda loss: (order.append("backward"), backward(loss)))
-    monkeypatch.setattr(updater.optimizer, "step", lambda lr: (order.append("optimizer"), step(lr))[1])
+    monkeypatch.setattr(updater.optimizer, "apply", lambda lr: (order.append("optimizer"), step(lr))[1])
     done = [updater.step(samples(), 1e-3, 0.0) for _ in range(3)]
     count = done[0].microbatches
     once = ["begun", *["backward"] * count, "launched", "metered", "optimizer", "to here", f"asked for {count}"]

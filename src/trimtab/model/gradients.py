@@ -1,4 +1,4 @@
-"""Float32 sums of the gradients of half-precision parameters over the micro-batches of a step.
+"""Float32 sums (or wider) of gradients over the micro-batches of a step.
 
 The fused layers' and the head's products add to them directly, on a GPU without rounding to half precision in between; what
 autograd makes (embeddings, the model's own modules) is added by hooks. The sums of a unit have the layout of its weights
@@ -46,6 +46,10 @@ class Gradients:
         """The sum for a parameter; None where nothing has been added yet."""
         return self._view([parameter]) if id(parameter) in self._touched else None
 
+    def view(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The sum for a parameter, zeros where nothing was added; it counts as touched only once something is."""
+        return self._view([parameter])
+
     def add(self, parameter: torch.Tensor) -> None:
         """Take over a gradient that autograd made."""
         if parameter.grad is not None:
@@ -54,13 +58,23 @@ class Gradients:
             total += parameter.grad
             parameter.grad = None
 
+    def touched(self, parameter: torch.Tensor) -> bool:
+        """Something was added for the parameter since `clear`."""
+        return id(parameter) in self._touched
+
+    def complete(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Zeros for the parameters that have no sums yet: other ranks may have some."""
+        for parameter in parameters:
+            self.view(parameter)
+
     def clear(self) -> None:
         self.sums, self._views, self._touched = {}, {}, set()
 
     def _view(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         unit, entry = self._weights.place(parameters[0])
         if unit.name not in self.sums:
-            self.sums[unit.name] = torch.zeros(unit.size, dtype=torch.float32, device=parameters[0].device)
+            dtype = torch.promote_types(unit.dtype, torch.float32)
+            self.sums[unit.name] = torch.zeros(unit.size, dtype=dtype, device=parameters[0].device)
         total = self.sums[unit.name]
         if len(parameters) == 1:
             return entry.view(total)

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import torch
 
 from trimtab.base.errors import MemoryExhausted
-from trimtab.model.memory import Shortage, attempt, free, host_memory
-from trimtab.model.policy import AnyPolicy
+from trimtab.model.memory import Shortage, attempt, host_memory
 from trimtab.rollout.engine import Engine
 from trimtab.update.batch import Sample
 from trimtab.update.ladder import GIB, Ladder, Rung, Tried
+from trimtab.update.shares import cap
 from trimtab.update.stats import Applied, UpdateStats
-from trimtab.update.updater import Updater, cap
+from trimtab.update.updater import AnyUpdater
 
 Result = TypeVar("Result")
 THRASHING_STEPS = 2
@@ -54,13 +54,13 @@ class Guard:
 
     def __init__(
         self,
-        updater: Updater,
+        updater: AnyUpdater,
         engine: Engine,
         *,
         least_kv_tokens: int,
         shorter: str = "lower learn.max_new_tokens",
         report: Callable[[Recovery], None] = lambda recovery: None,
-        alloc_retries: Callable[[], int] | None = None,
+        alloc_retries: Callable[[], int | None] | None = None,
     ) -> None:
         """`least_kv_tokens`: of the longest sequence that will be generated. `shorter`: what to write for shorter sequences.
         `alloc_retries`: how many there were so far."""
@@ -69,9 +69,9 @@ class Guard:
         self.report = report
         self.ceiling: dict[str, int] = {}
         """By the budget's name, the smallest micro-batch that ran out of memory under it."""
-        self._device = updater.policy.device
-        self._alloc_retries = alloc_retries or _retries_of(self._device)
-        self._retries_seen = self._alloc_retries() if self._alloc_retries else 0
+        self._device = updater.device
+        self._alloc_retries = alloc_retries or updater.alloc_retries
+        self._retries_seen = self._alloc_retries() or 0
         self._thrashing = 0
         self._recovered = False
         self._learned = False
@@ -110,7 +110,7 @@ class Guard:
         """Both halves."""
         return self.accumulate(samples, kl_coef).complete(self.apply(lr))
 
-    def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
+    def score(self, samples: Sequence[Sample], policy: Any, field: str) -> None:
         """`Updater.score`, likewise. What an attempt that failed has written is written again."""
         while isinstance(outcome := attempt(lambda: self.updater.score(samples, policy, field)), Shortage):
             at = self.updater.progress
@@ -129,9 +129,10 @@ class Guard:
 
     def end_step(self) -> dict[str, float]:
         """Look how hard the allocator had it since the last call; retries that came with a recovery do not count."""
-        if self._alloc_retries is None:
+        retries = self._alloc_retries()
+        if retries is None:
             return {}
-        before, self._retries_seen = self._retries_seen, self._alloc_retries()
+        before, self._retries_seen = self._retries_seen, retries
         grown = self._retries_seen - before
         self._thrashing = self._thrashing + 1 if grown and not self._recovered else 0
         self._recovered = False
@@ -170,7 +171,6 @@ class Guard:
         """Give back what the attempt held, then lower one thing."""
         self._recovered = self._learned = True
         self.updater.abandon()
-        free(self._device)
         change = next((change for rung in rungs if (change := rung(tried))), None)
         if change is None:
             raise MemoryExhausted(self._exhausted(short, where, tried))
@@ -187,7 +187,7 @@ class Guard:
             self.ceiling[name] = min(tokens, self.ceiling.get(name, tokens))
 
     def _refuse_half_applied(self, short: Shortage) -> None:
-        if self.updater.optimizer.applying:
+        if self.updater.applying:
             raise MemoryExhausted(
                 f"out of memory while applying the optimizer step ({short.message}). Some weights may have changed already, so "
                 "Trimtab does not repeat the step. Resume from the last checkpoint."
@@ -195,9 +195,9 @@ class Guard:
 
     def _exhausted(self, short: Shortage, where: str, tried: Tried) -> str:
         updater = self.updater
-        trained = sum(p.numel() for p in updater.optimizer.params)
-        adapted = trained < updater.policy.parameter_count() // 2
-        state_gib = (updater.optimizer.state_bytes + 4 * trained) / GIB
+        trained = updater.trained
+        adapted = trained < updater.parameters // 2
+        state_gib = (updater.state_bytes / updater.ranks + 4 * trained) / GIB
         lora = f"train adapters, model.lora: {{}} (gradients and optimizer state take {state_gib:.1f} GiB)"
         fixes = [*([self._shorter] if tried.longest else []), *([] if adapted else [lora]), "use a smaller model"]
         binds = f"one sequence of {tried.longest:,} tokens has to fit" if tried.longest else "the weights have to fit"
@@ -221,9 +221,3 @@ def machine(device: torch.device) -> str:
 def _freed(tried: Tried) -> str:
     """A rung for what leaves no garbage and has no size: the cache alone may have been in its way."""
     return "freed cached memory"
-
-
-def _retries_of(device: torch.device) -> Callable[[], int] | None:
-    if device.type != "cuda":
-        return None
-    return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -20,7 +20,7 @@ from trimtab.base.units import GIB
 from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, host_memory
 from trimtab.rollout.engine import Engine
-from trimtab.update.updater import Updater
+from trimtab.update.updater import AnyUpdater
 
 MIN_CHUNK_TOKENS = 128
 """Tokens whose logits make one tile of a product: below, time is lost and hardly any memory won."""
@@ -46,10 +46,10 @@ Rung = Callable[[Tried], str | None]
 class Ladder:
     """Lowers settings of an updater and its engine. `lowered` has the values that are no longer what they were set to."""
 
-    def __init__(self, updater: Updater, engine: Engine, least_kv_tokens: int) -> None:
+    def __init__(self, updater: AnyUpdater, engine: Engine, least_kv_tokens: int) -> None:
         self.updater, self.engine, self._least_kv_tokens = updater, engine, least_kv_tokens
         self.lowered: dict[str, Any] = {}
-        self.own_memory = updater.policy.device.type == "cuda"
+        self.own_memory = updater.device.type == "cuda"
         """The device has memory of its own, so that what waits in the host's is out of its way."""
         self._first_failed: int | None = None
 
@@ -85,7 +85,7 @@ class Ladder:
         return self._less("score_token_budget", tried, tried.longest)
 
     def recompute_some(self, tried: Tried) -> str | None:
-        if self.updater.checkpoint_activations is not False or not self.updater.policy.fused:
+        if self.updater.checkpoint_activations is not False or not self.updater.fused:
             return None
         return self._recompute("some")
 
@@ -93,28 +93,27 @@ class Ladder:
         return None if self.updater.checkpoint_activations is True else self._recompute(True)
 
     def offload_activations(self, tried: Tried) -> str | None:
-        policy = self.updater.policy
-        inputs = 4 * policy.config.hidden_size * policy.config.num_hidden_layers * tried.largest
-        if policy.activation_offload is not None or not self._host_has_room(inputs):
+        updater = self.updater
+        if updater.activations_offloaded or not self._host_has_room(updater.layer_input_bytes(tried.largest)):
             return None
-        policy.offload_activations(True)
+        updater.offload_activations()
         return self._note("offload_activations", False, True)
 
     def offload_optimizer(self, tried: Tried) -> str | None:
-        optimizer = self.updater.optimizer
-        if optimizer.offloaded or not self._host_has_room(optimizer.state_bytes):
+        updater = self.updater
+        if updater.optimizer_offloaded or not self._host_has_room(updater.state_bytes):
             return None
-        if isinstance(attempt(optimizer.offload), Shortage):  # what is free cannot always be pinned
+        if isinstance(attempt(updater.offload_optimizer), Shortage):  # what is free cannot always be pinned
             return None
         return self._note("offload_optimizer", False, True)
 
     def smaller_pieces(self, tried: Tried) -> str | None:
-        optimizer = self.updater.optimizer
-        before = optimizer.piece
-        if not optimizer.offloaded or before <= MIN_PIECE_ELEMENTS:
+        updater = self.updater
+        before = updater.piece
+        if not updater.optimizer_offloaded or before <= MIN_PIECE_ELEMENTS:
             return None
-        optimizer.piece = max(MIN_PIECE_ELEMENTS, before // 4)
-        return f"optimizer state moved at a time {before:,} -> {optimizer.piece:,} elements"
+        updater.piece = max(MIN_PIECE_ELEMENTS, before // 4)
+        return f"optimizer state moved at a time {before:,} -> {updater.piece:,} elements"
 
     def shrink_kv(self, tried: Tried) -> str | None:
         sizes = self.engine.shrink(self._least_kv_tokens)

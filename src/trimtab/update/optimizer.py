@@ -6,10 +6,13 @@ float32 (and wider) models the parameters are their own masters. Masters and mom
 offloaded, in host memory, from where a step streams them through the device; the result is the same bit for bit. Moments of 8
 bits (eightbit.py) are made whole, stepped and stored again a chunk at a time, so they never all exist in full.
 
-A step cannot run out of memory half-way. What it needs beside the gradients (the norm's sums, copies of gradients that lie in
-memory otherwise than their parameters, the slots of the streamer, room for a chunk) is allocated before anything is changed, at
-a time when the activations of the backward pass are gone; from the first change on, nothing is. `applying` says which side of
-it a step is on.
+A step has two halves and cannot run out of memory half-way. `prepare` allocates what the step needs beside the gradients (copies
+of gradients that lie in memory otherwise than their parameters, sums that only other ranks have a gradient for, the slots of the
+streamer, room for a chunk), at a time when the activations of the backward pass are gone. `apply` allocates nothing to speak of.
+`applying` says whether it has begun to change weights.
+
+With other ranks (peers.py) all gradients are summed over ranks, unit by unit; each rank steps the stretch of a unit whose state
+it holds, and the working weights are gathered in place. The norm is one number for all ranks, so all clip alike and skip alike.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from trimtab.model.sizes import BLOCK, CHUNK, PIECE
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Place, WeightStore
 from trimtab.update.eightbit import Room
+from trimtab.update.peers import ALONE, Peers
 from trimtab.update.state_streamer import StateStreamer
 from trimtab.update.states import ParameterState, UnitState, by_parameter, flat, make_state, needs_master
 
@@ -41,6 +45,19 @@ AnyLearn = Learn | SftLearn | PairLearn
 class StepOutcome:
     grad_norm: float
     applied: bool
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What `apply` works with."""
+
+    grads: dict[int, torch.Tensor]
+    """By a parameter's id."""
+    touched: torch.Tensor | None
+    """With other ranks: for each parameter 1 where this rank has a gradient."""
+    pieces: list[Piece]
+    slots: list[torch.Tensor]
+    rooms: dict[torch.dtype, Room]
 
 
 @dataclass(frozen=True)
@@ -56,12 +73,12 @@ class Piece:
 class MasterAdamW:
     """Owns masters, gradients and moments of the trained parameters of a model."""
 
-    def __init__(self, weights: WeightStore, learn: AnyLearn, *, offload: bool = False) -> None:
-        self.weights = weights
+    def __init__(self, weights: WeightStore, learn: AnyLearn, *, offload: bool = False, peers: Peers = ALONE) -> None:
+        self.weights, self.peers = weights, peers
         self.params = [p for p in weights.parameters.values() if p.requires_grad]
         self.max_grad_norm = learn.max_grad_norm
         self._settings = learn.optimizer
-        apart = [p for p in self.params if needs_master(p.dtype)]
+        apart = [p for p in self.params if peers.ranks > 1 or needs_master(p.dtype)]
         self.gradients = Gradients(weights, apart)
         """Where products may add a gradient themselves; what autograd makes is taken over by hooks."""
         self._hooks = [_take_over(parameter, self.gradients) for parameter in apart]
@@ -72,12 +89,18 @@ class MasterAdamW:
         """Weights or state are being changed; after an error, they may have been in part."""
         self.begun = 0
         """Steps that have begun to change weights or state."""
+        self._prepared: _Prepared | None = None
         self._memories: list[HostMemory] = []
         self._units = [
-            make_state(weights, unit, self._settings.weight_decay, self.eight_bit, self._room)
+            make_state(weights, unit, self._settings.weight_decay, self.eight_bit, self._room, peers)
             for unit in weights.units
             if any(weights.parameters[entry.name].requires_grad for entry in unit.entries)
         ]
+
+    @property
+    def prepared(self) -> bool:
+        """`apply` can follow."""
+        return self._prepared is not None
 
     @property
     def eight_bit(self) -> bool:
@@ -120,27 +143,79 @@ class MasterAdamW:
         found = {id(m.parameter): m.parts.get("master", m.parameter) for unit in self._units for m in unit.members}
         return [found[id(p)] for p in self.params]
 
-    @torch.no_grad()
     def step(self, lr: float) -> StepOutcome:
         """Apply the accumulated gradient at the given rate, then clear it."""
+        self.prepare()
+        return self.apply(lr)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """First half: allocate all that `apply` needs. Changes nothing and asks nothing of other ranks."""
         self._lay_out_gradients()
-        by_parameter = {id(p): grad for p, grad in zip(self.params, self.grads()) if grad is not None}
-        grads = list(by_parameter.values())
-        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        touched = None
+        if self.peers.ranks > 1:
+            marks = [float(self.gradients.touched(p)) for p in self.params]
+            touched = torch.tensor(marks, dtype=torch.float32, device=self._device)
+            self.gradients.complete(self.params)
+            grads = {id(p): self.gradients.view(p) for p in self.params}
+        else:
+            grads = {id(p): grad for p, grad in zip(self.params, self.grads()) if grad is not None}
+        pieces, slots = self._pieces(grads)
+        self._prepared = _Prepared(grads, touched, pieces, slots, self._chunk_rooms())
+
+    @torch.no_grad()
+    def apply(self, lr: float) -> StepOutcome:
+        """Second half: step, then clear the gradient. All ranks call it, or none."""
+        assert self._prepared is not None, "prepare comes first"
+        prepared, self._prepared = self._prepared, None
+        grads = prepared.grads
+        if prepared.touched is not None:
+            self._sum_over_ranks(prepared.touched)
+            trained = {id(p) for p, mark in zip(self.params, prepared.touched.tolist()) if mark}
+            grads = {key: grad for key, grad in grads.items() if key in trained}
+            norm = self._norm_over_ranks()
+        else:
+            norm = torch.nn.utils.get_total_norm(grads.values()) if grads else torch.zeros(())
         applied = bool(torch.isfinite(norm))
         if applied and grads:
-            factor = None if self.max_grad_norm is None else _clip_factor(self.max_grad_norm, norm).to(grads[0].device)
-            in_pieces, slots = self._pieces(by_parameter)
-            rooms = self._chunk_rooms()
+            factor = None if self.max_grad_norm is None else _clip_factor(self.max_grad_norm, norm).to(self._device)
             self.begun += 1
             self.applying = True
             if factor is not None:
-                torch._foreach_mul_(grads, factor)
-            self._step_whole(by_parameter, lr)
-            self._step_in_pieces(in_pieces, by_parameter, lr, slots, rooms)
+                self._scale(grads, factor)
+            self._step_whole(grads, lr)
+            self._step_in_pieces(prepared.pieces, grads, lr, prepared.slots, prepared.rooms)
+            for unit in self._units:
+                if unit.shared and self._members(unit, grads):
+                    self.peers.gather(self.weights.flats[unit.unit.name])
             self.applying = False
         self.zero_grad()
         return StepOutcome(float(norm), applied)
+
+    def _sum_over_ranks(self, touched: torch.Tensor) -> None:
+        """Sums of all ranks in the place of this rank's, and which parameters any of them has a gradient for."""
+        self.peers.sum(touched)
+        for unit in self._units:
+            sums = self.gradients.sums[unit.unit.name]
+            (self.peers.sum_into_parts if unit.shared else self.peers.sum)(sums)
+
+    def _norm_over_ranks(self) -> torch.Tensor:
+        """The norm of the whole step: each stretch is counted by the rank that holds it. In float64, so that the order in which
+        ranks add up does not matter."""
+        squares = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for unit in self._units:
+            part = unit.stretch(self.gradients.sums[unit.unit.name])
+            squares[int(unit.shared)] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        whole, parts = squares[:1], squares[1:]
+        self.peers.sum_of_parts(parts)
+        return (whole + parts).sqrt()[0]
+
+    def _scale(self, grads: dict[int, torch.Tensor], factor: torch.Tensor) -> None:
+        if self.peers.ranks == 1:
+            torch._foreach_mul_(list(grads.values()), factor)
+            return
+        for unit in self._units:
+            unit.stretch(self.gradients.sums[unit.unit.name]).mul_(factor)
 
     def _lay_out_gradients(self) -> None:
         """Gradients that autograd made lie in memory as their parameters do: the kernel walks through both. One at a time."""
@@ -167,7 +242,7 @@ class MasterAdamW:
         """AdamW on units whose state is here in full; masters are rounded into the working weights, which the engine reads."""
         alike: dict[tuple[float, torch.dtype, bool], list[ParameterState]] = {}
         for unit in self._units if self._streamer is None else ():
-            if not unit.eight_bit:
+            if not unit.eight_bit and not unit.shared:
                 alike.setdefault((unit.weight_decay, unit.dtype, unit.has_masters), []).extend(
                     self._members(unit, grads)
                 )
@@ -183,12 +258,13 @@ class MasterAdamW:
                 torch._foreach_copy_([m.parameter for m in members], weights)
 
     def _pieces(self, grads: dict[int, torch.Tensor]) -> tuple[list[Piece], list[torch.Tensor]]:
-        """Pieces of the units whose state is on the host or in 8 bits, and the device memory that they pass through."""
+        """Pieces of the units whose state is on the host, in 8 bits or shared with other ranks, and the device memory that those
+        on the host pass through."""
         pieces = [
             Piece(unit, first, state)
             for unit in self._units
-            if (self._streamer is not None or unit.eight_bit) and self._members(unit, grads)
-            for first, state in unit.pieces(self.piece)
+            if (self._streamer is not None or unit.eight_bit or unit.shared) and self._members(unit, grads)
+            for first, state in unit.pieces(self.piece if self._streamer is not None else unit.columns)
         ]
         if self._streamer is None:
             return pieces, []
@@ -271,6 +347,7 @@ class MasterAdamW:
         )  # fmt: skip
 
     def zero_grad(self) -> None:
+        self._prepared = None
         for parameter in self.params:
             parameter.grad = None
         self.gradients.clear()

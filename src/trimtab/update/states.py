@@ -3,6 +3,9 @@
 The state of a unit (model/weights.py) is a few matrices with a column an element (or a block of elements), so that any stretch of
 columns can be taken elsewhere and worked on there. It has the unit's layout, except that joined vectors (biases) begin on blocks
 of their own: blocks of 8 bits hold values of one parameter only, and a cut is a multiple of a block into every parameter.
+
+Where ranks share the state, each has a stretch of every unit of matrices, and all of the units of vectors and adapters, which are
+small. A stretch begins and ends on a block, so 8-bit state is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from trimtab.model.sizes import BLOCK
-from trimtab.model.weights import Place, Unit, UnitEntry, WeightStore, round_up
+from trimtab.model.weights import ADAPTERS, Place, Unit, UnitEntry, WeightStore, round_up
+from trimtab.update.peers import ALONE, Peers
 
 MakeZeros = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
 
@@ -31,7 +35,7 @@ class ParameterState:
     count: torch.Tensor
     """Room for a copy of `step`: the kernel counts, and would once for every piece of a step that is done in pieces."""
     parts: dict[str, torch.Tensor]
-    """Laid out as the parameter is, but codes and scales as memory is."""
+    """Laid out as the parameter is, but codes and scales as memory is. Empty where other ranks share the unit's state."""
 
     @property
     def name(self) -> str:
@@ -55,10 +59,19 @@ class UnitState:
     state: tuple[torch.Tensor, ...]
     has_masters: bool
     eight_bit: bool
+    first: int = 0
+    """Column of the unit at which this rank's state begins."""
+    shared: bool = False
+    """Other ranks have the rest of the unit's state."""
 
     @property
     def columns(self) -> int:
+        """Of the state that is here."""
         return self.state[0].shape[1]
+
+    def stretch(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of a flat tensor, laid out as the unit is, whose state is here."""
+        return flat[self.first : self.first + self.columns] if self.shared else flat
 
     @property
     def nbytes(self) -> int:
@@ -78,22 +91,32 @@ class UnitState:
         """The state cut into stretches of so many elements, a multiple of a block, each with its first element's column."""
         assert size % BLOCK == 0
         cut = [matrix.split(size * matrix.shape[1] // self.columns, dim=1) for matrix in self.state]
-        return [(index * size, piece) for index, piece in enumerate(zip(*cut, strict=True))]
+        return [(self.first + index * size, piece) for index, piece in enumerate(zip(*cut, strict=True))]
 
     def moved(self, state: tuple[torch.Tensor, ...]) -> UnitState:
         """The same with its state elsewhere."""
-        rows = _rows(state, self.eight_bit)
+        rows = {} if self.shared else _rows(state, self.eight_bit)
         return replace(
             self, members=[replace(m, parts=parts_of(rows, m.entry, m.start)) for m in self.members], state=state
         )
 
 
 def make_state(
-    weights: WeightStore, unit: Unit, weight_decay: float, eight_bit: bool, make_zeros: MakeZeros
+    weights: WeightStore,
+    unit: Unit,
+    weight_decay: float,
+    eight_bit: bool,
+    make_zeros: MakeZeros,
+    peers: Peers = ALONE,
 ) -> UnitState:
     """State of a unit's trained parameters, with moments of zero and masters that are what the parameters are."""
     trained = [entry for entry in unit.entries if weights.parameters[entry.name].requires_grad]
     starts, columns = _starts(trained)
+    first, shared = 0, peers.shards > 1 and is_shared(weights, unit)
+    if shared:
+        assert starts == [entry.offset for entry in trained], "matrices begin on blocks"
+        columns = unit.size // peers.shards
+        first = peers.shard * columns
     masters, dtype = int(needs_master(unit.dtype)), wide(unit.dtype)
     if eight_bit:
         shapes = [(2, columns, torch.uint8), (2, columns // BLOCK, torch.float32)] + [(1, columns, dtype)] * masters
@@ -102,16 +125,24 @@ def make_state(
     state = tuple(make_zeros((rows, width), kind) for rows, width, kind in shapes)
     steps, counts = torch.zeros((2, len(trained)), dtype=torch.float32, device=weights.flats[unit.name].device)
     rows = _rows(state, eight_bit)
+    if masters and shared:
+        rows["master"].copy_(weights.flats[unit.name][first : first + columns])
     members = []
     for index, (entry, start) in enumerate(zip(trained, starts)):
         parameter = weights.parameters[entry.name]
-        members.append(
-            ParameterState(entry, parameter, start, steps[index], counts[index], parts_of(rows, entry, start))
-        )
-        if masters:
-            members[-1].parts["master"].copy_(parameter.detach())
+        parts = {} if shared else parts_of(rows, entry, start)
+        members.append(ParameterState(entry, parameter, start, steps[index], counts[index], parts))
+        if "master" in parts:
+            parts["master"].copy_(parameter.detach())
     decay = weight_decay if unit.decayed else 0.0
-    return UnitState(unit, members, steps, decay, state, bool(masters), eight_bit)
+    return UnitState(unit, members, steps, decay, state, bool(masters), eight_bit, first, shared)
+
+
+def is_shared(weights: WeightStore, unit: Unit) -> bool:
+    """Ranks may share the unit's state: it is large, and lies in memory as the weights do. So not vectors, whose state begins on
+    blocks of its own, nor adapters, nor what is partly frozen."""
+    trained = all(weights.parameters[entry.name].requires_grad for entry in unit.entries)
+    return trained and unit.decayed and not unit.name.startswith(ADAPTERS)
 
 
 def needs_master(dtype: torch.dtype) -> bool:

@@ -35,7 +35,55 @@ from trimtab.update.updater import Updater
 REWARD_HEAD = "reward_head.safetensors"
 
 
-class LocalTrainer:
+class GuardedTrainer:
+    """What every Trainer has in common: models that score and learn, each under a guard, and a governor of micro-batches."""
+
+    def __init__(self, guard: Guard, governor: Governor, scorers: Mapping[Scored, Any], critic: Guard | None) -> None:
+        """`scorers`: what an updater is given to score samples with, by the model's name."""
+        self.guard, self._governor, self._scorers = guard, governor, scorers
+        self._guards: dict[str, Guard] = {"policy": guard} | ({} if critic is None else {"critic": critic})
+
+    def score(self, samples: Sequence[Sample], field: str, by: Scored = "policy") -> None:
+        guard = self.guard if by == "reference" else self._guards[by]
+        guard.score(samples, self._scorers[by], field)
+
+    def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0, model: Trained = "policy") -> UpdateStats:
+        return self._guards[model].accumulate(samples, kl_coef)
+
+    def apply(self, lr: float, model: Trained = "policy") -> Applied:
+        return self._guards[model].apply(lr)
+
+    @property
+    def begun(self) -> int:
+        return sum(guard.updater.begun for guard in self._guards.values())
+
+    @property
+    def settings(self) -> PassSettings:
+        updater = self.guard.updater
+        return PassSettings(
+            updater.token_budget, updater.checkpoint_activations, updater.logprob_chunk, updater.activations_offloaded
+        )
+
+    def end_step(self) -> dict[str, float]:
+        return self.guard.end_step()
+
+    def adapt(self, metrics: Mapping[str, float]) -> None:
+        updater = self.guard.updater
+        now = Move(updater.token_budget, updater.checkpoint_activations)
+        move = self._governor.next_move(metrics, now, self.guard.ceiling.get("token_budget"))
+        if move is not None:
+            updater.token_budget = move.budget
+            updater.recompute(move.recompute)
+
+    def memory(self) -> dict[str, Any]:
+        return self.guard.memory()
+
+    def recall(self, memory: dict[str, Any]) -> dict[str, Any]:
+        """Begin as low as an earlier session of the run left it. Returns what is lower for it."""
+        return self.guard.restore(memory)
+
+
+class LocalTrainer(GuardedTrainer):
     """See run/roles.py. `engine` may have to give up memory for the update."""
 
     def __init__(
@@ -54,56 +102,15 @@ class LocalTrainer:
     ) -> None:
         """`longest`: tokens of the longest sequence it can meet. `shorter`: what to write in a config for shorter ones."""
         self.updater, self.reference, self.critic = updater, reference, critic
-        self._governor, self._tokenizer = governor, tokenizer
-        self.guard = Guard(updater, engine, least_kv_tokens=longest, shorter=shorter, report=report)
-        self._guards = {"policy": self.guard}
+        self._tokenizer = tokenizer
+        guard = Guard(updater, engine, least_kv_tokens=longest, shorter=shorter, report=report)
+        scorers: dict[Scored, Any] = {"policy": updater.policy, "reference": reference}
+        value_guard = None
         if critic is not None:
             # It has budgets of its own. A resumed run finds them anew.
-            self._guards["critic"] = Guard(
-                critic, NoRollout(), least_kv_tokens=0, shorter=shorter, report=report_critic
-            )
-
-    def score(self, samples: Sequence[Sample], field: str, by: Scored = "policy") -> None:
-        if by == "reference":
-            assert self.reference is not None
-            self.guard.score(samples, self.reference, field)
-        else:
-            guard = self._guards[by]
-            guard.score(samples, guard.updater.policy, field)
-
-    def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0, model: Trained = "policy") -> UpdateStats:
-        return self._guards[model].accumulate(samples, kl_coef)
-
-    def apply(self, lr: float, model: Trained = "policy") -> Applied:
-        return self._guards[model].apply(lr)
-
-    @property
-    def begun(self) -> int:
-        return sum(guard.updater.optimizer.begun for guard in self._guards.values())
-
-    @property
-    def settings(self) -> PassSettings:
-        updater = self.updater
-        away = updater.policy.activation_offload is not None
-        return PassSettings(updater.token_budget, updater.checkpoint_activations, updater.logprob_chunk, away)
-
-    def end_step(self) -> dict[str, float]:
-        return self.guard.end_step()
-
-    def adapt(self, metrics: Mapping[str, float]) -> None:
-        updater = self.updater
-        now = Move(updater.token_budget, updater.checkpoint_activations)
-        move = self._governor.next_move(metrics, now, self.guard.ceiling.get("token_budget"))
-        if move is not None:
-            updater.token_budget = move.budget
-            updater.recompute(move.recompute)
-
-    def memory(self) -> dict[str, Any]:
-        return self.guard.memory()
-
-    def recall(self, memory: dict[str, Any]) -> dict[str, Any]:
-        """Begin as low as an earlier session of the run left it. Returns what is lower for it."""
-        return self.guard.restore(memory)
+            value_guard = Guard(critic, NoRollout(), least_kv_tokens=0, shorter=shorter, report=report_critic)
+            scorers["critic"] = critic.policy
+        super().__init__(guard, governor, scorers, value_guard)
 
     def save(self, folder: Path, state: RunState, keep: int) -> None:
         updater = self.updater

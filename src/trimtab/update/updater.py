@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from trimtab.config.run import Recompute
 from trimtab.model.keep import Keep
+from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, Policy
-from trimtab.update.batch import MicroBatch, Sample, row_tokens
+from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.launching import Launching
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.optimizer import AnyLearn, MasterAdamW
-from trimtab.update.packing import pack
+from trimtab.update.peers import ALONE, Peers
+from trimtab.update.shares import Share, pack_samples
 from trimtab.update.stats import Applied, UpdateStats
 
 Part = Literal["forward", "backward", "optimizer step"]
@@ -44,6 +46,77 @@ class Progress:
 KEEP = {False: Keep.ALL, "some": Keep.SOME, True: Keep.INPUT}
 
 
+class AnyUpdater(Protocol):
+    """What a guard repeats and lowers: an updater in this process, or one on every rank (cluster/updater.py)."""
+
+    token_budget: int
+    score_token_budget: int
+    logprob_chunk: int
+    piece: int
+    """Elements of offloaded optimizer state that are moved at a time."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> UpdateStats: ...
+
+    def apply(self, lr: float) -> Applied: ...
+
+    def score(self, samples: Sequence[Sample], policy: Any, field: str) -> None: ...
+
+    def abandon(self) -> None:
+        """Keep nothing of a step that failed half-way, and give its memory back."""
+
+    def recompute(self, activations: Recompute) -> None: ...
+
+    def offload_activations(self) -> None: ...
+
+    def offload_optimizer(self) -> None: ...
+
+    def layer_input_bytes(self, tokens: int) -> int:
+        """Bytes of the inputs of all layers for so many tokens: what offloaded activations take of the host."""
+
+    def alloc_retries(self) -> int | None:
+        """How often the device's allocator had to free memory and ask again; None where it does not say."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def checkpoint_activations(self) -> Recompute: ...
+
+    @property
+    def fused(self) -> bool: ...
+
+    @property
+    def activations_offloaded(self) -> bool: ...
+
+    @property
+    def optimizer_offloaded(self) -> bool: ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Of masters and moments, of all ranks of this host."""
+
+    @property
+    def applying(self) -> bool:
+        """Weights have begun to change and not all have."""
+
+    @property
+    def begun(self) -> int:
+        """Optimizer steps that have begun to change weights."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+
+    @property
+    def parameters(self) -> int: ...
+
+
 class Updater:
     """Turns samples into weight changes that make the objective smaller. A step has two halves: `accumulate` changes no weight,
     `apply` changes all."""
@@ -61,14 +134,16 @@ class Updater:
         offload_optimizer: bool = False,
         offload_activations: bool = False,
         metered: Callable[[], AbstractContextManager[None]] = nullcontext,
+        peers: Peers = ALONE,
     ) -> None:
-        """`learn`: the optimizer's settings. `metered` is entered around each `apply`, by whoever measures its memory."""
+        """`learn`: the optimizer's settings. `metered` is entered around each `apply`, by whoever measures its memory. `peers`:
+        other ranks, each of which accumulates a share of the step."""
         self.policy = policy
         self.objective = objective
         self.token_budget = token_budget
         self.score_token_budget = score_token_budget
         self.logprob_chunk = logprob_chunk if objective.logits else 1
-        self.optimizer = MasterAdamW(policy.weights, learn, offload=offload_optimizer)
+        self.optimizer = MasterAdamW(policy.weights, learn, offload=offload_optimizer, peers=peers)
         policy.add_gradients_to(self.optimizer.gradients)
         policy.offload_activations(offload_activations)
         self.checkpoint_activations: Recompute = False
@@ -82,11 +157,16 @@ class Updater:
         self.checkpoint_activations = activations
         self.policy.keep_for_backward(KEEP[activations])
 
-    def abandon(self) -> None:
-        """Keep nothing of a step that failed half-way."""
+    def forget_step(self) -> None:
+        """Keep nothing of the step so far."""
         self.optimizer.zero_grad()
         if self.policy.activation_offload is not None:
             self.policy.activation_offload.clear()
+
+    def abandon(self) -> None:
+        """Keep nothing of a step that failed half-way, and give its memory back. Never in an `except` block."""
+        self.forget_step()
+        free(self.device)
 
     def rehearse(self, samples: Sequence[Sample]) -> None:
         """Forward and backward passes of one micro-batch that is not applied: what it takes is seen from outside. Gradients stay,
@@ -97,21 +177,30 @@ class Updater:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
         """Write the objective's estimates by `policy` into one of the samples' fields. No gradient, its own budget."""
+        self.score_share(self._pack(samples, self.score_token_budget), policy, field)
+
+    @torch.no_grad()
+    def score_share(self, share: Share, policy: AnyPolicy, field: str) -> None:
+        """The same for micro-batches that are packed already."""
         self.progress = Progress()
         with policy.present():
-            batches = self._micro_batches(samples, self.score_token_budget)
+            batches = self._micro_batches(share)
             found = [(batch, self.objective.estimate(policy, batch, self.logprob_chunk)) for batch in batches]
         for batch, estimates in found:  # the device is waited for once, after its last pass
             self.objective.write(estimates, batch, field)
 
     def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> UpdateStats:
         """The gradient of a step on all of `samples`, beside the weights."""
+        return self.accumulate_share(self._pack(samples, self.token_budget), kl_coef)
+
+    def accumulate_share(self, share: Share, kl_coef: float = 0.0) -> UpdateStats:
+        """The same for micro-batches that are packed already: all of a step's, or this rank's."""
         stats = UpdateStats()
         self.progress = Progress()
-        self.abandon()
-        stats.token_budget = cap(samples, self.token_budget)
+        self.forget_step()
+        stats.token_budget = share.cap
         launching = Launching(self.policy.device)
-        for batch in self._micro_batches(samples, self.token_budget):
+        for batch in self._micro_batches(share):
             self._backward(self._loss(batch, kl_coef, stats))
             stats.microbatches += 1
             stats.row_tokens += batch.tokens_T.shape[0]
@@ -121,11 +210,19 @@ class Updater:
         self._launching = launching
         return stats
 
+    def prepare(self) -> None:
+        """Allocate what `apply` needs. With other ranks: all of them prepare before one applies."""
+        self.progress.part = "optimizer step"
+        with self._metered():
+            self.optimizer.prepare()
+
     def apply(self, lr: float) -> Applied:
         """Change the weights by what was accumulated."""
         self.progress.part = "optimizer step"
         with self._metered():
-            outcome = self.optimizer.step(lr)
+            if not self.optimizer.prepared:
+                self.optimizer.prepare()
+            outcome = self.optimizer.apply(lr)
         behind = None if self._launching is None else self._launching.behind(self.progress.microbatches)
         return Applied(outcome.grad_norm, outcome.applied, behind)
 
@@ -133,15 +230,77 @@ class Updater:
         """Both halves."""
         return self.accumulate(samples, kl_coef).complete(self.apply(lr))
 
-    def _micro_batches(self, samples: Sequence[Sample], budget: int) -> Iterator[MicroBatch]:
-        parts = self.objective.together(samples, cap(samples, budget))
-        sizes = [row_tokens(part) for part in parts]
-        packed = pack(sizes, max([budget, *sizes]))
-        loads = [sum(sizes[i] for i in indices) for indices in packed]
-        place_of = {id(sample): place for place, sample in enumerate(samples)}
-        for number, (indices, load) in enumerate(zip(packed, loads), 1):
-            self.progress = Progress("forward", number, len(packed), load, max(loads))
-            yield MicroBatch.build([s for i in indices for s in parts[i]], self.policy.device, place_of)
+    @property
+    def ranks(self) -> int:
+        return self.optimizer.peers.ranks
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.device
+
+    @property
+    def fused(self) -> bool:
+        return self.policy.fused
+
+    @property
+    def activations_offloaded(self) -> bool:
+        return self.policy.activation_offload is not None
+
+    def offload_activations(self) -> None:
+        self.policy.offload_activations(True)
+
+    def layer_input_bytes(self, tokens: int) -> int:
+        return 4 * self.policy.config.hidden_size * self.policy.config.num_hidden_layers * tokens
+
+    @property
+    def optimizer_offloaded(self) -> bool:
+        return self.optimizer.offloaded
+
+    def offload_optimizer(self) -> None:
+        self.optimizer.offload()
+
+    @property
+    def piece(self) -> int:
+        return self.optimizer.piece
+
+    @piece.setter
+    def piece(self, elements: int) -> None:
+        self.optimizer.piece = elements
+
+    @property
+    def state_bytes(self) -> int:
+        return self.optimizer.state_bytes
+
+    @property
+    def applying(self) -> bool:
+        return self.optimizer.applying
+
+    @property
+    def begun(self) -> int:
+        return self.optimizer.begun
+
+    @property
+    def trained(self) -> int:
+        return sum(p.numel() for p in self.optimizer.params)
+
+    @property
+    def parameters(self) -> int:
+        return self.policy.parameter_count()
+
+    def alloc_retries(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    def _pack(self, samples: Sequence[Sample], budget: int) -> Share:
+        return pack_samples(self.objective.together, samples, budget)
+
+    def _micro_batches(self, share: Share) -> Iterator[MicroBatch]:
+        loads = share.loads
+        for number, (samples, places, load) in enumerate(zip(share.batches, share.places, loads), 1):
+            self.progress = Progress("forward", number, len(loads), load, max(loads))
+            place_of = {id(sample): place for sample, place in zip(samples, places)}
+            yield MicroBatch.build(samples, self.policy.device, place_of)
 
     def _loss(self, batch: MicroBatch, kl_coef: float, stats: UpdateStats) -> torch.Tensor:
         return self.objective.loss(self.policy, batch, stats, chunk=self.logprob_chunk, kl_coef=kl_coef)
@@ -151,9 +310,3 @@ class Updater:
         self.progress.part = "backward"
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-
-
-def cap(samples: Sequence[Sample], budget: int) -> int:
-    """A sequence is never cut. One that is longer than the budget, which a run is refused for at its start, comes only after the
-    budget was lowered because memory ran out."""
-    return max([budget, *(row_tokens([sample]) for sample in samples)])

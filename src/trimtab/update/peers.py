@@ -1,0 +1,53 @@
+"""The other ranks of a run, as an optimizer sees them: sums of gradients over all ranks, and who holds which part of a unit.
+
+With one device there are none (`ALONE`); cluster/mesh.py has the others. All calls are collectives: every rank makes the same
+calls in the same order. None of them allocates memory in proportion to what it is given, and none averages: ranks only add.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Peers(Protocol):
+    """What ranks do together."""
+
+    ranks: int
+    """Ranks that share the work of a step."""
+    shards: int
+    """Ranks that hold one set of parts together: each unit is cut into so many equal stretches. 1: nothing is cut."""
+    shard: int
+    """Which stretch is this rank's."""
+
+    def sum(self, values: torch.Tensor) -> None:
+        """In place: the sum over all ranks."""
+        ...
+
+    def sum_into_parts(self, flat: torch.Tensor) -> None:
+        """In place: this rank's stretch of `flat` becomes the sum over all ranks; the rest of `flat` means nothing afterwards."""
+        ...
+
+    def sum_of_parts(self, values: torch.Tensor) -> None:
+        """In place: the sum over the ranks that hold one set of parts together."""
+        ...
+
+    def gather(self, flat: torch.Tensor) -> None:
+        """In place: each stretch of `flat` becomes what its holder has there."""
+        ...
+
+
+class Alone:
+    """No other ranks."""
+
+    ranks = shards = 1
+    shard = 0
+
+    def sum(self, values: torch.Tensor) -> None:
+        return
+
+    sum_into_parts = sum_of_parts = gather = sum
+
+
+ALONE = Alone()
