@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
+from trimtab.update.batch import MicroBatch, Sample, row_tokens, parts_by_prompt
 from trimtab.update.packing import pack
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_no_micro_batch_exceeds_the_budget_and_no_token_is_lost(groups, spare: i
         for i, length in enumerate(lengths)
     ]
     budget = max(map(len, made)) + spare
-    parts = list(same_prompt(made, budget))
+    parts = parts_by_prompt(made, budget)
     batches = [
         MicroBatch.build([s for i in indices for s in parts[i]], CPU)
         for indices in pack([row_tokens(part) for part in parts], budget)

@@ -18,7 +18,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.learn.advantages import gae
 from trimtab.model.policy import Policy
 from trimtab.rollout.trajectory import Group, Trajectory
-from trimtab.update.batch import MicroBatch, Sample, row_tokens, same_prompt
+from trimtab.update.batch import MicroBatch, Sample, row_tokens, parts_by_prompt
 from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.packing import pack
 from trimtab.update.samples import set_advantages, set_weights, shaped_rewards, to_samples, usable
@@ -148,7 +148,7 @@ def test_any_interleaving_is_packed_whole_and_only_own_tokens_are_targets(groups
             tokens = torch.arange(len(own)) + 1000 * mark
             made.append(Sample(list(range(g, g + prompt)), tokens, values, values, values, policy_mask=own))
     budget = max(map(len, made)) + spare
-    parts = list(same_prompt(made, budget))
+    parts = parts_by_prompt(made, budget)
     batches = [
         MicroBatch.build([s for i in indices for s in parts[i]], CPU)
         for indices in pack([row_tokens(part) for part in parts], budget)

@@ -52,12 +52,13 @@ class PackedForward(Protocol):
 class Policy:
     """The trained model and, at the same time, the engine's: there is one set of weights."""
 
-    def __init__(self, model: Any, *, check: bool = True) -> None:
-        self.model = model
+    def __init__(self, model: Any, *, check: bool = True, shards: int = 1) -> None:
+        """`shards`: ranks that cut its units into equal parts."""
+        self.model, self._shards = model, shards
         self.config = model.config.get_text_config()
         refuse_unserved(model, self.name, self.config)
         self.body = model.get_decoder()
-        self.weights = WeightStore(model.named_parameters())
+        self.weights = WeightStore(model.named_parameters(), shards)
         """Where the parameters lie."""
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
@@ -152,7 +153,7 @@ class Policy:
     def lay_out_weights(self) -> WeightStore:
         """Where the parameters lie; laid out anew where some were added or put elsewhere."""
         if not self.weights.is_of(self.model):
-            self.weights = WeightStore(self.model.named_parameters())
+            self.weights = WeightStore(self.model.named_parameters(), self._shards)
         return self.weights
 
     def forget(self) -> None:

@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 
 VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -56,3 +57,15 @@ class _GroupedFlash(torch.autograd.Function):
             scale=scale, window_size_left=left, window_size_right=0,
         )  # fmt: skip
         return *found, *[None] * 6
+
+
+def gather_flat(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    """All ranks' parts in one tensor; torch 2.13 has another name for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, own, group=group)
+
+
+def reduce_flat(own: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+    """This rank's part of the sum; torch 2.13 has another name for it."""
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(own, whole, group=group)

@@ -84,19 +84,31 @@ class MemoryMeter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        assert name in MEMORY_PHASES, f"unknown memory phase {name!r}; phases are {', '.join(MEMORY_PHASES)}"
-        self._turn()
-        self._open.append(name)
+        self.begin(name)
         try:
             yield
         finally:
-            self._turn()
-            self._open.pop()
+            self.end()
+
+    def begin(self, name: str) -> None:
+        assert name in MEMORY_PHASES, f"unknown memory phase {name!r}; phases are {', '.join(MEMORY_PHASES)}"
+        self._turn()
+        self._open.append(name)
+
+    def end(self) -> None:
+        """The innermost phase has ended."""
+        self._turn()
+        self._open.pop()
+
+    def take_peaks(self) -> dict[str, float]:
+        """Peaks by phase since the last call, in GiB."""
+        found, self._peaks = self._peaks, {}
+        return found
 
     def end_step(self) -> dict[str, float]:
         """`memory/<phase>_peak_gib` of phases since the last call, the device's state, and `memory/host_gib` of all processes."""
-        metrics = {f"memory/{name}_peak_gib": peak for name, peak in self._peaks.items()}
-        self._peaks, here = {}, process_tree_rss_gib()
+        metrics = {f"memory/{name}_peak_gib": peak for name, peak in self.take_peaks().items()}
+        here = process_tree_rss_gib()
         self._processes = max(self._processes, here)
         return metrics | device_state(self._device) | {"memory/host_gib": here}
 

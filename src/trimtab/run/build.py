@@ -7,6 +7,7 @@ import gc
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,7 +23,7 @@ from trimtab.config.schema import Model, Observe
 from trimtab.model import liger
 from trimtab.model.adapters import add_adapters, load_adapters
 from trimtab.model.kernel_choice import use_kernels
-from trimtab.model.load import load_config, load_model
+from trimtab.model.load import load_config, load_model, stop_token_ids
 from trimtab.model.policy import Policy
 from trimtab.plan.planner import Plan
 from trimtab.record.checkpoint import explain_load_errors
@@ -35,9 +36,15 @@ Result = TypeVar("Result")
 
 
 def load_policy(
-    model: Model, seed: int, device: torch.device, kernels: Kernels = "auto", checkpoint: Path | None = None
+    model: Model,
+    seed: int,
+    device: torch.device,
+    kernels: Kernels = "auto",
+    checkpoint: Path | None = None,
+    shards: int = 1,
 ) -> Policy:
-    """The model to train, as it came or as a checkpoint left it, with the kernels asked for. `seed` is for new adapters."""
+    """The model to train, as it came or as a checkpoint left it, with the kernels asked for. `seed` is for new adapters;
+    `shards`: ranks that cut its units."""
     if model.lora is not None:
         base = load_model(model, device)
         if checkpoint is None:
@@ -52,7 +59,7 @@ def load_policy(
         with explain_load_errors(checkpoint):
             found = load_model(source, device)
     with nullcontext() if checkpoint is None else explain_load_errors(checkpoint):
-        policy = Policy(found)
+        policy = Policy(found, shards=shards)
     use_kernels(policy, kernels)
     return policy
 
@@ -121,19 +128,47 @@ def returns_memory(run: Callable[Arguments, Result]) -> Callable[Arguments, Resu
     return wrapper
 
 
-def card_facts(config: AnyConfig, policy: Policy, plan: Plan) -> dict[str, Any]:
-    """Facts for a start card: the model, the machine, and what was decided."""
+@dataclass(frozen=True)
+class PolicyFacts:
+    """What a user is told of a loaded model."""
+
+    parameters: int
+    trained: int
+    dtype: str
+    description: str
+    """How forward and backward passes run."""
+    device: str
+    device_total_gib: float | None
+    """None on a CPU."""
+    stop_token_ids: list[int]
+
+
+def policy_facts(policy: Policy, tokenizer: Any) -> PolicyFacts:
     cuda = policy.device.type == "cuda"
     properties = torch.cuda.get_device_properties(policy.device) if cuda else None
+    return PolicyFacts(
+        parameters=policy.parameter_count(),
+        trained=sum(p.numel() for p in policy.parameters()),
+        dtype=str(policy.dtype).removeprefix("torch."),
+        description=policy.description,
+        device=properties.name if properties else "CPU",
+        device_total_gib=properties.total_memory / GIB if properties else None,
+        stop_token_ids=stop_token_ids(policy.model, tokenizer),
+    )
+
+
+def card_facts(config: AnyConfig, policy: PolicyFacts, plan: Plan) -> dict[str, Any]:
+    """Facts for a start card: the model, the machine, and what was decided."""
+    cuda, devices = policy.device_total_gib is not None, plan.run.devices
     return {
         "model": config.model.path,
-        "parameters": policy.parameter_count(),
-        "trainable_parameters": sum(p.numel() for p in policy.parameters()),
-        "dtype": str(policy.dtype).removeprefix("torch."),
-        "device": properties.name if properties else "CPU",
+        "parameters": policy.parameters,
+        "trainable_parameters": policy.trained,
+        "dtype": policy.dtype,
+        "device": policy.device if devices == 1 else f"{devices} × {policy.device}, shard: {plan.run.shard}",
         "update": policy.description,
         "device_peak_gib": plan.ledger.fullest.device_bytes / GIB if cuda else None,
-        "device_total_gib": properties.total_memory / GIB if properties else None,
+        "device_total_gib": policy.device_total_gib,
         "host_peak_gib": plan.ledger.fullest_host.host_bytes / GIB,
         "host_total_gib": psutil.virtual_memory().total / GIB,
         "choices": [(c.key, c.value, c.why) for c in plan.choices],

@@ -34,8 +34,9 @@ from trimtab.run.inputs import Inputs, given_rows
 from trimtab.run.machine import memory_limit, pick_device
 from trimtab.run.roles import Trainer
 from trimtab.run.stage import CheckedRun, OnWait
-from trimtab.update.batch import Sample
+from trimtab.update.batch import Sample, parts_by_prompt
 from trimtab.update.objectives.objective import Objective
+from trimtab.update.peers import Peers
 from trimtab.update.stats import UpdateStats
 from trimtab.update.updater import Updater
 
@@ -80,6 +81,9 @@ class OfflineStage(ABC):
     """What a row is, in one word."""
     reading_note = "reading the tokenizer and the data, and counting tokens"
     rehearses: bool
+
+    def together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+        return parts_by_prompt(samples, budget)
 
     def refuse(self, config: Any) -> None:
         """Raise where nothing good can come of it, before any data is read."""
@@ -133,7 +137,7 @@ class OfflineStage(ABC):
     def load_rewards(self, ready: CheckedExamples, policy: Policy, tell: OnWait) -> None:
         return
 
-    def open_critic(self, config: Offline, policy: Policy) -> Updater | None:
+    def open_critic(self, config: Offline, policy: Policy, peers: Peers) -> Updater | None:
         return None
 
     def shorter(self, config: Offline) -> str:

@@ -26,7 +26,7 @@ from trimtab.run.offline_data import Examples, OfflineStage
 from trimtab.run.roles import Trainer
 from trimtab.update.batch import Sample
 from trimtab.update.critic import add_value_head
-from trimtab.update.objectives.preferences import BradleyTerry, PairSample, to_samples
+from trimtab.update.objectives.preferences import BradleyTerry, PairSample, pairs_of, to_samples
 from trimtab.update.stats import UpdateStats
 
 
@@ -35,6 +35,9 @@ class Preferences(OfflineStage):
 
     unit = "pair"
     rehearses = False
+
+    def together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+        return pairs_of(samples, budget)
 
     def refuse(self, config: RewardModelConfig) -> None:
         """A model that has no such class cannot be written out."""

@@ -43,8 +43,10 @@ from trimtab.run.rollout_data import (
     with_found_rewards,
 )
 from trimtab.run.stage import CheckedRun, OnWait
+from trimtab.update.batch import Sample, parts_by_prompt
 from trimtab.update.critic import open_critic
 from trimtab.update.objectives.policy_gradient import PolicyGradient
+from trimtab.update.peers import Peers
 from trimtab.update.samples import has_critic
 from trimtab.update.updater import Updater
 
@@ -125,6 +127,9 @@ class RolloutStage:
     reading_note = "reading the tokenizer and the data, and starting the reward workers"
     rehearses = True
 
+    def together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+        return parts_by_prompt(samples, budget)
+
     def check(self, config: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedPrompts:
         return check(config, inputs, stack, resume=resume)
 
@@ -148,13 +153,13 @@ class RolloutStage:
     def objective(self, config: ResolvedConfig, policy: Policy) -> PolicyGradient:
         return PolicyGradient(config.learn)
 
-    def open_critic(self, config: PlannedConfig, policy: Policy) -> Updater | None:
+    def open_critic(self, config: PlannedConfig, policy: Policy, peers: Peers) -> Updater | None:
         learn, run = config.learn, config.run
         if not has_critic(learn):
             return None
         source = config.model.with_values({"path": learn.critic.path or config.model.path})
-        model = load_policy(source, learn.seed, policy.device, run.kernels)
-        return open_critic(model, learn, **update_settings(run))
+        model = load_policy(source, learn.seed, policy.device, run.kernels, shards=peers.shards)
+        return open_critic(model, learn, peers=peers, **update_settings(run))
 
     def shorter(self, config: PlannedConfig) -> str:
         return f"lower learn.max_new_tokens (now {config.learn.max_new_tokens:,})"

@@ -19,7 +19,9 @@ from trimtab.plan.work import Lengths
 from trimtab.record.checkpoint import RunState
 from trimtab.rollout.engine import Engine
 from trimtab.run.inputs import Inputs
+from trimtab.update.batch import Sample
 from trimtab.update.objectives.objective import Objective
+from trimtab.update.peers import Peers
 from trimtab.update.updater import Updater
 
 OnWait = Callable[[str], None]
@@ -52,6 +54,10 @@ class Stage(Protocol):
     rehearses: bool
     """Two micro-batches can be measured at the start."""
 
+    def together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+        """Samples in parts, each of which one micro-batch holds (update/shares.py)."""
+        ...
+
     def check(self, config: Any, inputs: Inputs, stack: ExitStack, *, resume: bool) -> Any:
         """Try everything that needs no weights, cheapest first. Writes nothing. What is opened is closed by `stack`."""
         ...
@@ -75,7 +81,7 @@ class Stage(Protocol):
         """What is minimised; adds to the model what it takes."""
         ...
 
-    def open_critic(self, config: Any, policy: Policy) -> Updater | None:
+    def open_critic(self, config: Any, policy: Policy, peers: Peers) -> Updater | None:
         """A value model beside the policy, with the plan's sizes."""
         ...
 

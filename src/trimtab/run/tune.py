@@ -19,8 +19,8 @@ from trimtab.plan.cache import applied, keep, prepare
 from trimtab.plan.planner import make_plan
 from trimtab.plan.trials import Trial
 from trimtab.record.checkpoint import RunState
+from trimtab.run.assemble import assemble
 from trimtab.run.inputs import Inputs
-from trimtab.run.open_run import assemble
 from trimtab.run.session import RolloutStage, check
 from trimtab.run.tuner import tune
 

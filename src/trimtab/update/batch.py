@@ -51,8 +51,12 @@ def row_tokens(samples: Sequence[Sample]) -> int:
     return len(samples[0].prompt_tokens) + sum(s.tokens.shape[0] for s in samples)
 
 
-def same_prompt(samples: Sequence[Sample], budget: int) -> Iterator[list[Sample]]:
+def parts_by_prompt(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
     """Samples that share a prompt, in parts that leave packing some freedom: a quarter of the budget, or one sample."""
+    return list(_parts_by_prompt(samples, budget))
+
+
+def _parts_by_prompt(samples: Sequence[Sample], budget: int) -> Iterator[list[Sample]]:
     groups: dict[tuple[int, ...], list[Sample]] = {}
     for sample in samples:
         groups.setdefault(tuple(sample.prompt_tokens), []).append(sample)

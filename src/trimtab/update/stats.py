@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +54,8 @@ class UpdateStats:
     applied: bool = True
     behind: float | None = None
     """As in `Applied`."""
+    imbalance: float | None = None
+    """With several ranks: counted FLOPs of the rank that has the most over the mean of all."""
     kl_ref_of: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
     """For each micro-batch the places of its samples among those of the step, and each one's KL to the reference, summed over its
     tokens. Stays on the device."""
@@ -64,6 +67,27 @@ class UpdateStats:
 
     def mean(self, name: str) -> float:
         return float(self.sums[name]) / max(1, self.tokens)
+
+    def on_host(self) -> UpdateStats:
+        """The same with no tensor on a device."""
+        self.sums = {name: total.cpu() for name, total in self.sums.items()}
+        self.kl_ref_of = [(places, values.cpu()) for places, values in self.kl_ref_of]
+        return self
+
+    @classmethod
+    def of_ranks(cls, found: Sequence[UpdateStats], imbalance: float) -> UpdateStats:
+        """What ranks found in their shares of a step, together."""
+        whole = cls(token_budget=max(stats.token_budget for stats in found), imbalance=imbalance)
+        for stats in found:
+            for name, total in stats.sums.items():
+                whole.sums[name] = whole.sums[name] + total if name in whole.sums else total
+            whole.tokens += stats.tokens
+            whole.row_tokens += stats.row_tokens
+            whole.largest = max(whole.largest, stats.largest)
+            whole.microbatches += stats.microbatches
+            whole.sizes += stats.sizes
+            whole.kl_ref_of += stats.kl_ref_of
+        return whole
 
     def complete(self, outcome: Applied) -> UpdateStats:
         """These, with how the step was applied."""

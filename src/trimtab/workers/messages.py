@@ -98,11 +98,14 @@ class Channel:
         """To wait for several of them."""
         return self._end.fileno()
 
+    def dumps(self, message: Any) -> bytes:
+        return pickle.dumps(message)
+
     def send(self, message: Any, timeout_s: float | None = None) -> None:
         """A TimeoutError where nothing of it is read for so long."""
         self._end.settimeout(timeout_s)
         try:
-            send(self._end, pickle.dumps(message))
+            send(self._end, self.dumps(message))
         finally:
             self._end.settimeout(None)
 

@@ -128,8 +128,12 @@ class Worker:
 
 
 def _environment() -> dict[str, str]:
-    """The trainer's environment, in which the worker finds this package also when it runs from a checkout."""
-    environment = {**os.environ, **ONE_THREAD, "TOKENIZERS_PARALLELISM": "false"}
+    return package_environment() | ONE_THREAD
+
+
+def package_environment() -> dict[str, str]:
+    """The trainer's environment, in which a child process finds this package also when it runs from a checkout."""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     root = str(Path(__file__).resolve().parents[2])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))

@@ -46,6 +46,11 @@ def to_samples(pairs: Sequence[Pair]) -> list[Sample]:
     return samples
 
 
+def pairs_of(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+    """Both answers of a pair are in one micro-batch."""
+    return [list(samples[at : at + 2]) for at in range(0, len(samples), 2)]
+
+
 class BradleyTerry:
     """See objective.py. `head` is the model's value head (critic.py); `center`: weight of a term that keeps scores around 0."""
 
@@ -55,8 +60,7 @@ class BradleyTerry:
         self.head, self.center = head, center
 
     def together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
-        """Pairs."""
-        return [list(samples[at : at + 2]) for at in range(0, len(samples), 2)]
+        return pairs_of(samples, budget)
 
     def estimate(self, policy: AnyPolicy, batch: MicroBatch, chunk: int) -> torch.Tensor:
         """[N]: the score of each sample of the micro-batch."""

@@ -10,7 +10,7 @@ from trimtab.model.gradients import Gradients
 from trimtab.model.head import TokenStats
 from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy
-from trimtab.update.batch import MicroBatch, Sample, same_prompt
+from trimtab.update.batch import MicroBatch, Sample, parts_by_prompt
 
 
 def token_stats(
@@ -31,7 +31,7 @@ class OverTokens:
         self.temperature = temperature
 
     def together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
-        return list(same_prompt(samples, budget))
+        return parts_by_prompt(samples, budget)
 
     def estimate(self, policy: AnyPolicy, batch: MicroBatch, chunk: int) -> torch.Tensor:
         return token_stats(policy, batch, self.temperature, chunk).logprobs

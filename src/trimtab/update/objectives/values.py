@@ -9,7 +9,7 @@ import torch
 from trimtab.learn.values import value_loss
 from trimtab.model.packed import take_rows
 from trimtab.model.policy import AnyPolicy, Policy
-from trimtab.update.batch import MicroBatch, Sample, same_prompt
+from trimtab.update.batch import MicroBatch, Sample, parts_by_prompt
 from trimtab.update.stats import UpdateStats
 
 
@@ -22,7 +22,7 @@ class Values:
         self.head, self.clip = head, clip
 
     def together(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
-        return list(same_prompt(samples, budget))
+        return parts_by_prompt(samples, budget)
 
     def estimate(self, policy: AnyPolicy, batch: MicroBatch, chunk: int) -> torch.Tensor:
         hidden_TE = policy.hidden(batch.tokens_T, batch.plan.positions, batch.plan)

@@ -1,0 +1,106 @@
+"""Ranks as peers of each other: torch.distributed, NCCL on GPUs and gloo elsewhere.
+
+    ranks            0  1  2  3     4  5  6  7
+    sets of parts   `---------'    `---------'     shard_devices: 4
+    copies           0 and 4, 1 and 5, 2 and 6, 3 and 7 hold the same part
+
+Sums only, never averages: every token's share of the loss was fixed before the work was dealt. All calls are in place, on flat
+tensors whose length the number of parts divides (model/weights.py), so addresses of weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trimtab.model.versions import gather_flat, reduce_flat
+
+START_TIMEOUT = timedelta(minutes=10)
+"""For ranks to find each other: they load models at different speed."""
+STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class Mesh:
+    """This rank's view of all of them (update/peers.py)."""
+
+    def __init__(self, rank: int, ranks: int, shards: int, device: torch.device) -> None:
+        """torch.distributed has to be initialised. `shards`: ranks that hold one set of parts together."""
+        assert ranks % shards == 0
+        self.rank, self.ranks, self.shards, self.shard = rank, ranks, shards, rank % shards
+        self._device = device
+        sets = [list(range(first, first + shards)) for first in range(0, ranks, shards)]
+        copies = [list(range(first, ranks, shards)) for first in range(shards)]
+        self._set = self._group_of(sets)
+        self._copies = self._group_of(copies)
+        self.seconds, self.bytes = 0.0, 0
+        """Spent and moved in collectives since `take`."""
+
+    def sum(self, values: torch.Tensor) -> None:
+        self._timed(values, lambda: dist.all_reduce(values))
+
+    def sum_into_parts(self, flat: torch.Tensor) -> None:
+        if self.shards == 1:
+            return self.sum(flat)
+        own = self._own(flat)
+        self._timed(flat, lambda: reduce_flat(own, flat, self._set))
+        if self.ranks > self.shards:
+            self._timed(own, lambda: dist.all_reduce(own, group=self._copies))
+        return None
+
+    def sum_of_parts(self, values: torch.Tensor) -> None:
+        if self.shards > 1:
+            self._timed(values, lambda: dist.all_reduce(values, group=self._set))
+
+    def gather(self, flat: torch.Tensor) -> None:
+        if self.shards > 1:
+            own = self._own(flat)
+            self._timed(flat, lambda: gather_flat(flat, own, self._set))
+
+    def take(self) -> tuple[float, int]:
+        """Seconds and bytes of collectives since the last call."""
+        found, self.seconds, self.bytes = (self.seconds, self.bytes), 0.0, 0
+        return found
+
+    def _own(self, flat: torch.Tensor) -> torch.Tensor:
+        size = flat.shape[0] // self.shards
+        return flat[self.shard * size : (self.shard + 1) * size]
+
+    def _timed(self, moved: torch.Tensor, collective: object) -> None:
+        """The host's time: on a CPU and with gloo that is all of it; NCCL's calls return at once."""
+        started = time.perf_counter()
+        collective()  # type: ignore[operator]
+        self.seconds += time.perf_counter() - started
+        self.bytes += moved.nbytes
+
+    def _group_of(self, all_groups: list[list[int]]) -> dist.ProcessGroup | None:
+        """The group that this rank is in. Every rank makes all of them, in the same order, as torch demands."""
+        if len(all_groups) == 1:
+            return None  # the world
+        made = {tuple(ranks): dist.new_group(ranks) for ranks in all_groups}
+        return next(group for ranks, group in made.items() if self.rank in ranks)
+
+
+def join(store_port: int, prefix: str, rank: int, ranks: int, backend: str, device: torch.device) -> None:
+    """Meet the other ranks of this machine at a store that the driver serves."""
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=STORE_TIMEOUT)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(prefix, store),
+        rank=rank,
+        world_size=ranks,
+        timeout=START_TIMEOUT,
+        device_id=device if backend == "nccl" else None,
+    )
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def open_store() -> dist.TCPStore:
+    """Where ranks meet; on a port that is free. It lives in the driver, so that ranks can meet again after one was lost."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,0 +1,73 @@
+"""What the driver and a rank say to each other: pickles over the channel of workers/messages.py.
+
+    driver -> rank    Order: a method of what the rank has built, with its arguments
+    rank -> driver    Item...: what a method that yields has so far;  then one of Done, Short, Raised.  Any time: Told, Beat
+
+A rank carries out one order at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """Call a method."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One of the values that a method yields."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a method returned."""
+
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Short:
+    """The rank ran out of memory; it has given nothing back yet."""
+
+    message: str
+    facts: Any = None
+    """What the rank says of where it was."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error that is meant for the user. The rank goes on."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last message of a rank that cannot go on."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """Something for the user, or for whoever else listens: a kind and its text."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The rank is alive; `progress` changes as long as its work goes on."""
+
+    progress: Any

@@ -1,0 +1,112 @@
+"""The rank's end: carries out the driver's orders, one at a time, until the driver closes the channel.
+
+Memory that runs out is an answer, not the end: `attempt` has let go of the failed work when the driver is told. An error that is
+meant for the user is an answer too. Anything else is the rank's last message. A second thread says every second that the rank is
+alive and how far its work is, so that the driver can tell a long order from one that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import inspect
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.base.errors import TrimtabError, cut
+from trimtab.cluster.messages import Beat, Done, Failed, Item, Order, Raised, Short, Told
+from trimtab.cluster.tensors import TensorChannel
+from trimtab.model.memory import Shortage, attempt
+from trimtab.workers.messages import Channel
+
+HEARTBEAT_S = 1.0
+SEND_TIMEOUT_S = 600.0
+"""A driver that reads nothing for so long is gone or hangs."""
+
+
+class Link:
+    """The channel to the driver, for the two threads of a rank."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._lock = channel, threading.Lock()
+        self.progress: Callable[[], Any] = lambda: None
+        """How far the work is; may be called from another thread."""
+
+    def send(self, message: Any) -> None:
+        with self._lock:
+            self._channel.send(message, SEND_TIMEOUT_S)
+
+    def receive(self) -> Any:
+        return self._channel.receive()
+
+    def waiting(self) -> bool:
+        """The driver has said something that is not yet read."""
+        return self._channel.ready()
+
+    def tell(self, kind: str, text: str) -> None:
+        self.send(Told(kind, text))
+
+    def beat_forever(self, stop: threading.Event) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            while not stop.wait(HEARTBEAT_S):
+                self.send(Beat(self.progress()))
+
+
+def carry_out(link: Link, target: Any, order: Order) -> Any:
+    """The answer to an order."""
+
+    def call() -> Any:
+        found = getattr(target, order.method)(*order.args, **order.kwargs)
+        if not inspect.isgenerator(found):
+            return found
+        for value in found:
+            link.send(Item(value))
+        return None
+
+    try:
+        outcome = attempt(call)
+    except TrimtabError as error:
+        return Raised(error)
+    if isinstance(outcome, Shortage):
+        return Short(outcome.message, target.facts_of_shortage())
+    return Done(outcome)
+
+
+def serve(descriptor: str, build: Callable[[Any, Link], Any]) -> None:
+    """The main program of a rank. The driver's first message is what `build` makes the target of all orders from."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.set_inheritable(int(descriptor), False)
+    link = Link(TensorChannel(socket.socket(fileno=int(descriptor))))
+    stop = threading.Event()
+    beats = threading.Thread(target=link.beat_forever, args=(stop,), daemon=True)
+    try:
+        setup = link.receive()
+        beats.start()
+        try:
+            target = build(setup, link)
+        except TrimtabError as error:
+            link.send(Raised(error))
+            return
+        link.send(Done(target.ready()))
+        while True:
+            order = link.receive()
+            assert isinstance(order, Order)
+            answer = carry_out(link, target, order)
+            link.send(answer)
+    except (EOFError, ConnectionError, TimeoutError):
+        return  # the driver has closed its end
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            link.send(Failed(cut("".join(traceback.format_exception_only(error)).strip())))
+        os._exit(1)  # another rank may hold this one in a collective
+    finally:
+        stop.set()

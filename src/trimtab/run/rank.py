@@ -1,0 +1,252 @@
+"""The program of a rank: one device's share of a run. `main` is called with the descriptor of its channel (cluster/serve.py).
+
+A rank builds what a run on one device has (policy, reference, critic, optimizer, engine) and carries out the driver's orders. It
+decides nothing: what is sampled, how work is dealt, what is lowered when memory runs out and when a step is applied come from the
+driver, so all ranks do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.cluster.mesh import Mesh, join
+from trimtab.cluster.serve import Link, serve
+from trimtab.cluster.updater import UpdaterFacts
+from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
+from trimtab.config.run import Recompute
+from trimtab.model.memory import free
+from trimtab.observe.meters import MemoryMeter
+from trimtab.plan.governor import Governor
+from trimtab.plan.planner import Plan
+from trimtab.rollout.engine import Engine, Request, RolloutStats
+from trimtab.rollout.trajectory import Group
+from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
+from trimtab.run.machine import load_within, memory_limit
+from trimtab.run.models import load_policies, put_reference_away
+from trimtab.run.stage import CheckedRun, Stage
+from trimtab.update.shares import Share
+from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
+from trimtab.update.trainer import LocalTrainer
+from trimtab.update.updater import Progress, Updater
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What a rank is made from."""
+
+    rank: int
+    ranks: int
+    store_port: int
+    """Where ranks meet, on this machine."""
+    prefix: str
+    """Of this set of ranks there: another one may have been lost before."""
+    backend: str
+    """nccl, or gloo where ranks have no GPU each."""
+    device: str
+    stage: Stage
+    ready: CheckedRun
+    plan: Plan
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank says of itself once it is built."""
+
+    policy: PolicyFacts
+    engine: str
+    """How its rollout runs."""
+    lowered: dict[str, int]
+    updaters: dict[str, UpdaterFacts]
+
+
+class _Reports:
+    """What an engine survives is the driver's to tell."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def of_engine(self, line: str) -> None:
+        self._link.tell("engine", line)
+
+    def restarted(self, line: str) -> None:
+        self._link.tell("restarted", line)
+
+
+class Rank:
+    """What the driver's orders are carried out on: each public method is one."""
+
+    def __init__(self, setup: RankSetup, link: Link) -> None:
+        self._link = link
+        ready, plan = setup.ready, setup.plan
+        device = torch.device(setup.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        torch.set_num_threads(plan.run.threads)
+        self._stack = ExitStack()
+        self._stack.enter_context(memory_limit(ready.config.run, device))
+        join(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
+        shards = 1 if plan.run.shard == "none" else plan.run.shard_devices
+        self._mesh = Mesh(setup.rank, setup.ranks, shards, device)
+        self._build(setup, device)
+
+    def _build(self, setup: RankSetup, device: torch.device) -> None:
+        stage, ready, plan, mesh = setup.stage, setup.ready, setup.plan, self._mesh
+        asked = ready.config.run
+        self._ready, self._rank = ready, setup.rank
+        policy, reference = load_within(
+            asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
+        )
+        use_planned_kernels(plan, policy, reference)
+        reference = put_reference_away(reference, plan.run)
+        _, engine = stage.open_engine(ready, plan, policy, _Reports(self._link), None, lambda what: None)  # type: ignore[arg-type]
+        self._engine: Engine = engine
+        self._meter = MemoryMeter(device, outside=lambda: engine.non_torch_bytes)
+        updater = Updater(
+            policy,
+            stage.objective(ready.config, policy),
+            ready.config.learn,
+            **update_settings(plan.run),
+            metered=lambda: self._meter.phase("optimizer"),
+            peers=mesh,
+        )
+        sampled = isinstance(ready.config, ResolvedConfig)
+        config = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
+        critic = stage.open_critic(config, policy, mesh)
+        self._policy, self._reference = policy, reference
+        self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
+        self._trainer = LocalTrainer(
+            updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,
+            longest=0, shorter="",
+        )  # fmt: skip
+        if setup.checkpoint is not None:
+            self._trainer.load(setup.checkpoint)
+        self._active = updater
+        self._link.progress = self._progress
+
+    def ready(self) -> RankFacts:
+        updaters = {name: _facts(updater) for name, updater in self._updaters.items()}
+        facts = policy_facts(self._policy, self._ready.tokenizer)
+        return RankFacts(facts, self._engine.description, self._engine.lowered, updaters)
+
+    # The update
+
+    def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
+        self._active = self._updaters[model]
+        return self._active.accumulate_share(share, kl_coef).on_host()
+
+    def prepare(self, model: Trained) -> None:
+        self._updaters[model].prepare()
+
+    def apply(self, model: Trained, lr: float) -> Applied:
+        return self._updaters[model].apply(lr)
+
+    def score(self, model: Trained, by: Scored, share: Share, field: str) -> list[tuple[int, Any]]:
+        self._active = self._updaters[model]
+        scorer = self._reference if by == "reference" else self._updaters[by].policy
+        assert scorer is not None
+        self._active.score_share(share, scorer, field)
+        return [
+            (place, getattr(sample, field))
+            for batch, places in zip(share.batches, share.places)
+            for sample, place in zip(batch, places)
+        ]
+
+    def abandon(self, model: Trained) -> None:
+        self._updaters[model].abandon()
+
+    def recompute(self, model: Trained, activations: Recompute) -> None:
+        self._updaters[model].recompute(activations)
+
+    def offload_activations(self, model: Trained) -> None:
+        self._updaters[model].offload_activations()
+
+    def offload_optimizer(self, model: Trained) -> None:
+        self._updaters[model].offload_optimizer()
+
+    def set(self, model: Trained, name: str, value: int) -> None:
+        setattr(self._updaters[model], name, value)
+
+    def alloc_retries(self, model: Trained) -> int | None:
+        return self._updaters[model].alloc_retries()
+
+    def communication(self) -> tuple[float, int]:
+        """Seconds and bytes of collectives since the last call."""
+        return self._mesh.take()
+
+    # The rollout
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Group | RolloutStats]:
+        yield from self._engine.generate(requests)
+        yield self._engine.stats
+
+    def lend(self) -> None:
+        self._engine.lend()
+
+    def publish(self, version: int) -> None:
+        self._engine.publish(version)
+
+    def shrink(self, least_tokens: int) -> tuple[int, int] | None:
+        return self._engine.shrink(least_tokens)
+
+    def lowered(self) -> dict[str, int]:
+        return self._engine.lowered
+
+    def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
+        self._engine.lower(limits, least_tokens)
+
+    # The rest
+
+    def export(self, folder: Path, scores: Mapping[str, Any] | None) -> None:
+        """By one rank: all have the whole weights."""
+        self._trainer.export(folder, scores)
+
+    def free(self) -> None:
+        free(self._policy.device)
+
+    def begin_phase(self, name: str) -> None:
+        self._meter.begin(name)
+
+    def end_phase(self) -> None:
+        self._meter.end()
+
+    def peaks(self) -> dict[str, float]:
+        """Peaks of device memory by phase since the last call, in GiB."""
+        return self._meter.take_peaks()
+
+    def facts_of_shortage(self) -> Progress:
+        """Where the pass was that ran out of memory."""
+        return replace(self._active.progress)
+
+    def _progress(self) -> Any:
+        at, stats = self._active.progress, self._engine.stats
+        return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens
+
+
+def _facts(updater: Updater) -> UpdaterFacts:
+    return UpdaterFacts(
+        token_budget=updater.token_budget,
+        score_token_budget=updater.score_token_budget,
+        logprob_chunk=updater.logprob_chunk,
+        checkpoint_activations=updater.checkpoint_activations,
+        piece=updater.piece,
+        fused=updater.fused,
+        activations_offloaded=updater.activations_offloaded,
+        optimizer_offloaded=updater.optimizer_offloaded,
+        state_bytes=updater.state_bytes,
+        trained=updater.trained,
+        parameters=updater.parameters,
+        layer_input_bytes=updater.layer_input_bytes(1),
+        device=updater.device,
+    )
+
+
+def main(descriptor: str) -> None:
+    with own_modes():
+        serve(descriptor, Rank)
