@@ -25,6 +25,7 @@ from trimtab.observe.observer import LocalObserver
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.governor import Governor
+from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import planned
 from trimtab.plan.report import as_dict
@@ -107,6 +108,7 @@ def open_run(
     config = parts.config
     parts.engine.publish(state.version)
     trainer = _trainer(stage, parts, ready.tokenizer, recoveries)
+    stack.callback(trainer.close)
     if checkpoint is not None:
         trainer.load(checkpoint)
         prune(folder, config.observe.keep_checkpoints, state.best_step)  # a kill may have come before it
@@ -118,7 +120,9 @@ def open_run(
     stack.callback(sinks.close)
     _tell_of_start(stage, ready, parts, state, console, inputs.verbose)
     spare_the_collector(stack)
+    trainer.prepare_to_save()
     timeline = Timeline(folder, on_phase=console.working)
+    trainer.writer.on_written = timeline.wrote_checkpoint
     observer = LocalObserver(
         folder, console, timeline, sinks, parts.meter, PlanWatch(parts.plan), recoveries, inputs.callbacks
     )
@@ -204,6 +208,7 @@ def _trainer(stage: Stage, parts: Parts, tokenizer: Any, recoveries: Recoveries)
         critic=parts.critic,
         longest=job.longest_sequence if job.generates else job.longest_trained,
         shorter=stage.shorter(parts.config),
+        copy_checkpoints=CHECKPOINT_COPY in parts.plan.ledger["checkpoint"].host,
         report=recoveries.of_policy,
         report_critic=recoveries.of_critic,
     )

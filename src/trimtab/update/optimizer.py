@@ -300,6 +300,10 @@ class MasterAdamW:
             for m in unit.members
         ]
 
+    def stretches(self) -> dict[str, tuple[int, int]]:
+        """Of units that are not held whole: the first element that is, and how many are. Here all are whole."""
+        return {}
+
     def state_of_parameters(self) -> dict[str, torch.Tensor]:
         """The state as format 1 of checkpoints names it: KIND/PARAMETER."""
         self._settle()

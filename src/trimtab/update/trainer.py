@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 
+from trimtab.model.folder import other_files
 from trimtab.model.policy import AnyPolicy
 from trimtab.plan.governor import Governor, Move
-from trimtab.record.checkpoint import (
-    RunState,
-    Stateful,
-    explain_load_errors,
-    load_optimizer,
-    load_part,
-    save_checkpoint,
-)
+from trimtab.record.checkpoint import RunState, explain_load_errors, load_optimizer, load_part
+from trimtab.record.part import Part, Stateful, collect
+from trimtab.record.saving import PendingCheckpoint
+from trimtab.record.writer import CheckpointWriter
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.update.batch import Sample
@@ -49,10 +46,12 @@ class LocalTrainer:
         critic: Updater | None = None,
         longest: int,
         shorter: str,
+        copy_checkpoints: bool = False,
         report: Callable[[Recovery], None] = lambda recovery: None,
         report_critic: Callable[[Recovery], None] = lambda recovery: None,
     ) -> None:
-        """`longest`: tokens of the longest sequence it can meet. `shorter`: what to write in a config for shorter ones."""
+        """`longest`: tokens of the longest sequence it can meet. `shorter`: what to write in a config for shorter ones.
+        `copy_checkpoints`: the plan has host memory for a copy of a checkpoint while that is written."""
         self.updater, self.reference, self.critic = updater, reference, critic
         self._governor, self._tokenizer = governor, tokenizer
         self.guard = Guard(updater, engine, least_kv_tokens=longest, shorter=shorter, report=report)
@@ -62,6 +61,11 @@ class LocalTrainer:
             self._guards["critic"] = Guard(
                 critic, NoRollout(), least_kv_tokens=0, shorter=shorter, report=report_critic
             )
+        self.writer = CheckpointWriter(updater.policy.device, self.guard.run, copy_checkpoints)
+        for guard in self._guards.values():
+            guard.before_recovery = self.writer.before_change  # which may move what is being saved
+        self._folder_files: dict[str, bytes] = {}
+        """What a checkpoint holds of the model beside its weights."""
 
     def score(self, samples: Sequence[Sample], field: str, by: Scored = "policy") -> None:
         if by == "reference":
@@ -75,6 +79,7 @@ class LocalTrainer:
         return self._guards[model].accumulate(samples, kl_coef)
 
     def apply(self, lr: float, model: Trained = "policy") -> Applied:
+        self.writer.before_change()
         return self._guards[model].apply(lr)
 
     @property
@@ -88,7 +93,7 @@ class LocalTrainer:
         return PassSettings(updater.token_budget, updater.checkpoint_activations, updater.logprob_chunk, away)
 
     def end_step(self) -> dict[str, float]:
-        return self.guard.end_step()
+        return self.guard.end_step() | self.writer.take_metrics()
 
     def adapt(self, metrics: Mapping[str, float]) -> None:
         updater = self.updater
@@ -105,15 +110,23 @@ class LocalTrainer:
         """Begin as low as an earlier session of the run left it. Returns what is lower for it."""
         return self.guard.restore(memory)
 
+    def prepare_to_save(self) -> None:
+        """Do now what the first checkpoint would wait for."""
+        self._folder_files = other_files(self.updater.policy.model, self._tokenizer)
+        self.writer.prepare(self._part().nbytes)
+
     def save(self, folder: Path, state: RunState, keep: int) -> None:
-        updater = self.updater
+        self.writer.save(self._part, PendingCheckpoint(folder, state, keep))
 
-        def write() -> None:
-            save_checkpoint(
-                folder, state, updater.policy.model, self._tokenizer, updater.optimizer, keep, self._other_files()
-            )
+    def settle_saves(self, wait: bool = True) -> None:
+        if wait:
+            self.writer.wait()
+        else:
+            self.writer.raise_if_failed()
 
-        self.guard.run("checkpoint", write)
+    def close(self) -> None:
+        """What is being saved is on disk."""
+        self.writer.close()
 
     def load(self, checkpoint: Path) -> None:
         """Make optimizers, critic and heads what they were; the policy was loaded from the checkpoint."""
@@ -135,7 +148,13 @@ class LocalTrainer:
         else:
             export_model(updater.policy, self._tokenizer, self.guard, folder)
 
-    def _other_files(self) -> Mapping[str, Mapping[str, torch.Tensor] | Stateful]:
+    def _part(self) -> Part:
+        """All that a checkpoint has, as it is now."""
+        model = self.updater.policy.model
+        self._folder_files = self._folder_files or other_files(model, self._tokenizer)
+        return collect(model, self.updater.optimizer, self._other_tensors(), self._folder_files)
+
+    def _other_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor] | Stateful]:
         """Tensors of a checkpoint beside the policy's and its optimizer's, by file."""
         objective = self.updater.objective
         if isinstance(objective, BradleyTerry):
