@@ -22,7 +22,7 @@ from trimtab.base.errors import MemoryExhausted
 from trimtab.config.load import config_from_dict
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
-from trimtab.record import checkpoint
+from trimtab.record import part
 from trimtab.record.checkpoint import load_state, newest_checkpoint
 from trimtab.rollout.native.cache import DecodePlan, PrefillPlan
 from trimtab.rollout.native.engine import NativeEngine
@@ -213,7 +213,7 @@ def test_phases_around_the_update_are_repeated(
     if phase == "publish":
         monkeypatch.setattr(NativeEngine, "publish", at_call(NativeEngine.publish, 3))
     elif phase == "checkpoint":
-        monkeypatch.setattr(checkpoint, "save_file", at_call(checkpoint.save_file, 2))
+        monkeypatch.setattr(part, "write_tensors", at_call(part.write_tensors, 2))
     else:
         monkeypatch.setattr(export, "save_model", at_call(export.save_model, 1))
     folder, metrics = train(model_folder, tmp_path / "run")

@@ -138,7 +138,7 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
     resident = {name: size for name, size in states.items() if name != "gradients"}
     phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
     copy = _checkpoint_copy(job, machine, run, place) if job.training else {}
-    host |= copy
+    host = host | copy
     if job.generates:
         rollout = _phase("rollout", resident | _rollout(job, machine, run, place) | _rewarding(job), host)
         merged = {} if run.external else _merged_copy(rollout, job, machine)
@@ -156,9 +156,7 @@ def _training_phases(
     host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), _gathered(job, place)
     copies = {"rollout weights": job.shape.parameters * job.itemsize // place.tensor} | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
-    staging = (
-        {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
-    )  # state passes through a buffer
+    staging = {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
     stays, awake = _stays(job, machine, run, place), _awake(job, machine, run, place)
     return [
         _phase("score", _scoring(job, run, place, resident, path) | stays, host),
@@ -481,6 +479,7 @@ def _checkpoint_copy(job: Job, machine: Machine, run: ResolvedRun, place: Placem
 
 
 def _saved_weights(job: Job) -> int:
+    """Bytes of weights in a checkpoint. Without a copy they are brought to the host; state passes through a buffer."""
     return job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
 
 
