@@ -219,8 +219,9 @@ def test_phases_around_the_update_are_repeated(
     folder, metrics = train(model_folder, tmp_path / "run")
     assert_same_weights(folder, whole)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-2", "step-3"]
-    counted = {"publish": [0, 1, 1], "checkpoint": [0, 0, 1], "export": [0, 0, 0]}  # the rest is after the step's row
-    assert [row["run/oom_recoveries"] for row in metrics if row["step"]] == counted[phase]
+    # The rest is after the step's row; that a checkpoint ran out of memory is found at the end of this step or of the next.
+    counted = {"publish": [[0, 1, 1]], "checkpoint": [[0, 1, 1], [0, 0, 1]], "export": [[0, 0, 0]]}
+    assert [row["run/oom_recoveries"] for row in metrics if row["step"]] in counted[phase]
 
 
 def test_what_was_learned_about_memory_survives_a_resume(

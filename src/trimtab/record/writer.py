@@ -93,23 +93,23 @@ class CheckpointWriter:
 
     def _settle(self) -> None:
         """The write under way has ended well, or its error is raised."""
-        work, self._work = self._work, None
+        work, self._work, short = self._work, None, None
         try:
             self._behind.wait()
-            work = None
         except BaseException as error:
             if self._behind.busy:  # a stop came while this waited; the write goes on
                 self._work = work
                 raise
+            self._reads_live_tensors = False
             if not is_out_of_memory(error):
-                self._reads_live_tensors = False
                 raise
+            short = str(error)
         self._reads_live_tensors = False
         for done in self._behind.take_done():
             self._written_s += done.seconds
             self.on_written(done.begin, done.end)
-        if work is not None:  # outside the `except` block, which would keep what the attempt held
-            self._run("checkpoint", work)
+        if short is not None and work is not None:  # outside the `except` block, which keeps what the attempt held
+            self._run("checkpoint", _failing_first(work, short))
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -118,3 +118,15 @@ class CheckpointWriter:
             yield
         finally:
             self._waited_s += time.perf_counter() - begin
+
+
+def _failing_first(work: Callable[[], object], short: str) -> Callable[[], object]:
+    """Work that has run out of memory elsewhere, for somebody who has to know that before it is repeated."""
+    failures = [MemoryError(short)]
+
+    def again() -> object:
+        if failures:
+            raise failures.pop()
+        return work()
+
+    return again
