@@ -31,6 +31,7 @@ DEADLINE_S = 1200.0
 KILLED_AFTER = 3
 NOT_LEARNED = (
     "time/",
+    "checkpoint/",
     "memory/",
     "throughput/",
     "rollout/tokens_per_s",

@@ -149,7 +149,7 @@ def die_at(point: str) -> None:
             die()
         result = original(*args, **kwargs)
         if when == "half":  # the file that was being written is there in part
-            file = Path(args[1])
+            file = Path(args[0])
             os.truncate(file, file.stat().st_size // 2)
         die()
         return result

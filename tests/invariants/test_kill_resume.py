@@ -19,16 +19,20 @@ DRIVER = Path(__file__).with_name("killing.py")
 STEPS = 6
 RANDOM_KILLS = 20
 POINTS = [
-    "trimtab.update.trainer.save_checkpoint before",
-    "trimtab.record.checkpoint.save_model before",
-    "trimtab.record.checkpoint.save_model after",
-    "trimtab.record.checkpoint.save_file half",
-    "trimtab.record.checkpoint.save_file after",
+    "trimtab.record.saving.capture before",
+    "trimtab.record.saving.capture after",
+    "trimtab.record.saving.write_part before",
+    "trimtab.record.part.write_tensors before",
+    "trimtab.record.part.write_tensors half",
+    "trimtab.record.part.write_tensors after",
+    "trimtab.record.saving.write_part after",
+    "trimtab.record.saving.write_state before",
+    "trimtab.record.saving.write_state after",
     "trimtab.base.files.flush_to_disk before",
     "trimtab.base.files.flush_to_disk after",
     "Path.rename before",
     "Path.rename after",  # from here on each of these costs the run a step
-    "trimtab.record.checkpoint.prune before",
+    "trimtab.record.saving.prune before",
     "trimtab.record.checkpoint.remove_whole before",
     "trimtab.record.checkpoint.remove_whole after",
     "trimtab.update.export.save_model after",
@@ -41,6 +45,7 @@ def reward(completions, **_):  # differs within groups from the first step on, f
 """
 NOT_LEARNING = (
     "time/",
+    "checkpoint/",
     "memory/",
     "throughput/",
     "rollout/tokens_per_s",

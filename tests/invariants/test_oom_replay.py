@@ -22,7 +22,7 @@ from trimtab.base.errors import MemoryExhausted
 from trimtab.config.load import config_from_dict
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
-from trimtab.record import checkpoint
+from trimtab.record import part
 from trimtab.record.checkpoint import load_state, newest_checkpoint
 from trimtab.rollout.native.cache import DecodePlan, PrefillPlan
 from trimtab.rollout.native.engine import NativeEngine
@@ -213,14 +213,15 @@ def test_phases_around_the_update_are_repeated(
     if phase == "publish":
         monkeypatch.setattr(NativeEngine, "publish", at_call(NativeEngine.publish, 3))
     elif phase == "checkpoint":
-        monkeypatch.setattr(checkpoint, "save_file", at_call(checkpoint.save_file, 2))
+        monkeypatch.setattr(part, "write_tensors", at_call(part.write_tensors, 2))
     else:
         monkeypatch.setattr(export, "save_model", at_call(export.save_model, 1))
     folder, metrics = train(model_folder, tmp_path / "run")
     assert_same_weights(folder, whole)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-2", "step-3"]
-    counted = {"publish": [0, 1, 1], "checkpoint": [0, 0, 1], "export": [0, 0, 0]}  # the rest is after the step's row
-    assert [row["run/oom_recoveries"] for row in metrics if row["step"]] == counted[phase]
+    # The rest is after the step's row; that a checkpoint ran out of memory is found at the end of this step or of the next.
+    counted = {"publish": [[0, 1, 1]], "checkpoint": [[0, 1, 1], [0, 0, 1]], "export": [[0, 0, 0]]}
+    assert [row["run/oom_recoveries"] for row in metrics if row["step"]] in counted[phase]
 
 
 def test_what_was_learned_about_memory_survives_a_resume(

@@ -17,8 +17,9 @@ from trimtab.config.load import config_from_dict
 from trimtab.config.schema import Lora
 from trimtab.model.adapters import add_adapters
 from trimtab.model.weights import WeightStore
-from trimtab.record.checkpoint import RunState, save_checkpoint
+from trimtab.record.checkpoint import RunState
 from trimtab.record.folder import begin
+from trimtab.record.saving import save_checkpoint
 from trimtab.run import export
 from trimtab.run.export import export_run, find_checkpoint
 from trimtab.update.optimizer import MasterAdamW

@@ -70,6 +70,9 @@ class Elsewhere:
     def save(self, folder: Path, state: Any, keep: int) -> None:
         self.trainer.save(folder, sent(state), keep)
 
+    def settle_saves(self, wait: bool = True) -> None:
+        self.trainer.settle_saves(wait)
+
     def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:
         self.trainer.export(folder, sent(scores))
 

@@ -18,7 +18,7 @@ from tests.running import letters
 from trimtab.base.errors import EnvError, RewardError, TrainingError
 from trimtab.base.signals import STOP_SIGNALS
 from trimtab.observe import observer
-from trimtab.record import checkpoint
+from trimtab.record import part, writer
 from trimtab.record.checkpoint import checkpoints
 from trimtab.record.sinks import read_metrics
 from trimtab.rollout.native.engine import NativeEngine
@@ -208,9 +208,9 @@ def test_a_save_is_finished_whatever_signals_come(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: int, begun: bool
 ) -> None:
     """One that was due when the first signal came, and one that the first signal has begun."""
-    monkeypatch.setattr(checkpoint, "save_file", at_step(1, checkpoint.save_file, lambda: send(signum)))
+    monkeypatch.setattr(part, "write_tensors", at_step(1, part.write_tensors, lambda: send(signum)))
     monkeypatch.setattr(
-        trainer, "save_checkpoint", at_step(2, trainer.save_checkpoint, fail(AssertionError("begun again")))
+        writer, "write_checkpoint", at_step(2, writer.write_checkpoint, fail(AssertionError("begun again")))
     )
     if begun:
         monkeypatch.setattr(rollout_step, "sample", at_step(3, rollout_step.sample, lambda: send(signum, 1)))
@@ -264,7 +264,7 @@ def test_a_save_that_fails_on_the_way_out_is_told_and_hides_nothing(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rollout_step, "sample", at_step(3, rollout_step.sample, fail(RewardError("all failed"))))
-    monkeypatch.setattr(checkpoint, "save_file", lambda *_: fail(OSError(28, "No space left on device"))())
+    monkeypatch.setattr(part, "write_tensors", lambda *_: fail(OSError(28, "No space left on device"))())
     with pytest.raises(RewardError, match="all failed"):
         train(model_folder, tmp_path / "run", observe={"eval_every": 0})
     told = " ".join(capsys.readouterr().out.split())

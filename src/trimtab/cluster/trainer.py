@@ -1,20 +1,36 @@
-"""The Trainer of several devices: every rank has the models, and this is what the loop talks to (run/roles.py)."""
+"""The Trainer of several devices: every rank has the models, and this is what the loop talks to (run/roles.py).
+
+A checkpoint is written by all ranks at once, each its part, behind the training. The driver puts the parts together when all are
+on disk: before that, the checkpoint before it is the newest. Export is done by the first rank, which has the whole weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.base.errors import TrimtabError
 from trimtab.cluster.ranks import Ranks
 from trimtab.plan.governor import Governor
-from trimtab.record.checkpoint import RunState
+from trimtab.record.part import PartWritten
+from trimtab.record.run_state import RunState
+from trimtab.record.saving import PendingCheckpoint
 from trimtab.update.guard import Guard
-from trimtab.update.stats import Scored
+from trimtab.update.stats import Applied, Scored, Trained
 from trimtab.update.trainer import GuardedTrainer
 
 SCORERS: dict[Scored, Any] = {"policy": "policy", "reference": "reference", "critic": "critic"}
 """A rank is told the model's name."""
+
+
+class WriteFailed(TrimtabError):
+    """A rank could not write its part of a checkpoint."""
+
+    def __init__(self, why: str, number: int | None) -> None:
+        super().__init__(why, number)
+        self.why, self.number = why, number
 
 
 class RankedTrainer(GuardedTrainer):
@@ -23,9 +39,71 @@ class RankedTrainer(GuardedTrainer):
     def __init__(self, ranks: Ranks, guard: Guard, governor: Governor, critic: Guard | None) -> None:
         super().__init__(guard, governor, SCORERS, critic)
         self._ranks = ranks
+        self._pending: PendingCheckpoint | None = None
+        """What is being written."""
+        self._reads_live_tensors = False
+        self._began = self._waited_s = self._written_s = 0.0
+        self._on_written: Callable[[float, float], None] = lambda begin, end: None
+        for each in self._guards.values():
+            each.before_recovery = self._before_change
+
+    def tell_written(self, on_written: Callable[[float, float], None]) -> None:
+        self._on_written = on_written
+
+    def prepare_to_save(self) -> None:
+        self._ranks.ask("reserve_copy")
+
+    def apply(self, lr: float, model: Trained = "policy") -> Applied:
+        self._before_change()
+        return super().apply(lr, model)
 
     def save(self, folder: Path, state: RunState, keep: int) -> None:
-        raise NotImplementedError
+        started = time.perf_counter()
+        self.settle_saves()
+        pending = PendingCheckpoint(folder, state, keep)
+
+        def capture() -> list[bool]:
+            found: list[bool] = self._ranks.ask("capture", folder, state.step)
+            return found
+
+        copies = self.guard.run("checkpoint", capture)
+        self._reads_live_tensors = not all(copies)
+        with pending.explaining():
+            aside = pending.open()
+            self._ranks.ask("begin_write", aside)
+        self._pending, self._began = pending, started
+        self._waited_s += time.perf_counter() - started
+
+    def settle_saves(self, wait: bool = True) -> None:
+        pending = self._pending
+        if pending is None or (not wait and not all(self._ranks.ask("is_written"))):
+            return
+        started, self._pending, self._reads_live_tensors = time.perf_counter(), None, False
+        with pending.explaining():
+            try:
+                parts: list[PartWritten] = self._ranks.ask("end_write")
+            except WriteFailed as failed:
+                raise OSError(failed.number, failed.why) from failed
+            pending.finish(parts)
+        ended = time.perf_counter()
+        self._waited_s += ended - started
+        self._written_s += ended - self._began
+        self._on_written(self._began, ended)
+
+    def end_step(self) -> dict[str, float]:
+        found = {"checkpoint/wait_s": self._waited_s, "checkpoint/write_s": self._written_s}
+        self._waited_s = self._written_s = 0.0
+        return super().end_step() | {name: seconds for name, seconds in found.items() if seconds}
+
+    def close(self) -> None:
+        """What is being saved is on disk, unless the ranks are gone."""
+        if not self._ranks.closed:
+            self.settle_saves()
 
     def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:
         self._ranks.call_one(0, "export", folder, scores)
+
+    def _before_change(self) -> None:
+        """Tensors that are being saved, and not as a copy, may change from here on."""
+        if self._reads_live_tensors:
+            self.settle_saves()

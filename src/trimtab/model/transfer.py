@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from contextlib import suppress
@@ -37,24 +38,37 @@ class HostMemory:
     torch's own pinned memory comes in powers of two, which is too much where it holds a model.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, pinned: bool = True) -> None:
+        """`pinned`: at once; otherwise when `pin` is called, by the thread that uses the device."""
         self._bytes = torch.empty(size, dtype=torch.uint8)
-        if device.type == "cuda" and size:
-            code = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0))
-            if code:
-                with suppress(RuntimeError):
-                    torch.zeros(1, device=device)  # CUDA keeps the error, and would tell a later kernel of it
-                raise MemoryError(f"CUDA cannot pin {size / GIB:.1f} GiB of host memory (error {code})")
-            weakref.finalize(self, _unpin, self._bytes).atexit = False
+        self._device, self._is_pinned = device, False
+        if pinned:
+            self.pin()
+
+    def pin(self) -> None:
+        """Have it pinned, where there is a device to pin it for."""
+        if self._is_pinned or self._device.type != "cuda" or not self.size:
+            return
+        code = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.size, 0))
+        if code:
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)  # CUDA keeps the error, and would tell a later kernel of it
+            raise MemoryError(f"CUDA cannot pin {self.size / GIB:.1f} GiB of host memory (error {code})")
+        self._is_pinned = True
+        weakref.finalize(self, _unpin, self._bytes).atexit = False
 
     @property
     def size(self) -> int:
         return self._bytes.numel()
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The beginning of it as a tensor, pinned no longer than this object lives."""
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> torch.Tensor:
+        """Bytes of it, from `begin` on, as a tensor that is pinned no longer than this object lives."""
         count = math.prod(shape)
-        return self._bytes[: count * dtype.itemsize].view(dtype).view(shape)
+        return self._bytes[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
+
+    def touch(self) -> None:
+        """Have the system give all of it now. A page that is written to for the first time costs more than copying into it."""
+        ctypes.memset(self._bytes.data_ptr(), 0, self.size)  # without Python's lock
 
 
 def _unpin(memory: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from trimtab.observe.console import Console
 from trimtab.observe.host import HostWatch
 from trimtab.observe.look_back import look_back, where_it_stands
 from trimtab.observe.meters import MemoryMeter
+from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.watch import PlanWatch
@@ -35,7 +36,7 @@ class LocalObserver:
         console: Console,
         timeline: Timeline,
         sinks: Sinks,
-        meter: MemoryMeter,
+        meter: MemoryMeter | RankMeter,
         watch: PlanWatch,
         recoveries: Recoveries,
         callbacks: Sequence[Callback] = (),

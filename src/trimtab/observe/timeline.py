@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("rollout", "reward", "score", "update", "publish", "checkpoint", "eval")
-PHASE_TRACK, EVENT_TRACK = 1, 2
+PHASE_TRACK, EVENT_TRACK, CHECKPOINT_TRACK = 1, 2, 3
 
 
 class Timeline:
@@ -59,6 +59,10 @@ class Timeline:
     def event(self, name: str, start: float, end: float, **args: Any) -> None:
         """A span for the trace only (a micro-batch, say), in `timeline.clock()` seconds; it counts towards no phase."""
         self._span(name, start, end, EVENT_TRACK, args)
+
+    def wrote_checkpoint(self, start: float, end: float) -> None:
+        """A checkpoint was written behind the phases, on a track of its own."""
+        self._span("checkpoint", start, end, CHECKPOINT_TRACK, {})
 
     def end_step(self, step: int) -> dict[str, float]:
         """Seconds since the last call as `time/<phase>`, `time/idle`, `time/total`; phases that did not run are 0."""
@@ -105,6 +109,7 @@ def _open_trace(path: Path) -> Any:
         {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "trimtab"}},
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": PHASE_TRACK, "args": {"name": "phases"}},
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": EVENT_TRACK, "args": {"name": "events"}},
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": CHECKPOINT_TRACK, "args": {"name": "checkpoints"}},
     ]
     head = ("[" + ",\n".join(json.dumps(event) for event in header)).encode()
     file.seek(whole)

@@ -84,6 +84,8 @@ class Job:
     """False: the model is only measured."""
     generates: bool = True
     """There is a rollout."""
+    checkpoints: bool = False
+    """Checkpoints are written while it trains, and not only at its end."""
     fused: bool = True
     """The update runs through fused layers."""
     liger: bool = False

@@ -45,6 +45,9 @@ REWARD_WORKER_HOST_BYTES = GIB // 4
 EMBEDDING_GRADIENT = "embedding gradient"
 ENGINE = "engine's processes"
 MERGED, MERGING = "merged copy", "merging adapters"
+CHECKPOINT_COPY = "checkpoint copy"
+MAX_COPY_SHARE = 1 / 3
+"""A checkpoint is copied before it is written if that takes at most this share of the host memory that states leave."""
 NOT_METERED = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
 """Components that the meters of torch and of the native engine do not see."""
 
@@ -134,22 +137,26 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
     }
     resident = {name: size for name, size in states.items() if name != "gradients"}
     phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
+    copy = _checkpoint_copy(job, machine, run, place) if job.training else {}
+    host = host | copy
     if job.generates:
         rollout = _phase("rollout", resident | _rollout(job, machine, run, place) | _rewarding(job), host)
         merged = {} if run.external else _merged_copy(rollout, job, machine)
         phases.append(replace(rollout, device=rollout.device | merged | (_merging(rollout, job) if merged else {})))
     if job.training:
         stays = {} if run.rollout.lend_memory else merged
-        phases += _training_phases(job, machine, run, place, states | stays, resident | stays)
+        phases += _training_phases(job, machine, run, place, states | stays, resident | stays, copy)
     return Ledger(tuple(_on_host(phase) if machine.cpu else phase for phase in phases))
 
 
 def _training_phases(
-    job: Job, machine: Machine, run: ResolvedRun, place: Placement, states: dict[str, int], resident: dict[str, int]
-) -> list[Phase]:
-    host, path, gathered = _host(job, machine, run, place), update_path(job, run), _gathered(job, place)
+    job: Job, machine: Machine, run: ResolvedRun, place: Placement, states: dict[str, int], resident: dict[str, int],
+    copy: dict[str, int],
+) -> list[Phase]:  # fmt: skip
+    host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), _gathered(job, place)
     copies = {"rollout weights": job.shape.parameters * job.itemsize // place.tensor} | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
+    staging = {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
     stays, awake = _stays(job, machine, run, place), _awake(job, machine, run, place)
     return [
         _phase("score", _scoring(job, run, place, resident, path) | stays, host),
@@ -166,7 +173,7 @@ def _training_phases(
         ),
         _phase("optimizer", states | _stepping(job, run) | stays, host),
         _phase("publish", resident | ({} if place.shares_weights else copies) | awake, host),
-        _phase("checkpoint", resident | gathered | awake, host | _staging(job, machine, run)),
+        _phase("checkpoint", resident | gathered | awake, host | staging),
         _phase("export", resident | gathered | awake, host | whole),
     ]
 
@@ -458,14 +465,22 @@ def _host(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dic
     return found
 
 
-def _staging(job: Job, machine: Machine, run: ResolvedRun) -> dict[str, int]:
-    """Host memory that writing a checkpoint takes, on each host for its own part: weights, then the optimizer's state unless that
-    is there already."""
+def _checkpoint_copy(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
+    """Host memory for a copy of a checkpoint, which is written while training goes on. Decided by states alone: sizes of batches
+    follow from it, and must not decide it."""
+    taken = {name: size for name, size in _host(job, machine, run, place).items() if name != "activations"}
     if machine.cpu:
+        taken |= {f"{name} in use": size for name, size in _states(job, run, place).items()}
+    critic = _critic_trained(job) * (4 if job.rank else job.itemsize) + _critic_state(job)
+    size = (_saved_weights(job) + optimizer_bytes(job) + critic) // machine.hosts
+    if not job.checkpoints or size > MAX_COPY_SHARE * (machine.host_memory - sum(taken.values())):
         return {}
-    weights = job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
-    state = 0 if run.offload.optimizer else max(optimizer_bytes(job), _critic_state(job))
-    return {"staging": max(weights, state) // machine.hosts}
+    return {CHECKPOINT_COPY: size}
+
+
+def _saved_weights(job: Job) -> int:
+    """Bytes of weights in a checkpoint. Without a copy they are brought to the host; state passes through a buffer."""
+    return job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
 
 
 def _phase(name: str, device: dict[str, int], host: dict[str, int]) -> Phase:

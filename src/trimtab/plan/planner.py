@@ -88,6 +88,8 @@ def make_plan(
         return _with_engine(run, job, machine, profile, place)
     case = Case(job, machine, limits_of(machine, profile), place)
     plan = _fastest(run, case, fill=profile == "max")
+    if not plan.fits and job.checkpoints:  # they are written without a copy, then
+        return make_plan(run, replace(job, checkpoints=False), machine, profile, place)
     if run.external and job.generates and run.rollout.processes == "auto":
         plan = _with_fewer_processes(run, plan, case, fill=profile == "max")
     if not plan.fits and job.fused and run.kernels == "auto":

@@ -56,10 +56,18 @@ def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -
         fused=models.fused,
         liger=config.run.kernels == "liger",
         tiled_head=models.tiled_head,
+        checkpoints=_saves_on_the_way(config, lengths),
     )
     return (
         _sampled(config, job, models, lengths) if isinstance(config, ResolvedConfig) else _given(config, job, lengths)
     )
+
+
+def _saves_on_the_way(config: ResolvedConfig | Offline, lengths: Lengths) -> bool:
+    """A checkpoint is due before the last step: every so many, or when an evaluation was the best."""
+    observe, steps = config.observe, config.learn.steps
+    due = [observe.checkpoint_every, observe.eval_every if lengths.held_out else 0]
+    return any(every and (steps is None or every < steps) for every in due)
 
 
 def evaluation_job_of(config: ResolvedConfig, models: Models, lengths: Lengths) -> Job:

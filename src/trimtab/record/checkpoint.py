@@ -1,12 +1,13 @@
-"""Checkpoints: whole or not there, and what was written or refused. safetensors and JSON, nothing pickled.
+"""Checkpoints: found, read or refused, and deleted whole. safetensors and JSON, nothing pickled. How they are written: saving.py.
 
 A checkpoint is written into a folder with another name, flushed to disk, and renamed; deleting one renames it away first. So at
 any moment, a kill included, every folder called `step-N` is complete, and the newest of them resumes the run exactly.
-Writing one takes no device memory: tensors are put in order on the host.
 
-Format 2: `state.json`, written last, has the size and sha256 of every other file, and its own sha256. Optimizer state is flat
-tensors, one a kind and unit of the weight store (model/weights.py); `tables` says which parameter lies where in them, so they are
-read whatever the units are. Format 1, which has neither and names the state by parameter, is read too.
+`state.json`, written last, has the size and sha256 of every other file, and its own sha256. Optimizer state is flat tensors, one
+a kind and unit of the weight store (model/weights.py); `tables` says which parameter lies where in them, so they are read
+whatever the units are. In format 3, several ranks may have written shares of a file; `shards` says which elements of each unit
+are in which share (shards.py). Format 2, in which every file is whole, and format 1, which has no checksums and names the state
+by parameter, are read too.
 """
 
 from __future__ import annotations
@@ -15,155 +16,44 @@ import hashlib
 import json
 import math
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from trimtab.base.errors import ConfigError, DivergedError, TrainingError, is_no_space
-from trimtab.base.files import aside_of, clear, fsync, put_in_place, remove_whole, write_json
-from trimtab.model.adapters import has_adapters, save_adapters
-from trimtab.model.load import save_model
+from trimtab.base.errors import ConfigError, TrainingError
+from trimtab.base.files import fsync, remove_whole, write_json
 from trimtab.model.memory import is_out_of_memory
-from trimtab.model.weights import Place
-from trimtab.record.checksums import Sum, refuse_other_files, sums_of
-from trimtab.record.layout import CONFIG
+from trimtab.record.checksums import Sum, refuse_other_files
+from trimtab.record.host_copy import is_finite
+from trimtab.record.layout import CONFIG as CONFIG
+from trimtab.record.part import OPTIMIZER, Stateful
+from trimtab.record.run_state import RunState as RunState
+from trimtab.record.shards import StateReader, files_of
 
-FORMAT = 2
-BEFORE_CHECKSUMS = 1
-"""The format that is still read."""
-STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+FORMAT = 3
+WHOLE_FILES, BEFORE_CHECKSUMS = 2, 1
+"""The formats that are still read."""
+STATE = "state.json"
 FACTS, WEIGHTS_MARK = "trimtab", "weights"
 """What a file of tensors of format 1 says of itself."""
-FILES, TABLES, DIGEST = "files", "tables", "sha256"
+FILES, TABLES, SHARDS, DIGEST = "files", "tables", "shards", "sha256"
 """What `state.json` says of the checkpoint beside the run's state, and of itself."""
 MAX_COUNT = 2**62
 """No run counts as far."""
-
-
-class Stateful(Protocol):
-    """What has state in flat tensors: an optimizer."""
-
-    params: list[torch.nn.Parameter]
-
-    def state_tensors(self) -> Mapping[str, torch.Tensor]: ...
-
-    def table(self) -> list[Place]:
-        """Which parameter lies where in them."""
-
-    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor], table: Sequence[Place] | None) -> None:
-        """Take over what the other two gave. Without a table the tensors are named by parameter."""
-
-
-@dataclass
-class RunState:
-    """Everything a run knows besides tensors. Small, and saved as JSON."""
-
-    step: int = 0
-    """Steps done."""
-    version: int = 0
-    """Policy version: optimizer steps applied."""
-    data_position: int = 0
-    kl_coef: float = 0.0
-    skipped_in_a_row: int = 0
-    best_step: int = -1
-    best_score: float = float("-inf")
-    reward_first: float | None = None
-    reward_last: float | None = None
-    accuracy_first: float | None = None
-    accuracy_last: float | None = None
-    loss_first: float | None = None
-    loss_last: float | None = None
-    eval_loss_first: float | None = None
-    eval_loss_last: float | None = None
-    seconds: float = 0.0
-    """Wall time of all sessions up to this checkpoint."""
-    completion_tokens: int = 0
-    oom_recoveries: int = 0
-    memory: dict[str, Any] = field(default_factory=dict)
-    """What running out of memory has taught: `Guard.state`."""
-    data_mark: str = ""
-    """Which rows it trains on (`data.files.mark_of`)."""
-    eval_due: bool = False
-    """The evaluation of this step was stopped or failed: the run that resumes makes up for it."""
-
-    def note_reward(self, mean: float) -> None:
-        """Remember the first and the latest mean reward of a step that had any."""
-        if math.isfinite(mean):
-            self.reward_last = mean
-            self.reward_first = mean if self.reward_first is None else self.reward_first
-
-    def note_accuracy(self, accuracy: float) -> None:
-        """Remember the first and the latest evaluation, and the best after training began."""
-        self.accuracy_last = accuracy
-        self.accuracy_first = accuracy if self.accuracy_first is None else self.accuracy_first
-        if self.step and accuracy > self.best_score:
-            self.best_step, self.best_score = self.step, accuracy
-
-    def note_loss(self, loss: float) -> None:
-        """Remember the first and the latest loss of a supervised step."""
-        self.loss_last = loss
-        self.loss_first = loss if self.loss_first is None else self.loss_first
-
-    def note_eval_loss(self, loss: float) -> None:
-        """Remember the first and the latest held-out loss, and the best after training began."""
-        self.eval_loss_last = loss
-        self.eval_loss_first = loss if self.eval_loss_first is None else self.eval_loss_first
-        if self.step and -loss > self.best_score:
-            self.best_step, self.best_score = self.step, -loss
-
-
-def save_checkpoint(
-    run_dir: Path,
-    state: RunState,
-    model: Any,
-    tokenizer: Any,
-    optimizer: Stateful,
-    keep: int,
-    others: Mapping[str, Mapping[str, torch.Tensor] | Stateful] | None = None,
-) -> Path:
-    """Write `step-N`, then remove what is neither among the newest `keep` nor the best. `others`: what is in more files."""
-    folder = run_dir / "checkpoints"
-    target = folder / f"step-{state.step}"
-    aside = aside_of(target)
-    owners = {OPTIMIZER: optimizer, **(others or {})}
-    parts = {name: owner if isinstance(owner, Mapping) else owner.state_tensors() for name, owner in owners.items()}
-    tables = {name: owner.table() for name, owner in owners.items() if not isinstance(owner, Mapping)}
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    _refuse_to_save_non_finite({"": trained, **parts}, run_dir, state.step)
-    has_config = (run_dir / CONFIG).exists()
-    with _explaining_failed_writes(run_dir, state.step, has_config):
-        folder.mkdir(exist_ok=True)
-        clear(folder)
-        aside.mkdir()
-        if has_adapters(model):
-            save_adapters(model, aside)
-        else:
-            save_model(model, tokenizer, aside)
-        for name, tensors in parts.items():
-            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, aside / name)
-        if has_config:
-            shutil.copy(run_dir / CONFIG, aside)
-        rows = {name: [asdict(place) for place in table] for name, table in tables.items()}
-        write_state(aside, state, {"format": FORMAT, FILES: sums_of(aside), TABLES: rows})
-        put_in_place(aside, target)
-        fsync(run_dir)  # the first checkpoint makes a folder there
-        prune(run_dir, keep, state.best_step)
-    return target
 
 
 def write_state(checkpoint: Path, state: RunState, of_files: Mapping[str, Any] | None = None) -> None:
     """Write the state of a checkpoint, whole or not at all. `of_files`: its format and what its files are; None: as it says."""
     if of_files is None:
         before = _read(checkpoint)
-        of_files = {key: before[key] for key in ("format", FILES, TABLES) if key in before}
+        of_files = {key: before[key] for key in ("format", FILES, TABLES, SHARDS) if key in before}
     saved = {"format": of_files["format"], **_finite(asdict(state)), **of_files}
     if saved["format"] != BEFORE_CHECKSUMS:
         saved[DIGEST] = _digest(saved)
@@ -186,65 +76,11 @@ def _digest(saved: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """The name of a tensor that holds NaN or infinity."""
-    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
-    values = zip(floats, largest_values(floats.values()))
-    return next((name for name, value in values if not math.isfinite(value)), None)
-
-
-def _refuse_to_save_non_finite(files: Mapping[str, Mapping[str, torch.Tensor]], run_dir: Path, step: int) -> None:
-    """Values that are not finite replace none that are. `files`: tensors by file, the policy's weights under no name."""
-    for file, tensors in files.items():
-        name = _not_finite(tensors)
-        if name is None:
-            continue
-        newest = newest_checkpoint(run_dir)
-        kept = "There is no earlier checkpoint" if newest is None else f"{newest.name} is intact"
-        what, rate = (f"{file}: {name}", "learn.critic.lr") if file.startswith("critic") else (name, "learn.lr")
-        raise DivergedError(
-            f"step {step} is not saved: {what} holds values that are not finite, because the update was too large. {kept}. Lower "
-            f"{rate} or learn.max_grad_norm."
-        )
-
-
 def folder_is_gone(run_dir: Path, step: int) -> TrainingError:
     return TrainingError(
         f"{run_dir} was moved or deleted during the run, so step {step} is not saved. If you moved it, resume it at its new "
         "place (observe.dir)"
     )
-
-
-@contextmanager
-def _explaining_failed_writes(run_dir: Path, step: int, had_config: bool) -> Iterator[None]:
-    """Turn what a disk or a folder can do to a checkpoint into a TrainingError, after removing what was half written."""
-    try:
-        yield
-    except Exception as error:
-        if not (isinstance(error, OSError) or is_no_space(error) or "os error" in str(error)):
-            raise
-        with suppress(OSError):
-            clear(run_dir / "checkpoints")
-        if not run_dir.exists() or (had_config and not (run_dir / CONFIG).exists()):
-            for made_again in (run_dir / "checkpoints", run_dir):  # by a library that makes what is not there
-                with suppress(OSError):
-                    made_again.rmdir()
-            raise folder_is_gone(run_dir, step) from error
-        raise TrainingError(_why_not_written(run_dir, step, error)) from error
-
-
-def _why_not_written(run_dir: Path, step: int, error: Exception) -> str:
-    found = checkpoints(run_dir)
-    kept = f"the newest complete checkpoint is step-{max(found)}" if found else "there is no earlier checkpoint"
-    if is_no_space(error):
-        fewer = ", or write observe.keep_checkpoints: 1" if found else ""
-        return (
-            f"the disk has no space left for the checkpoint of step {step} in {run_dir}; {kept}. Free some space{fewer}, then "
-            "continue with --resume."
-        )
-    failed = "cannot remove old checkpoints from" if step in found else f"cannot save step {step} in"
-    why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"{failed} {run_dir} ({why}); {kept}. Make the folder writable, then continue with --resume."
 
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:
@@ -283,9 +119,9 @@ def _files_of(checkpoint: Path) -> dict[str, Sum]:
 def _read(checkpoint: Path) -> dict[str, Any]:
     """All that `state.json` says: of the run, and of the checkpoint's files."""
     saved: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
-    if saved.get("format") not in (BEFORE_CHECKSUMS, FORMAT):
+    if saved.get("format") not in (BEFORE_CHECKSUMS, WHOLE_FILES, FORMAT):
         raise TrainingError(f"{checkpoint} was written by another version of Trimtab; this version cannot resume it.")
-    if saved["format"] == FORMAT and saved.get(DIGEST) != _digest(saved):
+    if saved["format"] != BEFORE_CHECKSUMS and saved.get(DIGEST) != _digest(saved):
         raise ValueError(f"{STATE} was changed or damaged after it was written: its sha256 differs")
     return saved
 
@@ -316,33 +152,42 @@ def _refuse_numbers_of_no_run(values: Mapping[str, Any]) -> None:
 
 
 def load_part(file: Path) -> dict[str, torch.Tensor]:
-    """Tensors of one of a checkpoint's own files: of the checkpoint's step, and finite."""
-    facts = _facts(file)
-    if "step" in facts and file.parent.name != f"step-{facts['step']}":
-        raise ValueError(f"{file.name} belongs to step {facts['step']}")
-    tensors = load_file(file)
-    if name := _not_finite(tensors):
-        raise ValueError(f"{file.name}: {name} holds values that are not finite")
+    """Tensors of one of a checkpoint's own files, or of all shares of it: of the checkpoint's step, and finite."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in files_of(file.parent, file.name, _read(file.parent)):
+        share = file.with_name(name)
+        _refuse_other_step(share)
+        tensors |= load_file(share)
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise ValueError(f"{file.name}: {name} holds values that are not finite")
     return tensors
+
+
+def has_part(checkpoint: Path, file: str) -> bool:
+    """The checkpoint has such a file, or shares of it."""
+    return all((checkpoint / name).is_file() for name in files_of(checkpoint, file, _read(checkpoint)))
 
 
 def load_optimizer(checkpoint: Path, optimizer: Stateful, file: str = OPTIMIZER) -> None:
     """Make the optimizer what it was. The weights it is for are those of the checkpoint, and are loaded already."""
-    with explain_load_errors(checkpoint):
-        saved = load_part(checkpoint / file)
-        values = largest_values(optimizer.params)
-        if not all(map(math.isfinite, values)):
+    with explain_load_errors(checkpoint), StateReader(checkpoint, file, _read(checkpoint)) as reader:
+        facts = {} if reader.table is not None else _refuse_other_step(checkpoint / file)
+        if not all(map(is_finite, optimizer.params)):
             raise ValueError("its weights hold values that are not finite")
-        mark = _facts(checkpoint / file).get(WEIGHTS_MARK)
-        if mark is not None and mark != repr(math.fsum(values)):
+        mark = facts.get(WEIGHTS_MARK)
+        if mark is not None and mark != repr(math.fsum(largest_values(optimizer.params))):
             raise ValueError(f"its weights do not belong to {file}: they are from another step, or damaged")
-        optimizer.load_state_tensors(saved, _table(checkpoint, file))
+        optimizer.load_state_tensors(reader.by_parameter(), None)
+        optimizer.load_stretches(reader.fill_if_any)
 
 
-def _table(checkpoint: Path, file: str) -> list[Place] | None:
-    """Which parameter lies where in a file of flat tensors; None in format 1."""
-    tables = _read(checkpoint).get(TABLES)
-    return None if tables is None else TypeAdapter(list[Place]).validate_python(tables[file])
+def _refuse_other_step(file: Path) -> dict[str, Any]:
+    """What a file of format 1 says beside its tensors, which are those of the checkpoint's step."""
+    facts = _facts(file)
+    if "step" in facts and file.parent.name != f"step-{facts['step']}":
+        raise ValueError(f"{file.name} belongs to step {facts['step']}")
+    return facts
 
 
 def _facts(file: Path) -> dict[str, Any]:

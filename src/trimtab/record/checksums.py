@@ -27,6 +27,10 @@ def sums_of(folder: Path, names: list[str] | None = None) -> dict[str, Sum]:
         return dict(zip(names, found, strict=True))
 
 
+def sum_of_bytes(data: bytes) -> Sum:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
 def _sum(file: Path) -> Sum:
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()

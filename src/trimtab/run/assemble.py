@@ -16,6 +16,7 @@ from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.governor import Governor
+from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import planned
 from trimtab.plan.work import job_of
@@ -81,6 +82,7 @@ def assemble_here(
     """All of a run on one device, as it began or as a checkpoint left it."""
     parts = assemble(stage, ready, stack, recoveries, checkpoint, folder / ENGINE_LOGS, tell)
     trainer = _trainer(stage, parts, ready.tokenizer, recoveries)
+    stack.callback(trainer.close)
     if checkpoint is not None:
         trainer.load(checkpoint)
     facts = policy_facts(parts.policy, ready.tokenizer)
@@ -140,6 +142,7 @@ def _trainer(stage: Stage, parts: Parts, tokenizer: Any, recoveries: Recoveries)
         critic=parts.critic,
         longest=job.longest_sequence if job.generates else job.longest_trained,
         shorter=stage.shorter(parts.config),
+        copy_checkpoints=CHECKPOINT_COPY in parts.plan.ledger["checkpoint"].host,
         report=recoveries.of_policy,
         report_critic=recoveries.of_critic,
     )

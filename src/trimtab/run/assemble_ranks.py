@@ -66,6 +66,7 @@ def assemble_ranks(
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
     engine = Fleet(ranks, facts[0].engine, [each.lowered for each in facts])
     trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
+    stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
     return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter)

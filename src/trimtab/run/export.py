@@ -20,7 +20,6 @@ from trimtab.model.adapters import load_adapters
 from trimtab.model.load import DTYPES, load_model, load_tokenizer, resolve_dtype, save_model
 from trimtab.record.checkpoint import (
     CONFIG,
-    OPTIMIZER,
     STATE,
     check_files,
     checkpoints,
@@ -80,7 +79,8 @@ def export_run(run: Path, to: Path, which: str, dtype: str) -> Path:
 
 def _is_exported(name: str) -> bool:
     """Of a checkpoint's files: not what only training reads."""
-    return name not in (CONFIG, OPTIMIZER) and not Path(name).match("critic*.safetensors")
+    training = ("optimizer*.safetensors", "critic*.safetensors")
+    return name != CONFIG and not any(Path(name).match(pattern) for pattern in training)
 
 
 def _free_place(to: Path, run: Path) -> Path:

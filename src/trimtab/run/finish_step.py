@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab.base.errors import TrainingError
-from trimtab.record.checkpoint import CONFIG, RunState, folder_is_gone
+from trimtab.record.checkpoint import RunState, folder_is_gone
+from trimtab.record.layout import CONFIG
 from trimtab.run.roles import Observer, TrainingRun
 from trimtab.update.stats import UpdateStats
 
@@ -14,6 +15,7 @@ MAX_SKIPPED_IN_A_ROW = 5
 
 def refuse_without_folder(run: TrainingRun[Any, Any]) -> None:
     if not (run.folder / CONFIG).exists():
+        run.trainer.settle_saves()  # a checkpoint before this step may not be saved either
         raise folder_is_gone(run.folder, run.state.step)
 
 

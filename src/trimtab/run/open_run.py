@@ -76,7 +76,9 @@ def open_run(
     stack.callback(sinks.close)
     _tell_of_start(stage, ready, parts, state, console, inputs.verbose)
     spare_the_collector(stack)
+    trainer.prepare_to_save()
     timeline = Timeline(folder, on_phase=console.working)
+    trainer.tell_written(timeline.wrote_checkpoint)
     observer = LocalObserver(
         folder, console, timeline, sinks, parts.meter, PlanWatch(parts.plan), recoveries, inputs.callbacks
     )

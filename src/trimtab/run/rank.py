@@ -17,13 +17,19 @@ import torch
 
 from trimtab.cluster.mesh import Mesh, join
 from trimtab.cluster.serve import Link, serve
+from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
 from trimtab.model.memory import free
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
+from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
+from trimtab.record.behind import WriteBehind
+from trimtab.record.host_copy import HostCopy
+from trimtab.record.part import Part, PartWritten, write_part
+from trimtab.record.saving import capture_part
 from trimtab.rollout.engine import Engine, Request, RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
@@ -99,7 +105,11 @@ class Rank:
     def _build(self, setup: RankSetup, device: torch.device) -> None:
         stage, ready, plan, mesh = setup.stage, setup.ready, setup.plan, self._mesh
         asked = ready.config.run
-        self._ready, self._rank = ready, setup.rank
+        self._ready, self._rank, self._ranks = ready, setup.rank, setup.ranks
+        self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
+        self._behind = WriteBehind()
+        self._captured: Part | None = None
+        self._written: PartWritten | None = None
         policy, reference = load_within(
             asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
         )
@@ -200,6 +210,46 @@ class Rank:
 
     def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
         self._engine.lower(limits, least_tokens)
+
+    # Checkpoints
+
+    def reserve_copy(self) -> None:
+        """Take the memory for a copy of this rank's part of a checkpoint."""
+        if self._copy is not None:
+            self._copy.reserve(self._part().nbytes)
+
+    def capture(self, run_dir: Path, step: int) -> bool:
+        """Fix what this rank has of a checkpoint as it is now. True: it is a copy, and training may go on."""
+        self._captured = capture_part(self._part(), self._copy, run_dir, step)
+        return self._captured.is_copy
+
+    def begin_write(self, folder: Path) -> None:
+        """Write what was captured into a folder, in a thread where that reads a copy."""
+        assert self._captured is not None
+        part, self._captured = self._captured, None
+        self._written = None
+
+        def write() -> None:
+            self._written = write_part(folder, part)
+
+        self._behind.start(write)
+        if not part.is_copy and self._policy.device.type == "cuda":
+            self._behind.wait()
+
+    def is_written(self) -> bool:
+        return self._behind.ended or not self._behind.busy
+
+    def end_write(self) -> PartWritten:
+        """What was written, once it is on disk. Raises what kept it from that."""
+        try:
+            self._behind.wait()
+        except OSError as error:
+            raise WriteFailed(str(error), error.errno) from error
+        assert self._written is not None
+        return self._written
+
+    def _part(self) -> Part:
+        return self._trainer.part_of_rank(self._rank, self._ranks)
 
     # The rest
 

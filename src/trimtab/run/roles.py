@@ -60,7 +60,12 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path, state: RunState, keep: int) -> None:
-        """Write the checkpoint of the state's step into a run's folder, and keep so many besides the best."""
+        """Begin to write the checkpoint of the state's step into a run's folder, and keep so many besides the best. Weights and
+        state are those of now; the checkpoint before it is on disk when this returns."""
+        ...
+
+    def settle_saves(self, wait: bool = True) -> None:
+        """Every checkpoint that was begun is on disk, or what kept it from that is raised. Without `wait`: as far as is known."""
         ...
 
     def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:

@@ -4,6 +4,9 @@ Whenever a run is stopped or fails and its weights are those of a whole step, th
 metrics, which is on disk before the checkpoint that follows it. An evaluation that was due and did not finish is repeated by the
 run that resumes. A stop that comes while an update is applied, or a step is saved, waits until that is done. An update that fails
 half-way cannot be kept; the run then resumes from the checkpoint before it.
+
+Checkpoints are written behind the training (record/writer.py). However a run ends, it waits for the one under way; one that could
+not be written ends the run at the end of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import Any
 
 from trimtab.base.errors import DivergedError
 from trimtab.base.signals import hold_stops, raise_waiting
-from trimtab.record.checkpoint import CONFIG, checkpoints, newest_checkpoint, write_state
+from trimtab.record.checkpoint import checkpoints, newest_checkpoint, write_state
+from trimtab.record.layout import CONFIG
 from trimtab.run.finish_step import account, refuse_without_folder
 from trimtab.run.roles import TrainingRun
 
@@ -98,11 +102,21 @@ class StepSaver:
             if due or state.step in (self._steps, state.best_step):
                 self._mark()
                 self._write()
+            self._settle(wait=False)
         run.observer.call_back(state.step, metrics)
+
+    def end(self) -> None:
+        """All steps are done, and saved."""
+        with self._run.observer.phase("checkpoint"):
+            self._settle()
 
     def keep(self, error: BaseException) -> None:
         """Save the last whole step, where the weights are still those. That it fails is told, and is not what ended the run."""
         run, step = self._run, self._whole.step
+        try:
+            self._settle()
+        except Exception as failure:
+            self._warn_not_saved(failure)
         if self.mid_update or self._save_failed or isinstance(error, DivergedError):
             return
         if not step or not (run.folder / CONFIG).exists():
@@ -112,9 +126,13 @@ class StepSaver:
                 self._close()
             if step not in checkpoints(run.folder):
                 self._write()
+                self._settle()
         except Exception as failure:
-            why = (str(failure).strip().splitlines() or ["no message"])[0]
-            run.observer.warn(f"cannot save step {step} ({type(failure).__name__}: {why})")
+            self._warn_not_saved(failure)
+
+    def _warn_not_saved(self, failure: Exception) -> None:
+        why = (str(failure).strip().splitlines() or ["no message"])[0]
+        self._run.observer.warn(f"cannot save step {self._whole.step} ({type(failure).__name__}: {why})")
 
     def _close(self) -> None:
         """Write the step's row. Before the checkpoint: a kill in between repeats the step and its row; the other order would lose
@@ -139,6 +157,14 @@ class StepSaver:
             self._save_failed = True
             raise
 
+    def _settle(self, wait: bool = True) -> None:
+        """What was begun to be saved is on disk; without `wait`, has not failed so far."""
+        try:
+            self._run.trainer.settle_saves(wait)
+        except Exception:
+            self._save_failed = True
+            raise
+
 
 @contextmanager
 def save_on_stop(run: TrainingRun[Any, Any], steps: int) -> Iterator[StepSaver]:
@@ -147,6 +173,7 @@ def save_on_stop(run: TrainingRun[Any, Any], steps: int) -> Iterator[StepSaver]:
     try:
         with hold_stops(lambda: saver.mid_update):
             yield saver
+            saver.end()
     except BaseException as error:
         with hold_stops(raises=False):
             saver.keep(error)

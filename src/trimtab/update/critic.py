@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.known import ResolvedLearn
 from trimtab.model.policy import Policy
-from trimtab.record.checkpoint import Stateful, load_optimizer
+from trimtab.record.checkpoint import has_part, load_optimizer
+from trimtab.record.part import Stateful
 from trimtab.update.objectives.values import Values
 from trimtab.update.updater import Updater
 
@@ -52,7 +53,7 @@ def critic_files(critic: Updater) -> dict[str, dict[str, torch.Tensor] | Statefu
 @torch.no_grad()
 def restore_critic(checkpoint: Path, critic: Updater, load: Load = load_file) -> None:
     """Make the critic what it was when the checkpoint was written. `load` reads its weights."""
-    if not (checkpoint / CRITIC).is_file():
+    if not has_part(checkpoint, CRITIC):
         raise ConfigError(
             [
                 Problem(

@@ -67,6 +67,8 @@ class Guard:
         self.updater = updater
         self.ladder = Ladder(updater, engine, least_kv_tokens)
         self.report = report
+        self.before_recovery: Callable[[], None] = lambda: None
+        """Called before anything is given back or lowered: somebody may be reading it."""
         self.ceiling: dict[str, int] = {}
         """By the budget's name, the smallest micro-batch that ran out of memory under it."""
         self._device = updater.device
@@ -170,6 +172,7 @@ class Guard:
     def _recover(self, short: Shortage, where: str, tried: Tried, rungs: Sequence[Rung]) -> None:
         """Give back what the attempt held, then lower one thing."""
         self._recovered = self._learned = True
+        self.before_recovery()
         self.updater.abandon()
         change = next((change for rung in rungs if (change := rung(tried))), None)
         if change is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,7 @@ from trimtab.update.state_streamer import StateStreamer
 from trimtab.update.states import ParameterState, UnitState, by_parameter, flat, make_state, needs_master
 
 AnyLearn = Learn | SftLearn | PairLearn
+Fill = Callable[[torch.Tensor, str, Sequence[Place], int], bool]
 
 
 @dataclass(frozen=True)
@@ -377,6 +378,10 @@ class MasterAdamW:
             for m in unit.members
         ]
 
+    def stretches(self) -> dict[str, tuple[int, int]]:
+        """Of units that other ranks share: the first element whose state is here, and how many are."""
+        return {unit.unit.name: (unit.first, unit.columns) for unit in self._units if unit.shared}
+
     def state_of_parameters(self) -> dict[str, torch.Tensor]:
         """The state as format 1 of checkpoints names it: KIND/PARAMETER."""
         self._settle()
@@ -399,9 +404,21 @@ class MasterAdamW:
                 assert not name.startswith("master/"), f"no {name} in the checkpoint"
                 own.zero_()
         for unit in self._units:
-            if unit.has_masters:
+            if unit.has_masters and not unit.shared:
                 for member in unit.members:
                     member.parameter.copy_(member.parts["master"])
+
+    @torch.no_grad()
+    def load_stretches(self, fill: Fill) -> None:
+        """Take over the state of units that other ranks share. `fill` fills a flat tensor with state of a kind, for parameters at
+        the places it is given, from an element of the unit on; False where there is none of that kind."""
+        self._settle()
+        for unit in self._units:
+            places = [place for place in self.table() if place.unit == unit.unit.name]
+            for kind, row in unit.rows.items() if unit.shared else ():
+                if not fill(row, kind, places, unit.first):
+                    assert kind != "master", f"no masters of {unit.unit.name} in the checkpoint"
+                    row.zero_()
 
     def _settle(self) -> None:
         if self._streamer is not None:

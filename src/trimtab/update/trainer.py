@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 
+from trimtab.model.folder import other_files
 from trimtab.model.policy import AnyPolicy
 from trimtab.plan.governor import Governor, Move
-from trimtab.record.checkpoint import (
-    RunState,
-    Stateful,
-    explain_load_errors,
-    load_optimizer,
-    load_part,
-    save_checkpoint,
-)
+from trimtab.record.checkpoint import RunState, explain_load_errors, load_optimizer, load_part
+from trimtab.record.part import Part, Stateful, collect
+from trimtab.record.saving import PendingCheckpoint
+from trimtab.record.writer import CheckpointWriter
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.update.batch import Sample
@@ -97,10 +94,12 @@ class LocalTrainer(GuardedTrainer):
         critic: Updater | None = None,
         longest: int,
         shorter: str,
+        copy_checkpoints: bool = False,
         report: Callable[[Recovery], None] = lambda recovery: None,
         report_critic: Callable[[Recovery], None] = lambda recovery: None,
     ) -> None:
-        """`longest`: tokens of the longest sequence it can meet. `shorter`: what to write in a config for shorter ones."""
+        """`longest`: tokens of the longest sequence it can meet. `shorter`: what to write in a config for shorter ones.
+        `copy_checkpoints`: the plan has host memory for a copy of a checkpoint while that is written."""
         self.updater, self.reference, self.critic = updater, reference, critic
         self._tokenizer = tokenizer
         guard = Guard(updater, engine, least_kv_tokens=longest, shorter=shorter, report=report)
@@ -111,16 +110,40 @@ class LocalTrainer(GuardedTrainer):
             value_guard = Guard(critic, NoRollout(), least_kv_tokens=0, shorter=shorter, report=report_critic)
             scorers["critic"] = critic.policy
         super().__init__(guard, governor, scorers, value_guard)
+        self.writer = CheckpointWriter(updater.policy.device, guard.run, copy_checkpoints)
+        for each in self._guards.values():
+            each.before_recovery = self.writer.before_change  # which may move what is being saved
+        self._folder_files: dict[str, bytes] = {}
+        """What a checkpoint holds of the model beside its weights."""
+
+    def apply(self, lr: float, model: Trained = "policy") -> Applied:
+        self.writer.before_change()
+        return super().apply(lr, model)
+
+    def end_step(self) -> dict[str, float]:
+        return super().end_step() | self.writer.take_metrics()
+
+    def tell_written(self, on_written: Callable[[float, float], None]) -> None:
+        """Have somebody told of each checkpoint: when its write began and ended, in seconds of `time.perf_counter`."""
+        self.writer.on_written = on_written
+
+    def prepare_to_save(self) -> None:
+        """Do now what the first checkpoint would wait for."""
+        self._folder_files = other_files(self.updater.policy.model, self._tokenizer)
+        self.writer.prepare(self._part().nbytes)
 
     def save(self, folder: Path, state: RunState, keep: int) -> None:
-        updater = self.updater
+        self.writer.save(self._part, PendingCheckpoint(folder, state, keep))
 
-        def write() -> None:
-            save_checkpoint(
-                folder, state, updater.policy.model, self._tokenizer, updater.optimizer, keep, self._other_files()
-            )
+    def settle_saves(self, wait: bool = True) -> None:
+        if wait:
+            self.writer.wait()
+        else:
+            self.writer.raise_if_failed()
 
-        self.guard.run("checkpoint", write)
+    def close(self) -> None:
+        """What is being saved is on disk."""
+        self.writer.close()
 
     def load(self, checkpoint: Path) -> None:
         """Make optimizers, critic and heads what they were; the policy was loaded from the checkpoint."""
@@ -142,7 +165,20 @@ class LocalTrainer(GuardedTrainer):
         else:
             export_model(updater.policy, self._tokenizer, self.guard, folder)
 
-    def _other_files(self) -> Mapping[str, Mapping[str, torch.Tensor] | Stateful]:
+    def _part(self) -> Part:
+        """All that a checkpoint has, as it is now."""
+        model = self.updater.policy.model
+        self._folder_files = self._folder_files or other_files(model, self._tokenizer)
+        return collect(model, self.updater.optimizer, self._other_tensors(), self._folder_files)
+
+    def part_of_rank(self, rank: int, ranks: int) -> Part:
+        """What one of several ranks has of a checkpoint, as it is now."""
+        model = self.updater.policy.model
+        if rank == 0 and not self._folder_files:
+            self._folder_files = other_files(model, self._tokenizer)
+        return collect(model, self.updater.optimizer, self._other_tensors(), self._folder_files, rank, ranks)
+
+    def _other_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor] | Stateful]:
         """Tensors of a checkpoint beside the policy's and its optimizer's, by file."""
         objective = self.updater.objective
         if isinstance(objective, BradleyTerry):
