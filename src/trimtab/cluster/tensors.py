@@ -21,7 +21,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.device.type != "cpu" or value.requires_grad:
             return NotImplemented
-        flat = value.contiguous().view(-1)
+        flat = value.reshape(-1)
+        if flat.stride(0) != 1:  # one element that was expanded
+            flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
         return tensor_of, (flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
 
 
