@@ -21,7 +21,7 @@ from torch import nn
 from trimtab.model.norms import OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
-from trimtab.model.sizes import BLOCK, FUSED
+from trimtab.model.sizes import BLOCK, FUSED_FAMILIES
 from trimtab.model.weights import WeightStore
 
 SILU, GELU_TANH = 0, 1
@@ -116,7 +116,7 @@ class Watch:
 
 def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
     body = policy.body
-    if policy.config.model_type not in FUSED:
+    if policy.config.model_type not in FUSED_FAMILIES:
         raise Unfusable(f"fused layers were not tested with the architecture {policy.config.model_type}")
     missing = [name for name in ("layers", "norm", "embed_tokens") if not hasattr(body, name)]
     if missing:

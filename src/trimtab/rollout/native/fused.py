@@ -18,7 +18,7 @@ from trimtab.model.norms import Norm, Rotary
 from trimtab.model.parts import LayerParts, Linears, read_parts, rotary_tables
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
-from trimtab.model.sizes import MERGED_AT_ONCE
+from trimtab.model.sizes import MERGE_CHUNK_ELEMENTS
 from trimtab.rollout.native.arena import piece_bytes
 from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
 from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, Partials, decode_attention
@@ -89,7 +89,7 @@ class Product:
         if self._merged is not None:
             self._downs, self._ups = None, []
             self._merged.copy_(self.weight)
-            rows = max(1, MERGED_AT_ONCE // self.inputs)
+            rows = max(1, MERGE_CHUNK_ELEMENTS // self.inputs)
             for start, end in {(a.start, a.end) for a in self.adapters}:
                 for first in range(start, end, rows):
                     last = min(end, first + rows)
