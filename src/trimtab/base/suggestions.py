@@ -33,7 +33,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 def near_or_all(name: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid names, otherwise with all of them."""
     names = sorted(valid)
-    everything = f"There is: {', '.join(names[:MAX_NAMES_LISTED])}." if names else "There is none."
+    everything = f"Available: {', '.join(names[:MAX_NAMES_LISTED])}." if names else "None is available."
     return did_you_mean(name, names).strip() or everything
 
 

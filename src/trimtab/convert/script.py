@@ -32,7 +32,8 @@ RULES: tuple[ConvertRule, ...] = (
         "k_rollouts num_generations num_samples group_size n_samples samples_per_prompt",
         "learn.samples_per_prompt",
         whole,
-        "completions of one prompt, which are compared with each other: fewer is not cheaper memory but another algorithm",
+        "completions of one prompt, which are compared with each other: fewer of them save no memory and change what is"
+        " learned",
     ),
     mapped("max_new_tokens_train max_new_tokens max_completion_length", "learn.max_new_tokens", whole),
     mapped("max_new_tokens_eval", "eval.max_new_tokens", whole),

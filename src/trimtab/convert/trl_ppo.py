@@ -46,7 +46,7 @@ OWN_RULES: tuple[ConvertRule, ...] = (
     together("cliprange", "learn.clip.low"),
     together("cliprange_value", "learn.critic.clip"),
     together("gamma", "learn.critic.gamma"),
-    together("lam", "learn.critic.lam", f"TRL normalises advantages in each process; here {NORMALISED}"),
+    together("lam", "learn.critic.lam", f"TRL normalises advantages in each process; in Trimtab, {NORMALISED}"),
     together("sft_model_path", "model.path"),
     together("stop_token_id", "learn.sampling.stop_token_ids"),
     automatic("stop_token", "the model's own end-of-sequence tokens end a completion", "learn.sampling.stop_token_ids"),
@@ -58,21 +58,21 @@ OWN_RULES: tuple[ConvertRule, ...] = (
     automatic("num_sample_generations", "completions are in RUN/samples", "observe.samples_every"),
     dead(
         "vf_coef",
-        "a factor that AdamW does not feel. In TRL it shifts what policy and critic have of one norm to clip at; here each has "
-        "its own",
+        "a factor that AdamW cancels. In TRL it also divides one gradient-norm limit between policy and critic; in "
+        "Trimtab each has its own",
     ),
     *each(
         dead,
         "world_size num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size",
-        "TRL works it out itself, whatever is given",
+        "TRL computes it itself and ignores the value",
     ),
-    unsupported("whiten_rewards", "rewards are not whitened; advantages are"),
+    unsupported("whiten_rewards", "Trimtab normalises advantages, not rewards"),
     unsupported("missing_eos_penalty", "learn.mask_truncated and learn.overlong are similar"),
     together("reward_model_path", "reward.0.fn", REWARD_MODEL),
     *each(
         unsupported,
         "model_adapter_name ref_adapter_name",
-        "one set of adapters; without them the model is the reference",
+        "Trimtab has one set of adapters; the model without them is the reference",
     ),
 )
 _OF_GRPO = tuple(dict.fromkeys([*OF_GRPO, *OF_GRPO_ALONE.split()]))
@@ -162,7 +162,9 @@ def _rates(sheet: Sheet) -> None:
         sheet.put("learn.lr", LEARNING_RATE)
         sheet.put("learn.critic.lr", LEARNING_RATE)
     else:
-        sheet.put("learn.critic.lr", rate.value, "learning_rate", note="one rate for policy and critic in TRL")
+        sheet.put(
+            "learn.critic.lr", rate.value, "learning_rate", note="TRL has one learning rate for policy and critic"
+        )
     if "learn.sampling.temperature" not in sheet.keys:
         sheet.put("learn.sampling.temperature", TEMPERATURE)
     said = ["one completion for each prompt", *[f"a rate of {LEARNING_RATE:g}"] * (rate is None)]
@@ -179,8 +181,10 @@ def _model(sheet: Sheet) -> None:
         )
         sheet.put("model.path", path, "sft_model_path")
     reward_model(sheet, "reward_model_path")
-    sheet.say("reward_model_path", "TRL's script starts the critic from it too; here it starts as the policy")
-    sheet.refuse("max_steps", "TRL's PPO does not look at it: total_episodes counts", "dead")
+    sheet.say(
+        "reward_model_path", "TRL's script starts the critic from it too; Trimtab starts the critic from the policy"
+    )
+    sheet.refuse("max_steps", "TRL's PPO ignores it: total_episodes decides", "dead")
 
 
 FRAMEWORK = Framework(

@@ -28,12 +28,12 @@ OWN_RULES: tuple[ConvertRule, ...] = (
     together("num_generations rloo_k", "learn.samples_per_prompt"),
     mapped("num_iterations num_ppo_epochs", "learn.epochs_per_step", whole, "passes over one batch of samples"),
     mapped("max_completion_length response_length", "learn.max_new_tokens", whole),
-    together("beta kl_coef", "learn.kl.coef", "k1 of the whole completion, subtracted from the reward, there and here"),
-    together("epsilon cliprange", "learn.clip.low", "bounds the ratio of the whole completion, there and here"),
+    together("beta kl_coef", "learn.kl.coef", "k1 of the whole completion, subtracted from the reward, as in Trimtab"),
+    together("epsilon cliprange", "learn.clip.low", "bounds the ratio of the whole completion, as in Trimtab"),
     together("normalize_advantages normalize_advantage", "learn.advantage"),
     mapped("reward_clip_range", "learn.reward_clip", some(pair)),
-    unsupported("normalize_reward", "TRL took it out; reward.N.normalize is near"),
-    unsupported("token_level_kl", "TRL took it out: the penalty is that of the whole completion"),
+    unsupported("normalize_reward", "TRL removed it; reward.N.normalize is similar"),
+    unsupported("token_level_kl", "TRL removed it: the penalty is that of the whole completion"),
     *each(dead, OF_GRPO_ALONE, "GRPOConfig's; RLOOConfig does not have it"),
 )
 _OWN = {rule.name for rule in OWN_RULES}
@@ -44,10 +44,10 @@ def settle(sheet: Sheet) -> None:
     sheet.put("learn.algorithm", "rloo")
     sizes(sheet, 2)
     if sheet.read("normalize_advantages", yes, False):
-        note = "leave-one-out is the group's mean up to a factor, which the division by the deviation takes out"
+        note = "leave-one-out equals the group mean up to a factor, and dividing by the standard deviation removes that factor"
         sheet.put("learn.advantage", "group_mean_global_std", "normalize_advantages", note=note)
     else:
-        sheet.refuse("normalize_advantages", "off is what RLOO does anyway", "dead")
+        sheet.refuse("normalize_advantages", "off is RLOO's default", "dead")
     clip(sheet, "epsilon", high="epsilon_high")
     _kl(sheet)
     steps_and_rates(sheet, LEARNING_RATE)

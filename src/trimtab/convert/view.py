@@ -21,7 +21,7 @@ SAID = {
     "mapped": "went into the config",
     "automatic": "Trimtab decides now",
     "dead": "had no effect, or not the documented one",
-    "unsupported": "not possible here",
+    "unsupported": "not possible in Trimtab",
 }
 
 

@@ -129,7 +129,7 @@ def stated_adapters(config: AnyConfig, shape: ModelShape) -> int:
     if lora.targets != "all-linear":
         found = shape.lora_parameters(lora.r, lora.targets)
         if not found:
-            what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or 'of no name'}"
+            what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or '(the list is empty)'}"
             raise ConfigError(
                 [Problem("model.lora.targets", what, "Write all-linear, or names such as [q_proj, v_proj].")]
             )

@@ -100,7 +100,7 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
     plan, filled = widest(config.run, job, machine, profile)
     if filled != profile:
         notes.append(
-            f"It does not fit with run.profile {profile}; as train does then, this plan is made with {filled}."
+            f"The run does not fit with run.profile: {profile}. This plan uses {filled} instead, as train would."
         )
     return PlanResult(plan, config, filled, notes)
 

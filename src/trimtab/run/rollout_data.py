@@ -256,7 +256,7 @@ def open_replies(
     for there in columns:
         hosts.check(there)
         for name in sorted(there & {*ENVIRONMENT_ARGUMENTS}):
-            what = f"the data has a column {name!r}, a name that rewards get from the environment"
+            what = f"the data has a column {name!r}, but the environment passes {name} to the rewards itself"
             raise DataError(f"environment: {what}. Rename the column")
     schemas = hosts.loaded.schemas
     replies = ReplyEncoder(tokenizer, templated(config.data, tokenizer), schemas)
