@@ -68,7 +68,7 @@ def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[st
 
 
 def asked_steps(overrides: Sequence[str], usual: int) -> int:
-    """The warm-up of the rate is made for so many. What is no number the config refuses."""
+    """The number of steps, which sets the learning rate's warm-up. The config refuses a value that is not a number."""
     asked = [line.removeprefix("learn.steps=") for line in overrides if line.startswith("learn.steps=")]
     return int(asked[-1]) if asked and asked[-1].isascii() and asked[-1].isdecimal() else usual
 

@@ -1,6 +1,6 @@
-"""The words that turn "no such name" into "did you mean": used by every error that names something unknown.
+""" "Did you mean ...?" for every error that names something unknown.
 
-And whether a name can only be that of something on this machine, so that no hub is asked for it.
+Also decides whether a name can only be a local path, so that the hub is not asked for it.
 """
 
 from __future__ import annotations

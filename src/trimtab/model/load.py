@@ -1,6 +1,6 @@
 """Models in and out: a hub name, a folder or a GGUF file in; a Hugging Face folder out.
 
-Every mistake that can be told from the name alone is told before any weight is read.
+Mistakes that the name alone shows are reported before any weight is read.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def _rotary_table(policy: Policy, kind: str, positions: int) -> Rotary:
 
 
 def rotary_tables(policy: Policy, kinds: Iterable[str], positions: int, known: dict[str, Rotary]) -> dict[str, Rotary]:
-    """Tables of at least so many positions for these kinds of layers: the known ones where they suffice."""
+    """Rotary tables of at least this many positions for these kinds of layers. Reuses tables that are long enough."""
     if known and next(iter(known.values())).cos.shape[0] >= positions:
         return known
     positions = max(1024, 1 << (positions - 1).bit_length())

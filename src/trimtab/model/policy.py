@@ -316,7 +316,7 @@ AnyPolicy = Policy | WithoutAdapters | FromHost
 
 
 def refuse_other_layers(model: Model) -> None:
-    """Refuse an architecture that `Policy(...)` would refuse, as far as that can be told without its weights."""
+    """Refuse an architecture that `Policy(...)` would refuse, as far as that is known without its weights."""
     config = load_config(model)
     # In bfloat16, for which the products of experts are defined without values, too.
     with building(model, config), torch.device("meta"):

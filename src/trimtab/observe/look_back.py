@@ -15,7 +15,7 @@ MOST_FINDINGS_NAMED = 3
 
 
 def where_it_stands(folder: Path, state: RunState, steps: int) -> str:
-    """What to tell somebody whose run has just stopped."""
+    """The message after a run has stopped: how far it got, and how to continue."""
     checkpoint = newest_checkpoint(folder)
     kept = (
         f"resume it to continue from {checkpoint.name}"

@@ -1,6 +1,6 @@
-"""Says when steps teach nothing: no group of them had samples with different rewards.
+"""Warns when steps teach nothing: in no group do the rewards differ.
 
-Such a run looks busy. Waiting costs hours, so it is told after a few steps, and again, more rarely, while it lasts.
+Such a run looks busy and costs hours, so the warning comes after a few steps, and is repeated more and more rarely.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from trimtab.observe.format import get, number
 
 TELL_AFTER_STEPS = (3, 30, 300)
-"""Steps in a row without signal at which it is told."""
+"""Numbers of steps in a row without signal at which the warning comes."""
 NO_SIGNAL = "reward/zero_std_groups"
 
 

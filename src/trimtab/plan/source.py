@@ -104,7 +104,7 @@ def stated_dtype(config: AnyConfig, cpu: bool) -> str:
 
 
 def stated_lengths(config: AnyConfig, shape: ModelShape) -> Lengths:
-    """The lengths that a config states, before anybody has looked at the data."""
+    """The lengths that a config states, before the data is read."""
     held_out = config.data.eval is not None
     if not isinstance(config, Config):
         answers = 2 if isinstance(config, RewardModelConfig) else 1  # both of a pair are in one micro-batch

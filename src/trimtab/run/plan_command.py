@@ -25,7 +25,7 @@ from trimtab.run.completion_lengths import lengths_of
 from trimtab.run.shapes import shape_of, stated_models
 
 ASSUMED_HOST_BYTES = 256 * GIB
-"""Host memory of a machine that is not this one, where nobody says how much it has."""
+"""Host memory that a plan for another machine assumes without --host-memory."""
 
 
 @dataclass(frozen=True)

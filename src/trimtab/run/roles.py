@@ -60,7 +60,7 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path, state: RunState, keep: int) -> None:
-        """Write the checkpoint of the state's step into a run's folder, and keep so many besides the best."""
+        """Write the checkpoint of the state's step into a run's folder. Keep this many of the newest, and the best."""
         ...
 
     def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:

@@ -121,7 +121,7 @@ def read_work(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools:
 
 
 def read_tokenizer(config: Config) -> tuple[Any, int]:
-    """The tokenizer, and tokens of the longest prompt; what is wrong with the model's own files is told before all else."""
+    """The tokenizer, and the tokens of the longest prompt. Errors in the model's own files are reported first."""
     limit = prompt_limit(config)
     return load_tokenizer(config.model), limit
 
@@ -191,7 +191,7 @@ def read_eval(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools:
 
 
 def with_found_rewards(config: ResolvedConfig, inputs: Inputs) -> ResolvedConfig:
-    """Reward files by absolute path, so that the run's config.yaml can be run again from anywhere. Missing ones are told."""
+    """Reward files by absolute path, so that the run's config.yaml can be run again from anywhere. Missing files are errors."""
     parts = []
     for part in config.reward:
         source = locate(part.fn, inputs.base_dir, inputs.rewards)

@@ -98,7 +98,7 @@ def measured_shape(config: Any) -> ModelShape:
 
 
 def shape_of_model(model: Any) -> ModelShape:
-    """The shape of a built model, adapters left out; what its config does not say is taken to be as usual."""
+    """The shape of a built model, adapters left out; facts that its config does not state get their usual values."""
     import torch
 
     text = model.config.get_text_config()

@@ -1,4 +1,4 @@
-"""Whether the library that an engine runs is there, told before anything expensive starts."""
+"""Checks, before anything expensive starts, that the library of an engine is installed."""
 
 from __future__ import annotations
 

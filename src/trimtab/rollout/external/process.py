@@ -67,7 +67,7 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: Any, seconds: float = SILENCE_TIMEOUT_S) -> None:
-        """Send a message; EngineLost where nobody reads for so long. A large one has to be read before it is all written."""
+        """Send a message. Raises EngineLost if the process reads nothing for `seconds`."""
         try:
             self.link.send(message, seconds)
         except TimeoutError as error:

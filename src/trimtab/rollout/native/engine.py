@@ -187,7 +187,7 @@ class NativeEngine:
             self._set_pages(pages)
 
     def _least_pages(self, tokens: int) -> int:
-        """Pages of the smallest pool that can serve one sequence of so many tokens: a fork copies one page more."""
+        """Pages of the smallest pool that can serve one sequence of this many tokens: a fork copies one page more."""
         return -(-tokens // self.pool.page_tokens) + 1
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ class FusedBody:
             product.refresh()
 
     def set_positions(self, positions: int) -> bool:
-        """Know the rotation of at least so many positions; True if the tables are new."""
+        """Make rotary tables for at least this many positions; True if they are new."""
         before = self.rotaries
         self.rotaries = rotary_tables(self.policy, (l.parts.kind for l in self.layers), positions, before)
         return self.rotaries is not before

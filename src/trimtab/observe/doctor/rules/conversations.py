@@ -1,4 +1,4 @@
-"""Completions that are conversations: environments that fail or dawdle, calls that nobody understands, turns that run out."""
+"""Rules for conversations: environments that fail or are slow, malformed tool calls, and conversations that run out of turns."""
 
 from __future__ import annotations
 

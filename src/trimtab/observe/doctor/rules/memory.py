@@ -29,7 +29,7 @@ def memory_tight(record: Record) -> Symptom | None:
 
 
 def memory_unused(record: Record) -> Symptom | None:
-    """Free memory is no fault in itself: only where the run does something slower for want of it."""
+    """Free memory is a finding only if the run does something more slowly to save memory."""
     size, highest = record.now(TOTAL), peak(record)
     if not size or highest is None or highest[0] / size >= 0.6:
         return None

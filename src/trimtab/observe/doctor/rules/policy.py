@@ -1,6 +1,6 @@
-"""Is the policy sound: entropy, KL, ratio, clipping, gradients, and whether engine and trainer agree. Nats per token throughout.
+"""Rules for the policy: entropy, KL, ratio, clipping, gradients, and whether engine and trainer agree. Nats per token throughout.
 
-Three distances are told apart: KL to the reference (kl_ref), KL to the policy that sampled (kl_old), and the engine's distance
+Three distances are kept apart: KL to the reference (kl_ref), KL to the policy that sampled (kl_old), and the engine's distance
 from the trainer, which is measured as the mean absolute difference of log-probs and not as a KL.
 """
 

@@ -14,7 +14,7 @@ SPEED = "rollout/tokens_per_s"
 
 
 def _share(phase: str, limit: float, least_s: float = 0.05) -> Callable[[Record], Symptom | None]:
-    """A check of a phase's share of all time; phases of a few milliseconds are nobody's trouble."""
+    """A check of a phase's share of all time. Phases of a few milliseconds are ignored."""
 
     def check(record: Record) -> Symptom | None:
         share, mean_s = record.share_of_time(phase) or 0.0, fmean(record.values(f"time/{phase}"))
