@@ -191,7 +191,7 @@ def test_matrices_whose_rows_begin_anywhere_are_left_to_cublas() -> None:
 @pytest.fixture
 def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every program costs the interpreter a second; two parts of a sequence show what sixteen would."""
-    monkeypatch.setattr(kernels, "MOST_SPLITS", 2)
+    monkeypatch.setattr(kernels, "MAX_SPLITS", 2)
 
 
 FUSABLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"]

@@ -19,7 +19,7 @@ class Lora(Section):
     r: PositiveInt = 16
     """Rank. More learns more; it hardly matters for memory, which goes into activations and frozen weights."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """What adapters add is multiplied by alpha / r. None: 2 r."""
+    """The adapters' output is multiplied by alpha / r. None: 2 r."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Linear layers that get an adapter, by the end of their names (q_proj). all-linear: all but the output head."""
 

@@ -258,7 +258,7 @@ def adapters(sheet: Sheet, rank: str, alpha: str, targets: str, dropout: str = "
     sheet.put("model.lora.r", r, rank)
     scale = sheet.read(alpha, real)
     if scale is not None:
-        sheet.put("model.lora.alpha", scale, alpha, note=f"what adapters add is scaled by {scale:g} / {r}")
+        sheet.put("model.lora.alpha", scale, alpha, note=f"the adapters' output is scaled by {scale:g} / {r}")
     layers = sheet.read(targets, lambda value: value if isinstance(value, list | str) else [text(value)])
     if layers is not None:
         names = layers if isinstance(layers, list) else [layers]

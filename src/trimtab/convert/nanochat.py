@@ -81,7 +81,7 @@ def settle(sheet: Sheet) -> None:
         sheet.refuse("run", "dummy turns W&B off, which is Trimtab's default", "dead")
     else:
         sheet.put(
-            "observe.wandb", "nanochat-rl", "run", note="the name of the project; the run is named for its folder"
+            "observe.wandb", "nanochat-rl", "run", note="the name of the project; the run has the name of its folder"
         )
     sheet.need(
         "model.path", "the model to train: nanochat's checkpoint exported as a Hugging Face folder, or any other"

@@ -20,7 +20,7 @@ from trimtab.convert.common import (
 from trimtab.convert.openrlhf_table import CRITIC_FLAGS, REWARD_MODEL_FLAGS, RULES, STAGE_FLAGS
 from trimtab.convert.rules import PPO, number, one_of, pair, real, text, whole, yes
 from trimtab.convert.sheet import Framework, Sheet
-from trimtab.convert.versions import ABSENT, Was
+from trimtab.convert.versions import ABSENT, OldDefault
 
 DEFAULTS = {
     "rollout.batch_size": 1024,
@@ -42,11 +42,11 @@ DEFAULTS = {
     "actor.lr_warmup_ratio": 0.03,
     "actor.min_lr_ratio": 0.1,
 }
-WAS = (
-    Was("0.9.8", "prompt_max_len", 1024),
-    Was("0.9.8", "rollout.max_new_tokens", 1024),
-    Was("0.9.8", "data.max_len", ABSENT),
-    Was("0.8.2", "critic.value_clip", 0.2),
+OLD_DEFAULTS = (
+    OldDefault("0.9.8", "prompt_max_len", 1024),
+    OldDefault("0.9.8", "rollout.max_new_tokens", 1024),
+    OldDefault("0.9.8", "data.max_len", ABSENT),
+    OldDefault("0.8.2", "critic.value_clip", 0.2),
 )
 """From train_ppo_ray.py of every release since 0.7."""
 ALGORITHMS = {
@@ -359,5 +359,5 @@ FRAMEWORK = Framework(
     alias="today's name is {}",
     newest="0.11.2",
     oldest="0.7.0",
-    was=WAS,
+    was=OLD_DEFAULTS,
 )

@@ -213,7 +213,7 @@ RULES: tuple[ConvertRule, ...] = (
     together("logger.wandb.project wandb_project", "observe.wandb"),
     unsupported("logger.wandb.org wandb_org", "set WANDB_ENTITY"),
     unsupported("logger.wandb.group wandb_group", "set WANDB_RUN_GROUP"),
-    automatic("logger.wandb.run_name wandb_run_name", "the run is named for its folder", "observe.dir"),
+    automatic("logger.wandb.run_name wandb_run_name", "the run has the name of its folder", "observe.dir"),
     mapped(
         "logger.tensorboard_dir use_tensorboard",
         "observe.tensorboard",
@@ -324,7 +324,7 @@ RULES: tuple[ConvertRule, ...] = (
     automatic("ds.attn_implementation attn_implementation flash_attn", "one attention for training and generation"),
     automatic("ds.experts_implementation", "the model defines it"),
     automatic("data.dataloader_num_workers dataloader_num_workers", "Trimtab tokenises prompts ahead, in a thread"),
-    automatic("data.disable_fast_tokenizer disable_fast_tokenizer", "the tokenizer decides its own form"),
+    automatic("data.disable_fast_tokenizer disable_fast_tokenizer", "Trimtab uses the tokenizer's own default"),
     automatic(
         "train.full_determinism_enable full_determinism", "sampling depends only on seed, step, prompt and position"
     ),

@@ -78,9 +78,7 @@ def settle(sheet: Sheet) -> None:
     batch, steps = sheet.read("grpo_batch_size", whole), sheet.read("gradient_accumulation_steps", whole, 1)
     if batch is not None and batch > 0 and steps > 0:
         names = ("grpo_batch_size", "gradient_accumulation_steps")
-        note = (
-            f"{batch} × {steps} prompts in an optimizer step; how they are cut follows from the token budget, exactly"
-        )
+        note = f"{batch} × {steps} prompts in an optimizer step; the token budget decides how they are split"
         sheet.put("learn.prompts_per_step", batch * steps, *names, note=note)
     elif sheet.given("gradient_accumulation_steps"):
         sheet.refuse("gradient_accumulation_steps", "multiplies a batch size that is not given: learn.prompts_per_step")

@@ -18,7 +18,7 @@ from trimtab.convert.trl_common import (
     steps_and_rates,
 )
 from trimtab.convert.trl_table import RULES
-from trimtab.convert.versions import Was
+from trimtab.convert.versions import OldDefault
 
 CORRECTION = "vllm_importance_sampling_correction"
 MODE, CAP = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
@@ -32,18 +32,18 @@ DEFAULTS = {
     MODE: "sequence_mask",
     CAP: 3.0,
 }
-WAS = (
-    Was("1.10", "max_completion_length", 256),
-    Was("1.10", "use_bias_correction_kl", False),
-    Was("0.26", MODE, "token_truncate"),
-    Was("0.26", CAP, 2.0),
-    Was("0.26", "max_prompt_length", 512),
-    Was("0.23", CORRECTION, False),
-    Was("0.22", "loss_type", "bnpo"),
-    Was("0.19", "beta", 0.04),
-    Was("0.18", "temperature", 0.9),
-    Was("0.18", "top_k", 50),
-    Was("0.16", "loss_type", "grpo"),
+OLD_DEFAULTS = (
+    OldDefault("1.10", "max_completion_length", 256),
+    OldDefault("1.10", "use_bias_correction_kl", False),
+    OldDefault("0.26", MODE, "token_truncate"),
+    OldDefault("0.26", CAP, 2.0),
+    OldDefault("0.26", "max_prompt_length", 512),
+    OldDefault("0.23", CORRECTION, False),
+    OldDefault("0.22", "loss_type", "bnpo"),
+    OldDefault("0.19", "beta", 0.04),
+    OldDefault("0.18", "temperature", 0.9),
+    OldDefault("0.18", "top_k", 50),
+    OldDefault("0.16", "loss_type", "grpo"),
 )
 """From grpo_config.py and grpo_trainer.py of every release since 0.15."""
 AGGREGATES = {
@@ -177,5 +177,5 @@ FRAMEWORK = Framework(
     reads="GRPOConfig",
     newest=NEWEST,
     oldest="0.15.0",
-    was=WAS,
+    was=OLD_DEFAULTS,
 )

@@ -24,8 +24,8 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-COLD = ("constant",)
-"""Shapes for which transformers looks at no warm-up."""
+WITHOUT_WARMUP = ("constant",)
+"""Schedules for which transformers ignores the warm-up."""
 KWARGS = "lr_scheduler_kwargs"
 REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"fn": "math", "args": {"column": "solution"}},
@@ -112,7 +112,9 @@ def put_period(sheet: Sheet, key: str, name: str, steps: int, updates: int) -> N
 def rates(sheet: Sheet, usual: float, updates: int = 1) -> None:
     """Kind and warm-up, counted in optimizer steps, and of cosine_with_min_lr where it ends: a fraction of the rate, or a rate.
     `usual` is the rate unless one is given."""
-    schedule(sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps", updates=updates, cold=COLD)
+    schedule(
+        sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps", updates=updates, cold=WITHOUT_WARMUP
+    )
     kind = sheet.read("lr_scheduler_type", str, "linear")
     fraction, floor = _of_schedule(sheet, "min_lr_rate"), _of_schedule(sheet, "min_lr")
     names = [KWARGS, f"{KWARGS}.min_lr_rate", f"{KWARGS}.min_lr"]

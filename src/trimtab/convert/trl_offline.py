@@ -33,7 +33,7 @@ from trimtab.convert.trl_common import (
     text_as_it_is,
 )
 from trimtab.convert.trl_table import RULES as TABLE
-from trimtab.convert.versions import Was
+from trimtab.convert.versions import OldDefault
 
 FROM_TABLE = (
     "model_name_or_path trust_remote_code learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
@@ -106,7 +106,7 @@ REWARD_RULES: tuple[ConvertRule, ...] = (
 _USUAL = {**TRAINER_DEFAULTS, "max_length": 1024}
 SFT_DEFAULTS = {**_USUAL, "learning_rate": 2e-5, "loss_type": "nll"}
 REWARD_DEFAULTS = {**_USUAL, "learning_rate": 1e-4}
-REWARD_WAS = (Was("0.24", "learning_rate", 5e-5),)
+REWARD_OLD_DEFAULTS = (OldDefault("0.24", "learning_rate", 5e-5),)
 """From sft_config.py and reward_config.py of every release since 0.15."""
 
 
@@ -242,5 +242,5 @@ REWARD = Framework(
     schema=RewardModelConfig,
     newest=NEWEST,
     oldest="0.15.0",
-    was=REWARD_WAS,
+    was=REWARD_OLD_DEFAULTS,
 )

@@ -23,7 +23,7 @@ from trimtab.convert.rules import (
 from trimtab.convert.sheet import Framework, Sheet
 from trimtab.convert.stages import OF_GRPO
 from trimtab.convert.trl_common import TRAINER_DEFAULTS, data, logs, lora, periods, rates, rewards, spelling
-from trimtab.convert.trl_table import OF_GRPO_ALONE
+from trimtab.convert.trl_table import GRPO_ONLY_NAMES
 from trimtab.convert.trl_table import RULES as TABLE
 
 DEFAULTS: dict[str, Any] = {
@@ -75,11 +75,11 @@ OWN_RULES: tuple[ConvertRule, ...] = (
         "Trimtab has one set of adapters; the model without them is the reference",
     ),
 )
-_OF_GRPO = tuple(dict.fromkeys([*OF_GRPO, *OF_GRPO_ALONE.split()]))
+_OF_GRPO = tuple(dict.fromkeys([*OF_GRPO, *GRPO_ONLY_NAMES.split()]))
 RULES: tuple[ConvertRule, ...] = (
     *(rule for rule in TABLE if rule.name not in _OF_GRPO),
     *OWN_RULES,
-    *each(dead, " ".join(_OF_GRPO), "GRPOConfig's; PPOConfig does not have it"),
+    *each(dead, " ".join(_OF_GRPO), "belongs to GRPOConfig; PPOConfig does not have it"),
 )
 
 
@@ -91,7 +91,9 @@ def _sign(sheet: Sheet) -> str | None:
 
 def not_asked(sheet: Sheet) -> None:
     """All that is PPO's does nothing."""
-    sheet.without(OWN_RULES, "PPOConfig's, and the other settings are GRPOConfig's, which has no critic")
+    sheet.without(
+        OWN_RULES, "belongs to PPOConfig, but the other settings are those of GRPOConfig, which has no critic"
+    )
 
 
 def settle(sheet: Sheet) -> None:

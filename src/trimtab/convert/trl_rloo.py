@@ -16,12 +16,12 @@ from trimtab.convert.trl_common import (
     spelling,
     steps_and_rates,
 )
-from trimtab.convert.trl_table import OF_GRPO_ALONE
+from trimtab.convert.trl_table import GRPO_ONLY_NAMES
 from trimtab.convert.trl_table import RULES as TABLE
-from trimtab.convert.versions import Was
+from trimtab.convert.versions import OldDefault
 
 DEFAULTS = {**TRAINER_DEFAULTS, "num_generations": 2, "max_completion_length": 512, "beta": 0.05}
-WAS = (Was("1.10", "max_completion_length", 256), Was("0.27", "max_prompt_length", 512))
+OLD_DEFAULTS = (OldDefault("1.10", "max_completion_length", 256), OldDefault("0.27", "max_prompt_length", 512))
 """From rloo_config.py of every release since 0.22."""
 LEARNING_RATE = 1e-6
 OWN_RULES: tuple[ConvertRule, ...] = (
@@ -34,7 +34,7 @@ OWN_RULES: tuple[ConvertRule, ...] = (
     mapped("reward_clip_range", "learn.reward_clip", some(pair)),
     unsupported("normalize_reward", "TRL removed it; reward.N.normalize is similar"),
     unsupported("token_level_kl", "TRL removed it: the penalty is that of the whole completion"),
-    *each(dead, OF_GRPO_ALONE, "GRPOConfig's; RLOOConfig does not have it"),
+    *each(dead, GRPO_ONLY_NAMES, "belongs to GRPOConfig; RLOOConfig does not have it"),
 )
 _OWN = {rule.name for rule in OWN_RULES}
 RULES = (*(rule for rule in TABLE if rule.name not in _OWN), *OWN_RULES)
@@ -77,5 +77,5 @@ FRAMEWORK = Framework(
     reads="RLOOConfig",
     newest=NEWEST,
     oldest="0.22.0",
-    was=WAS,
+    was=OLD_DEFAULTS,
 )

@@ -27,7 +27,7 @@ from trimtab.convert.rules import (
 ENGINE = "the native engine generates with the trainer's own weights"
 ONE_DEVICE = "Trimtab runs as one process on one device. `trimtab plan --devices N` predicts several devices"
 
-OF_GRPO_ALONE = (
+GRPO_ONLY_NAMES = (
     "loss_type importance_sampling_level scale_rewards delta use_bias_correction_kl entropy_coef "
     "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
     "vllm_importance_sampling_clip_min vllm_importance_sampling_cap "
@@ -154,7 +154,7 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     together("report_to", "observe.wandb"),
     together("project", "observe.wandb"),
-    automatic("run_name", "the run is named for its folder", "observe.dir"),
+    automatic("run_name", "the run has the name of its folder", "observe.dir"),
     *each(automatic, "disable_tqdm log_level", "the console shows one line a step"),
     *each(
         unsupported,

@@ -22,7 +22,7 @@ from trimtab.convert.rules import PPO, one_of, pair, real, text, texts, whole, y
 from trimtab.convert.sheet import Framework, Sheet
 from trimtab.convert.verl_run_table import RUN_RULES
 from trimtab.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_MODEL_KEYS
-from trimtab.convert.versions import ABSENT, Was
+from trimtab.convert.versions import ABSENT, OldDefault
 
 DEFAULTS = {
     "data.train_batch_size": 1024,
@@ -37,10 +37,10 @@ DEFAULTS = {
     "A.actor.clip_ratio_c": 3.0,
     "A.actor.optim.weight_decay": 0.01,
 }
-WAS = (
-    Was("0.4", "A.actor.clip_ratio_c", ABSENT),
-    Was("0.4", "A.actor.entropy_coeff", 0.001),
-    Was("0.4", "algorithm.use_kl_in_reward", True),
+OLD_DEFAULTS = (
+    OldDefault("0.4", "A.actor.clip_ratio_c", ABSENT),
+    OldDefault("0.4", "A.actor.entropy_coeff", 0.001),
+    OldDefault("0.4", "algorithm.use_kl_in_reward", True),
 )
 """From ppo_trainer.yaml of every release since 0.3. Before 0.4 the penalty was in the reward unless it was in the loss."""
 ALGORITHMS = {
@@ -363,5 +363,5 @@ FRAMEWORK = Framework(
     abbreviations={"actor_rollout_ref": "A"},
     newest="0.9.1",
     oldest="0.3.0",
-    was=WAS,
+    was=OLD_DEFAULTS,
 )

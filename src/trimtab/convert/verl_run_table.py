@@ -228,7 +228,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
         "async_training.* rollout.*",
         "sampling and training alternate: every sample comes from the newest weights",
     ),
-    unsupported("hydra.*", "names a Hydra config file: give that file with --file"),
+    unsupported("hydra.*", "sets Hydra itself, which Trimtab does not use"),
     unsupported("data.apply_chat_template_kwargs.*", "the tokenizer's template is applied as it is"),
     unsupported(
         "A.rollout.multi_turn.*", "tools are not converted: write Python functions and name them in environment.tools"

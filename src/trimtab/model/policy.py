@@ -24,7 +24,7 @@ from trimtab.model.context import context_of
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.keep import Keep
-from trimtab.model.load import building, load_config, refuse_unserved
+from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
 from trimtab.model.shapes import layer_shapes
@@ -55,7 +55,7 @@ class Policy:
     def __init__(self, model: Any, *, check: bool = True) -> None:
         self.model = model
         self.config = model.config.get_text_config()
-        refuse_unserved(model, self.name, self.config)
+        refuse_unsupported(model, self.name, self.config)
         self.body = model.get_decoder()
         self.weights = WeightStore(model.named_parameters())
         """Where the parameters lie."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from trimtab.observe.format import get, number
 
-TELL_AFTER_STEPS = (3, 30, 300)
+WARN_AFTER_STEPS = (3, 30, 300)
 """Numbers of steps in a row without signal at which the warning comes."""
 NO_SIGNAL = "reward/zero_std_groups"
 
@@ -33,7 +33,7 @@ class SignalWatch:
         if share is None:
             return None
         self._in_a_row = self._in_a_row + 1 if share <= 0 else 0
-        if self._in_a_row not in TELL_AFTER_STEPS:
+        if self._in_a_row not in WARN_AFTER_STEPS:
             return None
         return (
             f"no group had signal in the last {self._in_a_row} steps: all samples of a prompt get the same reward (mean "

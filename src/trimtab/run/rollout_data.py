@@ -18,7 +18,7 @@ from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.view import View, endless_turns, view
 from trimtab.model.context import context_of
 from trimtab.model.load import load_config, load_tokenizer, written_words
-from trimtab.observe.task_names import MOST_TASKS
+from trimtab.observe.task_names import MAX_TASKS
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.work import Lengths
 from trimtab.reward.load import ENVIRONMENT_ARGUMENTS, locate
@@ -85,8 +85,8 @@ class Work:
                 what = f"no row of data.train has the task {task!r}"
                 hint = did_you_mean(task, there).strip() or f"Its tasks: {', '.join(sorted(there)[:10])}."
                 raise ConfigError([Problem(f"observe.kl_bands.{task}", what, hint)])
-        if len(bands) >= MOST_TASKS:
-            what = f"{len(bands)} bands are too many: metrics name at most {MOST_TASKS - 1} tasks"
+        if len(bands) >= MAX_TASKS:
+            what = f"{len(bands)} bands are too many: metrics name at most {MAX_TASKS - 1} tasks"
             raise ConfigError([Problem("observe.kl_bands", what, "Remove some.")])
         return Tasks.found(column, rows, first=list(bands))
 
@@ -114,8 +114,8 @@ class Work:
         return [self.train.columns, self.eval.columns] if self.eval.prompts else [self.train.columns]
 
 
-def read_work(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools: Tools = ()) -> Work:
-    """The data, checked."""
+def read_data(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools: Tools = ()) -> Work:
+    """Read and check the training and evaluation data."""
     train = read_train(config, inputs, tokenizer, limit, tools)
     return Work(tokenizer, limit, train, read_eval(config, inputs, tokenizer, limit, tools), tools)
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.observe.console import PLAIN_WIDTH
-from trimtab.observe.doctor.examine import FEWEST_STEPS, Examination
+from trimtab.observe.doctor.examine import MIN_STEPS_TO_JUDGE, Examination
 from trimtab.observe.doctor.finding import Finding
 from trimtab.observe.doctor.machine import MachineReport
 from trimtab.observe.doctor.record import Record
@@ -41,12 +41,14 @@ def machine_report(machine: MachineReport, findings: Sequence[Finding]) -> list[
 
 def run_report(folder: Path, record: Record, done: Examination) -> list[RenderableType]:
     steps = len(record.steps)
-    few = Text(f"\nToo few steps to judge: {steps} step{'s' * (steps != 1)}; most rules need {FEWEST_STEPS} to 50.")
+    few = Text(
+        f"\nToo few steps to judge: {steps} step{'s' * (steps != 1)}; most rules need {MIN_STEPS_TO_JUDGE} to 50."
+    )
     judged = [f"{len(done.healthy)} rules healthy"] if done.healthy else []
     rest = [f"{len(done.not_judged)} not judged"] if done.not_judged else []
     return [
         _facts(_run_facts(folder, record)),
-        *([few] if steps < FEWEST_STEPS else []),
+        *([few] if steps < MIN_STEPS_TO_JUDGE else []),
         *map(_finding, done.findings),
         Text(),
         _verdict(done.findings, [*judged, *rest]),

@@ -23,7 +23,7 @@ from trimtab.rollout.native.arena import piece_bytes
 from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
 from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, Partials, decode_attention
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
-from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, most_rows, serves, skinny
+from trimtab.rollout.native.kernels.skinny import MAX_ROWS, Cut, cut_for, most_rows, serves, skinny
 
 
 class Product:
@@ -135,7 +135,7 @@ class Workspace:
         self.attended = empty((batch * max(l.output.inputs for l in layers),), dtype)
         self.gate_up = empty((batch * max(l.gate_up.outputs for l in layers),), dtype)
         self.gated = empty((batch * max(l.down.inputs for l in layers),), dtype)
-        few = range(1, min(batch, MOST_ROWS) + 1)
+        few = range(1, min(batch, MAX_ROWS) + 1)
         parts = max(rows * p.cut(rows).parts * p.outputs for l in layers for p in (l.output, l.down) for rows in few)
         self.parts = empty((parts,), torch.float32)
         self.partials = Partials(batch, [l.decode_shape for l in layers], empty)

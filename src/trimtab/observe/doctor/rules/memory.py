@@ -138,7 +138,7 @@ RULES = (
     DoctorRule(
         "memory_tight",
         "device memory nearly full",
-        unit="highest peak over the device's memory",
+        unit="highest peak divided by the device's memory",
         healthy="below 95 %",
         found_when="above that in a phase of the last 20 steps",
         cause="memory budgets are at the limit: a longer batch will not fit",
@@ -150,7 +150,7 @@ RULES = (
     DoctorRule(
         "memory_unused",
         "device memory unused",
-        unit="highest peak over the device's memory",
+        unit="highest peak divided by the device's memory",
         healthy="above 60 %, or more memory would make nothing faster",
         found_when="below 60 % while small micro-batches, recomputation, offloading or preemption save memory",
         cause="memory budgets are set too small, or were planned while another process used the device",

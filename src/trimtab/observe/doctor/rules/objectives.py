@@ -11,9 +11,9 @@ from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.format import duration, number, percent
 from trimtab.observe.task_names import metric_names
 
-SLOW_S = 6.0
+SLOW_REQUEST_S = 6.0
 """A request of a judge that takes longer holds up a step, however many are in flight."""
-MUCH_WAITING = 0.15
+MAX_WAIT_SHARE = 0.15
 MIN_STEPS = 5
 
 
@@ -69,7 +69,7 @@ def slow_judge(record: Record) -> Symptom | None:
     for judge in judge_names(record):
         slowest = record.now(f"reward/{judge}/latency_p95_s") or 0.0
         waited = sum(record.recent(f"reward/{judge}/wait_s")) / total if total else 0.0
-        if slowest <= SLOW_S and waited <= MUCH_WAITING:
+        if slowest <= SLOW_REQUEST_S and waited <= MAX_WAIT_SHARE:
             continue
         half = record.now(f"reward/{judge}/latency_p50_s")
         span = record.span(f"reward/{judge}/latency_p95_s")
@@ -77,7 +77,7 @@ def slow_judge(record: Record) -> Symptom | None:
             f"{judge}: one request in twenty took {duration(slowest)} or more, half of them {duration(half)} (medians of "
             f"{span}); {percent(waited)} of all time is spent waiting for it"
         )
-        if slowest <= SLOW_S:
+        if slowest <= SLOW_REQUEST_S:
             return Symptom(
                 "warn", seen, "requests are quick, but the judge's concurrency is too low for the number of completions"
             )
