@@ -186,8 +186,8 @@ def _learned(sheet: Sheet) -> None:
     else:
         sheet.need(
             "learn.loss_on",
-            "write all if rows hold messages: TRL trains on every token of them. For rows with prompt and completion, "
-            "assistant (written now) is right; plain text is always learned whole",
+            "write all if the rows hold messages, because TRL then trains on every token. Keep assistant if they hold "
+            "prompts and completions",
             False,
         )
     sheet.refuse(only, "off: completion_only_loss decides", "dead")

@@ -38,7 +38,8 @@ CRITIC_KEYS: tuple[ConvertRule, ...] = (
     together(
         "trainer.critic_warmup",
         "learn.critic.warmup_steps",
-        "verl counts steps from 1, and its policy already learns in step critic_warmup, so Trimtab gets one less",
+        "verl counts steps from 1, and its policy already learns in step critic_warmup, so learn.critic.warmup_steps is"
+        " one less",
     ),
     together("algorithm.gamma", "learn.critic.gamma"),
     together("algorithm.lam", "learn.critic.lam", f"as in Trimtab, {NORMALISED}"),

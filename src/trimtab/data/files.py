@@ -26,7 +26,7 @@ MAX_FIELD_CHARACTERS = 2**31 - 1
 """Characters of one value in a CSV file."""
 
 
-def mark_of(rows: Sequence[Mapping[str, Any]]) -> str:
+def fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
     """What tells these rows from others in another order: how many there are, and a hash of a thousand evenly among them."""
     chosen = range(0, len(rows), -(-len(rows) // MAX_FINGERPRINTED_ROWS) or 1)
     text = json.dumps([rows[i] for i in chosen], default=lambda value: type(value).__name__, skipkeys=True)

@@ -90,7 +90,7 @@ def load_model(model: Model, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
-    with _failing(f"model.path: cannot load {model.path!r}", source.also):
+    with _as_model_error(f"model.path: cannot load {model.path!r}", source.also):
         loaded, report = AutoModelForCausalLM.from_pretrained(source.location, output_loading_info=True, **options)
     missing = sorted(report["missing_keys"])
     if missing:
@@ -110,7 +110,7 @@ def load_tokenizer(model: Model) -> Any:
     """The tokenizer of the model, or the one that `model.tokenizer` names."""
     what = "model.tokenizer" if model.tokenizer else "model.path"
     source = find_source(model.tokenizer or model.path, what)
-    with _failing(
+    with _as_model_error(
         f"{what}: cannot load a tokenizer from {source.location!r}",
         "Set model.tokenizer to a folder or hub repository with tokenizer files.",
     ):
@@ -182,7 +182,7 @@ def _refuse_tokens_without_embedding(tokenizer: Any, model: Model, key: str) -> 
 def load_config(model: Model) -> Any:
     """The architecture, without weights."""
     source = find_source(model.path)
-    with _failing(f"model.path: cannot read the config of {model.path!r}", source.also):
+    with _as_model_error(f"model.path: cannot read the config of {model.path!r}", source.also):
         if source.gguf_file:
             file = Path(source.location, source.gguf_file).stat()
             config = deepcopy(_read_gguf(source, file.st_mtime_ns, file.st_size))
@@ -290,11 +290,11 @@ def _make_savable(model: Any) -> None:
 
 def building(model: Model, config: Any) -> AbstractContextManager[None]:
     """One ModelError for whatever an architecture's own code raises where it is built from a config."""
-    return _failing(f"model.path: a {config.model_type} model cannot be built from the config of {model.path!r}")
+    return _as_model_error(f"model.path: a {config.model_type} model cannot be built from the config of {model.path!r}")
 
 
 @contextmanager
-def _failing(what: str, fix: str = "") -> Iterator[None]:
+def _as_model_error(what: str, fix: str = "") -> Iterator[None]:
     """One ModelError for the score of types that transformers, huggingface_hub, httpx and safetensors raise."""
     try:
         yield

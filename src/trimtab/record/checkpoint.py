@@ -90,7 +90,7 @@ class RunState:
     memory: dict[str, Any] = field(default_factory=dict)
     """What running out of memory has taught: `Guard.state`."""
     data_mark: str = ""
-    """Which rows it trains on (`data.files.mark_of`)."""
+    """Which rows it trains on (`data.files.fingerprint`)."""
     eval_due: bool = False
     """The evaluation of this step was stopped or failed: the run that resumes makes up for it."""
 
