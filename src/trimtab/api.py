@@ -224,7 +224,7 @@ def _arguments(
 
 
 def _unknown(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Keywords that name no argument, as keys at the top of a configuration: there they are told with the key that was meant."""
+    """Unknown keyword arguments, as keys at the top of a configuration: the error then names the key that was meant."""
     for name in given:
         if name in (*Config.model_fields, "stage"):  # a section, but none that this function has a use for
             raise ConfigError([Problem(name, "has no effect here", "Leave it out")])

@@ -39,7 +39,7 @@ CHARACTERS = string.digits + "+-=" + string.ascii_lowercase + " :"
 TASK = "sort"
 TRAIN_ROWS, EVAL_ROWS = 4096, 256
 CONTEXT = 64
-MOST_DIGITS = (CONTEXT - len("sort =") - 2) // 2
+MAX_DIGITS = (CONTEXT - len("sort =") - 2) // 2
 """Those of the question and of the answer, which may be two tokens longer."""
 
 
@@ -68,7 +68,7 @@ def demo_config(folder: Path, difficulty: int, steps: int, seed: int) -> dict[st
 
 
 def asked_steps(overrides: Sequence[str], usual: int) -> int:
-    """The warm-up of the rate is made for so many. What is no number the config refuses."""
+    """The number of steps, which sets the learning rate's warm-up. The config refuses a value that is not a number."""
     asked = [line.removeprefix("learn.steps=") for line in overrides if line.startswith("learn.steps=")]
     return int(asked[-1]) if asked and asked[-1].isascii() and asked[-1].isdecimal() else usual
 
@@ -148,10 +148,10 @@ def run_demo(
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Warm start, GRPO, before and after; returns the summary with `accuracy_before` and `accuracy_after`."""
-    if not 1 <= difficulty <= MOST_DIGITS:
+    if not 1 <= difficulty <= MAX_DIGITS:
         what, fix = (
             f"{difficulty} is out of range",
-            f"Write 1 to {MOST_DIGITS}: more digits exceed the model's context.",
+            f"Write 1 to {MAX_DIGITS}: more digits exceed the model's context.",
         )
         raise ConfigError([Problem("--difficulty", what, fix)])
     if warm_steps < 1:

@@ -249,7 +249,7 @@ def test_a_tokenizer_that_knows_no_words(refused, here: Path, config: dict[str, 
         config.pop("reward")
         config |= {"learn": {}, "run": {}, "data": {"train": "rows.jsonl", "completion": "answer"}}
     message = refused(command=command)
-    assert "model.tokenizer: the tokenizer turns every text into no tokens" in message
+    assert "model.tokenizer: the tokenizer has only special tokens" in message
     assert "Set model.tokenizer to a folder or hub repository with tokenizer files" in message
 
 

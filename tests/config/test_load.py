@@ -301,15 +301,15 @@ def test_a_key_like_nothing_lists_the_keys_of_its_section() -> None:
         ("reward.-1.fn=x", "reward.-1.fn: reward is a list, and -1 is not an index into it. Write reward.0.fn"),
         (
             "data.suffix= hi",
-            'data.suffix: YAML does not read " hi" as that text. Quote it for YAML and for the shell: data.suffix=\'" hi"\'',
+            'data.suffix: YAML changes the text " hi". Quote it for YAML and for the shell: data.suffix=\'" hi"\'',
         ),
         (
             "data.suffix=a # b",
-            'data.suffix: YAML does not read "a # b" as that text. Quote it for YAML and for the shell: data.suffix=\'"a # b"\'',
+            'data.suffix: YAML changes the text "a # b". Quote it for YAML and for the shell: data.suffix=\'"a # b"\'',
         ),
         (
             "data.suffix=a: b",
-            'data.suffix: YAML does not read "a: b" as that text. Quote it for YAML and for the shell: data.suffix=\'"a: b"\'',
+            'data.suffix: YAML changes the text "a: b". Quote it for YAML and for the shell: data.suffix=\'"a: b"\'',
         ),
         ("=3", "=3: has no key. Write key=value, such as learn.lr=1e-6"),
         ("learn.lr.x=1", "learn.lr.x: learn.lr is not a section: it takes a number above 0. Write learn.lr=1e-6"),

@@ -37,8 +37,8 @@ def trl(*words: str) -> Conversion:
     [
         ("128", "8", "256", 4, "128 × 8 / 256 = 4 optimizer steps"),
         ("128", "8", "1024", 1, "= 1 optimizer step for"),
-        ("100", "8", "128", 6, "= 6.25 optimizer steps for each batch, which is not possible here: 6 is the nearest"),
-        ("16", "4", "128", 1, "= 0.5 optimizer steps for each batch, which is not possible here: 1 is the nearest"),
+        ("100", "8", "128", 6, "= 6.25 optimizer steps for each batch, which Trimtab cannot do: 6 is the nearest"),
+        ("16", "4", "128", 1, "= 0.5 optimizer steps for each batch, which Trimtab cannot do: 1 is the nearest"),
         ("2", "16", "4", 2, "2 is the nearest"),
     ],
 )
@@ -125,7 +125,7 @@ def test_openrlhf_critic_flags_do_nothing_without_a_critic() -> None:
         "critic" in line.setting.name for line in found.assumed
     )
     discounted = row(openrlhf("--advantage_estimator", "reinforce", "--gamma", "0.9"), "--gamma")
-    assert discounted["outcome"] == "unsupported" and "here only PPO does" in discounted["note"]
+    assert discounted["outcome"] == "unsupported" and "in Trimtab only PPO does" in discounted["note"]
     assert row(openrlhf("--advantage_estimator", "reinforce", "--gamma", "1"), "--gamma")["outcome"] == "dead"
 
 
@@ -133,7 +133,7 @@ def test_openrlhf_a_critic_has_the_policys_optimizer() -> None:
     found = openrlhf("--critic.adam.betas", "0.9", "0.95", "--critic.lr_warmup_ratio", "0.1", "--no_advantage_std_norm")
     assert [line.outcome for line in found.lines] == ["automatic", "unsupported", "unsupported"]
     assert "only its learning rate is separate" in row(found, "--critic.lr_warmup_ratio")["note"]
-    assert "divided by their deviation" in row(found, "--no_advantage_std_norm")["note"]
+    assert "divides advantages by their standard deviation" in row(found, "--no_advantage_std_norm")["note"]
 
 
 def test_openrlhf_a_reward_model_and_other_stages_say_what_to_do() -> None:
@@ -167,7 +167,10 @@ def test_openrlhf_clip() -> None:
     assert {"learn.clip.low": 0.1, "learn.clip.high": 0.1}.items() <= keys(openrlhf("--eps_clip", "0.1")).items()
     found = openrlhf("--eps_clip", "0.1", "--eps_clip_low_high", "0.2", "0.28")
     assert {"learn.clip.low": 0.2, "learn.clip.high": 0.28}.items() <= keys(found).items()
-    assert "looser" in row(found, "--eps_clip_low_high")["note"] and row(found, "--eps_clip")["outcome"] == "dead"
+    assert (
+        "loosens the clip" in row(found, "--eps_clip_low_high")["note"]
+        and row(found, "--eps_clip")["outcome"] == "dead"
+    )
     bad = openrlhf("--dual_clip", "0.5")
     assert row(bad, "--dual_clip")["outcome"] == "unsupported" and "above 1" in row(bad, "--dual_clip")["note"]
 
@@ -413,7 +416,10 @@ def test_trl_kwargs_are_read_from_yaml_and_python_too() -> None:
     assert [line.outcome for line in found.lines] == ["mapped", "mapped", "unsupported", "automatic"]
     python = "c = GRPOConfig(lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': 0.1, 'x': 1})"
     found = convert("trl", text=python)
-    assert keys(found)["learn.schedule.final"] == 0.1 and "Not here: x" in row(found, "lr_scheduler_kwargs")["note"]
+    assert (
+        keys(found)["learn.schedule.final"] == 0.1
+        and "Trimtab does not have x" in row(found, "lr_scheduler_kwargs")["note"]
+    )
 
 
 def test_trl_kwargs_that_no_cosine_takes_are_told() -> None:
@@ -422,7 +428,9 @@ def test_trl_kwargs_that_no_cosine_takes_are_told() -> None:
     assert row(trl("--lr_scheduler_kwargs", "null"), "--lr_scheduler_kwargs")["outcome"] == "dead"
     assert "takes names and values" in trl(*MIN_LR, "0.1").lines[1].as_dict()["note"].lower()
     without = trl(*MIN_LR[:2])
-    assert "here it ends at 0" in without.lines[0].as_dict()["note"] and "learn.schedule.final" not in keys(without)
+    assert "Trimtab lets it end at 0" in without.lines[0].as_dict()["note"] and "learn.schedule.final" not in keys(
+        without
+    )
     both = trl(
         "--lr_scheduler_type=cosine_with_min_lr", *[f"--{MIN_LR[2][2:]}.{p}=0.1" for p in ("min_lr_rate", "min_lr")]
     )
@@ -507,7 +515,7 @@ def test_nanochat_knows_its_task() -> None:
     assert {"learn.prompts_per_step": 64, "learn.samples_per_prompt": 32, "learn.max_new_tokens": 256}.items() <= keys(
         found
     ).items()
-    assert "trains on 30 samples without a word; here all 32 count" in row(found, "NUM_SAMPLES")["note"]
+    assert "silently trains on 30 samples; Trimtab trains on all 32" in row(found, "NUM_SAMPLES")["note"]
     assert row(found, "DEVICE_BATCH_SIZE") | {"note": ""} == {
         "flag": "DEVICE_BATCH_SIZE", "value": 6, "outcome": "automatic", "key": "run.token_budget", "note": ""
     }  # fmt: skip
@@ -629,7 +637,7 @@ def test_other_optimizers_are_said_not_to_be_here() -> None:
         assert row(trl("--optim", name), "--optim")["outcome"] == "automatic"
     for name in ("adafactor", "lion_8bit", "paged_lion_32bit", "adamax", "sgd"):
         found = row(trl("--optim", name), "--optim")
-        assert found["outcome"] == "unsupported" and "AdamW trains" in found["note"]
+        assert found["outcome"] == "unsupported" and "it trains with AdamW" in found["note"]
 
 
 def test_a_reward_model_is_a_part_of_the_reward() -> None:

@@ -185,7 +185,7 @@ def test_verls_estimators_that_are_not_here(name: str) -> None:
         (
             "trl",
             "--loss_type cispo --importance_sampling_level sequence",
-            "CISPO with one ratio for a sequence is not here",
+            "Trimtab has no CISPO with one ratio for a sequence",
         ),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_name_of_an_algorithm_that_is_not_known_is_an_error_with_a_near_one(
         ("trl", "--scale_rewards grup", "(is group meant?)"),
         ("trl", "--scale_rewards zzz", "Takes one of group"),
         ("trl", "--lr_scheduler_type liner", "did you mean linear?"),
-        ("trl", "--lr_scheduler_type polynomial", "Polynomial is not here: write learn.schedule.kind"),
+        ("trl", "--lr_scheduler_type polynomial", "Trimtab does not have polynomial: write learn.schedule.kind"),
         (
             "verl",
             "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=abs",

@@ -8,7 +8,7 @@ import pytest
 
 from trimtab.base.errors import ConfigError
 from trimtab.convert import FRAMEWORKS, Conversion, convert
-from trimtab.convert.versions import ABSENT, Was, defaults_of
+from trimtab.convert.versions import ABSENT, OldDefault, defaults_of
 
 
 def keys(found: Conversion) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_a_conversion_says_whose_defaults_it_took() -> None:
 
 
 def test_of_several_changes_of_one_default_the_next_one_counts() -> None:
-    was = (Was("0.5", "a", 1), Was("0.3", "a", 2), Was("0.4", "b", ABSENT))
+    was = (OldDefault("0.5", "a", 1), OldDefault("0.3", "a", 2), OldDefault("0.4", "b", ABSENT))
     today = {"a": 0, "b": 5}
     assert [defaults_of(version, today, was) for version in ("0.5", "0.4.9", "0.3.0", "0.2")] == [
         {"a": 0, "b": 5}, {"a": 1, "b": 5}, {"a": 1}, {"a": 2}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trimtab.base.errors import DataError
-from trimtab.data.files import READERS, mark_of, read_rows
+from trimtab.data.files import READERS, fingerprint, read_rows
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "hi",\nplease é你\u2028', "answer": ""}]
 
@@ -186,8 +186,8 @@ def test_numbers_and_lists_beyond_what_is_read_are_told(tmp_path: Path, value: s
 
 def test_a_mark_tells_rows_from_others_and_from_another_order() -> None:
     rows = [{"prompt": str(n), "tags": {n}} for n in range(2500)]
-    assert mark_of(rows) == mark_of([dict(row) for row in rows]) and mark_of(rows).startswith("2500 rows, ")
-    assert len({mark_of(rows), mark_of(rows[:-1]), mark_of(rows[::-1]), mark_of(rows[:10])}) == 4
+    assert fingerprint(rows) == fingerprint([dict(row) for row in rows]) and fingerprint(rows).startswith("2500 rows, ")
+    assert len({fingerprint(rows), fingerprint(rows[:-1]), fingerprint(rows[::-1]), fingerprint(rows[:10])}) == 4
 
 
 @pytest.mark.parametrize("suffix", READERS)

@@ -140,8 +140,8 @@ def test_missing_column(data: Make, plain: Tokenizer) -> None:
         ([USER, {"content": "x"}], "message 2 must be"),
         ([{"role": "user"}], "message 1 (role user) must have a string as its content, but has None"),
         ([{"role": "user", "content": [{"type": "text"}]}], "must have a string as its content"),
-        ("\ud83d half", "half of a character ('\\ud83d')"),
-        ([{"role": "user", "content": "é\udc00"}], "half of a character"),
+        ("\ud83d half", "unpaired surrogate ('\\ud83d')"),
+        ([{"role": "user", "content": "é\udc00"}], "unpaired surrogate"),
     ],
 )
 def test_wrong_prompts_name_their_row(data: Make, chat: Tokenizer, content: Any, words: str) -> None:

@@ -82,7 +82,7 @@ def test_shared_pages_are_read_once_with_the_same_result(architecture: str, monk
     policy = Policy(tiny_model(architecture).cuda())
     asked = prompts(4, shared=13)
     apart = generate(engine(policy), asked, samples=6)
-    monkeypatch.setattr(cuda, "WORTH_SHARING_BYTES", 1)
+    monkeypatch.setattr(cuda, "MIN_SAVED_BYTES_TO_SHARE", 1)
     native = engine(policy)
     assert_same(apart, generate(native, asked, samples=6))
     assert native._decoder._sharing or native._decoder._items.any()

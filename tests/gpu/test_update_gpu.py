@@ -153,7 +153,7 @@ def step_of(policy: Policy, **settings) -> tuple[list[torch.Tensor], Updater]:
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 def test_where_things_are_kept_changes_nothing(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed, in host memory, streamed in pieces: the same bits, if flash attention adds up in order."""
-    monkeypatch.setattr(optimizers, "PIECE", 12 * BLOCK)
+    monkeypatch.setattr(optimizers, "MAX_PIECE_ELEMENTS", 12 * BLOCK)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

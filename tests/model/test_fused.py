@@ -23,7 +23,7 @@ from trimtab.model.keep import Keep
 from trimtab.model.packed import PackedPlan, _Copies, _copies_of
 from trimtab.model.parts import Unfusable
 from trimtab.model.policy import Policy
-from trimtab.model.sizes import FUSED
+from trimtab.model.sizes import FUSED_FAMILIES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = [5, 3, 4]
@@ -64,7 +64,7 @@ def compare(policy: Policy, exact: Policy) -> None:
         torch.testing.assert_close(grad.double(), exact_grads[name], atol=2e-5 * max(size, 1e-3), rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("architecture", sorted(FUSED))
+@pytest.mark.parametrize("architecture", sorted(FUSED_FAMILIES))
 def test_gradient_equals_the_models_own(architecture: str) -> None:
     compare(*both(tiny_model(architecture, num_hidden_layers=2)))
 
@@ -169,7 +169,7 @@ def test_a_row_sums_to_the_gradient_of_its_parts() -> None:
     fused = FusedForward(policy)
     whole = gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "PROGRAMS", 5)
+        patch.setattr(train, "TOKEN_SUM_PROGRAMS", 5)
         parts = gradients(policy, lambda tokens, plan: fused(tokens, plan.positions, 16, plan))
     assert torch.equal(whole[0], parts[0])
     torch.testing.assert_close(whole[1], parts[1], atol=1e-5, rtol=1e-5)

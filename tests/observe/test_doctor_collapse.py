@@ -67,7 +67,7 @@ def test_groups_without_signal_after_a_collapse_are_not_blamed_on_the_reward(aft
     assert "the policy has collapsed" in told.cause and "the entropy is 0.0000 nats" in told.evidence
     scattered = {**BROKEN, "policy/entropy": 0.6}
     told = found(record(collapsing(after, 70, scattered)))["zero_signal"]
-    assert f"rewards differed until step {after}" in told.evidence and "for the worse" in told.cause
+    assert f"rewards differed until step {after}" in told.evidence and "became worse" in told.cause
 
 
 def test_a_policy_broken_in_its_first_row_is_told_by_the_evaluation_before_training() -> None:

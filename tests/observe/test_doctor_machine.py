@@ -1,4 +1,4 @@
-"""The machine's doctor: right about what hurts, silent on a plain machine, and never brought down by what it looks at."""
+"""`trimtab doctor` on a machine: it finds what is harmful, finds nothing on a plain machine, and survives a bad driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from trimtab.observe.doctor import machine as machine_module
 from trimtab.observe.doctor.checks import machine_findings
 from trimtab.observe.doctor.conflicts import TABLE, conflicts
-from trimtab.observe.doctor.environment import Surroundings, environment_findings, told_variables
+from trimtab.observe.doctor.environment import Surroundings, environment_findings, reported_variables
 from trimtab.observe.doctor.machine import Disk, Driver, MachineReport, container_limit_gib, find_nvcc, look_at_machine
 from trimtab.observe.doctor.probe import ask_torch, torch_facts
 from trimtab.observe.doctor.report import machine_report, print_report
@@ -121,7 +121,7 @@ def test_known_conflicts(packages: dict[str, str], expected: list[str]) -> None:
 def test_what_trimtab_needs_must_be_there() -> None:
     without = {name: version for name, version in PACKAGES.items() if name != "torch"}
     (finding,) = conflicts(without)
-    assert finding.evidence == "no torch beside trimtab 0.1.0"
+    assert finding.evidence == "no torch, with trimtab 0.1.0"
 
 
 def test_what_packages_ask_for_counts_unless_it_is_for_an_extra() -> None:
@@ -130,7 +130,7 @@ def test_what_packages_ask_for_counts_unless_it_is_for_an_extra() -> None:
     }
     installed = PACKAGES | {"sglang": "0.5.20", "numpy": "2.4", "triton": "2.0"}
     (finding,) = conflicts(installed, lambda name: asked.get(name, []))
-    assert (finding.rule, finding.cause) == ("version:torch", "sglang asks for ==2.9.1")
+    assert (finding.rule, finding.cause) == ("version:torch", "sglang requires torch==2.9.1")
 
 
 def test_the_table_says_what_pyproject_says() -> None:
@@ -177,7 +177,7 @@ def test_variables(name: str, hurts: list[str], harmless: list[str], around: Sur
 
 
 def test_reports_tell_no_secrets() -> None:
-    told = told_variables({"VLLM_API_KEY": "s3cret", "HF_TOKEN": "s3cret", "OMP_NUM_THREADS": "4", "HOME": "/root"})
+    told = reported_variables({"VLLM_API_KEY": "s3cret", "HF_TOKEN": "s3cret", "OMP_NUM_THREADS": "4", "HOME": "/root"})
     assert told == {"OMP_NUM_THREADS": "4"}
 
 
@@ -188,9 +188,12 @@ def test_torch_here_answers_the_same_inside_and_outside() -> None:
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "it ended by signal 11"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            "the process that imports torch was killed by signal 11",
+        ),
         ("raise ImportError('libcudart.so.13: cannot open')", "ImportError: libcudart.so.13: cannot open"),
-        ("import time; time.sleep(60)", "no answer within 1 s: the driver or a device hangs"),
+        ("import time; time.sleep(60)", "torch did not answer within 1 s: the driver or a GPU hangs"),
     ],
 )
 def test_a_torch_that_crashes_or_hangs_is_a_fact(
@@ -237,7 +240,7 @@ def test_reports_fit_their_width(tmp_path: Path, machine: MachineReport, width: 
         lines = file.read().splitlines()
     assert max(map(len, lines)) <= width
     text = "".join(" ".join(lines).split())
-    runs = "nothing,untiltorchworks" if machine.torch.get("error") else "ontheGPU" if machine.gpus else "ontheCPU:"
+    runs = "nothingrunsuntiltorchworks" if machine.torch.get("error") else "ontheGPU" if machine.gpus else "ontheCPU,"
     assert f"runs{runs}" in text
 
 

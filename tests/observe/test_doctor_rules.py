@@ -176,7 +176,7 @@ def test_a_judge_that_is_quick_but_waited_for_is_found_too() -> None:
     rows = healthy_rows()
     put("reward/tone/wait_s", 3.0)(rows)
     waiting = found(record(rows))["slow_judge"]
-    assert "of all time is waiting for it" in waiting.evidence and "too few are in flight" in waiting.cause
+    assert "of all time is spent waiting for it" in waiting.evidence and "concurrency is too low" in waiting.cause
     others = {**SETTINGS, "reward": [{"fn": "task", "timeout_s": 10.0}]}
     assert examine(record(rows, others)).not_judged["slow_judge"] == "no judge among the rewards"
 
@@ -186,9 +186,9 @@ def test_a_tail_is_told_from_plain_decoding_and_from_slots_that_nothing_could_fi
     SYMPTOMS["rollout_share"](rows)
     assert found(record(rows))["rollout_share"].cause == BY_ID["rollout_share"].cause
     put("rollout/batch_occupancy", 0.2)(rows)
-    assert found(record(rows))["rollout_share"].cause.startswith("turns: each round")
+    assert found(record(rows))["rollout_share"].cause.startswith("each round of conversations")
     put("environment/turns_mean", 1.0)(rows)
-    assert found(record(rows))["rollout_share"].cause.startswith("a tail")
+    assert found(record(rows))["rollout_share"].cause.startswith("most of the time only a few")
     wide = changed(run={"rollout": {"max_sequences": 2048}})
     assert found(record(rows, wide))["rollout_share"].cause == BY_ID["rollout_share"].cause
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.data.prompt import Prompt
 from trimtab.observe.metrics import reward_metrics
-from trimtab.observe.task_names import MOST_TASKS, OTHER, metric_names
+from trimtab.observe.task_names import MAX_TASKS, OTHER, metric_names
 from trimtab.observe.tasks import Tasks, task_kl, task_metrics
 from trimtab.rollout.trajectory import Group, Trajectory
 from trimtab.update.samples import SampleCounts, to_samples, usable
@@ -54,9 +54,9 @@ def test_names_are_safe_and_each_for_one_task() -> None:
 def test_names_are_few_and_do_not_depend_on_what_follows(tasks: list[str]) -> None:
     names = metric_names(tasks)
     assert len({*names.values(), OTHER}) == len(names) + 1
-    assert len(names) == (len(tasks) if len(tasks) <= MOST_TASKS else MOST_TASKS - 1)
+    assert len(names) == (len(tasks) if len(tasks) <= MAX_TASKS else MAX_TASKS - 1)
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in names.values())
-    front = tasks[: MOST_TASKS - 1]
+    front = tasks[: MAX_TASKS - 1]
     assert metric_names(front) == {task: names[task] for task in front}
 
 

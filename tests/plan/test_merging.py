@@ -32,14 +32,14 @@ def small(rank: int = 16, **changes: int) -> Job:
 
 
 def test_the_plan_and_the_engine_merge_pieces_of_the_same_size() -> None:
-    assert ledger.MERGED_AT_ONCE == fused.MERGED_AT_ONCE
+    assert ledger.MERGE_CHUNK_ELEMENTS == fused.MERGE_CHUNK_ELEMENTS
 
 
 @pytest.mark.parametrize("at_once", [2**23, 128 * 100, 7])
 def test_merging_takes_what_is_counted(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product of a layer through the engine's own code: gate and up are of one product and have an adapter each."""
-    monkeypatch.setattr("trimtab.rollout.native.fused.MERGED_AT_ONCE", at_once)
-    monkeypatch.setattr(ledger, "MERGED_AT_ONCE", at_once)
+    monkeypatch.setattr("trimtab.rollout.native.fused.MERGE_CHUNK_ELEMENTS", at_once)
+    monkeypatch.setattr(ledger, "MERGE_CHUNK_ELEMENTS", at_once)
     hidden, width, rank = 128, 384, 16
     count = 4 * hidden * hidden + 3 * hidden * width
     shape = ModelShape("llama", hidden, 100, False, (Block(2, 2, 64, 64, width, count, count),))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trimtab.base.errors import ConfigError
 from trimtab.config.learn import Learn
 from trimtab.config.run import Offload, Rollout, Run
-from trimtab.model.sizes import PIECE
+from trimtab.model.sizes import MAX_PIECE_ELEMENTS
 from trimtab.model.weights import WeightStore
 from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.job import NO_CORRECTION, Correction, Job, Machine
@@ -292,7 +292,7 @@ def test_pieces_on_the_way_of_a_small_model_are_of_its_largest_unit() -> None:
     small = replace(job, shape=replace(job.shape, vocabulary=1000, blocks=job.shape.blocks[:2]))
     found = build_ledger(small, h(140), make_plan(Run(offload=Offload(optimizer=True)), small, h(140)).run)
     largest = max(small.shape.table, small.shape.blocks[0].parameters)
-    assert largest < PIECE
+    assert largest < MAX_PIECE_ELEMENTS
     assert found["optimizer"].device["pieces on the way"] == 3 * largest * (8 + 4)
 
 

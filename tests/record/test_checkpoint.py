@@ -280,7 +280,10 @@ def swap_files(folder: Path, one: str, two: str) -> None:
             r"optimizer\.safetensors has [\d,]+ bytes, but was written with [\d,]+",
         ),
         (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors is missing"),
-        (lambda f: take_from_step_1(f, "model.safetensors"), r"model\.safetensors is the one of step-1"),
+        (
+            lambda f: take_from_step_1(f, "model.safetensors"),
+            r"model\.safetensors has the contents of step-1/model\.safetensors",
+        ),
         (
             lambda f: swap_files(f, "model.safetensors", "optimizer.safetensors"),
             r"model\.safetensors has the contents of optimizer\.safetensors; optimizer\.safetensors has",
@@ -387,7 +390,10 @@ def test_adapters_of_another_step_are_told(model_folder: Path, tmp_path: Path) -
     model = {"path": str(model_folder), "lora": {"r": 2}}
     train(model, tmp_path / "run", {"steps": 2})
     take_from_step_1(tmp_path / "run/checkpoints/step-2", "adapter_model.safetensors")
-    with pytest.raises(TrainingError, match=r"\(ValueError: adapter_model\.safetensors is the one of step-1\)"):
+    with pytest.raises(
+        TrainingError,
+        match=r"\(ValueError: adapter_model\.safetensors has the contents of step-1/adapter_model\.safetensors\)",
+    ):
         train(model, tmp_path / "run", {"steps": 3}, resume=True)
     shutil.rmtree(tmp_path / "run/checkpoints/step-2")
     assert train(model, tmp_path / "run", {"steps": 3}, resume=True)["steps"] == 3

@@ -78,7 +78,7 @@ def test_an_endpoint_that_hangs(local_judge) -> None:
 def test_an_endpoint_without_the_model(local_judge) -> None:
     found = start(local_judge().args(model="judge-2"))
     assert "has no model 'judge-2'. Did you mean 'judge-1'?" in found
-    assert "There is: judge-1, other." in start(local_judge().args(model="zzzz"))
+    assert "Available: judge-1, other." in start(local_judge().args(model="zzzz"))
 
 
 def test_an_address_that_is_no_endpoint(local_judge) -> None:

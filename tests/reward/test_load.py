@@ -30,7 +30,7 @@ FILES = {
 
 WRONG = {
     "exact_macth": r"no built-in reward 'exact_macth'. Did you mean 'exact_match'",
-    "zzz": r"There is: exact_match, judge, length, math",
+    "zzz": r"Available: exact_match, judge, length, math",
     "good.py": r"Write good.py:FUNCTION",
     "pack.inner.score": r"Write pack.inner:score",
     "good.py:": r"Write file.py:function or package.module:function",

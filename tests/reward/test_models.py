@@ -41,7 +41,7 @@ def reward_model(
 def test_scores_are_transformers_own(
     architecture: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "REWARD_TOKENS", tokens)
+    monkeypatch.setattr(models, "REWARD_ROW_TOKENS", tokens)
     folder = reward_model(tmp_path / "rm", architecture)
     (folder / "reward.json").write_text(json.dumps({"shift": 0.25}))
     prompts, completions = ["1+1=", "2+2=", "a"], ["2", "four", "bcdefgh"]

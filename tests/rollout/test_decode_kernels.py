@@ -21,7 +21,7 @@ from trimtab.model.packed import PackedPlan  # noqa: E402
 from trimtab.model.parts import SILU, Adapter, Linears, Unfusable, Watch  # noqa: E402
 from trimtab.model.policy import Policy  # noqa: E402
 from trimtab.model.shapes import layer_shapes  # noqa: E402
-from trimtab.model.sizes import FUSED  # noqa: E402
+from trimtab.model.sizes import FUSED_FAMILIES  # noqa: E402
 from trimtab.model.weights import WeightStore  # noqa: E402
 from trimtab.rollout.native import cuda  # noqa: E402
 from trimtab.rollout.native.arena import Arena  # noqa: E402
@@ -191,7 +191,7 @@ def test_matrices_whose_rows_begin_anywhere_are_left_to_cublas() -> None:
 @pytest.fixture
 def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every program costs the interpreter a second; two parts of a sequence show what sixteen would."""
-    monkeypatch.setattr(kernels, "MOST_SPLITS", 2)
+    monkeypatch.setattr(kernels, "MAX_SPLITS", 2)
 
 
 FUSABLE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"]
@@ -279,7 +279,7 @@ def test_adapters_are_seen_as_they_are(architecture: str, merge: bool) -> None:
 @pytest.mark.parametrize(("merge", "at_once"), [(False, 1), (True, 12), (True, 2**23)])
 def test_a_product_follows_its_adapters(merge: bool, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged whole, or two rows of six at a time."""
-    monkeypatch.setattr("trimtab.rollout.native.fused.MERGED_AT_ONCE", at_once)
+    monkeypatch.setattr("trimtab.rollout.native.fused.MERGE_CHUNK_ELEMENTS", at_once)
     linear, a, b = torch.nn.Linear(6, 5), torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
     adapters = [Adapter(a, b, 0.5, 1, 4), Adapter(a, b, 0.25, 1, 4)]
     product = Product(Linears(WeightStore(linear.named_parameters()), [linear.weight], [linear.bias], adapters))
@@ -299,7 +299,7 @@ def test_a_product_follows_its_adapters(merge: bool, at_once: int, monkeypatch: 
 @pytest.mark.parametrize("at_once", [1, 7, 12, 2**23])
 def test_adapters_of_several_layers_are_merged_each_into_its_own(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, keys and values lie one after the other. What is added is rounded once: two that cancel out leave no trace."""
-    monkeypatch.setattr("trimtab.rollout.native.fused.MERGED_AT_ONCE", at_once)
+    monkeypatch.setattr("trimtab.rollout.native.fused.MERGE_CHUNK_ELEMENTS", at_once)
     torch.manual_seed(0)
     linear, places = torch.nn.Linear(6, 9, bias=False).bfloat16(), ((0, 4), (4, 7), (7, 9))
     pairs = [(torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, end - start, bias=False)) for start, end in places]
@@ -318,7 +318,7 @@ def test_adapters_of_several_layers_are_merged_each_into_its_own(at_once: int, m
 
 
 def test_merging_takes_little_memory_beside_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.rollout.native.fused.MERGED_AT_ONCE", 40)
+    monkeypatch.setattr("trimtab.rollout.native.fused.MERGE_CHUNK_ELEMENTS", 40)
     linear = torch.nn.Linear(20, 8, bias=False).bfloat16()
     a, b = torch.nn.Linear(20, 1, bias=False), torch.nn.Linear(1, 8, bias=False)
     product = Product(
@@ -370,7 +370,7 @@ def test_joined_weights_stay_the_models_own(tmp_path) -> None:
 
 
 def test_the_list_of_known_architectures_is_what_is_compared_here() -> None:
-    assert set(FUSABLE) == FUSED
+    assert set(FUSABLE) == FUSED_FAMILIES
 
 
 def decoder_of(policy: Policy, forgotten: list[int]) -> cuda.CudaDecoder:

@@ -60,7 +60,11 @@ def test_tasks_without_a_reference_have_no_kl(model_folder: Path, tmp_path: Path
     [
         ({"task": "knd"}, {}, r"no column 'knd'; .* Did you mean 'kind'\? Set data\.task to the column with the tasks"),
         ({"eval": [{"prompt": "1+1="}]}, {}, r"data\.eval has no column 'kind'"),
-        ({"train": [*ROWS, {"prompt": "1", "kind": None}]}, {}, r"row 31 .* a task has a name, but this is None"),
+        (
+            {"train": [*ROWS, {"prompt": "1", "kind": None}]},
+            {},
+            r"row 31 .* the task must be text or a number, but is None",
+        ),
         ({}, {"kl_bands": {"from 3": [0, 1]}}, r"kl_bands\.from 3: no row of data\.train has the task 'from 3'"),
     ],
 )

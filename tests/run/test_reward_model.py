@@ -74,7 +74,7 @@ def test_conversations_and_prompts_with_answers_are_the_same_pairs() -> None:
     ("row", "says"),
     [
         ({"prompt": "a", "chosen": "b"}, "has no column 'rejected'"),
-        ({"chosen": "a", "rejected": "b"}, "no whole conversations"),
+        ({"chosen": "a", "rejected": "b"}, "not whole conversations"),
         ({"prompt": "a", "chosen": "b", "rejected": "", "by": 1}, "column 'rejected' is empty"),
         (
             {"prompt": 1, "chosen": "b", "rejected": "c", "by": 1},

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.update.batch import MicroBatch, Sample, row_tokens, parts_by_prompt
+from trimtab.update.batch import MicroBatch, Sample, parts_by_prompt, row_tokens
 from trimtab.update.packing import pack
 
 CPU = torch.device("cpu")

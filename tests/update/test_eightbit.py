@@ -185,8 +185,8 @@ def test_pieces_and_chunks_change_nothing(dtype: torch.dtype, monkeypatch: pytes
     for offload, on_the_way, chunk, piece in (
         (False, False, 2**22, 2**26), (False, False, BLOCK, 2**26), (True, False, 2**22, BLOCK), (False, True, BLOCK, 2 * BLOCK),
     ):  # fmt: skip
-        monkeypatch.setattr(optimizers, "CHUNK", chunk)
-        monkeypatch.setattr(optimizers, "PIECE", piece)
+        monkeypatch.setattr(optimizers, "MOMENT_CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(optimizers, "MAX_PIECE_ELEMENTS", piece)
         large = torch.nn.Parameter(torch.randn(30, 41, generator=torch.Generator().manual_seed(2)).to(dtype))
         named = [*parameters(dtype), ("mid", larger(dtype)), ("large", large)]
         optimizer = MasterAdamW(WeightStore(named), SMALL, offload=offload)
@@ -281,4 +281,4 @@ def test_a_tiny_second_moment_does_not_make_a_huge_step() -> None:
 
 
 def test_the_chunk_that_is_counted_is_the_chunk_there_is() -> None:
-    assert optimizers.CHUNK % BLOCK == 0 and optimizers.PIECE % BLOCK == 0
+    assert optimizers.MOMENT_CHUNK_ELEMENTS % BLOCK == 0 and optimizers.MAX_PIECE_ELEMENTS % BLOCK == 0

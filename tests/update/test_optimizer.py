@@ -143,7 +143,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_offloaded_is_the_same_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces that cut parameters, through steps, a step that is refused, and a checkpoint."""
-    monkeypatch.setattr(optimizers, "PIECE", BLOCK)
+    monkeypatch.setattr(optimizers, "MAX_PIECE_ELEMENTS", BLOCK)
     one, two = ([*parameters(dtype), ("large", larger(dtype))] for _ in range(2))
     here, there = (
         MasterAdamW(WeightStore(one), Learn(max_grad_norm=0.5)),
@@ -169,7 +169,7 @@ def test_offloaded_is_the_same_bit_for_bit(dtype: torch.dtype, monkeypatch: pyte
 def test_state_that_moves_to_the_host_in_a_run_is_the_same_bit_for_bit(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizers, "PIECE", BLOCK)
+    monkeypatch.setattr(optimizers, "MAX_PIECE_ELEMENTS", BLOCK)
     one, two = ([*parameters(dtype), ("large", larger(dtype))] for _ in range(2))
     here, moved = (MasterAdamW(WeightStore(named), Learn(max_grad_norm=0.5)) for named in (one, two))
     for step in range(5):

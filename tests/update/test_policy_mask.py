@@ -18,7 +18,7 @@ from trimtab.data.prompt import Prompt
 from trimtab.learn.advantages import gae
 from trimtab.model.policy import Policy
 from trimtab.rollout.trajectory import Group, Trajectory
-from trimtab.update.batch import MicroBatch, Sample, row_tokens, parts_by_prompt
+from trimtab.update.batch import MicroBatch, Sample, parts_by_prompt, row_tokens
 from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.packing import pack
 from trimtab.update.samples import set_advantages, set_weights, shaped_rewards, to_samples, usable

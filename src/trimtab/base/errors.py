@@ -69,11 +69,11 @@ class TrainingError(TrimtabError):
 
 
 class DivergedError(TrainingError):
-    """The weights are not worth keeping: they, or what they compute, are no longer finite. No checkpoint is written of them."""
+    """The weights, or what they compute, are no longer finite. No checkpoint is written of them."""
 
 
 class MemoryExhausted(TrainingError):
-    """Memory ran out, and all that could be lowered without changing what is learned has been."""
+    """Memory ran out with every `run` setting at its minimum."""
 
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

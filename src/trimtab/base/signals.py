@@ -104,7 +104,7 @@ def raise_waiting() -> None:
 
 
 def newly_waiting() -> str | None:
-    """The name of a stop that waits and has not been told of."""
+    """The name of a pending stop that has not been reported yet."""
     if _stops.waiting is None or _stops.announced:
         return None
     _stops.announced = True

@@ -1,4 +1,4 @@
-"""Standard streams that may be closed, or whose reader may go away: a run outlives them, and only what is shown is lost."""
+"""Standard streams that may be closed, or whose reader may go away: the run continues, and only its output is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hold_standard_streams() -> None:
 
 
 def let_go(stream: IO[str] | None) -> None:
-    """Write out what is left; where nobody reads it, drop it without a word at the interpreter's end."""
+    """Write what is left. If the reader has gone, drop it silently when the interpreter ends."""
     if stream is None:
         return
     try:
@@ -31,7 +31,7 @@ def let_go(stream: IO[str] | None) -> None:
 
 
 def outlet(file: IO[str] | None) -> IO[str]:
-    """A stream to write to for as long as somebody reads it; None: nobody does."""
+    """A stream to write to while it has a reader; None if it has none."""
     return file if isinstance(file, _Outlet) else cast("IO[str]", _Outlet(file))
 
 

@@ -1,6 +1,6 @@
-"""The words that turn "no such name" into "did you mean": used by every error that names something unknown.
+""" "Did you mean ...?" for every error that names something unknown.
 
-And whether a name can only be that of something on this machine, so that no hub is asked for it.
+Also decides whether a name can only be a local path, so that the hub is not asked for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 def near_or_all(name: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid names, otherwise with all of them."""
     names = sorted(valid)
-    everything = f"There is: {', '.join(names[:MAX_NAMES_LISTED])}." if names else "There is none."
+    everything = f"Available: {', '.join(names[:MAX_NAMES_LISTED])}." if names else "None is available."
     return did_you_mean(name, names).strip() or everything
 
 

@@ -50,7 +50,7 @@ def user_errors(as_json: bool) -> Iterator[None]:
 
 
 def _tell(error: Exception | KeyboardInterrupt, as_json: bool) -> None:
-    """Say what ended the command, and exit; what is not for the user is raised again."""
+    """Report what ended the command, and exit. Errors that are not the user's are raised again."""
     kind = type(error).__name__
     if isinstance(error, KeyboardInterrupt):
         by, status = "Ctrl-C", 130

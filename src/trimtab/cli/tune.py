@@ -40,7 +40,7 @@ def tune(
 
 
 def _refuse_taken(out: Path) -> None:
-    """Measuring takes minutes: what could not be written after it is told before."""
+    """Measuring takes minutes, so an output file that cannot be written is refused before it."""
     from trimtab.base.errors import ConfigError, Problem
 
     if not out.absolute().parent.is_dir():

@@ -346,7 +346,7 @@ def _texts(config: Config | Offline, learn: Learn | None) -> Iterator[Contradict
             yield clash(key, "is empty", "Write a name, or leave the key out if it has a default")
     for field in re.findall(r"\{[^{}]*\}|[{}]", observe.dir):
         if field not in ("{name}", "{time}"):
-            yield clash("observe.dir", f"has {field}, which stands for nothing", "Write {name}, {time} or plain text")
+            yield clash("observe.dir", f"has an unknown placeholder {field}", "Write {name}, {time} or plain text")
 
 
 def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:

@@ -54,7 +54,7 @@ class Clip(Section):
     low: Annotated[float, Field(ge=0)] | Auto = "auto"
     """The ratio is kept above 1 - low. auto: 0.2; GSPO 3e-4; CISPO has no lower bound."""
     high: Annotated[float, Field(ge=0)] | Auto = "auto"
-    """The ratio is kept below 1 + high. auto: 0.2; DAPO 0.28; GSPO 4e-4; CISPO 5.0. Larger than `low` is looser, not safer."""
+    """The ratio is kept below 1 + high. auto: 0.2; DAPO 0.28; GSPO 4e-4; CISPO 5.0. Above `low` it loosens the clip."""
     dual: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: for negative advantages the objective is kept above dual times the advantage. None: off."""
 
@@ -87,7 +87,7 @@ class Schedule(Section):
     warmup_steps: Count = 0
     """Steps over which the rate rises linearly from 0. The first of them has rate 0: nothing is learned from it."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of `learn.lr` that linear and cosine go down to."""
+    """Fraction of `learn.lr` that linear and cosine end at."""
     unit: Literal["step", "update"] = "step"
     """What the schedule and `warmup_steps` count. step: rollout-and-update rounds, with one rate for all updates of a round (as
     verl has it). update: optimizer steps (as TRL and OpenRLHF have it)."""
@@ -106,7 +106,7 @@ class Optimizer(Section):
     """Decoupled weight decay, applied to matrices only (not to norms and biases)."""
     states: Literal["full", "8bit"] = "full"
     """How both moments are kept. full: in float32. 8bit: one byte an element with a scale for each 256 (Dettmers et al. 2021), a
-    quarter of the memory. Rounding changes what is learned, a little: hence a key of `learn`."""
+    quarter of the memory. Its rounding changes what is learned a little, so it is a key of `learn`."""
 
 
 class Importance(Section):
@@ -115,7 +115,7 @@ class Importance(Section):
     level: Literal["off", "token", "sequence"] = "off"
     """One weight a token, or one a sequence (the product over its tokens)."""
     cap: Annotated[float, Field(gt=0)] = 2.0
-    """Weights above this are cut to it (truncate), or their tokens are left out (mask)."""
+    """Weights above this are lowered to it (truncate), or their tokens are left out (mask)."""
     mode: Literal["truncate", "mask"] = "truncate"
     """What happens above the cap."""
 
@@ -135,25 +135,25 @@ class DynamicSampling(Section):
     enabled: bool | Auto = "auto"
     """auto: on for DAPO only."""
     max_refills: PositiveInt = 4
-    """How many times a step may draw replacement prompts before it goes on with the groups it has."""
+    """How many times a step may draw replacement prompts. After that it continues with the groups it has."""
 
 
 class Critic(Section):
     """PPO's value model. It starts as a copy of a model, reads what the policy reads, and has adapters where the policy has."""
 
     path: str | None = None
-    """What it starts from: hub name, folder or GGUF file of a language model with the policy's tokenizer. None: the policy's own
+    """Model that the critic starts from: hub name, folder or GGUF file of one with the policy's tokenizer. None: the policy's own
     start."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate; `learn.schedule` is its schedule too."""
     clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """In one step a value may move so far from what it was, where going further would lower the loss. None: no bound."""
+    """Most that a value may move from its old value in one step, if moving further would lower the loss. None: no limit."""
     warmup_steps: Count = 0
     """Steps at the beginning in which only the critic learns."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """What a reward is worth one token earlier."""
+    """GAE's gamma: the factor by which a reward is discounted for each token before it."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """GAE's lambda: 1 believes what was earned, 0 what the critic expects."""
+    """GAE's lambda: 1 uses the rewards that were earned, 0 only what the critic expects of the next token."""
 
 
 class Learn(Section):
@@ -174,7 +174,7 @@ class Learn(Section):
     epochs_per_step: PositiveInt = 1
     """Passes over a step's batch."""
     max_new_tokens: PositiveInt = 512
-    """Longest completion, in tokens: all that follows the prompt, an environment's words included."""
+    """Longest completion, in tokens: everything after the prompt, an environment's replies included."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     schedule: Schedule = Schedule()

@@ -293,7 +293,7 @@ def _lost(key: str, text: str, value: object) -> list[Problem]:
         return [
             Problem(
                 key,
-                f"YAML does not read {shown(text)} as that text",
+                f"YAML changes the text {shown(text)}",
                 f"Quote it for YAML and for the shell: {key}='{quoted(text)}'",
             )
         ]

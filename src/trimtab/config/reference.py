@@ -281,7 +281,7 @@ def _group(group: KeyEntry, found: list[KeyEntry], stage: str = "") -> str:
     assert group.nested
     form = group.nested.form
     prefix = group.name + (".N." if form == "list" else ".")
-    about = {"list": " A list; N is the place of an item, from 0.", "optional": " `null`, off, unless it is given."}
+    about = {"list": " A list; N is the place of an item, from 0.", "optional": " Off (`null`) unless you set it."}
     text = f"\n##{'#' * group.name.count('.')} {stage}`{group.name}`\n\n{description(group.field)}{about.get(form, '')}\n\n"
     text += "| key | takes | default | meaning |\n|---|---|---|---|\n"
     for entry in found:

@@ -13,14 +13,14 @@ from trimtab.config.schema import Data, Model, Observe
 
 
 class PairData(Data):
-    """Two answers to one question, the better one named."""
+    """Pairs of answers to one prompt: a better and a worse one."""
 
     chosen: str = "chosen"
     """Column with the better answer: a string, or messages; with messages it may be the whole conversation."""
     rejected: str = "rejected"
-    """Column with the worse one, of the same kind."""
+    """Column with the worse answer, in the same form."""
     margin: str | None = None
-    """Column with how much better it is, at least: a number of 0 or more. None: any difference will do."""
+    """Column with the margin by which the better answer's score should lead: a number of 0 or more. None: no margin."""
 
 
 class PairLearn(Section):
@@ -46,14 +46,14 @@ class PairLearn(Section):
     """Write the model out so that its scores have mean 0 and standard deviation 1 on the evaluation set, or where there is none
     on the first 1,000 pairs of the training set."""
     max_tokens: PositiveInt | None = None
-    """Pairs of which either conversation is longer are left out, counted and reported; none is cut. None: the model's context."""
+    """Pairs with a conversation longer than this are left out, counted and reported; none is cut. None: the model's context."""
 
 
 class RewardModelConfig(Section):
     """A reward model: where it starts, pairs, what to learn from them, how to run it."""
 
     stage: Literal["reward-model"] = "reward-model"
-    """Tells this configuration from that of `trimtab train`."""
+    """Marks this as a config of `trimtab reward-model`."""
     model: Model
     data: PairData
     learn: PairLearn = PairLearn()

@@ -47,7 +47,7 @@ class Rollout(Section):
     """Interpreter of the environment that holds vLLM or SGLang, such as ~/vllm/bin/python: its packages need not agree with this
     one's. None: this one's."""
     eager: bool | None = None
-    """vLLM or SGLang without compiling and graphs: it starts sooner and decodes slower. None: on a CPU."""
+    """Run vLLM or SGLang without compilation and CUDA graphs: it starts faster and decodes more slowly. None: only on a CPU."""
     processes: PositiveInt | Auto = "auto"
     """Processes of vLLM or SGLang, which share out the sequences of a rollout; each has a copy of the weights. auto: several
     where one would be bound by its host, as it is with small models on a GPU."""
@@ -57,7 +57,7 @@ class Rollout(Section):
 
 
 class Offload(Section):
-    """What waits in host memory while the device does not need it."""
+    """What is kept in host memory while the device does not need it."""
 
     optimizer: bool | Auto = "auto"
     """Masters and moments, streamed through the device in each optimizer step. auto: where they would leave too little room."""
@@ -110,7 +110,7 @@ class Run(Section):
     score_token_budget: PositiveInt | Auto = "auto"
     """The same cap for passes without a gradient (reference and old log-probs). auto: from memory, larger than token_budget."""
     logprob_chunk: PositiveInt | Auto = "auto"
-    """Tokens whose logits exist at one time."""
+    """Most tokens whose logits are in memory at a time."""
     checkpoint_activations: Recompute | Auto = "auto"
     """Recompute activations in the backward pass instead of keeping them. some: only what is cheap for its size, where the update
     runs through fused layers; elsewhere the same as true."""

@@ -19,7 +19,7 @@ class Lora(Section):
     r: PositiveInt = 16
     """Rank. More learns more; it hardly matters for memory, which goes into activations and frozen weights."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """What adapters add is multiplied by alpha / r. None: 2 r."""
+    """The adapters' output is multiplied by alpha / r. None: 2 r."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Linear layers that get an adapter, by the end of their names (q_proj). all-linear: all but the output head."""
 
@@ -54,7 +54,7 @@ class Data(Section):
     system: str | None = None
     """System message put before every prompt."""
     suffix: str = ""
-    """Text added to the end of every (last user) prompt, such as an answer format."""
+    """Text added to the end of every prompt, or of its last user message: an answer format, for example."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: apply the tokenizer's chat template when it has one. never: string prompts are used as they are."""
     max_prompt_tokens: PositiveInt | None = None
@@ -73,7 +73,7 @@ class Data(Section):
 
 
 class RewardPart(Section):
-    """One reward; the weighted sum of all parts is what is learned from."""
+    """One part of the reward. The weighted sum of all parts is a sample's reward."""
 
     fn: str
     """`file.py:function`, `package.module:function`, `model:FOLDER` for a reward model, `environment` for what the
@@ -93,7 +93,7 @@ class RewardPart(Section):
 
 
 class Environment(Section):
-    """Who answers the model, so that a completion is a conversation. Only what the model says is learned."""
+    """What answers the model, so that a completion becomes a conversation. Only the model's own tokens are learned."""
 
     fn: str | None = None
     """A class with `reset` and `step`: `file.py:Class` or `package.module:Class`. None: `tools` answer."""
@@ -106,11 +106,11 @@ class Environment(Section):
     """Deadline of one call. A completion whose environment misses it, raises or crashes is dropped and counted, never scored
     zero."""
     args: dict[str, Any] = {}
-    """Keyword arguments with which the class of `fn` is made."""
+    """Keyword arguments of the class in `fn`."""
 
 
 class EvalSampling(Drawing):
-    """How evaluation draws tokens: greedily, unless told. What ends a completion is as in training, unless told."""
+    """How evaluation draws tokens. By default it is greedy, and completions end as in training."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Softmax temperature; 0 is greedy. Not inherited from training, nor are top_k, top_p and min_p."""
@@ -134,8 +134,8 @@ class Eval(Section):
     part: str | None = None
     """Reward part that decides success; None: the first."""
     threshold: float | None = None
-    """A completion succeeds when that part is at least this. None: 1; for a reward model, whose scores have no such mark, the
-    mean score (`eval/score`) is reported in place of pass@k."""
+    """A completion succeeds when that part is at least this. None: 1; a reward model's scores have no natural threshold, so
+    its mean score (`eval/score`) is reported in place of pass@k."""
 
 
 class Observe(Section):
@@ -144,13 +144,13 @@ class Observe(Section):
     dir: str = "runs/{name}-{time}"
     """Run folder. {name} is the config file's name, {time} the start time."""
     eval_every: Count = 0
-    """Evaluate every so many steps, and before the first and after the last; 0: only before and after."""
+    """Evaluate every this many steps, and before the first and after the last; 0: only before and after."""
     checkpoint_every: Count = 50
-    """Checkpoint every so many steps, and after the last; 0: only after the last."""
+    """Write a checkpoint every this many steps, and after the last; 0: only after the last."""
     keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints kept; the best by evaluation is kept besides."""
+    """How many of the newest checkpoints are kept. The best by evaluation is kept, too."""
     samples_every: Count = 10
-    """Write sample completions every so many steps; 0: never."""
+    """Write sample completions every this many steps; 0: never."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     wandb: str | None = None
@@ -159,8 +159,8 @@ class Observe(Section):
     """Stop the run when more than this fraction of a step's samples has no reward because reward calls, or its
     environment, failed."""
     kl_bands: dict[str, tuple[float, float]] = {}
-    """By task: the lowest and the highest KL to the reference, in nats per token, that is as it should be. `trimtab doctor RUN`
-    says where a task leaves its band."""
+    """By task: the lowest and the highest KL to the reference, in nats per token, that is healthy. `trimtab doctor RUN`
+    reports a task outside its band."""
 
 
 class Config(Section):

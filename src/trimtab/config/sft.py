@@ -13,14 +13,14 @@ from trimtab.config.schema import Data, Model, Observe
 
 
 class SftData(Data):
-    """Conversations, prompts with completions, or plain text; which it is, the columns say."""
+    """Conversations, prompts with completions, or plain text. The columns of a row decide which."""
 
     messages: str = "messages"
-    """Column with a conversation: a list of {role, content} messages. Rows that have it are read so."""
+    """Column with a conversation: a list of {role, content} messages. Rows with this column are conversations."""
     completion: str = "completion"
-    """Column with the answer to `prompt`: a string, or a list of messages. Rows without messages are read so."""
+    """Column with the answer to `prompt`: a string, or a list of messages. Used for rows without messages."""
     text: str = "text"
-    """Column with plain text, all of it learned. Rows with neither messages nor a prompt are read so."""
+    """Column with plain text, all of it learned. Used for rows with neither messages nor a prompt."""
 
 
 class SftLearn(Section):
@@ -54,7 +54,7 @@ class SftConfig(Section):
     """A supervised run: model, data, what to learn from it, how to run it."""
 
     stage: Literal["sft"] = "sft"
-    """Tells this configuration from that of `trimtab train`."""
+    """Marks this as a config of `trimtab sft`."""
     model: Model
     data: SftData
     learn: SftLearn = SftLearn()

@@ -27,8 +27,8 @@ from trimtab.convert.sheet import Line, Sheet
 ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
     "NCCL_CUMEM_ENABLE": (
         "dead",
-        "advice for vLLM before 0.16; with newer ones 0 makes NCCL fail. Trimtab moves no weights over NCCL. `trimtab doctor` "
-        "checks the environment",
+        "a workaround for vLLM before 0.16; with newer versions, 0 makes NCCL fail. Trimtab sends no weights over NCCL."
+        " `trimtab doctor` checks the environment",
     ),
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": (
         "dead",
@@ -37,7 +37,7 @@ ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
     "CUDA_VISIBLE_DEVICES": ("automatic", "keep it in the environment: Trimtab uses the first visible device"),
     "PYTORCH_CUDA_ALLOC_CONF": ("automatic", "keep it in the environment: torch reads it there"),
     "PYTORCH_ALLOC_CONF": ("automatic", "keep it in the environment: torch reads it there"),
-    "VLLM_ATTENTION_BACKEND": ("automatic", "the native engine and the update use one attention"),
+    "VLLM_ATTENTION_BACKEND": ("automatic", "the native engine and the update use the same attention code"),
     "VLLM_USE_V1": ("automatic", "the native engine generates"),
     "HYDRA_FULL_ERROR": ("dead", "concerns Hydra; Trimtab reports all errors of a config at once"),
     "TOKENIZERS_PARALLELISM": ("automatic", "Trimtab tokenises prompts ahead, in a thread"),
@@ -90,7 +90,7 @@ def other(setting: Setting) -> Line | None:
     if setting.origin == "launcher":
         return Line(setting, None, outcome="automatic", notes=[LAUNCH])
     if setting.origin == "command":
-        note = COMMANDS.get(setting.name.split(" ")[0].rsplit("/", 1)[-1], "not a training run that is known here")
+        note = COMMANDS.get(setting.name.split(" ")[0].rsplit("/", 1)[-1], "not a training command that Trimtab knows")
         return Line(setting, None, notes=[f"a command, not a setting; {note}"])
     if setting.origin == "stray":
         return Line(setting, None, notes=["a word that belongs to no flag"])
@@ -111,7 +111,7 @@ def split_updates(sheet: Sheet, prompts: int, parts: float, name: str, sum_: str
     updates = min(max(round(parts), 1), prompts)
     note = f"{sum_} = {parts:.10g} optimizer step{'s' * (parts != 1)} for each batch"
     if updates != parts:
-        note += f", which is not possible here: {updates} is the nearest"
+        note += f", which Trimtab cannot do: {updates} is the nearest"
     sheet.put("learn.updates_per_step", updates, name, note=note)
 
 
@@ -136,7 +136,7 @@ def choice(sheet: Sheet, name: str, known: Collection[str], absent: Mapping[str,
     if value not in known:
         near = nearest(value, [*known, *absent], MIN_NAME_SIMILARITY)
         fix = f"Did you mean {near}?" if near else f"Write one of {', '.join(known)}"
-        sheet.fail(name, f"{sheet.framework.title} has no {value} that is known here", fix)
+        sheet.fail(name, f"{sheet.framework.title} has no {value} that Trimtab knows", fix)
     return value
 
 
@@ -170,9 +170,9 @@ def schedule(
             if near
             else f"write learn.schedule.kind: {', '.join(dict.fromkeys(kinds.values()))}"
         )
-        sheet.refuse(kind, f"{named} is not here: {fix}")
+        sheet.refuse(kind, f"Trimtab does not have {named}: {fix}")
     if floor and sheet.given(floor) and shape in (None, "constant"):
-        sheet.refuse(floor, "a constant rate has no end to go to", "dead")
+        sheet.refuse(floor, "a constant learning rate has no final value", "dead")
     if named in cold:
         for flag in filter(None, (steps, ratio)):
             sheet.refuse(flag, f"{sheet.framework.title}'s {named} schedule has no warm-up", "dead")
@@ -192,7 +192,7 @@ def _warm_up(sheet: Sheet, ratio: str, steps: str, updates: int, rounded: Callab
     elif warm is not None and 0 < warm < 1:
         _warm_by_ratio(sheet, steps, float(warm), updates, rounded)
     elif warm is not None and sheet.given(steps):
-        sheet.put("learn.schedule.warmup_steps", 0, steps, note="no warm-up by this one")
+        sheet.put("learn.schedule.warmup_steps", 0, steps, note="this setting gives no warm-up")
     if ratio and not (warm and warm > 0):
         fraction = sheet.read(ratio, real)
         if fraction is not None:
@@ -223,12 +223,12 @@ def optimizer(sheet: Sheet, name: str) -> None:
         return
     letters = re.sub(r"[^a-z0-9]", "", kind.lower())
     if re.sub(r"paged|8bit|torch|fused|hf|apex|bnb|npu|xla|anyprecision", "", letters) not in ("adam", "adamw"):
-        sheet.refuse(name, f"{kind} is not here: AdamW trains, and learn.lr is its rate")
+        sheet.refuse(name, f"Trimtab does not have {kind}: it trains with AdamW, and learn.lr is its learning rate")
     elif "8bit" not in letters:
         sheet.refuse(name, "AdamW on float32 masters", "automatic")
     else:
         note = "; pages in host memory are run.offload.optimizer, where memory is short" if "paged" in letters else ""
-        sheet.put("learn.optimizer.states", "8bit", name, note=f"blocks of 256 with a scale each, there and here{note}")
+        sheet.put("learn.optimizer.states", "8bit", name, note=f"blocks of 256 with a scale each, as in Trimtab{note}")
 
 
 def reward_model(sheet: Sheet, name: str) -> None:
@@ -258,15 +258,17 @@ def adapters(sheet: Sheet, rank: str, alpha: str, targets: str, dropout: str = "
     sheet.put("model.lora.r", r, rank)
     scale = sheet.read(alpha, real)
     if scale is not None:
-        sheet.put("model.lora.alpha", scale, alpha, note=f"what adapters add is scaled by {scale:g} / {r}")
+        sheet.put("model.lora.alpha", scale, alpha, note=f"the adapters' output is scaled by {scale:g} / {r}")
     layers = sheet.read(targets, lambda value: value if isinstance(value, list | str) else [text(value)])
     if layers is not None:
         names = layers if isinstance(layers, list) else [layers]
         sheet.put("model.lora.targets", "all-linear" if names == ["all-linear"] else names, targets)
     if dropout and sheet.read(dropout, real, 0.0) > 0:
-        sheet.refuse(dropout, "adapters have no dropout here: the engine and the trainer must agree on every log-prob")
+        sheet.refuse(
+            dropout, "Trimtab's adapters have no dropout: the engine and the trainer must agree on every log-prob"
+        )
     elif dropout and sheet.given(dropout):
-        sheet.refuse(dropout, "0 is the only value here", "dead")
+        sheet.refuse(dropout, "0 is the only value in Trimtab", "dead")
 
 
 def clip(sheet: Sheet, both: str, low: str = "", high: str = "") -> None:
@@ -289,7 +291,9 @@ def critic(sheet: Sheet, rules: Sequence[ConvertRule], estimator: str, discounte
     gamma = sheet.read(discounted, real, 1.0) if discounted else 1.0
     if estimator != "gae":
         if gamma != 1:
-            sheet.refuse(discounted, f"{estimator} discounts rewards with it; here only PPO does: learn.critic.gamma")
+            sheet.refuse(
+                discounted, f"{estimator} discounts rewards with it; in Trimtab only PPO does: learn.critic.gamma"
+            )
             rules = [rule for rule in rules if rule.name != discounted]
         sheet.without(rules, f"has no effect: {estimator} has no critic")
         return
@@ -310,9 +314,7 @@ def as_the_policy(sheet: Sheet, pairs: Mapping[str, str]) -> None:
 
 
 def looser(high: float, low: float) -> str:
-    return (
-        f"an upper bound of {high:g} above a lower of {low:g} lets good tokens grow further: looser, not more careful"
-    )
+    return f"an upper bound of {high:g} above a lower of {low:g} loosens the clip: tokens with a positive advantage grow further"
 
 
 def needs(sheet: Sheet) -> None:
@@ -337,4 +339,4 @@ def loggers(sheet: Sheet, to: str, project: str, usual: str) -> None:
         sheet.put("observe.wandb", named, to, project, note="the name of the project")
     else:
         sheet.refuse(to, "console, metrics.jsonl and TensorBoard are always written", "automatic")
-        sheet.refuse(project, "the run is named for its folder: observe.dir", "automatic")
+        sheet.refuse(project, "the run has the name of its folder: observe.dir", "automatic")

@@ -40,24 +40,24 @@ RULES: tuple[ConvertRule, ...] = (
     mapped("save_every", "observe.checkpoint_every", every),
     automatic(
         "device_batch_size",
-        "there it bounds memory, divides the loss and says how many samples evaluation draws; here memory follows from a token "
-        "budget and the loss does not change with it",
+        "in nanochat it limits memory, divides the loss and sets the samples of an evaluation; in Trimtab the token "
+        "budget limits memory and does not change the loss",
         "run.token_budget",
     ),
     mapped("weight_decay", "learn.optimizer.weight_decay", number),
     together("run", "observe.wandb"),
     automatic("device_type", "the first CUDA device, or the CPU", "run.device"),
     automatic("dtype", "bfloat16 with float32 masters on a GPU", "model.dtype"),
-    *each(automatic, "num_gpus nproc_per_node", "one process on one device; no divisibility is needed"),
+    *each(automatic, "num_gpus nproc_per_node", "Trimtab is one process on one device, so nothing has to be divisible"),
     *each(
         unsupported,
         "model_tag model_step source",
-        "a checkpoint of nanochat's own: export it as a Hugging Face folder and name that",
+        "names a nanochat checkpoint: export it as a Hugging Face folder and name that",
     ),
     *each(
         unsupported,
         "matrix_lr embedding_lr unembedding_lr",
-        "rates of Muon and of its three groups; AdamW trains here, with one learn.lr (1e-6 to 1e-5 is usual)",
+        "learning rates of Muon and its parameter groups; Trimtab has AdamW with one learn.lr (1e-6 to 1e-5 is usual)",
     ),
     unsupported("init_lr_frac", "the rate starts at learn.lr and falls to 0"),
 )
@@ -78,10 +78,10 @@ def settle(sheet: Sheet) -> None:
     sheet.put("eval.sampling.top_k", 50)
     name = sheet.read("run", text, "dummy")
     if name == "dummy":
-        sheet.refuse("run", "dummy is no logging to W&B, which is what Trimtab starts from", "dead")
+        sheet.refuse("run", "dummy turns W&B off, which is Trimtab's default", "dead")
     else:
         sheet.put(
-            "observe.wandb", "nanochat-rl", "run", note="the name of the project; the run is named for its folder"
+            "observe.wandb", "nanochat-rl", "run", note="the name of the project; the run has the name of its folder"
         )
     sheet.need(
         "model.path", "the model to train: nanochat's checkpoint exported as a Hugging Face folder, or any other"
@@ -96,7 +96,7 @@ def _sizes(sheet: Sheet) -> None:
         "learn.prompts_per_step",
         prompts,
         "examples_per_step",
-        note="it does not change the memory that is needed, there or here",
+        note="it changes the memory need neither in nanochat nor in Trimtab",
     )
     sheet.put("learn.samples_per_prompt", samples, "num_samples")
     if prompts > 0:
@@ -107,8 +107,10 @@ def _sizes(sheet: Sheet) -> None:
         )
     if rows_at_once > 0 and samples % rows_at_once:
         kept = samples // rows_at_once * rows_at_once
-        happens = f"trains on {kept} samples without a word" if kept else "fails"
-        sheet.say("num_samples", f"with device_batch_size {rows_at_once} nanochat {happens}; here all {samples} count")
+        happens = f"silently trains on {kept} samples" if kept else "fails"
+        sheet.say(
+            "num_samples", f"with device_batch_size {rows_at_once} nanochat {happens}; Trimtab trains on all {samples}"
+        )
     if rows_at_once > 0:
         sheet.put("eval.samples_per_prompt", rows_at_once)
     if sheet.line("eval_every"):

@@ -20,7 +20,7 @@ from trimtab.convert.common import (
 from trimtab.convert.openrlhf_table import CRITIC_FLAGS, REWARD_MODEL_FLAGS, RULES, STAGE_FLAGS
 from trimtab.convert.rules import PPO, number, one_of, pair, real, text, whole, yes
 from trimtab.convert.sheet import Framework, Sheet
-from trimtab.convert.versions import ABSENT, Was
+from trimtab.convert.versions import ABSENT, OldDefault
 
 DEFAULTS = {
     "rollout.batch_size": 1024,
@@ -42,11 +42,11 @@ DEFAULTS = {
     "actor.lr_warmup_ratio": 0.03,
     "actor.min_lr_ratio": 0.1,
 }
-WAS = (
-    Was("0.9.8", "prompt_max_len", 1024),
-    Was("0.9.8", "rollout.max_new_tokens", 1024),
-    Was("0.9.8", "data.max_len", ABSENT),
-    Was("0.8.2", "critic.value_clip", 0.2),
+OLD_DEFAULTS = (
+    OldDefault("0.9.8", "prompt_max_len", 1024),
+    OldDefault("0.9.8", "rollout.max_new_tokens", 1024),
+    OldDefault("0.9.8", "data.max_len", ABSENT),
+    OldDefault("0.8.2", "critic.value_clip", 0.2),
 )
 """From train_ppo_ray.py of every release since 0.7."""
 ALGORITHMS = {
@@ -105,26 +105,28 @@ def _algorithm(sheet: Sheet) -> None:
     sheet.put("learn.algorithm", algorithm, name, note=PPO if estimator == "gae" else "")
     kind = "actor.policy_loss_type"
     if choice(sheet, kind, ("ppo", "gspo"), {}, "ppo") == "gspo":
-        sheet.put("learn.loss", "gspo", kind, note="every sequence weighs the same with it")
+        sheet.put("learn.loss", "gspo", kind, note="gives every sequence the same weight")
         sheet.put("learn.aggregate", "sequence_mean", kind)
     else:
         sheet.put("learn.loss", "clip", kind)
-        sheet.put("learn.aggregate", "token_mean", kind, note="OpenRLHF weighs every token of a batch the same, always")
+        sheet.put(
+            "learn.aggregate", "token_mean", kind, note="OpenRLHF always gives every token of a batch the same weight"
+        )
     if estimator in GROUPED:
         sheet.keys.pop("learn.reward_clip", None)
         differs = (
-            "OpenRLHF clips after it compared a group, learn.reward_clip before: write that in the reward's own unit"
+            "OpenRLHF clips after the baseline is subtracted, learn.reward_clip before: write it in units of the reward"
         )
         if sheet.given("reward.clip_range"):
             sheet.refuse("reward.clip_range", differs)
     if sheet.read("algo.advantage.no_std_norm", yes, False):
         if algorithm in WITHOUT_STD:
-            note = "OpenRLHF takes the mean over tokens off as well, which this does not" * (
+            note = "OpenRLHF also subtracts the mean over tokens; this advantage does not" * (
                 algorithm != "reinforce_pp"
             )
             sheet.put("learn.advantage", WITHOUT_STD[algorithm], "algo.advantage.no_std_norm", note=note)
         elif algorithm == "ppo":
-            sheet.refuse("algo.advantage.no_std_norm", "PPO's advantages are divided by their deviation, always")
+            sheet.refuse("algo.advantage.no_std_norm", "PPO always divides advantages by their standard deviation")
         else:
             sheet.refuse("algo.advantage.no_std_norm", f"has no effect with {estimator} in OpenRLHF", "dead")
 
@@ -137,7 +139,8 @@ def _critic(sheet: Sheet) -> None:
         as_the_policy(sheet, {f"critic.{part}": f"actor.{part}" for part in SHARED_PARTS})
         if sheet.given("reward.model_name_or_path") and "learn.critic.path" not in sheet.keys:
             sheet.say(
-                "reward.model_name_or_path", "OpenRLHF starts the critic from it too; here it starts as the policy"
+                "reward.model_name_or_path",
+                "OpenRLHF starts the critic from it too; Trimtab starts the critic from the policy",
             )
 
 
@@ -164,10 +167,14 @@ def _lengths(sheet: Sheet) -> None:
             note = f"{total} - {new} tokens are left for the prompt"
             sheet.put("data.max_prompt_tokens", total - new, "data.max_len", note=note)
         elif sheet.given("data.max_len"):
-            sheet.refuse("data.max_len", "says nothing more: prompt and completion are bounded each by itself", "dead")
+            sheet.refuse(
+                "data.max_len",
+                "has no further effect: the prompt and the completion already have limits of their own",
+                "dead",
+            )
     else:
         given = prompt if prompt is not None and prompt < total else total // 2
-        note = f"here each has its own bound: {total - given} new tokens, {given} of the prompt"
+        note = f"Trimtab limits each by itself: {total - given} new tokens, {given} of the prompt"
         sheet.put("learn.max_new_tokens", total - given, "data.max_len", note=note)
         if prompt is None:
             sheet.put("data.max_prompt_tokens", given, "data.max_len")
@@ -186,7 +193,7 @@ def _kl(sheet: Sheet) -> None:
     where = "loss" if sheet.read("algo.kl.use_loss", yes, False) else "reward"
     note = ""
     if where == "reward" and sheet.read("algo.advantage.estimator", text, "gae") in GROUPED:
-        where, note = "advantage", "OpenRLHF subtracts it after a group is compared, token by token"
+        where, note = "advantage", "OpenRLHF subtracts the penalty after the baseline, token by token"
     sheet.put("learn.kl.where", where, "algo.kl.use_loss", note=note)
     estimator = sheet.read("algo.kl.estimator", one_of({"k1": "k1", "k2": "k2", "k3": "k3"}), "k1")
     sheet.put("learn.kl.estimator", estimator, "algo.kl.estimator")
@@ -243,8 +250,11 @@ def _correction(sheet: Sheet) -> None:
         return
     mode = sheet.read(rest[0], one_of(CORRECTIONS), "truncate")
     if (line := sheet.line(rest[0])) and line.outcome == "unsupported":
-        sheet.refuse("algo.advantage.is_correction_enable", "goes with a type that is not here: write learn.importance")
-        sheet.refuse(rest[1], "goes with a type that is not here")
+        sheet.refuse(
+            "algo.advantage.is_correction_enable",
+            "belongs to a correction that Trimtab does not have: write learn.importance",
+        )
+        sheet.refuse(rest[1], "belongs to a correction that Trimtab does not have")
         return
     low, high = sheet.read(rest[1], _bounds, (0.0, 2.0) if sheet.before("0.9.2") else (0.5, 5.0))
     sheet.put("learn.importance.level", "token", "algo.advantage.is_correction_enable")
@@ -252,7 +262,7 @@ def _correction(sheet: Sheet) -> None:
     sheet.put("learn.importance.cap", high, rest[1] if sheet.line(rest[1]) else "algo.advantage.is_correction_enable")
     if low > 0:
         said = rest[1] if sheet.line(rest[1]) else "algo.advantage.is_correction_enable"
-        sheet.say(said, f"only the upper bound is here; weights below {low:g} are kept as they are")
+        sheet.say(said, f"Trimtab has only the upper bound; it keeps weights below {low:g} as they are")
 
 
 def _bounds(value: Any) -> tuple[float, float]:
@@ -267,7 +277,7 @@ def _data(sheet: Sheet) -> None:
         first, *more = source.split(",")
         sheet.put("data.train", first.strip(), "data.prompt_dataset")
         if more:
-            sheet.say("data.prompt_dataset", f"one source here; join the others to it: {', '.join(more)}")
+            sheet.say("data.prompt_dataset", f"Trimtab reads one source; add the others to it: {', '.join(more)}")
         column = sheet.read("data.input_key", text, "input")
         sheet.put("data.prompt", column, "data.input_key" if sheet.given("data.input_key") else "data.prompt_dataset")
         template = sheet.read("data.apply_chat_template", yes, False)
@@ -294,11 +304,11 @@ def _reward(sheet: Sheet) -> None:
             "change the function's first line and its last"
         )
         sheet.put("reward.0.fn", f"{source}:reward_func", "reward.remote_url", note=note)
-        sheet.refuse("reward.model_name_or_path", "has no effect: remote_url is asked instead", "dead")
+        sheet.refuse("reward.model_name_or_path", "has no effect: OpenRLHF calls remote_url instead", "dead")
     elif source is None:
         reward_model(sheet, "reward.model_name_or_path")
     else:
-        sheet.refuse("reward.model_name_or_path", "has no effect: remote_url is asked instead", "dead")
+        sheet.refuse("reward.model_name_or_path", "has no effect: OpenRLHF calls remote_url instead", "dead")
         sheet.refuse(
             "reward.remote_url", f"write a reward function that asks {source}; it may be async: rewards.py:ask"
         )
@@ -313,11 +323,13 @@ def _reward(sheet: Sheet) -> None:
     limits = sheet.read("algo.dynamic_filtering_range", pair)
     if limits is not None and limits != [0.0, 1.0]:
         sheet.refuse(
-            "algo.dynamic_filtering_range", "here groups are dropped whose rewards are all equal, whatever they are"
+            "algo.dynamic_filtering_range", "Trimtab drops the groups whose rewards are all equal, whatever their value"
         )
     elif limits is not None:
         sheet.refuse(
-            "algo.dynamic_filtering_range", "0 and 1 are what it is anyway: groups with equal rewards go", "dead"
+            "algo.dynamic_filtering_range",
+            "0 and 1 drop the groups whose rewards are all equal, which Trimtab always does",
+            "dead",
         )
 
 
@@ -326,7 +338,7 @@ def _logging(sheet: Sheet) -> None:
     project = sheet.read("logger.wandb.project", text, "openrlhf_train_ppo")
     if key is not None and key.setting.value is not None:
         sheet.put("observe.wandb", project, "logger.wandb.key", "logger.wandb.project")
-        note = "the name of the project. The API key belongs into WANDB_API_KEY, not on a command line: anyone may read it there"
+        note = "the name of the project. Put the API key into WANDB_API_KEY: other users can read a command line"
         sheet.say("logger.wandb.key", note)
     else:
         sheet.refuse("logger.wandb.project", "has no effect without a key", "dead")
@@ -347,5 +359,5 @@ FRAMEWORK = Framework(
     alias="today's name is {}",
     newest="0.11.2",
     oldest="0.7.0",
-    was=WAS,
+    was=OLD_DEFAULTS,
 )

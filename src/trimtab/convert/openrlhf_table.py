@@ -39,7 +39,9 @@ CRITIC_FLAGS: tuple[ConvertRule, ...] = (
         "must be a language model with the policy's tokenizer; Trimtab adds a new value head, which predicts 0 at first",
     ),
     together("critic.adam.lr critic_learning_rate", "learn.critic.lr"),
-    together("critic.value_clip value_clip", "learn.critic.clip", "0.5 unless given, 0.2 before 0.8.2"),
+    together(
+        "critic.value_clip value_clip", "learn.critic.clip", "the default is 0.5, before version 0.8.2 it was 0.2"
+    ),
     together(
         "critic.freezing_steps freezing_actor_steps",
         "learn.critic.warmup_steps",
@@ -49,7 +51,7 @@ CRITIC_FLAGS: tuple[ConvertRule, ...] = (
     together(
         "algo.advantage.lambd lambd",
         "learn.critic.lam",
-        f"1 unless given. There and here {NORMALISED}",
+        f"the default is 1. As in Trimtab, {NORMALISED}",
     ),
     automatic("critic.num_nodes critic_num_nodes", PLACEMENT),
     automatic("critic.num_gpus_per_node critic_num_gpus_per_node", PLACEMENT),
@@ -97,7 +99,7 @@ RULES: tuple[ConvertRule, ...] = (
     together("algo.advantage.estimator advantage_estimator", "learn.algorithm"),
     together("actor.policy_loss_type policy_loss_type", "learn.loss"),
     together("algo.advantage.no_std_norm no_advantage_std_norm", "learn.advantage"),
-    together("rollout.batch_size rollout_batch_size", "learn.prompts_per_step", "counted in prompts, there and here"),
+    together("rollout.batch_size rollout_batch_size", "learn.prompts_per_step", "counted in prompts, as in Trimtab"),
     together("rollout.n_samples_per_prompt n_samples_per_prompt", "learn.samples_per_prompt"),
     together(
         "train.batch_size train_batch_size",
@@ -108,11 +110,11 @@ RULES: tuple[ConvertRule, ...] = (
     together(
         "train.num_episodes num_episodes",
         "learn.steps",
-        "counts passes over the data, and the number of rows is not known here",
+        "counts passes over the data, and convert does not know the number of rows",
     ),
     together("rollout.max_new_tokens max_new_tokens generate_max_len", "learn.max_new_tokens"),
-    together("data.max_len max_len", "learn.max_new_tokens", "bounds prompt and completion together"),
-    together("prompt_max_len", "data.max_prompt_tokens", "OpenRLHF took this flag out"),
+    together("data.max_len max_len", "learn.max_new_tokens", "limits prompt and completion together"),
+    together("prompt_max_len", "data.max_prompt_tokens", "OpenRLHF removed this flag"),
     mapped("rollout.temperature temperature", "learn.sampling.temperature", number),
     mapped("rollout.top_p top_p", "learn.sampling.top_p", real),
     mapped("actor.adam.lr actor_learning_rate", "learn.lr", real),
@@ -126,15 +128,15 @@ RULES: tuple[ConvertRule, ...] = (
     together("actor.min_lr_ratio", "learn.schedule.final"),
     together("actor.eps_clip eps_clip", "learn.clip.low"),
     together("actor.eps_clip_low_high eps_clip_low_high", "learn.clip.high"),
-    mapped("actor.dual_clip dual_clip", "learn.clip.dual", some(real), "bounds negative advantages only"),
+    mapped("actor.dual_clip dual_clip", "learn.clip.dual", some(real), "limits the loss for negative advantages only"),
     mapped("actor.entropy_coef entropy_loss_coef", "learn.entropy_coef", some(real)),
-    together("algo.kl.init_coef init_kl_coef", "learn.kl.coef", "per nat and token"),
+    together("algo.kl.init_coef init_kl_coef", "learn.kl.coef", "the coefficient is per nat and token, as in Trimtab"),
     together(
         "algo.kl.target kl_target",
         "learn.kl.target",
         "OpenRLHF's own code says that its adaptive controller does not fit its trainer; Trimtab's is Ziegler's, in nats a token",
     ),
-    together("algo.kl.horizon kl_horizon", "learn.kl.horizon", "counted in samples, there and here"),
+    together("algo.kl.horizon kl_horizon", "learn.kl.horizon", "counted in samples, as in Trimtab"),
     together("algo.kl.estimator kl_estimator", "learn.kl.estimator"),
     together("algo.kl.use_loss use_kl_loss", "learn.kl.where"),
     mapped(
@@ -173,7 +175,7 @@ RULES: tuple[ConvertRule, ...] = (
     together("reward.remote_url remote_rm_url", "reward.0.fn"),
     unsupported(
         "train.agent_func_path agent_func_path",
-        "agents are not converted: write yours as a class and name it in environment.fn",
+        "not converted: write the agent as a class and name it in environment.fn",
     ),
     unsupported(
         "reward.stop_properly_penalty_coef stop_properly_penalty_coef",
@@ -196,9 +198,13 @@ RULES: tuple[ConvertRule, ...] = (
     automatic("ckpt.path ckpt_path", "checkpoints are in the run's folder", "observe.dir"),
     automatic("ckpt.save_hf save_hf_ckpt", "every checkpoint is a Hugging Face folder"),
     automatic("ckpt.disable_ds disable_ds_ckpt", "checkpoints are safetensors and JSON"),
-    automatic("ckpt.max_mem max_ckpt_mem", "how many are kept is bounded, not their size", "observe.keep_checkpoints"),
+    automatic(
+        "ckpt.max_mem max_ckpt_mem",
+        "Trimtab limits the number of checkpoints, not their size",
+        "observe.keep_checkpoints",
+    ),
     automatic("ckpt.load_enable load_checkpoint", "trimtab train --resume continues from the newest checkpoint"),
-    automatic("ckpt.best_metric_key best_metric_key", "the best by evaluation is kept", "eval.part"),
+    automatic("ckpt.best_metric_key best_metric_key", "Trimtab keeps the best checkpoint by evaluation", "eval.part"),
     automatic(
         "ds.use_universal_ckpt use_ds_universal_ckpt", "checkpoints do not depend on how many devices wrote them"
     ),
@@ -207,7 +213,7 @@ RULES: tuple[ConvertRule, ...] = (
     together("logger.wandb.project wandb_project", "observe.wandb"),
     unsupported("logger.wandb.org wandb_org", "set WANDB_ENTITY"),
     unsupported("logger.wandb.group wandb_group", "set WANDB_RUN_GROUP"),
-    automatic("logger.wandb.run_name wandb_run_name", "the run is named for its folder", "observe.dir"),
+    automatic("logger.wandb.run_name wandb_run_name", "the run has the name of its folder", "observe.dir"),
     mapped(
         "logger.tensorboard_dir use_tensorboard",
         "observe.tensorboard",
@@ -231,7 +237,7 @@ RULES: tuple[ConvertRule, ...] = (
     automatic("vllm.num_engines vllm_num_engines", "one native engine", "run.engine"),
     automatic(
         "vllm.tensor_parallel_size vllm_tensor_parallel_size",
-        "one, unless vLLM is asked for more",
+        "1, unless run.engine is vllm and you set more",
         "run.rollout.tensor_parallel",
     ),
     automatic(
@@ -241,7 +247,7 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "vllm.enable_sleep vllm_enable_sleep",
-        "the update uses the KV cache's memory in its turn; no weights are moved",
+        "always on: the engine lends the KV cache's memory to the update; no weights are moved",
         "run.rollout.lend_memory",
     ),
     automatic(
@@ -251,7 +257,7 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "vllm.enable_prefix_caching enable_prefix_caching",
-        "on: the samples of a prompt share its KV",
+        "always on: the samples of a prompt share its KV cache",
         "run.rollout.prefix_cache",
     ),
     automatic("vllm.enforce_eager enforce_eager", "the native engine decides what to run as CUDA graphs"),
@@ -263,7 +269,7 @@ RULES: tuple[ConvertRule, ...] = (
     # memory and speed
     automatic("ds.zero_stage zero_stage", "one device holds the whole model; `trimtab plan` says whether it fits"),
     automatic("ds.zpg zpg", "one device holds the whole model"),
-    automatic("ds.packing_samples packing_samples", "always: nothing is padded anywhere"),
+    automatic("ds.packing_samples packing_samples", "always on: Trimtab pads nothing"),
     automatic(
         "train.dynamic_batch_enable use_dynamic_batch",
         "always on: Trimtab fills micro-batches up to a token budget",
@@ -306,22 +312,23 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "ref.offload ref_reward_offload",
-        "where memory is short, it is on the device only while it scores. In OpenRLHF it has no effect below ZeRO-3",
+        "if memory is short, the reference is on the device only while it scores. In OpenRLHF the flag has no effect "
+        "below ZeRO-3",
         "run.offload.reference",
     ),
-    automatic("ds.overlap_comm overlap_comm", "one device: nothing is communicated"),
-    automatic("ds.deepcompile deepcompile", "known layers are fused in own kernels"),
+    automatic("ds.overlap_comm overlap_comm", "with one device there is nothing to communicate"),
+    automatic("ds.deepcompile deepcompile", "Trimtab has its own fused kernels for known layers"),
     automatic("ds.use_liger_kernel use_liger_kernel", LIGER, "run.kernels"),
     automatic("ds.param_dtype param_dtype bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
-    automatic("ds.grad_accum_dtype grad_accum_dtype", "gradients add up in float32, always"),
+    automatic("ds.grad_accum_dtype grad_accum_dtype", "Trimtab always adds gradients in float32"),
     automatic("ds.attn_implementation attn_implementation flash_attn", "one attention for training and generation"),
-    automatic("ds.experts_implementation", "the model's own"),
+    automatic("ds.experts_implementation", "the model defines it"),
     automatic("data.dataloader_num_workers dataloader_num_workers", "Trimtab tokenises prompts ahead, in a thread"),
-    automatic("data.disable_fast_tokenizer disable_fast_tokenizer", "the tokenizer's own form"),
+    automatic("data.disable_fast_tokenizer disable_fast_tokenizer", "Trimtab uses the tokenizer's own default"),
     automatic(
         "train.full_determinism_enable full_determinism", "sampling depends only on seed, step, prompt and position"
     ),
-    automatic("local_rank", "set by a launcher"),
+    automatic("local_rank", "launchers set it"),
     dead("perf", "OpenRLHF removed this flag; Trimtab shows time and memory for every step"),
     dead("actor_init_on_gpu", "OpenRLHF removed this flag; Trimtab loads weights straight to the device"),
     # not here
@@ -329,10 +336,10 @@ RULES: tuple[ConvertRule, ...] = (
         "ds.ring_attn_size ring_attn_size",
         "Trimtab does not split sequences over devices; learn.max_new_tokens limits their length",
     ),
-    unsupported("ds.ring_attn_head_stride ring_head_stride", "sequences are not cut over devices"),
+    unsupported("ds.ring_attn_head_stride ring_head_stride", "Trimtab does not split sequences over devices"),
     unsupported(
         "ds.tensor_parallel_size ds_tensor_parallel_size",
-        "training is on one device; a smaller model or model.lora fits it",
+        "Trimtab trains on one device; if the model does not fit, use model.lora or a smaller model",
     ),
     unsupported(
         "train.async_enable async_train", "sampling and training alternate: every sample comes from the newest weights"
@@ -346,9 +353,9 @@ RULES: tuple[ConvertRule, ...] = (
     unsupported(
         "ds.load_in_4bit load_in_4bit", "Trimtab does not quantise weights; model.lora with bfloat16 weights is similar"
     ),
-    unsupported("train.enable_ema enable_ema", "no average of the weights is kept"),
-    unsupported("train.ema_beta ema_beta", "no average of the weights is kept"),
-    unsupported("actor.aux_loss_coef aux_loss_coef", "no balancing loss for experts"),
+    unsupported("train.enable_ema enable_ema", "Trimtab keeps no moving average of the weights"),
+    unsupported("train.ema_beta ema_beta", "Trimtab keeps no moving average of the weights"),
+    unsupported("actor.aux_loss_coef aux_loss_coef", "Trimtab has no load-balancing loss for experts"),
     unsupported("ptx_coef", "OpenRLHF removed this flag; Trimtab mixes in no pretraining loss"),
     unsupported("use_ms", "put the model and the data into folders, and write their paths"),
 )

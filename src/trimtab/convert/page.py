@@ -22,8 +22,8 @@ START, END = "<!-- tables:start -->\n", "<!-- tables:end -->"
 TITLES = {
     "mapped": "Goes into the config",
     "automatic": "Trimtab decides now",
-    "dead": "Did nothing, or not what is said of it",
-    "unsupported": "Not here",
+    "dead": "Had no effect, or not the documented one",
+    "unsupported": "Not possible in Trimtab",
 }
 
 
@@ -55,7 +55,7 @@ def _framework(framework: Framework) -> str:
 
 def _changes(framework: Framework) -> str:
     if not framework.was:
-        return "None of these defaults was another before."
+        return "None of these defaults has changed."
     said = (
         f"before {was.before} `{framework.dashes}{was.name}` was {'not there' if was.value is ABSENT else written(was.value)}"
         for was in framework.was

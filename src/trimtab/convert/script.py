@@ -32,7 +32,8 @@ RULES: tuple[ConvertRule, ...] = (
         "k_rollouts num_generations num_samples group_size n_samples samples_per_prompt",
         "learn.samples_per_prompt",
         whole,
-        "completions of one prompt, which are compared with each other: fewer is not cheaper memory but another algorithm",
+        "completions of one prompt, which are compared with each other: fewer of them save no memory and change what is"
+        " learned",
     ),
     mapped("max_new_tokens_train max_new_tokens max_completion_length", "learn.max_new_tokens", whole),
     mapped("max_new_tokens_eval", "eval.max_new_tokens", whole),
@@ -77,9 +78,7 @@ def settle(sheet: Sheet) -> None:
     batch, steps = sheet.read("grpo_batch_size", whole), sheet.read("gradient_accumulation_steps", whole, 1)
     if batch is not None and batch > 0 and steps > 0:
         names = ("grpo_batch_size", "gradient_accumulation_steps")
-        note = (
-            f"{batch} × {steps} prompts in an optimizer step; how they are cut follows from the token budget, exactly"
-        )
+        note = f"{batch} × {steps} prompts in an optimizer step; the token budget decides how they are split"
         sheet.put("learn.prompts_per_step", batch * steps, *names, note=note)
     elif sheet.given("gradient_accumulation_steps"):
         sheet.refuse("gradient_accumulation_steps", "multiplies a batch size that is not given: learn.prompts_per_step")

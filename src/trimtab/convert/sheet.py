@@ -22,7 +22,7 @@ from trimtab.config.sft import SftConfig
 from trimtab.convert.names import FAMILY, Names
 from trimtab.convert.rules import NULL, ConvertRule, OutcomeName
 from trimtab.convert.settings import Setting
-from trimtab.convert.versions import Was, defaults_of, earlier
+from trimtab.convert.versions import OldDefault, defaults_of, earlier
 
 MASK = "***"
 REFERENCE = re.compile(r"\$\{(oc\.|\.|\w+\.)")
@@ -106,7 +106,7 @@ class Framework:
     """The version that `defaults` are of; empty: there are no versions."""
     oldest: str = ""
     """The oldest version whose defaults are known."""
-    was: tuple[Was, ...] = ()
+    was: tuple[OldDefault, ...] = ()
     """Defaults that older versions had."""
 
     @property

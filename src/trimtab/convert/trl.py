@@ -18,7 +18,7 @@ from trimtab.convert.trl_common import (
     steps_and_rates,
 )
 from trimtab.convert.trl_table import RULES
-from trimtab.convert.versions import Was
+from trimtab.convert.versions import OldDefault
 
 CORRECTION = "vllm_importance_sampling_correction"
 MODE, CAP = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
@@ -32,18 +32,18 @@ DEFAULTS = {
     MODE: "sequence_mask",
     CAP: 3.0,
 }
-WAS = (
-    Was("1.10", "max_completion_length", 256),
-    Was("1.10", "use_bias_correction_kl", False),
-    Was("0.26", MODE, "token_truncate"),
-    Was("0.26", CAP, 2.0),
-    Was("0.26", "max_prompt_length", 512),
-    Was("0.23", CORRECTION, False),
-    Was("0.22", "loss_type", "bnpo"),
-    Was("0.19", "beta", 0.04),
-    Was("0.18", "temperature", 0.9),
-    Was("0.18", "top_k", 50),
-    Was("0.16", "loss_type", "grpo"),
+OLD_DEFAULTS = (
+    OldDefault("1.10", "max_completion_length", 256),
+    OldDefault("1.10", "use_bias_correction_kl", False),
+    OldDefault("0.26", MODE, "token_truncate"),
+    OldDefault("0.26", CAP, 2.0),
+    OldDefault("0.26", "max_prompt_length", 512),
+    OldDefault("0.23", CORRECTION, False),
+    OldDefault("0.22", "loss_type", "bnpo"),
+    OldDefault("0.19", "beta", 0.04),
+    OldDefault("0.18", "temperature", 0.9),
+    OldDefault("0.18", "top_k", 50),
+    OldDefault("0.16", "loss_type", "grpo"),
 )
 """From grpo_config.py and grpo_trainer.py of every release since 0.15."""
 AGGREGATES = {
@@ -90,7 +90,7 @@ def _algorithm(sheet: Sheet) -> None:
         "learn.algorithm", "dr_grpo" if kind == "dr_grpo" else "cispo" if kind == "cispo" else "grpo", "loss_type"
     )
     notes = {
-        "dapo": "of DAPO TRL takes the token mean only: clipping stays at epsilon and no group is dropped",
+        "dapo": "TRL's dapo changes only the mean over tokens: clipping stays at epsilon, and no group is dropped",
         "bnpo": "TRL takes the mean over one process's micro-batch, Trimtab over the whole update",
     }
     sheet.put("learn.aggregate", AGGREGATES[kind], "loss_type", note=notes.get(kind, ""))
@@ -102,11 +102,11 @@ def _algorithm(sheet: Sheet) -> None:
             "learn.advantage",
             "group_std",
             "loss_type",
-            note="TRL divides by the deviation still; scale_rewards=none is Dr. GRPO's",
+            note="TRL still divides by the standard deviation; for Dr. GRPO's advantage set scale_rewards=none",
         )
     if level == "sequence" and kind == "cispo":
         fix = "Write --loss_type grpo after it for GSPO, or --importance_sampling_level token for CISPO: the last one counts"
-        sheet.fail("importance_sampling_level", "CISPO with one ratio for a sequence is not here", fix)
+        sheet.fail("importance_sampling_level", "Trimtab has no CISPO with one ratio for a sequence", fix)
     if level == "sequence":
         sheet.put(
             "learn.loss", "gspo", "importance_sampling_level", note="GSPO; its bounds are far smaller: 3e-4 and 4e-4"
@@ -143,7 +143,7 @@ def _kl(sheet: Sheet) -> None:
         whole_sequence = sheet.read("importance_sampling_level", str, "token") == "sequence"
         sheet.put("learn.kl.corrected", "sequence" if whole_sequence else True, name)
     else:
-        sheet.refuse(name, "the plain estimator is what Trimtab starts from", "dead")
+        sheet.refuse(name, "the uncorrected estimator is Trimtab's default", "dead")
 
 
 def _correction(sheet: Sheet) -> None:
@@ -177,5 +177,5 @@ FRAMEWORK = Framework(
     reads="GRPOConfig",
     newest=NEWEST,
     oldest="0.15.0",
-    was=WAS,
+    was=OLD_DEFAULTS,
 )

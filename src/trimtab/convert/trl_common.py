@@ -24,8 +24,8 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-COLD = ("constant",)
-"""Shapes for which transformers looks at no warm-up."""
+WITHOUT_WARMUP = ("constant",)
+"""Schedules for which transformers ignores the warm-up."""
 KWARGS = "lr_scheduler_kwargs"
 REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"fn": "math", "args": {"column": "solution"}},
@@ -101,7 +101,7 @@ def periods(sheet: Sheet, updates: int) -> None:
         if steps is not None and steps > 0:
             put_period(sheet, key, name, steps, updates)
         elif steps is not None:
-            sheet.refuse(name, "says nothing: it is no number of steps", "dead")
+            sheet.refuse(name, "has no effect: it is not a number of steps", "dead")
 
 
 def put_period(sheet: Sheet, key: str, name: str, steps: int, updates: int) -> None:
@@ -112,7 +112,9 @@ def put_period(sheet: Sheet, key: str, name: str, steps: int, updates: int) -> N
 def rates(sheet: Sheet, usual: float, updates: int = 1) -> None:
     """Kind and warm-up, counted in optimizer steps, and of cosine_with_min_lr where it ends: a fraction of the rate, or a rate.
     `usual` is the rate unless one is given."""
-    schedule(sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps", updates=updates, cold=COLD)
+    schedule(
+        sheet, "lr_scheduler_type", SCHEDULES, "warmup_ratio", "warmup_steps", updates=updates, cold=WITHOUT_WARMUP
+    )
     kind = sheet.read("lr_scheduler_type", str, "linear")
     fraction, floor = _of_schedule(sheet, "min_lr_rate"), _of_schedule(sheet, "min_lr")
     names = [KWARGS, f"{KWARGS}.min_lr_rate", f"{KWARGS}.min_lr"]
@@ -123,17 +125,18 @@ def rates(sheet: Sheet, usual: float, updates: int = 1) -> None:
     rate = sheet.keys["learn.lr"].value if "learn.lr" in sheet.keys else usual
     if fraction is not None:
         sheet.put("learn.schedule.final", fraction, *names[:2])
-        sheet.refuse(names[2], "TRL takes one of the two; min_lr_rate is kept", "dead")
+        sheet.refuse(names[2], "TRL accepts only one of the two; Trimtab keeps min_lr_rate", "dead")
     elif floor is not None and rate > 0:
         ends = float(f"{floor / rate:.6g}")
         sheet.put("learn.schedule.final", ends, names[0], names[2], note=f"{floor:g} / a rate of {rate:g}")
     else:
         sheet.say(
-            "lr_scheduler_type", "TRL wants min_lr_rate or min_lr with it, in lr_scheduler_kwargs; here it ends at 0"
+            "lr_scheduler_type",
+            "TRL needs min_lr_rate or min_lr in lr_scheduler_kwargs; without them Trimtab lets it end at 0",
         )
     others = sorted(map(str, sheet.read(KWARGS, mapping, {}).keys() - {"min_lr_rate", "min_lr"}))
     if others:
-        sheet.say(KWARGS, f"not here: {', '.join(others)}")
+        sheet.say(KWARGS, f"Trimtab does not have {', '.join(others)}")
 
 
 def _of_schedule(sheet: Sheet, part: str) -> float | None:
@@ -144,9 +147,7 @@ def _of_schedule(sheet: Sheet, part: str) -> float | None:
 
 def text_as_it_is(sheet: Sheet) -> None:
     """TRL applies a chat template to messages only."""
-    note = (
-        "TRL takes text as it is, without a chat template; where the rows hold messages, write data.chat_template: auto"
-    )
+    note = "TRL applies no chat template to text; if the rows hold messages, write data.chat_template: auto"
     names = [name for name in ("dataset_name",) if sheet.line(name)]
     sheet.put("data.chat_template", "never", *names, note=note)
 
@@ -163,7 +164,7 @@ def data(sheet: Sheet) -> None:
     if evaluates != "no" and name is not None:
         sheet.put("data.eval", sheet.keys["data.train"].value, "eval_strategy")
     if evaluates == "epoch":
-        sheet.refuse("eval_strategy", "Trimtab evaluates every so many steps: write observe.eval_every")
+        sheet.refuse("eval_strategy", "Trimtab evaluates by steps: write observe.eval_every")
     elif evaluates != "no":
         every_ = sheet.keys.get("observe.eval_every")
         note = "" if every_ else "TRL evaluates as often as it logs, every 10 steps"
@@ -173,7 +174,7 @@ def data(sheet: Sheet) -> None:
             sheet.refuse(flag, "has no effect while eval_strategy is no", "dead")
         sheet.keys.pop("observe.eval_every", None)
         sheet.keys.pop("data.eval_split", None)
-        sheet.refuse("eval_strategy", "no evaluation set is what Trimtab starts from", "dead")
+        sheet.refuse("eval_strategy", "no evaluation set is Trimtab's default", "dead")
     if sheet.line("num_generations_eval"):
         sheet.put("eval.samples_per_prompt", sheet.read("num_generations_eval", whole, 1), "num_generations_eval")
         if sheet.read("num_generations_eval", whole, 1) > 1:
@@ -237,4 +238,4 @@ def lora(sheet: Sheet) -> None:
         note = "PEFT adapts q_proj and v_proj of Llama, Qwen, Mistral and Gemma where no modules are named"
         sheet.put("model.lora.targets", ["q_proj", "v_proj"], *source[:1], note=note)
     if not sheet.line("lora_dropout") and dropout and source:
-        sheet.say(source[0], f"{owner}'s dropout of {dropout:g} is not here")
+        sheet.say(source[0], f"{owner}'s dropout of {dropout:g} is left out: Trimtab trains without dropout")

@@ -33,7 +33,7 @@ from trimtab.convert.trl_common import (
     text_as_it_is,
 )
 from trimtab.convert.trl_table import RULES as TABLE
-from trimtab.convert.versions import Was
+from trimtab.convert.versions import OldDefault
 
 FROM_TABLE = (
     "model_name_or_path trust_remote_code learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
@@ -56,54 +56,57 @@ SHARED: tuple[ConvertRule, ...] = (
     *(rule for rule in TABLE if rule.name in FROM_TABLE.split()),
     together("max_steps", "learn.steps"),
     mapped("num_train_epochs", "learn.epochs", number),
-    automatic("load_best_model_at_end metric_for_best_model", "the best by evaluation is kept"),
-    automatic("per_device_eval_batch_size", "evaluation is packed up to a token budget", "run.score_token_budget"),
-    automatic("remove_unused_columns", "columns that are not named are not read"),
-    automatic("activation_offloading", "where memory is short", "run.offload.activations"),
-    dead("shuffle_dataset", "rows are drawn in an order that depends on learn.seed, there and here: data.shuffle"),
-    dead("auto_find_batch_size", "memory that runs out is recovered from, with the same gradient"),
+    automatic("load_best_model_at_end metric_for_best_model", "Trimtab keeps the best checkpoint by evaluation"),
+    automatic("per_device_eval_batch_size", "Trimtab packs evaluation up to a token budget", "run.score_token_budget"),
+    automatic("remove_unused_columns", "Trimtab reads only the columns that the config names"),
+    automatic("activation_offloading", "Trimtab does it if memory is short", "run.offload.activations"),
+    dead("shuffle_dataset", "rows are drawn in an order that depends on learn.seed, as in Trimtab: data.shuffle"),
+    dead("auto_find_batch_size", "Trimtab recovers from running out of memory, with the same gradient"),
     *each(
         unsupported,
         "chat_template_path chat_template eos_token pad_token",
         "put the template and the tokens into a tokenizer's folder and name it: model.tokenizer",
     ),
-    unsupported("label_smoothing_factor", "the loss is the plain one"),
-    unsupported("group_by_length", "nothing is padded: lengths need no groups"),
+    unsupported("label_smoothing_factor", "Trimtab uses the standard loss"),
+    unsupported("group_by_length", "Trimtab pads nothing, so it needs no grouping by length"),
 )
 SFT_RULES: tuple[ConvertRule, ...] = (
     *SHARED,
-    together("per_device_train_batch_size", "learn.sequences_per_step", "counted in examples, there and here"),
+    together("per_device_train_batch_size", "learn.sequences_per_step", "counted in examples, as in Trimtab"),
     together("gradient_accumulation_steps", "learn.sequences_per_step"),
     mapped(
         "max_length max_seq_length",
         "learn.max_tokens",
         some(positive),
-        "TRL cuts longer examples; here they are left out and counted",
+        "TRL truncates longer examples; Trimtab leaves them out and counts them",
     ),
     mapped("dataset_text_field", "data.text", text),
     together("assistant_only_loss", "learn.loss_on"),
     together("completion_only_loss", "learn.loss_on"),
     together("packing", "learn.sequences_per_step"),
-    automatic("padding_free", "always: nothing is padded anywhere"),
+    automatic("padding_free", "always on: Trimtab pads nothing"),
     *each(
-        automatic, "packing_strategy eval_packing", "micro-batches are filled up to a token budget", "run.token_budget"
+        automatic,
+        "packing_strategy eval_packing",
+        "Trimtab fills micro-batches up to a token budget",
+        "run.token_budget",
     ),
-    together("loss_type", "learn.aggregate", "every learned token of a step weighs the same, there and here"),
+    together("loss_type", "learn.aggregate", "every learned token of a step has the same weight, as in Trimtab"),
     unsupported("truncation_mode", "examples are never cut: learn.max_tokens leaves longer ones out"),
-    unsupported("neftune_noise_alpha", "no noise is added to embeddings"),
+    unsupported("neftune_noise_alpha", "Trimtab adds no noise to embeddings"),
     *each(unsupported, "dataset_kwargs dataset_kwargs.*", "write the rows as docs/sft.md shows them"),
 )
 REWARD_RULES: tuple[ConvertRule, ...] = (
     *SHARED,
-    together("per_device_train_batch_size", "learn.pairs_per_step", "counted in pairs, there and here"),
+    together("per_device_train_batch_size", "learn.pairs_per_step", "counted in pairs, as in Trimtab"),
     together("gradient_accumulation_steps", "learn.pairs_per_step"),
-    mapped("max_length", "learn.max_tokens", some(positive), "longer pairs are left out, there and here"),
+    mapped("max_length", "learn.max_tokens", some(positive), "longer pairs are left out, as in Trimtab"),
     mapped("center_rewards_coefficient", "learn.center", some(real)),
 )
 _USUAL = {**TRAINER_DEFAULTS, "max_length": 1024}
 SFT_DEFAULTS = {**_USUAL, "learning_rate": 2e-5, "loss_type": "nll"}
 REWARD_DEFAULTS = {**_USUAL, "learning_rate": 1e-4}
-REWARD_WAS = (Was("0.24", "learning_rate", 5e-5),)
+REWARD_OLD_DEFAULTS = (OldDefault("0.24", "learning_rate", 5e-5),)
 """From sft_config.py and reward_config.py of every release since 0.15."""
 
 
@@ -112,7 +115,7 @@ def settle_sft(sheet: Sheet) -> None:
     if sheet.read("packing", yes, False):
         _packed(sheet, examples)
     else:
-        sheet.refuse("packing", "off: examples are counted, there and here", "dead")
+        sheet.refuse("packing", "off: TRL counts examples, as Trimtab does", "dead")
     choice(
         sheet, "loss_type", ("nll", "chunked_nll"), {"dft": "Write --loss_type nll after it to convert the rest"}, "nll"
     )
@@ -124,7 +127,7 @@ def settle_sft(sheet: Sheet) -> None:
 def settle_reward(sheet: Sheet) -> None:
     _sizes(sheet, "learn.pairs_per_step", "pairs")
     sheet.put("learn.normalize", False)
-    sheet.need("data.margin", "margin, where the rows have such a column: TRL looks for it itself", False)
+    sheet.need("data.margin", "write margin if the rows have such a column: TRL finds it by itself", False)
     _settle(sheet)
 
 
@@ -134,7 +137,7 @@ def _settle(sheet: Sheet) -> None:
         if steps is not None and steps > 0:
             put_period(sheet, key, name, steps, 1)
         elif steps is not None:
-            sheet.refuse(name, "says nothing: it is no number of steps", "dead")
+            sheet.refuse(name, "has no effect: it is not a number of steps", "dead")
     if "learn.steps" in sheet.keys:
         sheet.keys.pop("learn.epochs", None)
         sheet.refuse("num_train_epochs", "max_steps wins over it", "dead")
@@ -174,7 +177,7 @@ def _learned(sheet: Sheet) -> None:
     only, completion = "assistant_only_loss", "completion_only_loss"
     if sheet.read(only, yes, False):
         sheet.put("learn.loss_on", "assistant", only)
-        note = "only rows with messages have assistants, and those go through the chat template"
+        note = "only rows with messages have assistant turns, and the chat template renders those"
         sheet.put("data.chat_template", "auto", only, note=note)
         return
     if sheet.read(completion, yes) is not None:
@@ -183,11 +186,11 @@ def _learned(sheet: Sheet) -> None:
     else:
         sheet.need(
             "learn.loss_on",
-            "all, where rows hold messages: TRL learns every token of them. assistant, where they hold prompt and completion "
-            "(now so); of plain text all is learned",
+            "write all if the rows hold messages, because TRL then trains on every token. Keep assistant if they hold "
+            "prompts and completions",
             False,
         )
-    sheet.refuse(only, "off: see completion_only_loss", "dead")
+    sheet.refuse(only, "off: completion_only_loss decides", "dead")
 
 
 def _data(sheet: Sheet) -> None:
@@ -201,13 +204,13 @@ def _data(sheet: Sheet) -> None:
     if sheet.read("eval_strategy", text, "no") == "no":
         for flag in ("eval_steps", "dataset_test_split"):
             sheet.refuse(flag, "has no effect while eval_strategy is no", "dead")
-        sheet.refuse("eval_strategy", "no evaluation set is what Trimtab starts from", "dead")
+        sheet.refuse("eval_strategy", "no evaluation set is Trimtab's default", "dead")
         sheet.keys.pop("data.eval_split", None)
         return
     if name is not None:
         sheet.put("data.eval", sheet.keys["data.train"].value, "eval_strategy")
     if sheet.read("eval_strategy", text) == "epoch":
-        sheet.refuse("eval_strategy", "Trimtab evaluates every so many steps: write observe.eval_every")
+        sheet.refuse("eval_strategy", "Trimtab evaluates by steps: write observe.eval_every")
         return
     steps = sheet.read("eval_steps", whole, 10)
     note = "" if sheet.given("eval_steps") else "TRL evaluates as often as it logs, every 10 steps"
@@ -239,5 +242,5 @@ REWARD = Framework(
     schema=RewardModelConfig,
     newest=NEWEST,
     oldest="0.15.0",
-    was=REWARD_WAS,
+    was=REWARD_OLD_DEFAULTS,
 )

@@ -23,7 +23,7 @@ from trimtab.convert.rules import (
 from trimtab.convert.sheet import Framework, Sheet
 from trimtab.convert.stages import OF_GRPO
 from trimtab.convert.trl_common import TRAINER_DEFAULTS, data, logs, lora, periods, rates, rewards, spelling
-from trimtab.convert.trl_table import OF_GRPO_ALONE
+from trimtab.convert.trl_table import GRPO_ONLY_NAMES
 from trimtab.convert.trl_table import RULES as TABLE
 
 DEFAULTS: dict[str, Any] = {
@@ -46,7 +46,7 @@ OWN_RULES: tuple[ConvertRule, ...] = (
     together("cliprange", "learn.clip.low"),
     together("cliprange_value", "learn.critic.clip"),
     together("gamma", "learn.critic.gamma"),
-    together("lam", "learn.critic.lam", f"TRL normalises advantages in each process; here {NORMALISED}"),
+    together("lam", "learn.critic.lam", f"TRL normalises advantages in each process; in Trimtab, {NORMALISED}"),
     together("sft_model_path", "model.path"),
     together("stop_token_id", "learn.sampling.stop_token_ids"),
     automatic("stop_token", "the model's own end-of-sequence tokens end a completion", "learn.sampling.stop_token_ids"),
@@ -58,28 +58,28 @@ OWN_RULES: tuple[ConvertRule, ...] = (
     automatic("num_sample_generations", "completions are in RUN/samples", "observe.samples_every"),
     dead(
         "vf_coef",
-        "a factor that AdamW does not feel. In TRL it shifts what policy and critic have of one norm to clip at; here each has "
-        "its own",
+        "a factor that AdamW cancels. In TRL it also divides one gradient-norm limit between policy and critic; in "
+        "Trimtab each has its own",
     ),
     *each(
         dead,
         "world_size num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size",
-        "TRL works it out itself, whatever is given",
+        "TRL computes it itself and ignores the value",
     ),
-    unsupported("whiten_rewards", "rewards are not whitened; advantages are"),
+    unsupported("whiten_rewards", "Trimtab normalises advantages, not rewards"),
     unsupported("missing_eos_penalty", "learn.mask_truncated and learn.overlong are similar"),
     together("reward_model_path", "reward.0.fn", REWARD_MODEL),
     *each(
         unsupported,
         "model_adapter_name ref_adapter_name",
-        "one set of adapters; without them the model is the reference",
+        "Trimtab has one set of adapters; the model without them is the reference",
     ),
 )
-_OF_GRPO = tuple(dict.fromkeys([*OF_GRPO, *OF_GRPO_ALONE.split()]))
+_OF_GRPO = tuple(dict.fromkeys([*OF_GRPO, *GRPO_ONLY_NAMES.split()]))
 RULES: tuple[ConvertRule, ...] = (
     *(rule for rule in TABLE if rule.name not in _OF_GRPO),
     *OWN_RULES,
-    *each(dead, " ".join(_OF_GRPO), "GRPOConfig's; PPOConfig does not have it"),
+    *each(dead, " ".join(_OF_GRPO), "belongs to GRPOConfig; PPOConfig does not have it"),
 )
 
 
@@ -91,7 +91,9 @@ def _sign(sheet: Sheet) -> str | None:
 
 def not_asked(sheet: Sheet) -> None:
     """All that is PPO's does nothing."""
-    sheet.without(OWN_RULES, "PPOConfig's, and the other settings are GRPOConfig's, which has no critic")
+    sheet.without(
+        OWN_RULES, "belongs to PPOConfig, but the other settings are those of GRPOConfig, which has no critic"
+    )
 
 
 def settle(sheet: Sheet) -> None:
@@ -162,7 +164,9 @@ def _rates(sheet: Sheet) -> None:
         sheet.put("learn.lr", LEARNING_RATE)
         sheet.put("learn.critic.lr", LEARNING_RATE)
     else:
-        sheet.put("learn.critic.lr", rate.value, "learning_rate", note="one rate for policy and critic in TRL")
+        sheet.put(
+            "learn.critic.lr", rate.value, "learning_rate", note="TRL has one learning rate for policy and critic"
+        )
     if "learn.sampling.temperature" not in sheet.keys:
         sheet.put("learn.sampling.temperature", TEMPERATURE)
     said = ["one completion for each prompt", *[f"a rate of {LEARNING_RATE:g}"] * (rate is None)]
@@ -179,8 +183,10 @@ def _model(sheet: Sheet) -> None:
         )
         sheet.put("model.path", path, "sft_model_path")
     reward_model(sheet, "reward_model_path")
-    sheet.say("reward_model_path", "TRL's script starts the critic from it too; here it starts as the policy")
-    sheet.refuse("max_steps", "TRL's PPO does not look at it: total_episodes counts", "dead")
+    sheet.say(
+        "reward_model_path", "TRL's script starts the critic from it too; Trimtab starts the critic from the policy"
+    )
+    sheet.refuse("max_steps", "TRL's PPO ignores it: total_episodes decides", "dead")
 
 
 FRAMEWORK = Framework(

@@ -27,7 +27,7 @@ from trimtab.convert.rules import (
 ENGINE = "the native engine generates with the trainer's own weights"
 ONE_DEVICE = "Trimtab runs as one process on one device. `trimtab plan --devices N` predicts several devices"
 
-OF_GRPO_ALONE = (
+GRPO_ONLY_NAMES = (
     "loss_type importance_sampling_level scale_rewards delta use_bias_correction_kl entropy_coef "
     "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
     "vllm_importance_sampling_clip_min vllm_importance_sampling_cap "
@@ -49,7 +49,7 @@ RULES: tuple[ConvertRule, ...] = (
         "counted in completions, not in prompts",
     ),
     together("gradient_accumulation_steps", "learn.prompts_per_step"),
-    together("generation_batch_size", "learn.prompts_per_step", "counted in completions; / num_generations"),
+    together("generation_batch_size", "learn.prompts_per_step", "counted in completions: divided by num_generations"),
     together("steps_per_generation", "learn.updates_per_step"),
     together("num_generations", "learn.samples_per_prompt"),
     mapped("num_iterations", "learn.epochs_per_step", whole, "passes over one batch of samples"),
@@ -57,7 +57,7 @@ RULES: tuple[ConvertRule, ...] = (
     together(
         "num_train_epochs",
         "learn.steps",
-        "counts passes over the data, and the number of rows is not known here",
+        "counts passes over the data, and convert does not know the number of rows",
     ),
     mapped("max_completion_length", "learn.max_new_tokens", whole),
     mapped(
@@ -83,7 +83,7 @@ RULES: tuple[ConvertRule, ...] = (
         "for cosine_with_min_lr: min_lr_rate, or min_lr as a fraction of the learning rate",
     ),
     together("lr_scheduler_kwargs.min_lr_rate", "learn.schedule.final"),
-    together("lr_scheduler_kwargs.min_lr", "learn.schedule.final", "a rate: divided by learning_rate"),
+    together("lr_scheduler_kwargs.min_lr", "learn.schedule.final", "a learning rate: divided by learning_rate"),
     *each(
         unsupported,
         "lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.*",
@@ -136,7 +136,7 @@ RULES: tuple[ConvertRule, ...] = (
     mapped("output_dir", "observe.dir", text, "the run's folder"),
     together("save_steps", "observe.checkpoint_every"),
     mapped("save_total_limit", "observe.keep_checkpoints", positive),
-    automatic("save_strategy", "every so many steps", "observe.checkpoint_every"),
+    automatic("save_strategy", "counts steps", "observe.checkpoint_every"),
     automatic("save_only_model", "checkpoints are always complete, so that a run can continue"),
     automatic("resume_from_checkpoint", "trimtab train --resume continues from the newest checkpoint"),
     *each(
@@ -154,7 +154,7 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     together("report_to", "observe.wandb"),
     together("project", "observe.wandb"),
-    automatic("run_name", "the run is named for its folder", "observe.dir"),
+    automatic("run_name", "the run has the name of its folder", "observe.dir"),
     *each(automatic, "disable_tqdm log_level", "the console shows one line a step"),
     *each(
         unsupported,
@@ -171,17 +171,17 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "vllm_tensor_parallel_size",
-        "one, unless vLLM is asked for more",
+        "1, unless run.engine is vllm and you set more",
         "run.rollout.tensor_parallel",
     ),
     automatic(
         "vllm_max_model_length vllm_max_model_len",
-        "the longest prompt and completion together",
+        "Trimtab takes the longest prompt plus the longest completion",
         "data.max_prompt_tokens",
     ),
     automatic(
         "vllm_enable_sleep_mode",
-        "the update uses the KV cache's memory in its turn; no weights are moved",
+        "always on: the engine lends the KV cache's memory to the update; no weights are moved",
         "run.rollout.lend_memory",
     ),
     *each(
@@ -201,7 +201,7 @@ RULES: tuple[ConvertRule, ...] = (
     unsupported(
         "repetition_penalty", "Trimtab applies no penalty, so that sampling and training have the same log-probs"
     ),
-    *each(unsupported, "generation_kwargs generation_kwargs.*", "write what Trimtab has as learn.sampling"),
+    *each(unsupported, "generation_kwargs generation_kwargs.*", "write the keys that Trimtab has under learn.sampling"),
     *each(unsupported, "chat_template_kwargs chat_template_kwargs.*", "the tokenizer's template is applied as it is"),
     unsupported(
         "vllm_structured_outputs_regex vllm_guided_decoding_regex",
@@ -231,20 +231,22 @@ RULES: tuple[ConvertRule, ...] = (
     automatic("bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("dtype torch_dtype", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     unsupported("fp16", "Trimtab has no float16: bfloat16 needs no loss scaling"),
-    automatic("tf32", "float32 work is done in float32"),
+    automatic("tf32", "Trimtab computes float32 in full float32"),
     automatic("attn_implementation", "one attention for training and generation"),
-    automatic("torch_compile", "known layers are fused in own kernels"),
-    automatic("per_device_eval_batch_size", "evaluation runs all that fit", "run.rollout.max_sequences"),
+    automatic("torch_compile", "Trimtab has its own fused kernels for known layers"),
+    automatic(
+        "per_device_eval_batch_size", "evaluation runs as many sequences at once as fit", "run.rollout.max_sequences"
+    ),
     *each(
         automatic,
         "dataset_num_proc dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor",
         "Trimtab tokenises prompts ahead, in a thread",
     ),
-    automatic("torch_empty_cache_steps", "memory is handed over between phases"),
-    automatic("pad_to_multiple_of", "nothing is padded anywhere"),
+    automatic("torch_empty_cache_steps", "Trimtab passes memory from phase to phase instead"),
+    automatic("pad_to_multiple_of", "Trimtab pads nothing"),
     automatic("remove_unused_columns", "every column of the data reaches the rewards by its name"),
     together("optim", "learn.optimizer.states"),
-    automatic("optim_args", "one AdamW: see learn.optimizer", "learn.optimizer.states"),
+    automatic("optim_args", "Trimtab has AdamW only: see learn.optimizer", "learn.optimizer.states"),
     *each(
         automatic,
         "deepspeed deepspeed.* fsdp fsdp_config fsdp_config.* accelerator_config accelerator_config.* "
@@ -269,28 +271,30 @@ RULES: tuple[ConvertRule, ...] = (
     ),
     unsupported("use_rslora", "Trimtab scales adapters by alpha / r: write alpha × sqrt(r) as model.lora.alpha"),
     *each(
-        unsupported, "use_dora lora_modules_to_save lora_target_parameters lora_bias", "plain adapters on linear layers"
+        unsupported,
+        "use_dora lora_modules_to_save lora_target_parameters lora_bias",
+        "Trimtab trains standard LoRA adapters on linear layers",
     ),
-    *each(automatic, "lora_task_type task_type", "a language model is trained"),
+    *each(automatic, "lora_task_type task_type", "Trimtab always trains a causal language model"),
     *each(
         unsupported,
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
         "the reference model stays the model before training",
     ),
-    unsupported("top_entropy_quantile", "every token counts"),
+    unsupported("top_entropy_quantile", "Trimtab trains on every token"),
     *each(
         unsupported,
         "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
-        "a fixed learn.entropy_coef",
+        "Trimtab's learn.entropy_coef is fixed",
     ),
-    unsupported("multi_objective_aggregation", "weighted rewards are added, then compared"),
-    unsupported("off_policy_mask_threshold", "learn.importance with mode: mask is near"),
-    unsupported("vllm_importance_sampling_clip_min", "weights are bounded from above only"),
-    unsupported("router_aux_loss_coef", "no balancing loss for experts"),
-    *each(unsupported, "sapo_temperature_neg sapo_temperature_pos", "the SAPO loss is not here"),
-    *each(unsupported, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "the VESPO loss is not here"),
-    *each(unsupported, "model_init_kwargs model_init_kwargs.*", "write what Trimtab has as model"),
-    *each(unsupported, "accelerate_config config", "a file of settings: convert it with --file"),
+    unsupported("multi_objective_aggregation", "Trimtab adds the weighted rewards before it computes advantages"),
+    unsupported("off_policy_mask_threshold", "learn.importance with mode: mask is similar"),
+    unsupported("vllm_importance_sampling_clip_min", "Trimtab limits importance weights from above only"),
+    unsupported("router_aux_loss_coef", "Trimtab has no load-balancing loss for experts"),
+    *each(unsupported, "sapo_temperature_neg sapo_temperature_pos", "Trimtab has no SAPO loss"),
+    *each(unsupported, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "Trimtab has no VESPO loss"),
+    *each(unsupported, "model_init_kwargs model_init_kwargs.*", "write the keys that Trimtab has under model"),
+    *each(unsupported, "accelerate_config config", "names a settings file: give that file with --file"),
     *each(unsupported, "tools environment_factory rollout_func", "name them in environment.tools or environment.fn"),
     *each(
         unsupported,

@@ -22,7 +22,7 @@ from trimtab.convert.rules import PPO, one_of, pair, real, text, texts, whole, y
 from trimtab.convert.sheet import Framework, Sheet
 from trimtab.convert.verl_run_table import RUN_RULES
 from trimtab.convert.verl_table import CRITIC_KEYS, LEARN_RULES, REWARD_MODEL_KEYS
-from trimtab.convert.versions import ABSENT, Was
+from trimtab.convert.versions import ABSENT, OldDefault
 
 DEFAULTS = {
     "data.train_batch_size": 1024,
@@ -37,10 +37,10 @@ DEFAULTS = {
     "A.actor.clip_ratio_c": 3.0,
     "A.actor.optim.weight_decay": 0.01,
 }
-WAS = (
-    Was("0.4", "A.actor.clip_ratio_c", ABSENT),
-    Was("0.4", "A.actor.entropy_coeff", 0.001),
-    Was("0.4", "algorithm.use_kl_in_reward", True),
+OLD_DEFAULTS = (
+    OldDefault("0.4", "A.actor.clip_ratio_c", ABSENT),
+    OldDefault("0.4", "A.actor.entropy_coeff", 0.001),
+    OldDefault("0.4", "algorithm.use_kl_in_reward", True),
 )
 """From ppo_trainer.yaml of every release since 0.3. Before 0.4 the penalty was in the reward unless it was in the loss."""
 ALGORITHMS = {
@@ -55,7 +55,7 @@ ALGORITHMS = {
 _ADD = "Add algorithm.adv_estimator=%s at the end to convert the rest with it: the last one counts"
 NO_ESTIMATORS = {
     "remax": "ReMax's baseline is a greedy answer; rloo has one without it. " + _ADD % "rloo",
-    "opo": "OPO weighs its baseline by length; grpo and rloo do not. " + _ADD % "rloo",
+    "opo": "OPO weights its baseline by length; grpo and rloo do not. " + _ADD % "rloo",
     "gpg": "GPG scales by the share of groups with signal. " + _ADD % "grpo",
     "grpo_passk": "only the best sample of a group counts there; write pass@k as a reward. " + _ADD % "grpo",
     "gdpo": "normalise the parts of the reward instead: reward.N.normalize: group. " + _ADD % "grpo",
@@ -119,7 +119,7 @@ def _algorithm(sheet: Sheet) -> None:
     if not sheet.read(by_std, yes, True) and algorithm == "grpo":
         sheet.put("learn.advantage", "group_mean", by_std, note="as in Dr. GRPO")
     elif sheet.given(by_std):
-        sheet.refuse(by_std, "true is what GRPO does anyway; other estimators do not look at it", "dead")
+        sheet.refuse(by_std, "true is GRPO's default; other estimators ignore it", "dead")
     _loss(sheet)
 
 
@@ -141,12 +141,17 @@ def _loss(sheet: Sheet) -> None:
     if loss == "gspo":
         note = "verl averages gspo over sequences, whatever loss_agg_mode says"
         sheet.put("learn.aggregate", "sequence_mean", mode, note=note)
-        sheet.refuse(agg, "gspo does not look at it", "dead")
+        sheet.refuse(agg, "gspo ignores it", "dead")
         if sheet.read("A.actor.use_kl_loss", yes, False) and how != "seq-mean-token-mean":
-            differs = f"verl averages the penalty by loss_agg_mode, {how}, and gspo over sequences; here both are over sequences"
+            verl = f"verl averages the penalty by loss_agg_mode, {how}, and gspo over sequences"
+            differs = f"{verl}; Trimtab averages both over sequences"
             sheet.say("A.actor.use_kl_loss", differs)
         return
-    note = "verl takes it over micro-batches before 0.7, Trimtab over the whole update" if sheet.before("0.7") else ""
+    note = (
+        "before 0.7 verl takes the mean over micro-batches, Trimtab over the whole update"
+        if sheet.before("0.7")
+        else ""
+    )
     sheet.put("learn.aggregate", AGGREGATES[how], agg, note=note)
 
 
@@ -172,7 +177,7 @@ def _kl(sheet: Sheet) -> None:
         _penalty(sheet, "loss", "A.actor.use_kl_loss", *IN_LOSS, "low_var_kl")
         sheet.refuse(
             "algorithm.use_kl_in_reward",
-            "one penalty here; the one in the loss is kept" if in_reward else "off",
+            "Trimtab has one penalty; it keeps the one in the loss" if in_reward else "off",
             "dead",
         )
     else:
@@ -192,7 +197,7 @@ def _kl(sheet: Sheet) -> None:
         target,
         "algorithm.kl_ctrl.type",
         "algorithm.kl_ctrl.target_kl",
-        note="nats per token, there and here",
+        note="nats per token, as in Trimtab",
     )
     if sheet.line("algorithm.kl_ctrl.horizon"):
         sheet.put(
@@ -257,7 +262,7 @@ def _optimizer(sheet: Sheet) -> None:
     )
     if sheet.read("A.actor.strategy", str, "fsdp") == "megatron":
         sheet.say(
-            f"{optim}lr_scheduler_type", "Megatron has a schedule of its own; here it is that of FSDP, Hugging Face's"
+            f"{optim}lr_scheduler_type", "Megatron has its own schedule; Trimtab uses that of FSDP (Hugging Face's)"
         )
 
 
@@ -283,7 +288,7 @@ def _data(sheet: Sheet) -> None:
         if files:
             sheet.put(key, files[0], name)
         if len(files) > 1:
-            sheet.say(name, f"one source here; join the others to it: {', '.join(files[1:])}")
+            sheet.say(name, f"Trimtab reads one source; add the others to it: {', '.join(files[1:])}")
     refills = sheet.read("algorithm.filter_groups.max_num_gen_batches", whole)
     if refills is not None and refills > 1:
         note = f"{refills} batches are the first and {refills - 1} to fill up"
@@ -291,7 +296,9 @@ def _data(sheet: Sheet) -> None:
             "learn.dynamic_sampling.max_refills", refills - 1, "algorithm.filter_groups.max_num_gen_batches", note=note
         )
     elif refills is not None:
-        sheet.refuse("algorithm.filter_groups.max_num_gen_batches", "0 is no limit there; here it is at least 1")
+        sheet.refuse(
+            "algorithm.filter_groups.max_num_gen_batches", "0 means no limit in verl; Trimtab needs at least 1"
+        )
     loggers(sheet, "trainer.logger", "trainer.project_name", "verl_examples")
 
 
@@ -324,7 +331,7 @@ def _reward_model(sheet: Sheet) -> None:
     enabled, path = "reward.reward_model.enable", "reward.reward_model.model_path"
     if not sheet.read(enabled, yes, False):
         sheet.refuse(path, "has no effect unless reward_model.enable is true", "dead")
-        sheet.refuse(enabled, "no reward model is what Trimtab starts from", "dead")
+        sheet.refuse(enabled, "no reward model is Trimtab's default", "dead")
         return
     function = "reward.0.fn" in sheet.keys
     reward_model(sheet, path)
@@ -334,7 +341,7 @@ def _reward_model(sheet: Sheet) -> None:
     last = max(key for key in sheet.keys if key.startswith("reward.") and key.endswith(".fn"))
     sheet.put(last, sheet.keys[last].value, path, enabled)
     if function:
-        sheet.say(path, "verl takes the model's scores alone; here both are parts and are summed: leave one out")
+        sheet.say(path, "verl uses only the model's scores; Trimtab would add both parts: remove one")
 
 
 def spelling(name: str) -> str:
@@ -356,5 +363,5 @@ FRAMEWORK = Framework(
     abbreviations={"actor_rollout_ref": "A"},
     newest="0.9.1",
     oldest="0.3.0",
-    was=WAS,
+    was=OLD_DEFAULTS,
 )

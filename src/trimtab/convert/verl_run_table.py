@@ -18,7 +18,7 @@ ONE_DEVICE = "Trimtab runs as one process on one device. `trimtab plan --devices
 
 RUN_RULES: tuple[ConvertRule, ...] = (
     # rollout
-    automatic("A.rollout.name | rollout.engine", "the native engine", "run.engine"),
+    automatic("A.rollout.name | rollout.engine", "Trimtab's native engine generates", "run.engine"),
     automatic("A.rollout.mode", "one native engine, in the trainer's process", "run.engine"),
     automatic(
         "A.rollout.gpu_memory_utilization | rollout.gpu_memory_utilization",
@@ -27,22 +27,22 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "A.rollout.max_num_seqs | rollout.max_num_seqs max_num_seqs",
-        "as many as the KV cache holds",
+        "Trimtab runs as many as the KV cache holds",
         "run.rollout.max_sequences",
     ),
     automatic(
         "A.rollout.max_num_batched_tokens | max_num_batched_tokens",
-        "the prompt tokens of one pass",
+        "the most prompt tokens in one prefill pass",
         "run.rollout.prefill_tokens",
     ),
     automatic(
         "A.rollout.max_model_len | rollout.max_model_len",
-        "the longest prompt and completion together",
+        "Trimtab takes the longest prompt plus the longest completion",
         "data.max_prompt_tokens",
     ),
     automatic(
         "A.rollout.tensor_model_parallel_size | A.rollout.tensor_parallel_size rollout.tensor_parallel_size tensor_parallel_size",
-        "one, unless vLLM is asked for more",
+        "1, unless run.engine is vllm and you set more",
         "run.rollout.tensor_parallel",
     ),
     automatic("A.rollout.data_parallel_size", ONE_DEVICE),
@@ -63,7 +63,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     automatic("A.rollout.agent.num_workers", "one native engine"),
     automatic("A.rollout.seed", "sampling depends on learn.seed, step, prompt and position", "learn.seed"),
     dead("A.rollout.do_sample", "training always samples; Trimtab rejects a temperature of 0"),
-    dead("A.rollout.ignore_eos", "for benchmarks: a completion ends at its end"),
+    dead("A.rollout.ignore_eos", "for benchmarks only; a completion ends at its end-of-sequence token"),
     unsupported(
         "A.rollout.multi_turn.enable",
         "tools are not converted: write Python functions and name them in environment.tools",
@@ -98,7 +98,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     automatic("A.ref.log_prob_max_token_len_per_gpu", SCORE, "run.score_token_budget"),
     automatic("A.rollout.log_prob_use_dynamic_bsz", SCORE, "run.score_token_budget"),
     automatic("A.ref.log_prob_use_dynamic_bsz", SCORE, "run.score_token_budget"),
-    automatic("A.model.use_remove_padding | use_remove_padding", "always: nothing is padded anywhere"),
+    automatic("A.model.use_remove_padding | use_remove_padding", "always on: Trimtab pads nothing"),
     automatic(
         "A.model.enable_gradient_checkpointing | actor.gradient_checkpointing",
         "Trimtab recomputes activations where memory is short, the cheapest for their size first",
@@ -106,7 +106,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "A.model.enable_activation_offload",
-        "Trimtab does it where the longest sequence does not fit otherwise",
+        "Trimtab offloads activations if the longest sequence does not fit otherwise",
         "run.offload.activations",
     ),
     automatic(
@@ -120,7 +120,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     ),
     automatic(
         "A.ref.fsdp_config.param_offload",
-        "where memory is short, it is on the device only while it scores",
+        "if memory is short, the reference is on the device only while it scores",
         "run.offload.reference",
     ),
     automatic(
@@ -134,15 +134,15 @@ RUN_RULES: tuple[ConvertRule, ...] = (
         "A.actor.fsdp_config.forward_prefetch | fsdp_config.forward_prefetch",
         "on one device there is nothing to gather. verl ignores it on FSDP2",
     ),
-    automatic("A.ref.fsdp_config.forward_prefetch", "one device: nothing is gathered"),
+    automatic("A.ref.fsdp_config.forward_prefetch", "with one device there is nothing to gather"),
     automatic("A.actor.strategy", ONE_DEVICE),
     automatic("A.ref.strategy", ONE_DEVICE),
     automatic("A.hybrid_engine", "always on: the engine generates with the trainer's own weights"),
     automatic("A.model.use_fused_kernels", CHUNKED, "run.logprob_chunk"),
     automatic("A.model.fused_kernel_options.impl_backend", CHUNKED, "run.logprob_chunk"),
     automatic("A.model.use_liger | model.use_liger", LIGER, "run.kernels"),
-    automatic("A.model.use_shm", "weights are read once"),
-    automatic("A.actor.use_torch_compile", "known layers are fused in own kernels"),
+    automatic("A.model.use_shm", "Trimtab reads the weights once"),
+    automatic("A.actor.use_torch_compile", "Trimtab has its own fused kernels for known layers"),
     automatic(
         "A.actor.entropy_from_logits_with_chunking A.actor.fsdp_config.entropy_from_logits_with_chunking",
         CHUNKED,
@@ -160,15 +160,15 @@ RUN_RULES: tuple[ConvertRule, ...] = (
         "| ulysses_sequence_parallel_size",
         "Trimtab does not split sequences over devices; learn.max_new_tokens limits their length",
     ),
-    unsupported("A.ref.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
+    unsupported("A.ref.ulysses_sequence_parallel_size", "Trimtab does not split sequences over devices"),
     *each(
         unsupported,
         "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold "
         "algorithm.rollout_correction.rollout_rs_threshold_lower",
         "Trimtab does not reject samples; learn.importance with mode: mask is similar",
     ),
-    unsupported("algorithm.use_pf_ppo", "samples are not weighed anew"),
-    *each(unsupported, "config_name config_path config_dir", "a file of Hydra's: convert it with --file"),
+    unsupported("algorithm.use_pf_ppo", "Trimtab does not reweight samples"),
+    *each(unsupported, "config_name config_path config_dir", "names a Hydra config file: give that file with --file"),
     *each(automatic, "global_profiler.tool trainer.profile_steps", "every phase of every step is in RUN/trace.json"),
     # families
     *each(
@@ -198,7 +198,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
         "ray_kwargs.* trainer.ray_wait_register_center_timeout A.nccl_timeout transfer_queue.*",
         "one process needs no Ray",
     ),
-    automatic("A.ref.use_torch_compile", "known layers are fused in own kernels"),
+    automatic("A.ref.use_torch_compile", "Trimtab has its own fused kernels for known layers"),
     automatic(
         "A.actor.checkpoint.*",
         "a checkpoint always holds model, optimizer and run state",
@@ -228,15 +228,15 @@ RUN_RULES: tuple[ConvertRule, ...] = (
         "async_training.* rollout.*",
         "sampling and training alternate: every sample comes from the newest weights",
     ),
-    unsupported("hydra.*", "a file of Hydra's: convert it with --file"),
+    unsupported("hydra.*", "sets Hydra itself, which Trimtab does not use"),
     unsupported("data.apply_chat_template_kwargs.*", "the tokenizer's template is applied as it is"),
     unsupported(
         "A.rollout.multi_turn.*", "tools are not converted: write Python functions and name them in environment.tools"
     ),
-    unsupported("A.model.mtp.*", "one token is predicted at a time"),
+    unsupported("A.model.mtp.*", "Trimtab predicts one token at a time"),
     unsupported("A.model.override_config.*", "Trimtab uses the config of the checkpoint: change that"),
     unsupported("distillation.*", "Trimtab has no teacher: it learns from rewards only"),
-    unsupported("algorithm.rollout_correction.*", "see learn.importance for what there is"),
+    unsupported("algorithm.rollout_correction.*", "see learn.importance for what Trimtab offers"),
     *each(unsupported, "data.image_key data.video_key data.audio_key data.mm_processor_kwargs.*", "text models only"),
     unsupported("data.custom_cls.*", "write the rows to a JSONL or Parquet file"),
     *each(
@@ -257,15 +257,15 @@ RUN_RULES: tuple[ConvertRule, ...] = (
         "rewards run in worker processes",
         "run.reward_workers",
     ),
-    *each(automatic, "trainer.v1.* skip.*", "one loop: sampling and training take turns"),
-    automatic("_target_.*", "the name of a class of verl's"),
-    unsupported("A.actor.policy_loss.*", "for losses that are not here"),
-    unsupported("A.actor.qat.*", "weights are not quantised"),
-    unsupported("A.model.lora.*", "plain adapters: see model.lora"),
-    unsupported("algorithm.pf_ppo.*", "samples are not weighed anew"),
+    *each(automatic, "trainer.v1.* skip.*", "sampling and training take turns in one loop"),
+    automatic("_target_.*", "names a class inside verl"),
+    unsupported("A.actor.policy_loss.*", "belongs to a loss that Trimtab does not have"),
+    unsupported("A.actor.qat.*", "Trimtab does not quantise weights"),
+    unsupported("A.model.lora.*", "Trimtab trains standard LoRA adapters: see model.lora"),
+    unsupported("algorithm.pf_ppo.*", "Trimtab does not reweight samples"),
     *each(
         unsupported,
         "reward.sandbox_fusion.* reward_model.sandbox_fusion.* sandbox_fusion.*",
-        "ask the sandbox from a reward function",
+        "call the sandbox from a reward function",
     ),
 )

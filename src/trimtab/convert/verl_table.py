@@ -38,11 +38,12 @@ CRITIC_KEYS: tuple[ConvertRule, ...] = (
     together(
         "trainer.critic_warmup",
         "learn.critic.warmup_steps",
-        "verl counts steps from 1, and its policy already learns in step critic_warmup, so Trimtab gets one less",
+        "verl counts steps from 1, and its policy already learns in step critic_warmup, so learn.critic.warmup_steps is"
+        " one less",
     ),
     together("algorithm.gamma", "learn.critic.gamma"),
-    together("algorithm.lam", "learn.critic.lam", f"there and here {NORMALISED}"),
-    automatic("critic.enable", "PPO has a critic, nothing else has", "learn.algorithm"),
+    together("algorithm.lam", "learn.critic.lam", f"as in Trimtab, {NORMALISED}"),
+    automatic("critic.enable", "only PPO has a critic", "learn.algorithm"),
     automatic(
         "critic.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size",
         "follows from the token budget; the gradient is the same",
@@ -78,7 +79,7 @@ CRITIC_KEYS: tuple[ConvertRule, ...] = (
         CRITIC_LIKE_POLICY,
         "run.checkpoint_activations",
     ),
-    automatic("critic.model.use_remove_padding", "always: nothing is padded anywhere"),
+    automatic("critic.model.use_remove_padding", "always on: Trimtab pads nothing"),
     automatic(
         "critic.model.fsdp_config.param_offload critic.fsdp.param_offload",
         "one device holds both policy and critic; `trimtab plan` says whether they fit",
@@ -89,12 +90,12 @@ CRITIC_KEYS: tuple[ConvertRule, ...] = (
         "run.offload.optimizer",
     ),
     automatic("trainer.max_critic_ckpt_to_keep", "the critic is in every checkpoint", "observe.keep_checkpoints"),
-    automatic("critic.model.tokenizer_path", "the policy's tokenizer", "model.tokenizer"),
-    automatic("critic.model.trust_remote_code", "as for the policy", "model.trust_remote_code"),
+    automatic("critic.model.tokenizer_path", "the critic uses the policy's tokenizer", "model.tokenizer"),
+    automatic("critic.model.trust_remote_code", "the same as for the policy", "model.trust_remote_code"),
     *each(
         automatic,
         "critic.model.lora_rank critic.model.lora_alpha critic.model.target_modules critic.model.lora.*",
-        "the critic has adapters where the policy has",
+        "the critic has adapters if the policy has",
         "model.lora",
     ),
     *each(
@@ -117,8 +118,8 @@ CRITIC_KEYS: tuple[ConvertRule, ...] = (
     ),
     unsupported("critic.grad_clip", SHARED),
     unsupported("critic.optim.*", SHARED),
-    unsupported("critic.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
-    unsupported("critic.*", "see learn.critic for what there is"),
+    unsupported("critic.ulysses_sequence_parallel_size", "Trimtab does not split sequences over devices"),
+    unsupported("critic.*", "see learn.critic for what Trimtab offers"),
 )
 """What is said of a critic."""
 REWARD_MODEL_KEYS: tuple[ConvertRule, ...] = (
@@ -132,7 +133,7 @@ REWARD_MODEL_KEYS: tuple[ConvertRule, ...] = (
         f"verl has no such key: the cap is reward_model.forward_max_token_len_per_gpu. {SCORED[0].upper()}{SCORED[1:]}",
     ),
     automatic("reward_model.model.use_remove_padding", SCORED),
-    unsupported("reward_model.ulysses_sequence_parallel_size", "sequences are not cut over devices"),
+    unsupported("reward_model.ulysses_sequence_parallel_size", "Trimtab does not split sequences over devices"),
     *each(unsupported, "reward_model.mini_batch_size reward_model.* reward.reward_model.*", SCORED),
 )
 """What needs a reward model."""
@@ -150,13 +151,13 @@ LEARN_RULES: tuple[ConvertRule, ...] = (
     together("A.actor.policy_loss.loss_mode", "learn.loss"),
     together("A.actor.loss_agg_mode", "learn.aggregate"),
     together(
-        "data.train_batch_size | rollout.batch_size", "learn.prompts_per_step", "counted in prompts, there and here"
+        "data.train_batch_size | rollout.batch_size", "learn.prompts_per_step", "counted in prompts, as in Trimtab"
     ),
     together("A.rollout.n | generation.group_size", "learn.samples_per_prompt"),
     together(
         "A.actor.ppo_mini_batch_size | training.batch_size",
         "learn.updates_per_step",
-        "counted in prompts, there and here",
+        "counted in prompts, as in Trimtab",
     ),
     mapped(
         "A.actor.ppo_epochs | training.num_epochs", "learn.epochs_per_step", whole, "passes over one batch of samples"
@@ -165,7 +166,7 @@ LEARN_RULES: tuple[ConvertRule, ...] = (
     together(
         "trainer.total_epochs",
         "learn.steps",
-        "counts passes over the data, and the number of rows is not known here",
+        "counts passes over the data, and convert does not know the number of rows",
     ),
     mapped(
         "data.max_response_length A.rollout.response_length | generation.max_new_tokens", "learn.max_new_tokens", whole
@@ -178,7 +179,9 @@ LEARN_RULES: tuple[ConvertRule, ...] = (
     ),
     mapped("A.rollout.temperature | generation.temperature", "learn.sampling.temperature", number),
     mapped("A.rollout.top_p | generation.top_p", "learn.sampling.top_p", real),
-    mapped("A.rollout.top_k | generation.top_k", "learn.sampling.top_k", every, "-1 there is 0 here: all tokens"),
+    mapped(
+        "A.rollout.top_k | generation.top_k", "learn.sampling.top_k", every, "-1 in verl is 0 in Trimtab: all tokens"
+    ),
     together("A.actor.clip_ratio", "learn.clip.low"),
     together("A.actor.clip_ratio_low", "learn.clip.low"),
     together("A.actor.clip_ratio_high", "learn.clip.high"),
@@ -196,7 +199,9 @@ LEARN_RULES: tuple[ConvertRule, ...] = (
     mapped("A.actor.optim.lr", "learn.lr", real),
     mapped("A.actor.optim.weight_decay", "learn.optimizer.weight_decay", real),
     together("A.actor.optim.optimizer", "learn.optimizer.states"),
-    automatic("A.actor.optim.optimizer_impl", "one AdamW, with moments of 32 bits or of 8", "learn.optimizer.states"),
+    automatic(
+        "A.actor.optim.optimizer_impl", "Trimtab has AdamW only, with 32-bit or 8-bit moments", "learn.optimizer.states"
+    ),
     together("A.actor.optim.betas", "learn.optimizer.beta1"),
     mapped("A.actor.optim.clip_grad A.actor.grad_clip", "learn.max_grad_norm", norm),
     together("A.actor.optim.lr_scheduler_type A.actor.optim.warmup_style", "learn.schedule.kind"),
@@ -242,14 +247,14 @@ LEARN_RULES: tuple[ConvertRule, ...] = (
         "always on: Trimtab skips and counts prompts that are too long",
         "data.max_prompt_tokens",
     ),
-    automatic("data.truncation", "prompts are never cut", "data.max_prompt_tokens"),
+    automatic("data.truncation", "Trimtab never truncates prompts", "data.max_prompt_tokens"),
     automatic("data.reward_fn_key", "every column of the data reaches the rewards by its name"),
     automatic(
         "data.gen_batch_size",
         "dynamic sampling draws as many prompts as it needs",
         "learn.dynamic_sampling.max_refills",
     ),
-    automatic("data.val_batch_size", "evaluation runs all that fit"),
+    automatic("data.val_batch_size", "evaluation runs as many sequences at once as fit"),
     automatic("data.dataloader_num_workers", "Trimtab tokenises prompts ahead, in a thread"),
     automatic("data.return_raw_chat", "string prompts and messages both work", "data.chat_template"),
     together("reward.custom_reward_function.path custom_reward_function.path", "reward.0.fn"),
@@ -260,7 +265,7 @@ LEARN_RULES: tuple[ConvertRule, ...] = (
         "run.reward_workers",
     ),
     automatic("reward.num_workers", "worker processes", "run.reward_workers"),
-    unsupported("reward.sandbox_fusion.url reward_model.sandbox_fusion.url", "ask the sandbox from a reward function"),
+    unsupported("reward.sandbox_fusion.url reward_model.sandbox_fusion.url", "call the sandbox from a reward function"),
     mapped("A.rollout.val_kwargs.n", "eval.samples_per_prompt", whole),
     mapped("A.rollout.val_kwargs.temperature", "eval.sampling.temperature", number),
     mapped("A.rollout.val_kwargs.top_p", "eval.sampling.top_p", real),
@@ -279,7 +284,7 @@ LEARN_RULES: tuple[ConvertRule, ...] = (
     unsupported("trainer.default_hdfs_dir", "copy the run's folder"),
     together("trainer.logger", "observe.wandb"),
     together("trainer.project_name", "observe.wandb"),
-    automatic("trainer.experiment_name", "the run is named for its folder", "observe.dir"),
+    automatic("trainer.experiment_name", "the run has the name of its folder", "observe.dir"),
     automatic("trainer.resume_mode", "trimtab train --resume continues from the newest checkpoint"),
     automatic("trainer.resume_from_path", "trimtab train --resume continues from the newest checkpoint"),
     automatic("trainer.nnodes", ONE_DEVICE),

@@ -22,8 +22,8 @@ ABSENT = Absent()
 
 
 @dataclass(frozen=True)
-class Was:
-    """A default that had another value before some version. Of several for one name the first that is later counts."""
+class OldDefault:
+    """A default that had another value before a version. Of several for one name, the earliest of the later versions counts."""
 
     before: str
     name: str
@@ -57,7 +57,7 @@ def chosen(kind: str, asked: str | None, oldest: str, newest: str) -> str:
     return version
 
 
-def defaults_of(version: str, today: Mapping[str, Any], was: Sequence[Was]) -> dict[str, Any]:
+def defaults_of(version: str, today: Mapping[str, Any], was: Sequence[OldDefault]) -> dict[str, Any]:
     """The defaults of a version, by today's names."""
     found = dict(today)
     for change in sorted(was, key=lambda change: number(change.before), reverse=True):

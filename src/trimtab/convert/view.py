@@ -17,11 +17,11 @@ from trimtab.convert.sheet import Line
 from trimtab.observe.doctor.report import print_report
 
 STYLE = {"mapped": "green", "automatic": "cyan", "dead": "yellow", "unsupported": "red"}
-SAID = {
+OUTCOME_WORDS = {
     "mapped": "went into the config",
     "automatic": "Trimtab decides now",
     "dead": "had no effect, or not the documented one",
-    "unsupported": "not possible here",
+    "unsupported": "not possible in Trimtab",
 }
 
 
@@ -62,7 +62,7 @@ def _table(lines: Sequence[Line], title: str) -> Table:
 def _counts(lines: Sequence[Line]) -> Text:
     counts = Counter[str](line.outcome for line in lines)
     text = Text(f"{len(lines)} settings: ")
-    parts = [(f"{counts[name]} {SAID[name]}", style) for name, style in STYLE.items() if counts[name]]
+    parts = [(f"{counts[name]} {OUTCOME_WORDS[name]}", style) for name, style in STYLE.items() if counts[name]]
     for place, (words, style) in enumerate(parts):
         text.append(words, style=style).append(", " if place + 1 < len(parts) else ".")
     return text

@@ -41,7 +41,7 @@ def _annotated(sheet: Sheet) -> dict[str, Any]:
     """The config with the whole `Put` at its leaves, each mapping in the schema's order."""
     order = {name: place for place, name in enumerate(_schema_order())}
     tree: dict[str, Any] = {}
-    for key in sorted(sheet.keys, key=lambda key: order.get(_general(key), len(order))):
+    for key in sorted(sheet.keys, key=lambda key: order.get(_without_indices(key), len(order))):
         node = tree
         *above, name = key.split(".")
         for part in above:
@@ -50,7 +50,7 @@ def _annotated(sheet: Sheet) -> dict[str, Any]:
     return tree
 
 
-def _general(key: str) -> str:
+def _without_indices(key: str) -> str:
     return ".".join("N" if part.isdecimal() else part for part in key.split("."))
 
 

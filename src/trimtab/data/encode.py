@@ -38,7 +38,7 @@ class PromptEncoder:
         """`tools`: schemas of functions that the chat template shows to the model."""
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ModelError(
-                "model.tokenizer: the tokenizer turns every text into no tokens: it has special tokens only, as where the "
+                "model.tokenizer: the tokenizer has only special tokens, so every text becomes an empty prompt. Often the "
                 "model's folder has no tokenizer files. Set model.tokenizer to a folder or hub repository with tokenizer files."
             )
         has_template = bool(tokenizer.chat_template)

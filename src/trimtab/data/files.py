@@ -22,11 +22,11 @@ _BOM = b"\xef\xbb\xbf"
 
 TOO_DEEP = "lists or objects are nested thousands of levels deep."
 MAX_FINGERPRINTED_ROWS = 1000
-LONGEST_FIELD = 2**31 - 1
+MAX_FIELD_CHARACTERS = 2**31 - 1
 """Characters of one value in a CSV file."""
 
 
-def mark_of(rows: Sequence[Mapping[str, Any]]) -> str:
+def fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
     """What tells these rows from others in another order: how many there are, and a hash of a thousand evenly among them."""
     chosen = range(0, len(rows), -(-len(rows) // MAX_FINGERPRINTED_ROWS) or 1)
     text = json.dumps([rows[i] for i in chosen], default=lambda value: type(value).__name__, skipkeys=True)
@@ -95,7 +95,7 @@ def read_json(path: Path) -> Iterator[Row]:
 
 def read_csv(path: Path) -> Iterator[Row]:
     """Comma-separated values under a header line; every value is a string."""
-    csv.field_size_limit(LONGEST_FIELD)  # Python's own is 131,072 characters, less than a long prompt has
+    csv.field_size_limit(MAX_FIELD_CHARACTERS)  # Python's own is 131,072 characters, less than a long prompt has
     reader = csv.reader((line for _, line in _lines(path)), strict=True)
     try:
         header = next((fields for fields in reader if fields), None)

@@ -52,7 +52,7 @@ def load_reasoning_gym(
     eval_size = split_size(source, "eval", options, TRAIN_SIZE, EVAL_SIZE)
     seed = whole_number(source, "seed", options.get("seed", seed), at_least=0) * _SEED_STRIDE % _SEED_RANGE
     if name in UNREPEATABLE:
-        log.warning("%s gives other problems in another process unless PYTHONHASHSEED is set.", source)
+        log.warning("%s gives different problems in every process. Set PYTHONHASHSEED to make them the same.", source)
 
     held_out = _draw(name, {**settings, "size": eval_size, "seed": _EVAL_SEED + seed}, eval_size, frozenset())
     if split == "eval":

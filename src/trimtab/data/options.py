@@ -10,7 +10,7 @@ from trimtab.base.suggestions import did_you_mean
 from trimtab.config.advice import shown
 
 Split = Literal["train", "eval"]
-MOST_ROWS = 10_000_000
+MAX_ROWS = 10_000_000
 """Rows that a generated data set may have: they are all made, and held, before the first step."""
 
 
@@ -24,7 +24,7 @@ def check_options(source: str, options: Mapping[str, Any], valid: list[str]) -> 
 def split_size(source: str, split: Split, options: Mapping[str, Any], train: int, eval_: int) -> int:
     """How many rows a split is to have: option `size` for train, `eval_size` for eval."""
     key, default = ("size", train) if split == "train" else ("eval_size", eval_)
-    return whole_number(source, key, options.get(key, default), at_least=1, at_most=MOST_ROWS)
+    return whole_number(source, key, options.get(key, default), at_least=1, at_most=MAX_ROWS)
 
 
 def whole_number(source: str, key: str, value: Any, *, at_least: int, at_most: int = 2**64 - 1) -> int:

@@ -91,7 +91,7 @@ class PairEncoder:
             if side not in row:
                 return f"has no column {side!r}; its columns are {', '.join(map(repr, row))}.{did_you_mean(side, row)}"
         if data.prompt not in row and isinstance(row[data.chosen], str):
-            return f"has no column {data.prompt!r}, and its answers are no whole conversations.{did_you_mean(data.prompt, row)}"
+            return f"has no column {data.prompt!r}, and its answers are not whole conversations.{did_you_mean(data.prompt, row)}"
         if data.margin is not None:
             if data.margin not in row:
                 columns = ", ".join(map(repr, row))

@@ -169,7 +169,7 @@ def text_problem(text: str) -> str:
     if text.isascii():
         return ""
     half = _SURROGATE.search(text)
-    return f"holds half of a character ({half.group()!a}), which is not valid text." if half else ""
+    return f"holds an unpaired surrogate ({half.group()!a}), which is not valid text." if half else ""
 
 
 def _check_task(row: Row, column: str, source_name: str, number: int) -> None:
@@ -177,8 +177,8 @@ def _check_task(row: Row, column: str, source_name: str, number: int) -> None:
         raise _missing_column(row, "task", column, source_name, number)
     if not isinstance(row[column], str | int | float) or row[column] == "":
         raise DataError(
-            f"{source_name}, row {number} (from 1), column {column!r}: a task has a name, but this is {cut(row[column])}. "
-            "Write a text or a number, or set data.task to another column."
+            f"{source_name}, row {number} (from 1), column {column!r}: the task must be text or a number, but is "
+            f"{cut(row[column])}. Change it, or set data.task to another column."
         )
 
 

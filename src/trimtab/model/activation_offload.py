@@ -77,7 +77,7 @@ class ActivationOffload:
         return x
 
     def clear(self) -> None:
-        """Forget what nobody will take: a pass that failed."""
+        """Drop the tensors of a pass that failed."""
         for offloaded in self._waiting:
             offloaded.fetched = None
             self._free.append((offloaded.buffer, offloaded.arrived or offloaded.stored))

@@ -22,7 +22,7 @@ class Gradients:
         self._weights = weights
         self._ids = {id(parameter) for parameter in parameters}
         self.sums: dict[str, torch.Tensor] = {}
-        """By unit, laid out as it is."""
+        """The gradient sums of each unit, in the unit's own layout."""
         self._views: dict[tuple[int, ...], torch.Tensor] = {}
         """Parts of the sums, by the parameters that they are for: what a product adds to in every micro-batch."""
         self._touched: set[int] = set()

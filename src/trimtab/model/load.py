@@ -1,6 +1,6 @@
 """Models in and out: a hub name, a folder or a GGUF file in; a Hugging Face folder out.
 
-Every mistake that can be told from the name alone is told before any weight is read.
+Mistakes that the name alone shows are reported before any weight is read.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ logging.disable_progress_bar()  # Trimtab has its own view of a run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHTS = ("*.safetensors", "*.bin")
-AGAIN = "Download it again."
-UNDONE = ("fp8", "mxfp4")
+DOWNLOAD_AGAIN = "Download it again."
+DEQUANTISED_ON_LOADING = ("fp8", "mxfp4")
 """Quantisation that transformers undoes on loading, where it has no kernels for it."""
 
 
@@ -90,7 +90,7 @@ def load_model(model: Model, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
-    with _failing(f"model.path: cannot load {model.path!r}", source.also):
+    with _as_model_error(f"model.path: cannot load {model.path!r}", source.also):
         loaded, report = AutoModelForCausalLM.from_pretrained(source.location, output_loading_info=True, **options)
     missing = sorted(report["missing_keys"])
     if missing:
@@ -110,7 +110,7 @@ def load_tokenizer(model: Model) -> Any:
     """The tokenizer of the model, or the one that `model.tokenizer` names."""
     what = "model.tokenizer" if model.tokenizer else "model.path"
     source = find_source(model.tokenizer or model.path, what)
-    with _failing(
+    with _as_model_error(
         f"{what}: cannot load a tokenizer from {source.location!r}",
         "Set model.tokenizer to a folder or hub repository with tokenizer files.",
     ):
@@ -134,7 +134,7 @@ def refuse_without_weights(model: Model) -> None:
         if missing:
             raise ModelError(
                 f"model.path: {folder.absolute()} lacks {len(missing)} of its {len(named)} weight files, such as "
-                f"{missing[0]}. {AGAIN}"
+                f"{missing[0]}. {DOWNLOAD_AGAIN}"
             )
 
 
@@ -143,10 +143,12 @@ def _named_files(index: Path) -> list[str]:
     try:
         held = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else None
     except (ValueError, RecursionError, OSError) as error:
-        raise ModelError(f"model.path: {index.absolute()} is damaged: it is not JSON ({error}). {AGAIN}") from error
+        raise ModelError(
+            f"model.path: {index.absolute()} is damaged: it is not JSON ({error}). {DOWNLOAD_AGAIN}"
+        ) from error
     named = held.get("weight_map", {}) if isinstance(held, dict) else None
     if not isinstance(named, dict) or not all(isinstance(file, str) and len(file) < 256 for file in named.values()):
-        raise ModelError(f"model.path: {index.absolute()} is damaged: its weight_map names no files. {AGAIN}")
+        raise ModelError(f"model.path: {index.absolute()} is damaged: its weight_map names no files. {DOWNLOAD_AGAIN}")
     return sorted(set(named.values()))
 
 
@@ -180,20 +182,20 @@ def _refuse_tokens_without_embedding(tokenizer: Any, model: Model, key: str) -> 
 def load_config(model: Model) -> Any:
     """The architecture, without weights."""
     source = find_source(model.path)
-    with _failing(f"model.path: cannot read the config of {model.path!r}", source.also):
+    with _as_model_error(f"model.path: cannot read the config of {model.path!r}", source.also):
         if source.gguf_file:
             file = Path(source.location, source.gguf_file).stat()
             config = deepcopy(_read_gguf(source, file.st_mtime_ns, file.st_size))
         else:
             config = AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code)
     if not source.gguf_file:
-        _refuse_quantised(model, getattr(config, "quantization_config", None), UNDONE)
+        _refuse_quantised(model, getattr(config, "quantization_config", None), DEQUANTISED_ON_LOADING)
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
         raise ModelError(f"model.path: {model.path!r} is a {config.model_type} model, not a causal language model.")
     if not remote:
         made = AutoModelForCausalLM._model_mapping[type(config)]
-        refuse_unserved(made, made.__name__, config.get_text_config())
+        refuse_unsupported(made, made.__name__, config.get_text_config())
     return config
 
 
@@ -213,7 +215,7 @@ def _refuse_quantised(model: Model, found: Any, undone: Sequence[str] = ()) -> N
         )
 
 
-def refuse_unserved(made: Any, name: str, config: Any) -> None:
+def refuse_unsupported(made: Any, name: str, config: Any) -> None:
     """Refuse a model, or the class of one, that cannot be packed; `config` is that of its text."""
     if not getattr(made, "_supports_attention_backend", False):
         raise ModelError(
@@ -288,11 +290,11 @@ def _make_savable(model: Any) -> None:
 
 def building(model: Model, config: Any) -> AbstractContextManager[None]:
     """One ModelError for whatever an architecture's own code raises where it is built from a config."""
-    return _failing(f"model.path: a {config.model_type} model cannot be built from the config of {model.path!r}")
+    return _as_model_error(f"model.path: a {config.model_type} model cannot be built from the config of {model.path!r}")
 
 
 @contextmanager
-def _failing(what: str, fix: str = "") -> Iterator[None]:
+def _as_model_error(what: str, fix: str = "") -> Iterator[None]:
     """One ModelError for the score of types that transformers, huggingface_hub, httpx and safetensors raise."""
     try:
         yield

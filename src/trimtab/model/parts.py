@@ -21,7 +21,7 @@ from torch import nn
 from trimtab.model.norms import OFFSET, ROUNDED, WIDE, HeadNorm, Norm, Rotary
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
-from trimtab.model.sizes import BLOCK, FUSED
+from trimtab.model.sizes import BLOCK, FUSED_FAMILIES
 from trimtab.model.weights import WeightStore
 
 SILU, GELU_TANH = 0, 1
@@ -116,7 +116,7 @@ class Watch:
 
 def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
     body = policy.body
-    if policy.config.model_type not in FUSED:
+    if policy.config.model_type not in FUSED_FAMILIES:
         raise Unfusable(f"fused layers were not tested with the architecture {policy.config.model_type}")
     missing = [name for name in ("layers", "norm", "embed_tokens") if not hasattr(body, name)]
     if missing:
@@ -287,7 +287,7 @@ def _rotary_table(policy: Policy, kind: str, positions: int) -> Rotary:
 
 
 def rotary_tables(policy: Policy, kinds: Iterable[str], positions: int, known: dict[str, Rotary]) -> dict[str, Rotary]:
-    """Tables of at least so many positions for these kinds of layers: the known ones where they suffice."""
+    """Rotary tables of at least this many positions for these kinds of layers. Reuses tables that are long enough."""
     if known and next(iter(known.values())).cos.shape[0] >= positions:
         return known
     positions = max(1024, 1 << (positions - 1).bit_length())

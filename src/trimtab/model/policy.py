@@ -24,7 +24,7 @@ from trimtab.model.context import context_of
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.keep import Keep
-from trimtab.model.load import building, load_config, refuse_unserved
+from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
 from trimtab.model.shapes import layer_shapes
@@ -56,7 +56,7 @@ class Policy:
         """`shards`: ranks that cut its units into equal parts."""
         self.model, self._shards = model, shards
         self.config = model.config.get_text_config()
-        refuse_unserved(model, self.name, self.config)
+        refuse_unsupported(model, self.name, self.config)
         self.body = model.get_decoder()
         self.weights = WeightStore(model.named_parameters(), shards)
         """Where the parameters lie."""
@@ -317,7 +317,7 @@ AnyPolicy = Policy | WithoutAdapters | FromHost
 
 
 def refuse_other_layers(model: Model) -> None:
-    """Refuse an architecture that `Policy(...)` would refuse, as far as that can be told without its weights."""
+    """Refuse an architecture that `Policy(...)` would refuse, as far as that is known without its weights."""
     config = load_config(model)
     # In bfloat16, for which the products of experts are defined without values, too.
     with building(model, config), torch.device("meta"):

@@ -1,24 +1,24 @@
-"""Sizes that code on a device works with and that a plan counts with. They are here because a plan imports no torch."""
+"""Sizes that both the device code and the plan use. They are in a module of their own because the plan imports no torch."""
 
 from __future__ import annotations
 
-FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
-"""Families of models that fused layers serve (model/parts.py)."""
-PROGRAMS = 2112
-"""Programs of kernels that sum over tokens (model/kernels/train.py): sixteen for each multiprocessor of an H200."""
-HEAD_TILE = 256
-"""Words of the vocabulary that the head's kernel reduces at a time (model/kernels/head.py)."""
-REWARD_TOKENS = 8192
-"""Tokens of a row that a reward model scores at a time (reward/models.py)."""
-PIECE = 2**26
-"""Elements of a unit of weights, at most, that an offloaded optimizer step has in one piece (update/optimizer.py)."""
-SLOTS = 3
-"""Pieces that are on the device at a time (update/state_streamer.py): one on its way in, one worked on, one on its way out."""
+FUSED_FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
+"""Model families (`model_type`) that have fused layers (model/parts.py)."""
+TOKEN_SUM_PROGRAMS = 2112
+"""Most Triton programs of a kernel that sums over tokens (model/kernels/train.py): 16 for each multiprocessor of an H200."""
+HEAD_TILE_VOCAB = 256
+"""Vocabulary entries that the head's kernel reduces at a time (model/kernels/head.py)."""
+REWARD_ROW_TOKENS = 8192
+"""Most tokens in one packed row that a reward model scores (reward/models.py)."""
+MAX_PIECE_ELEMENTS = 2**26
+"""Most elements of a unit that an offloaded optimizer step moves as one piece (update/optimizer.py)."""
+PIECES_ON_DEVICE = 3
+"""Pieces that are on the device at a time (update/state_streamer.py): one arrives, one is updated, one leaves."""
 BLOCK = 256
-"""Elements that share a scale where moments have 8 bits (update/eightbit.py), and to a multiple of which weights begin
-(model/weights.py)."""
-CHUNK = 2**22
-"""Elements whose 8-bit moments exist in full at one time (update/eightbit.py)."""
-MERGED_AT_ONCE = 2**23
-"""Elements of a weight that are in float32 at a time while adapters are added to a copy of it (rollout/native/fused.py): a whole
-layer of a large model is half a GiB."""
+"""Elements in a block. 8-bit moments have one scale for each block (update/eightbit.py), and every parameter starts at a multiple
+of it (model/weights.py)."""
+MOMENT_CHUNK_ELEMENTS = 2**22
+"""Most elements whose 8-bit moments are unpacked to full precision at a time (update/eightbit.py)."""
+MERGE_CHUNK_ELEMENTS = 2**23
+"""Most elements of a weight that are in float32 at a time while adapters are merged into a copy of it (rollout/native/fused.py).
+Without this limit, one layer of a large model would take half a GiB."""

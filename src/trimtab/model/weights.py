@@ -156,7 +156,7 @@ class WeightStore:
         return unit, first.offset, torch.Size((rows, *first.shape[1:]))
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """False where the model's parameters are no longer those of the store, or somebody has put one elsewhere (`model.to`,
+        """False if the model's parameters are no longer views of the store, because code has replaced or moved one (`model.to`,
         `load_state_dict(assign=True)`, new adapters)."""
         named = {name: p for name, p in model.named_parameters() if _has_place(name, p)}
         if named.keys() != self.parameters.keys() or any(p is not self.parameters[name] for name, p in named.items()):

@@ -37,7 +37,7 @@ PHASE_COLORS = {
     "idle": "#d0d0d0",
 }
 MAX_BINS = 120
-MOST_PARTS = len(LINE_COLORS)
+MAX_PARTS = len(LINE_COLORS)
 NOT_PARTS = ("mean", "std", "zero_std_groups", "failed", "latency_max_s", "repeated")
 """`reward/NAME` that is no part of the reward."""
 OBJECTIVES = (
@@ -129,7 +129,7 @@ def reward_parts(metrics: MetricTable) -> list[str]:
     """Names of the reward's parts, where it has several: one alone is the reward."""
     names = (name.removeprefix("reward/") for name in metrics.names if name.startswith("reward/"))
     parts = [name for name in names if name not in NOT_PARTS and "/" not in name]
-    return parts[:MOST_PARTS] if len(parts) > 1 else []
+    return parts[:MAX_PARTS] if len(parts) > 1 else []
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""Host memory over time: a run that will use it up is told while there is time to do something about it.
+"""Watches host memory and warns, early enough to act, when a run will use it up.
 
-The kernel ends a process that uses too much without a word, so it has to be seen coming. What is available (to the container,
+The kernel kills a process that uses too much, without a message. What is available (to the container,
 where there is one) is read once a step; its slope is the median of the slopes between all pairs of the latest steps, which a few
 odd ones do not move. Growth that has ended is none: the newer half of the steps has to grow as well. A warning comes when
 memory would last less than the rest of the run, and again each time that what is left has halved.

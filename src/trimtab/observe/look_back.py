@@ -11,11 +11,11 @@ from trimtab.observe.doctor.examine import examine
 from trimtab.observe.doctor.record import read_record
 from trimtab.record.checkpoint import RunState, newest_checkpoint
 
-MOST_FINDINGS_NAMED = 3
+MAX_FINDINGS_NAMED = 3
 
 
 def where_it_stands(folder: Path, state: RunState, steps: int) -> str:
-    """What to tell somebody whose run has just stopped."""
+    """The message after a run has stopped: how far it got, and how to continue."""
     checkpoint = newest_checkpoint(folder)
     kept = (
         f"resume it to continue from {checkpoint.name}"
@@ -50,6 +50,6 @@ def doctor_words(folder: Path) -> str | None:
         return None
     if not found:
         return None
-    titles = "; ".join(finding.title for finding in found[:MOST_FINDINGS_NAMED])
-    more = f"; and {len(found) - MOST_FINDINGS_NAMED} more" if len(found) > MOST_FINDINGS_NAMED else ""
+    titles = "; ".join(finding.title for finding in found[:MAX_FINDINGS_NAMED])
+    more = f"; and {len(found) - MAX_FINDINGS_NAMED} more" if len(found) > MAX_FINDINGS_NAMED else ""
     return f"The doctor finds: {titles}{more}. Run `trimtab doctor {folder}`"

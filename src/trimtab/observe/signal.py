@@ -1,6 +1,6 @@
-"""Says when steps teach nothing: no group of them had samples with different rewards.
+"""Warns when steps teach nothing: in no group do the rewards differ.
 
-Such a run looks busy. Waiting costs hours, so it is told after a few steps, and again, more rarely, while it lasts.
+Such a run looks busy and costs hours, so the warning comes after a few steps, and is repeated more and more rarely.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from trimtab.observe.format import get, number
 
-TELL_AFTER_STEPS = (3, 30, 300)
-"""Steps in a row without signal at which it is told."""
+WARN_AFTER_STEPS = (3, 30, 300)
+"""Numbers of steps in a row without signal at which the warning comes."""
 NO_SIGNAL = "reward/zero_std_groups"
 
 
@@ -33,7 +33,7 @@ class SignalWatch:
         if share is None:
             return None
         self._in_a_row = self._in_a_row + 1 if share <= 0 else 0
-        if self._in_a_row not in TELL_AFTER_STEPS:
+        if self._in_a_row not in WARN_AFTER_STEPS:
             return None
         return (
             f"no group had signal in the last {self._in_a_row} steps: all samples of a prompt get the same reward (mean "

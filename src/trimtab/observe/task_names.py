@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-MOST_TASKS = 32
+MAX_TASKS = 32
 """Names in metrics. Where there are more tasks, all but the first 31 are reported together as `other`."""
 OTHER = "other"
-LONGEST_NAME = 40
+MAX_NAME_CHARACTERS = 40
 
 
 def metric_names(tasks: Sequence[str]) -> dict[str, str]:
     """By task, the ones that matter most first: what is in front does not depend on what follows."""
-    own = tasks if len(tasks) <= MOST_TASKS else tasks[: MOST_TASKS - 1]
+    own = tasks if len(tasks) <= MAX_TASKS else tasks[: MAX_TASKS - 1]
     names: dict[str, str] = {}
     taken = {OTHER}
     for task in own:
-        safe = name = re.sub(r"[^A-Za-z0-9_.-]+", "_", task)[:LONGEST_NAME] or "_"
+        safe = name = re.sub(r"[^A-Za-z0-9_.-]+", "_", task)[:MAX_NAME_CHARACTERS] or "_"
         number = 1
         while name in taken:
             number += 1

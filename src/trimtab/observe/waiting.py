@@ -1,6 +1,6 @@
-"""Says what is being waited for, before anybody wonders: a line in place on a terminal, else one line for each wait that is long.
+"""Shows what the command waits for: on a terminal one line that is updated in place, in a log one line for each long wait.
 
-Imports nothing heavy, so that it can speak while torch is imported. A thread of its own writes, so what it tells of may block.
+Imports nothing heavy, so that it works while torch is being imported. A separate thread writes, so the waiting code may block.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from trimtab.config.run import Recompute
-from trimtab.model.sizes import HEAD_TILE, PROGRAMS
+from trimtab.model.sizes import HEAD_TILE_VOCAB, TOKEN_SUM_PROGRAMS
 from trimtab.plan.shape import Block, ModelShape
 
 
@@ -129,7 +129,7 @@ def backward_of_layer(shape: ModelShape, block: Block, row: MicroBatchSize, path
         attention = T * (4 * s * E + 3 * s * block.projected) + 3 * keys
         return again + max(feed_forward, attention + scores)
     feed_forward = T * (2 * s * E + 4 * E + 4 * s * F)
-    norm = T * (3 * s * E + 8 * E) + 4 * E * min(T, PROGRAMS) * (2 if block.sandwich else 1)
+    norm = T * (3 * s * E + 8 * E) + 4 * E * min(T, TOKEN_SUM_PROGRAMS) * (2 if block.sandwich else 1)
     waiting = T * (2 * s * E + 8 * E + s * block.attended)
     expanded = 2 * s * block.query_width * row.seen if block.heads != block.kv_heads else 0
     sums = 4 * (T + 128 * row.segments) * (block.query_width + block.heads)
@@ -145,7 +145,7 @@ def head(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> tuple[int,
     kept = R * s * E
     chunk = min(path.chunk, R)
     if path.tiled_head:
-        forward = 3 * 4 * R * -(-V // HEAD_TILE)
+        forward = 3 * 4 * R * -(-V // HEAD_TILE_VOCAB)
         backward = R * s * E + s * chunk * -(-V // 8) * 8 + chunk * s * E
     else:
         forward = 3 * numbers * chunk * V + (numbers * V * E if s < 4 else 0)
@@ -175,6 +175,8 @@ def score_peak(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> dict
     rows, _ = head(shape, row, path)
     chunk = min(path.chunk, row.predicted)
     logits = (
-        12 * row.predicted * -(-shape.vocabulary // HEAD_TILE) if path.tiled_head else 12 * chunk * shape.vocabulary
+        12 * row.predicted * -(-shape.vocabulary // HEAD_TILE_VOCAB)
+        if path.tiled_head
+        else 12 * chunk * shape.vocabulary
     )
     return {"activations": work, "log-prob head": rows + logits}

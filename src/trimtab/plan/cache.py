@@ -30,8 +30,8 @@ def prepare() -> None:
     try:
         folder().mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"{folder()} cannot be written ({error.strerror})"
-        raise ConfigError([Problem("TRIMTAB_CACHE", what, "Name a folder that can.")]) from None
+        what = f"cannot write to {folder()} ({error.strerror})"
+        raise ConfigError([Problem("TRIMTAB_CACHE", what, "Set it to a folder that you can write to.")]) from None
 
 
 def key_of(job: Job, machine: Machine, run: Run) -> str:

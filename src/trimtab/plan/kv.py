@@ -7,19 +7,19 @@ from trimtab.plan.job import Job
 
 
 def least_kv_bytes(job: Job, run: Run, sequences: int, page_tokens: int) -> int:
-    """Bytes of so many of the longest sequences, each held whole. SGLang wants a page more for each (sglang/arguments.py)."""
+    """Bytes for `sequences` sequences of the longest length, each held whole. SGLang needs one more page for each."""
     more = page_tokens if run.engine == "sglang" else 0
     return kv_bytes(job, sequences, job.longest_sequence + more, page_tokens)
 
 
 def kv_bytes(job: Job, sequences: int, tokens: int, page_tokens: int) -> int:
-    """Bytes of so many sequences of so many tokens, in whole pages and with the one more that a fork copies."""
+    """Bytes for `sequences` sequences of `tokens` tokens, in whole pages, plus the page that a fork copies."""
     pages = -(-tokens // page_tokens) + 1
     return sequences * pages * page_tokens * job.shape.kv_elements * job.itemsize
 
 
 def step_kv_bytes(job: Job, run: Run, at_once: int, page_tokens: int) -> int:
-    """Bytes of the KV cache in which so many sequences of a step, or of an evaluation, run at the same time to their ends."""
+    """Bytes of a KV cache that holds `at_once` whole sequences of a step, or of an evaluation."""
     found = shared_kv_bytes(job, run, min(at_once, job.sequences), job.samples, job.completion, page_tokens)
     if not job.eval_sequences:
         return found
@@ -28,9 +28,9 @@ def step_kv_bytes(job: Job, run: Run, at_once: int, page_tokens: int) -> int:
 
 
 def shared_kv_bytes(job: Job, run: Run, sequences: int, samples: int, new_tokens: int, page_tokens: int) -> int:
-    """Bytes of so many sequences, `samples` of each prompt. The native engine keeps a prompt's pages once, and gives each sample
-    pages of its own from the one on in which the prompt ends. Of other engines this is not known, and a conversation with an
-    environment shares only its first prompt: these are counted whole."""
+    """Bytes for `sequences` sequences, `samples` of each prompt. The native engine keeps a prompt's full pages once for all its
+    samples; each sample has its own pages from the page in which the prompt ends. Sequences of other engines, and conversations
+    with an environment, are counted without sharing."""
     if run.external or job.environment:
         return kv_bytes(job, sequences, job.typical_prompt + new_tokens, page_tokens)
     groups = min(sequences, -(-sequences // samples) + (0 if sequences % samples == 0 else 1))

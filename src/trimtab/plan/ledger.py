@@ -15,7 +15,14 @@ from dataclasses import dataclass, field, replace
 from trimtab.base.units import GIB, MIB
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
-from trimtab.model.sizes import BLOCK, CHUNK, MERGED_AT_ONCE, PIECE, REWARD_TOKENS, SLOTS
+from trimtab.model.sizes import (
+    BLOCK,
+    MAX_PIECE_ELEMENTS,
+    MERGE_CHUNK_ELEMENTS,
+    MOMENT_CHUNK_ELEMENTS,
+    PIECES_ON_DEVICE,
+    REWARD_ROW_TOKENS,
+)
 from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import NO_CORRECTION, Job, Machine
 
@@ -285,7 +292,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
 def _rewarding(job: Job) -> dict[str, int]:
     """What the largest reward model needs for a full row of whole conversations. Reward models take turns, while the engine keeps
     its memory."""
-    tokens = max(job.longest_sequence, min(REWARD_TOKENS, job.in_flight * job.longest_sequence))
+    tokens = max(job.longest_sequence, min(REWARD_ROW_TOKENS, job.in_flight * job.longest_sequence))
     row = MicroBatchSize(tokens, max(1, tokens // job.longest_sequence), tokens, max(1, tokens // job.longest_sequence))
     path = UpdatePath(job.itemsize, False, False, 1, True)
     works = [sum(score_peak(shape, row, path).values()) for shape in job.reward_models]
@@ -312,7 +319,7 @@ def merging_bytes(job: Job) -> int:
     """Most bytes that exist while adapters are added to a copy of the weights, a piece at a time, in float32: the piece, what is
     added to it, and the rows of B times the scale that this is the product of."""
     pieces = [
-        (inputs, min(outputs, max(1, MERGED_AT_ONCE // inputs)))
+        (inputs, min(outputs, max(1, MERGE_CHUNK_ELEMENTS // inputs)))
         for block in job.shape.kinds
         for inputs, outputs in job.shape.linears(block).values()
     ]
@@ -435,11 +442,13 @@ def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:
         # Of a unit of the weight store: a layer, the embedding or the head; all adapters are one.
         largest = max(job.shape.table, *(block.parameters for block in job.shape.kinds))
         piece, pieces = (
-            (min(PIECE, job.trained), -(-job.trained // PIECE)) if job.rank else (min(PIECE, largest), SLOTS)
+            (min(MAX_PIECE_ELEMENTS, job.trained), -(-job.trained // MAX_PIECE_ELEMENTS))
+            if job.rank
+            else (min(MAX_PIECE_ELEMENTS, largest), PIECES_ON_DEVICE)
         )
-        found["pieces on the way"] = min(SLOTS, pieces) * (moment_bytes(job, piece) + 4 * piece)
+        found["pieces on the way"] = min(PIECES_ON_DEVICE, pieces) * (moment_bytes(job, piece) + 4 * piece)
     if job.eight_bit:
-        found["moments in full"] = min(CHUNK, job.trained) * (3 * _wide(job) + 4)
+        found["moments in full"] = min(MOMENT_CHUNK_ELEMENTS, job.trained) * (3 * _wide(job) + 4)
     return found
 
 

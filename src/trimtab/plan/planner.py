@@ -32,7 +32,7 @@ MIN_SPEEDUP_OF_OTHER_ENGINE = 1.25
 """How many times faster a step must be with another engine before it is chosen: that engine holds a second copy of the weights,
 in processes that can die."""
 ASSUMED_STEPS = 1000
-"""Steps that a run is taken to have where nobody says how many."""
+"""Steps that a plan assumes if the number of steps is not known."""
 MAX_SLOWDOWN_TO_TRY_KV_SHARES = 1.1
 """Plans whose step is at most this many times as long as the shortest are tried with other shares of memory for the KV cache."""
 MAX_SLOWDOWN_BY_RECOMPUTING = 1.05
@@ -132,7 +132,7 @@ def _whys(plan: Plan) -> set[str]:
 
 
 def _lack(plan: Plan) -> tuple[int, int, int]:
-    """What a plan lacks, and then what it takes: of those that do not fit, the one with the least is told."""
+    """Sort key for plans that do not fit: first the bytes that are missing, then those used. The smallest is shown."""
     phases = plan.ledger.phases
     return plan.missing_bytes, sum(p.required_bytes for p in phases), sum(p.host_bytes for p in phases)
 
@@ -253,7 +253,7 @@ CHOICE_ORDER = (
     "kernels", "threads", "reward_workers", "token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations",
     *(f"offload.{key}" for key in ("optimizer", "reference", "activations")),
 )  # fmt: skip
-"""Keys in the order in which choices are told."""
+"""Keys in the order in which choices are shown."""
 
 
 def _plan(run: Run, case: Case, way: Way, fill: bool) -> Plan:

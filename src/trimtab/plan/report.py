@@ -1,4 +1,4 @@
-"""A plan in words and numbers: as one JSON object, and what more memory or more devices would buy."""
+"""A plan as one JSON object, and the step time with more memory or more devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab.plan.planner import PROFILES, Plan, place_over
 from trimtab.plan.refusal import with_memory
 
 MAX_STEP_RATIO_TO_OFFER = 0.99
-"""Another profile is offered if a step takes at most so many times as long."""
+"""Another profile is offered only if a step then takes at most this share of the time."""
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What each key of `run` should best be, with the reason in a few words, before anybody asks whether it fits (sizes.py does)."""
+"""The preferred value of each key of `run`, with a short reason. Whether it fits is decided in sizes.py."""
 
 from __future__ import annotations
 

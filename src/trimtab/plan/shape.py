@@ -157,7 +157,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if key not in config
     ]
     if missing:
-        raise ModelError(f"The model's config has no {', '.join(missing)}: it cannot be planned from.")
+        raise ModelError(f"The model's config lacks {', '.join(missing)}, so Trimtab cannot plan for it.")
     hidden, count = config["hidden_size"], config["num_hidden_layers"]
     return ModelShape(
         kind=kind,

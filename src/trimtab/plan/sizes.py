@@ -29,7 +29,7 @@ from trimtab.plan.rules import (
 )  # fmt: skip
 
 KV_HEADROOM = 1.05
-"""The KV cache of a whole step gets so many times what its sequences need: later prompts may be longer than those seen."""
+"""Factor by which the KV cache of a whole step exceeds what its sequences need: later prompts may be longer than those seen."""
 KV_FIFTHS = (2, 5, 4, 3, 1)
 """Fifths of the free memory that are tried for a KV cache that is not lent; micro-batches grow into the rest."""
 MIN_GAIN_BY_SMALLER_PREFILL = 1.1
@@ -295,7 +295,7 @@ def _largest_batch(run: ResolvedRun, sizes: Sizes, case: Case) -> _Batch:
 
 
 def _sequences_in(kv: int, run: ResolvedRun, case: Case) -> int:
-    """Sequences of a step that run at once in a KV cache of so many bytes, on one device; at least one."""
+    """Sequences of a step that fit at once into a KV cache of this many bytes on one device; at least one."""
     job, page = case.job, run.rollout.page_tokens
     one = shared_kv_bytes(job, run, job.sequences, job.samples, job.completion, page) / job.sequences
     return max(1, int(kv * case.place.tensor / one))

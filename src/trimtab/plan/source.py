@@ -104,7 +104,7 @@ def stated_dtype(config: AnyConfig, cpu: bool) -> str:
 
 
 def stated_lengths(config: AnyConfig, shape: ModelShape) -> Lengths:
-    """The lengths that a config states, before anybody has looked at the data."""
+    """The lengths that a config states, before the data is read."""
     held_out = config.data.eval is not None
     if not isinstance(config, Config):
         answers = 2 if isinstance(config, RewardModelConfig) else 1  # both of a pair are in one micro-batch
@@ -129,7 +129,7 @@ def stated_adapters(config: AnyConfig, shape: ModelShape) -> int:
     if lora.targets != "all-linear":
         found = shape.lora_parameters(lora.r, lora.targets)
         if not found:
-            what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or 'of no name'}"
+            what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or '(the list is empty)'}"
             raise ConfigError(
                 [Problem("model.lora.targets", what, "Write all-linear, or names such as [q_proj, v_proj].")]
             )

@@ -149,7 +149,7 @@ class _Rates:
         return FORWARD_SHARE_OF_LAUNCH * launch_s(job) if job.shape.has_experts else UNFUSED_LAYER_EXTRA_S
 
     def _link(self, devices: int) -> float:
-        """Bytes a second between so many devices, over the slowest link on the way."""
+        """Bytes per second between this many devices, over the slowest link."""
         device = self.machine.device
         return (device.link if devices <= self.machine.per_host else min(device.link, 50e9)) * LINK_SHARE
 

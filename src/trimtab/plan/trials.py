@@ -1,4 +1,4 @@
-"""What the tuner tried and found. In a module of its own, so that plans can be read without torch."""
+"""The trials of `trimtab tune` and their results. In a module of its own, so that plans can be read without torch."""
 
 from __future__ import annotations
 

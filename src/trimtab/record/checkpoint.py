@@ -146,9 +146,9 @@ def _refuse_numbers_of_no_run(values: Mapping[str, Any]) -> None:
     kinds = {f.name: f.type for f in fields(RunState)}
     for name, value in values.items():
         if isinstance(value, float) and (kinds[name] == "int" or (kinds[name] == "float" and not math.isfinite(value))):
-            raise ValueError(f"{STATE} has {name} {value!r}, which no run writes")
+            raise ValueError(f"{STATE} has {name} {value!r}, which is not a valid value")
         if isinstance(value, int) and abs(value) > MAX_COUNT:
-            raise ValueError(f"{STATE} has {name} {float(value):.3g}, which no run reaches")
+            raise ValueError(f"{STATE} has {name} {float(value):.3g}, which is too large")
 
 
 def load_part(file: Path) -> dict[str, torch.Tensor]:

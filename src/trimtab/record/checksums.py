@@ -57,7 +57,7 @@ def _what_happened(
     for other_folder, files in elsewhere.items():
         for other, known in files.items():
             if known["sha256"] == now["sha256"]:
-                return f"{name} is {'the one' if other == name else other} of {other_folder}"
+                return f"{name} has the contents of {other_folder}/{other}"
     before = written[name]["bytes"]
     if now["bytes"] != before:
         return f"{name} has {now['bytes']:,} bytes, but was written with {before:,}"

@@ -2,8 +2,8 @@
 
 The model has its own tokenizer and chat template: a prompt and its completion are written by them as a worked answer is, with
 the token that ends it, and the score is read after that. What `trimtab reward-model` wrote beside its model (reward.json) is
-added, so that scores are normalised. Many samples are scored together, in rows of at most REWARD_TOKENS, or less where memory is
-short.
+added, so that scores are normalised. Samples are scored together, packed into rows of at most REWARD_ROW_TOKENS (fewer where
+memory is short).
 
 Work is done when the scorer collects, in the trainer's own thread: the device is the trainer's.
 """
@@ -30,7 +30,7 @@ from trimtab.model.context import context_of
 from trimtab.model.load import find_source
 from trimtab.model.memory import Shortage, attempt, free
 from trimtab.model.packed import PackedPlan
-from trimtab.model.sizes import REWARD_TOKENS
+from trimtab.model.sizes import REWARD_ROW_TOKENS
 from trimtab.reward.pool import RewardRequest
 from trimtab.workers.messages import Cell, Failure
 from trimtab.workers.pool import Reply
@@ -86,7 +86,7 @@ class Classifier:
             try_template(
                 [partial(self._encoder.rendered, 0, {"prompt": "1", "completion": "1"})], f"reward {REWARD_MODEL}{path}"
             )
-        self._device, self._tokens = device, REWARD_TOKENS
+        self._device, self._tokens = device, REWARD_ROW_TOKENS
         self._context = context_of(self.model.config.get_text_config())
         self._check(dtype)
 

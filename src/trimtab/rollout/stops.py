@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-LOOK_EVERY = 8
-"""New tokens that make a look worth its while; a sequence that ended is always looked at."""
-TOKENS_A_CHARACTER = 4
+CHECK_EVERY_TOKENS = 8
+"""Stop strings are searched after this many new tokens of a sequence, and always when it has ended."""
+MAX_TOKENS_PER_CHARACTER = 4
 """A character has at most four bytes, and a token that has text at least one."""
 
 
@@ -35,7 +35,7 @@ class StopStrings:
         self._strings = strings
         self._tokenizer = tokenizer
         self._longest = max(map(len, strings), default=0)
-        self._reach = TOKENS_A_CHARACTER * (1 + self._longest)
+        self._reach = MAX_TOKENS_PER_CHARACTER * (1 + self._longest)
 
     def __bool__(self) -> bool:
         return bool(self._strings)

@@ -58,7 +58,7 @@ def open_engine(
 def make_engine(
     run: ResolvedRun, policy: Policy, tokenizer: Any, longest: int, recoveries: Recoveries, logs: Path | None = None
 ) -> Engine:
-    """The rollout engine of a plan, for sequences of so many tokens."""
+    """The rollout engine of a plan, for sequences of up to this many tokens."""
     rollout = run.rollout
     settings: dict[str, Any] = {
         "policy": policy,
@@ -82,5 +82,5 @@ def make_engine(
 
 
 def external_note(run: Run) -> str:
-    """What to tell somebody who waits for an engine in processes of its own; nothing where there is none."""
+    """The message while an external engine starts; empty for the native engine."""
     return f"starting {KINDS[run.engine].title}, which takes about a minute" if run.external else ""

@@ -25,7 +25,7 @@ EVAL_STEP = 2**40
 """Stands in for the step in sampling keys, so that every evaluation draws the same random numbers."""
 
 METRICS_PER_TASK = ("pass@1", "score", "prompts", "length_mean", "truncated")
-"""Scores that are told for each task, too."""
+"""Scores that are also reported for each task."""
 
 
 def measure(

@@ -139,7 +139,7 @@ def _write(config: Config | SftConfig, source: Path, aside: Path, dtype: str) ->
 
 @contextmanager
 def _explaining_failed_writes(to: Path) -> Iterator[None]:
-    """A place that cannot be written to, or has no room, is told in words."""
+    """Turn a folder that cannot be written to, or a full disk, into an error message."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: a link that leads to itself

@@ -32,7 +32,7 @@ def account(
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
-    """What comes every so many steps (0: never), and after the last."""
+    """Whether something is due that happens every N steps (0: never), and after the last."""
     return step == steps or bool(every and step % every == 0)
 
 

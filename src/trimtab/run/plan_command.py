@@ -25,7 +25,7 @@ from trimtab.run.completion_lengths import lengths_of
 from trimtab.run.shapes import shape_of, stated_models
 
 ASSUMED_HOST_BYTES = 256 * GIB
-"""Host memory of a machine that is not this one, where nobody says how much it has."""
+"""Host memory that a plan for another machine assumes without --host-memory."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
     plan, filled = widest(config.run, job, machine, profile)
     if filled != profile:
         notes.append(
-            f"It does not fit with run.profile {profile}; as train does then, this plan is made with {filled}."
+            f"The run does not fit with run.profile: {profile}. This plan uses {filled} instead, as train would."
         )
     return PlanResult(plan, config, filled, notes)
 

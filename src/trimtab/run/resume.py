@@ -16,7 +16,7 @@ from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.reference import STAGES
 from trimtab.config.schema import Model
-from trimtab.data.files import mark_of
+from trimtab.data.files import fingerprint
 from trimtab.model.load import load_config, resolve_dtype
 from trimtab.observe.console import Console
 from trimtab.record.checkpoint import CONFIG, RunState, explain_load_errors, load_state, newest_checkpoint
@@ -96,7 +96,7 @@ def _config_of(checkpoint: Path, folder: Path) -> AnyConfig:
 
 def _note_data(state: RunState, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Remember which rows are trained on, and say so where they are not those that the run has counted so far."""
-    before, state.data_mark = state.data_mark, mark_of(rows)
+    before, state.data_mark = state.data_mark, fingerprint(rows)
     if before and before != state.data_mark:
         console.warn(
             f"data.train changed since the checkpoint: {state.data_mark} (was {before}). Continuing at row "

@@ -18,7 +18,7 @@ from trimtab.data.sources import eval_rows, train_rows
 from trimtab.data.view import View, endless_turns, view
 from trimtab.model.context import context_of
 from trimtab.model.load import load_config, load_tokenizer, written_words
-from trimtab.observe.task_names import MOST_TASKS
+from trimtab.observe.task_names import MAX_TASKS
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.work import Lengths
 from trimtab.reward.load import ENVIRONMENT_ARGUMENTS, locate
@@ -85,8 +85,8 @@ class Work:
                 what = f"no row of data.train has the task {task!r}"
                 hint = did_you_mean(task, there).strip() or f"Its tasks: {', '.join(sorted(there)[:10])}."
                 raise ConfigError([Problem(f"observe.kl_bands.{task}", what, hint)])
-        if len(bands) >= MOST_TASKS:
-            what = f"{len(bands)} bands are too many: metrics name at most {MOST_TASKS - 1} tasks"
+        if len(bands) >= MAX_TASKS:
+            what = f"{len(bands)} bands are too many: metrics name at most {MAX_TASKS - 1} tasks"
             raise ConfigError([Problem("observe.kl_bands", what, "Remove some.")])
         return Tasks.found(column, rows, first=list(bands))
 
@@ -114,14 +114,14 @@ class Work:
         return [self.train.columns, self.eval.columns] if self.eval.prompts else [self.train.columns]
 
 
-def read_work(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools: Tools = ()) -> Work:
-    """The data, checked."""
+def read_data(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools: Tools = ()) -> Work:
+    """Read and check the training and evaluation data."""
     train = read_train(config, inputs, tokenizer, limit, tools)
     return Work(tokenizer, limit, train, read_eval(config, inputs, tokenizer, limit, tools), tools)
 
 
 def read_tokenizer(config: Config) -> tuple[Any, int]:
-    """The tokenizer, and tokens of the longest prompt; what is wrong with the model's own files is told before all else."""
+    """The tokenizer, and the tokens of the longest prompt. Errors in the model's own files are reported first."""
     limit = prompt_limit(config)
     return load_tokenizer(config.model), limit
 
@@ -191,7 +191,7 @@ def read_eval(config: Config, inputs: Inputs, tokenizer: Any, limit: int, tools:
 
 
 def with_found_rewards(config: ResolvedConfig, inputs: Inputs) -> ResolvedConfig:
-    """Reward files by absolute path, so that the run's config.yaml can be run again from anywhere. Missing ones are told."""
+    """Reward files by absolute path, so that the run's config.yaml can be run again from anywhere. Missing files are errors."""
     parts = []
     for part in config.reward:
         source = locate(part.fn, inputs.base_dir, inputs.rewards)
@@ -256,7 +256,7 @@ def open_replies(
     for there in columns:
         hosts.check(there)
         for name in sorted(there & {*ENVIRONMENT_ARGUMENTS}):
-            what = f"the data has a column {name!r}, a name that rewards get from the environment"
+            what = f"the data has a column {name!r}, but the environment passes {name} to the rewards itself"
             raise DataError(f"environment: {what}. Rename the column")
     schemas = hosts.loaded.schemas
     replies = ReplyEncoder(tokenizer, templated(config.data, tokenizer), schemas)

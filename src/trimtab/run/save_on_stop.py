@@ -91,7 +91,7 @@ class StepSaver:
                 write_state(newest, state)
 
     def end_step(self) -> None:
-        """Account for the step, save it if that is due, and tell whoever wants to know."""
+        """Record the step, save a checkpoint if one is due, and call the callbacks."""
         run, state, observe = self._run, self._run.state, self._run.config.observe
         assert self._open is not None
         metrics = self._open.metrics
@@ -111,7 +111,7 @@ class StepSaver:
             self._settle()
 
     def keep(self, error: BaseException) -> None:
-        """Save the last whole step, where the weights are still those. That it fails is told, and is not what ended the run."""
+        """Save the last whole step, if the weights are still those of it. A failure to save is only a warning."""
         run, step = self._run, self._whole.step
         try:
             self._settle()

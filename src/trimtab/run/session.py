@@ -37,8 +37,8 @@ from trimtab.run.rollout_data import (
     open_hosts,
     open_replies,
     open_scorer,
+    read_data,
     read_tokenizer,
-    read_work,
     refuse_other_critic,
     with_found_rewards,
 )
@@ -79,7 +79,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
         stack.callback(hosts.close)
-    work = read_work(config, inputs, tokenizer, limit, hosts.loaded.schemas if hosts else ())
+    work = read_data(config, inputs, tokenizer, limit, hosts.loaded.schemas if hosts else ())
     replies = open_replies(config, hosts, tokenizer, work.columns, work.first_prompt(config))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)

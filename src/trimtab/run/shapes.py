@@ -15,7 +15,7 @@ from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.config.schema import Model
 from trimtab.model.context import config_of_layer, context_of
-from trimtab.model.sizes import FUSED
+from trimtab.model.sizes import FUSED_FAMILIES
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import ITEMSIZE, described_shape, stated_adapters, stated_dtype
 from trimtab.plan.work import Models
@@ -52,7 +52,7 @@ def stated_models(config: AnyConfig, shape: ModelShape, cpu: bool = False, tiled
         shape=shape,
         itemsize=ITEMSIZE[dtype],
         adapters=stated_adapters(config, shape),
-        fused=native and shape.kind in FUSED and config.run.kernels in ("auto", "native"),
+        fused=native and shape.kind in FUSED_FAMILIES and config.run.kernels in ("auto", "native"),
         tiled_head=native and tiled_head and shape.hidden % 8 == 0,
         critic=_critic(config, shape),
         reward_models=_reward_models(config),
@@ -98,7 +98,7 @@ def measured_shape(config: Any) -> ModelShape:
 
 
 def shape_of_model(model: Any) -> ModelShape:
-    """The shape of a built model, adapters left out; what its config does not say is taken to be as usual."""
+    """The shape of a built model, adapters left out; facts that its config does not state get their usual values."""
     import torch
 
     text = model.config.get_text_config()

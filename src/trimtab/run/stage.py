@@ -43,14 +43,14 @@ class CheckedRun:
     notes: Sequence[str]
     """What was left out of the data, for the user."""
     before_loading: str = ""
-    """What is told before weights are loaded."""
+    """The notes that are shown before weights are loaded."""
 
 
 class Stage(Protocol):
     """One kind of run. A `config` is of this kind; a `ready` is what its own `check` gave."""
 
     reading_note: str
-    """What `check` does, in words for somebody who waits."""
+    """The message that is shown while `check` runs."""
     rehearses: bool
     """Two micro-batches can be measured at the start."""
 

@@ -121,7 +121,7 @@ def time_update(updater: Updater, job: Job, budget: int) -> Trial:
 
 
 def time_decode(engine: Engine, job: Job, sequences: int) -> Trial:
-    """Tokens a second of so many sequences at a time, with the longest prompts that were seen; the best of a few."""
+    """Tokens per second of this many sequences at a time, with the longest prompts of the data; the best of a few tries."""
     groups = max(1, sequences // job.samples)
     samples = min(job.samples, sequences)
     numbers = torch.Generator().manual_seed(0)

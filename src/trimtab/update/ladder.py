@@ -158,5 +158,5 @@ class Ladder:
         return f"{name.replace('offload_', 'offload.')} {' -> '.join(show)}"
 
     def _host_has_room(self, size: int) -> bool:
-        """True where so many bytes can wait in host memory and a tenth as many stay free."""
+        """True if host memory can hold this many bytes and a tenth as many stay free."""
         return self.own_memory and host_memory()[1] > size * 11 // 10

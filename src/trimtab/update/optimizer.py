@@ -30,7 +30,7 @@ from trimtab.config.learn import Learn
 from trimtab.config.reward_model import PairLearn
 from trimtab.config.sft import SftLearn
 from trimtab.model.gradients import Gradients
-from trimtab.model.sizes import BLOCK, CHUNK, PIECE
+from trimtab.model.sizes import BLOCK, MAX_PIECE_ELEMENTS, MOMENT_CHUNK_ELEMENTS
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Place, WeightStore
 from trimtab.update.eightbit import Room
@@ -85,7 +85,7 @@ class MasterAdamW:
         self._hooks = [_take_over(parameter, self.gradients) for parameter in apart]
         self._device = self.params[0].device if self.params else torch.device("cpu")
         self._streamer = StateStreamer(self._device) if offload else None
-        self.piece = PIECE
+        self.piece = MAX_PIECE_ELEMENTS
         self.applying = False
         """Weights or state are being changed; after an error, they may have been in part."""
         self.begun = 0
@@ -232,7 +232,7 @@ class MasterAdamW:
             return {}
         sizes: dict[torch.dtype, int] = {}
         for unit in self._units:
-            sizes[unit.dtype] = max(sizes.get(unit.dtype, 0), min(CHUNK, unit.columns))
+            sizes[unit.dtype] = max(sizes.get(unit.dtype, 0), min(MOMENT_CHUNK_ELEMENTS, unit.columns))
         return {dtype: Room(size, dtype, self._device) for dtype, size in sizes.items()}
 
     def _members(self, unit: UnitState, grads: dict[int, torch.Tensor]) -> list[ParameterState]:

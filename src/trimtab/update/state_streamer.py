@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from trimtab.model.sizes import SLOTS
+from trimtab.model.sizes import PIECES_ON_DEVICE
 
 Piece = tuple[torch.Tensor, ...]
 ALIGNMENT_BYTES = 256
@@ -25,7 +25,7 @@ class StateStreamer:
     def slots(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """All the device memory that `run` needs for these pieces, or for any that are no larger and no more."""
         largest = max((sum(map(_room, piece)) for piece in pieces), default=0)
-        count = min(SLOTS if self._streams else 1, len(pieces))
+        count = min(PIECES_ON_DEVICE if self._streams else 1, len(pieces))
         return [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
     def run(self, pieces: Sequence[Piece], work: Callable[[int, Piece], None], slots: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What all processes that a trainer starts have in common: they end with everything that they started, and how is told.
+"""What all child processes have in common: they end with everything that they started, and the error says how they ended.
 
 Each has guardians (guardian.py), which see to it, also when the trainer is killed.
 """

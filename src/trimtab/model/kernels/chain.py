@@ -34,7 +34,7 @@ def follow(CHAIN: tl.constexpr):
 
 @triton.jit
 def read_ahead(pointers):
-    """Ask for the cache lines at these addresses; the answer is waited for by nobody."""
+    """Prefetch the cache lines at these addresses, without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

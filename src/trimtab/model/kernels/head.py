@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trimtab.model.sizes import HEAD_TILE
+from trimtab.model.sizes import HEAD_TILE_VOCAB
 from trimtab.model.transform import Transform
 
 
@@ -176,7 +176,7 @@ def _processors(device: torch.device) -> int:
 
 
 def tiles_for(itemsize: int) -> Tiles:
-    return Tiles(128, HEAD_TILE, 64, 8, 3) if itemsize == 2 else Tiles(64, 64, 32, 4, 2)
+    return Tiles(128, HEAD_TILE_VOCAB, 64, 8, 3) if itemsize == 2 else Tiles(64, 64, 32, 4, 2)
 
 
 @cache

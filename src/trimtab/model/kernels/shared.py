@@ -45,7 +45,7 @@ def _gated(X, OUT, F: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, CHAIN: t
 
 
 def warps_for(size: int) -> int:
-    """Warps of a program that holds so many elements of a row."""
+    """Number of warps for a program that holds this many elements of a row."""
     return 4 if size <= 2048 else 8
 
 

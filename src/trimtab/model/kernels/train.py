@@ -15,7 +15,7 @@ import triton.language as tl
 
 from trimtab.model.kernels.shared import activate, warps_for, weighted
 from trimtab.model.norms import HeadNorm, Norm, Rotary
-from trimtab.model.sizes import PROGRAMS
+from trimtab.model.sizes import TOKEN_SUM_PROGRAMS
 
 
 @triton.jit
@@ -256,7 +256,7 @@ def add_norm_back(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Gradients of the residual, of x, of the weight of `pre` and of that of `post`."""
     tokens, size = dy_TE.shape
-    programs, block = min(tokens, PROGRAMS), triton.next_power_of_2(size)
+    programs, block = min(tokens, TOKEN_SUM_PROGRAMS), triton.next_power_of_2(size)
     dx = torch.empty_like(x_TE)
     dresidual = torch.empty_like(out_residual_TE) if has_residual else None
     sums = torch.empty((2 if post else 1, programs, size), dtype=torch.float32, device=dy_TE.device)
@@ -299,7 +299,7 @@ def rope_back(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Gradients of the projections and, where heads are normalised, of the norms' weights."""
     tokens, heads, size = dq_THD.shape
-    kv_heads, programs = dk_TKD.shape[1], min(tokens, PROGRAMS)
+    kv_heads, programs = dk_TKD.shape[1], min(tokens, TOKEN_SUM_PROGRAMS)
     dx = dq_THD.new_empty((tokens, (heads + 2 * kv_heads) * size))
     sums = torch.empty((2, programs if norm else 0, size), dtype=torch.float32, device=dx.device)
     _rope_back[(programs,)](

@@ -1,4 +1,4 @@
-"""What is wrong with a machine: pure, from its facts to findings. A machine without a GPU is not sick."""
+"""Finds what is wrong with a machine. Pure: from its facts to findings. Having no GPU is not a finding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trimtab.observe.doctor.machine import MachineReport
 from trimtab.observe.format import gib, percent
 from trimtab.rollout.external.kinds import KINDS
 
-LEAST_CAPABILITY = (8, 0)
-LEAST_DISK_GIB, LOW_DISK_GIB = 2.0, 20.0
-LEAST_HOST_GIB = 4.0
-BUSY_SHARE = 0.1
+MIN_COMPUTE_CAPABILITY = (8, 0)
+BAD_BEWARN_BELOW_DISK_GIB, WARN_BELOW_DISK_GIB = 2.0, 20.0
+WARN_BELOW_HOST_GIB = 4.0
+MAX_USED_SHARE = 0.1
 
 
 def machine_findings(machine: MachineReport) -> list[Finding]:
@@ -37,7 +37,7 @@ def machine_findings(machine: MachineReport) -> list[Finding]:
 def _found(
     rule: str, level: Level, title: str, unit: str, healthy: str, evidence: str, cause: str, remedy: str
 ) -> Finding:
-    """Nothing about a machine changes what is learned: every remedy is safe."""
+    """A finding with a safe remedy: no change to a machine changes what is learned."""
     return Finding(rule, level, title, unit, healthy, evidence, cause, remedy, "safe")
 
 
@@ -48,10 +48,10 @@ def _driver(machine: MachineReport) -> Iterator[Finding]:
             "warn" if machine.gpus or "not installed" in machine.driver.error else "bad",
             "the NVIDIA driver does not answer",
             "answer",
-            "it lists its devices",
+            "it lists its GPUs",
             machine.driver.error,
-            "the driver was updated without a reboot, its library and its kernel module differ, or the container lacks it",
-            "run nvidia-smi; reboot, or reinstall the driver; pip install nvidia-ml-py",
+            "the driver was updated without a reboot (its library and kernel module differ), or the container cannot reach it",
+            "run nvidia-smi to see the error; reboot, or reinstall the driver; pip install nvidia-ml-py",
         )
 
 
@@ -62,12 +62,12 @@ def _torch(machine: MachineReport) -> Iterator[Finding]:
         yield _found(
             "torch",
             "bad",
-            "torch does not work",
+            "torch cannot be imported or crashes",
             "answer",
-            "it imports and lists its devices",
+            "torch imports and lists its devices",
             str(error),
-            "it is not installed, its libraries are missing or of another version, or the driver crashed it",
-            f"python -c 'import torch' shows all of it; pip install --force-reinstall 'torch{TORCH}'",
+            "torch is not installed, its libraries are missing or have other versions, or the driver crashed it",
+            f"run python -c 'import torch' to see the whole error; pip install --force-reinstall 'torch{TORCH}'",
         )
     elif driver.gpus and not torch.get("cuda"):
         yield _found(
@@ -76,8 +76,8 @@ def _torch(machine: MachineReport) -> Iterator[Finding]:
             "torch cannot use the GPU: it was built without CUDA",
             "build",
             "a build with CUDA",
-            f"torch {torch.get('version')} beside {len(driver.gpus)} x {driver.gpus[0]['name']}",
-            "the CPU build was installed",
+            f"torch {torch.get('version')} on a machine with {len(driver.gpus)} x {driver.gpus[0]['name']}",
+            "the CPU build of torch is installed",
             f"install torch for CUDA {driver.cuda} from https://pytorch.org",
         )
     elif driver.gpus and not torch.get("available") and hidden is None:
@@ -86,9 +86,9 @@ def _torch(machine: MachineReport) -> Iterator[Finding]:
             "bad",
             "torch does not see the GPU",
             "devices",
-            "as many as the driver lists",
-            f"torch is built for CUDA {torch.get('cuda')}, the driver {driver.version} serves up to {driver.cuda}",
-            "a driver older than torch's CUDA, or devices that the container may not open",
+            "torch sees as many as the driver lists",
+            f"torch is built for CUDA {torch.get('cuda')}, the driver {driver.version} supports up to {driver.cuda}",
+            "the driver is older than torch's CUDA, or the container has no access to the GPU",
             "update the driver, install torch for an older CUDA, or start the container with --gpus all",
         )
 
@@ -100,64 +100,64 @@ def _gpu(index: int, gpu: Mapping[str, Any]) -> Iterator[Finding]:
             "gpu_fails",
             "bad",
             f"{name} cannot compute",
-            "a small product",
-            "it comes out right",
+            "a small matrix product",
+            "the result is correct",
             str(gpu["error"]),
-            "memory taken by others, a torch that was not built for it, or a device that needs a reset",
-            "look at nvidia-smi; end what holds its memory; nvidia-smi --gpu-reset",
+            "other processes hold its memory, torch is not built for this GPU, or the GPU needs a reset",
+            "run nvidia-smi and end the processes that hold its memory; nvidia-smi --gpu-reset",
         )
         return
-    if capability < LEAST_CAPABILITY:
+    if capability < MIN_COMPUTE_CAPABILITY:
         yield _found(
             "gpu_old",
             "warn",
-            f"{name} is older than what kernels are written for",
+            f"{name} is too old for Trimtab's kernels",
             "compute capability",
             "8.0 (Ampere) or newer",
             f"{capability[0]}.{capability[1]}",
-            "no bfloat16 units and no variable-length flash attention",
-            "expect model.dtype float32 and the models' own layers: it works, slowly",
+            "it has neither bfloat16 units nor variable-length flash attention",
+            "use a newer GPU; on this one Trimtab trains in float32 with the models' own modules, which is slow",
         )
-    if gpu["free_gib"] < (1 - BUSY_SHARE) * gpu["total_gib"]:
+    if gpu["free_gib"] < (1 - MAX_USED_SHARE) * gpu["total_gib"]:
         yield _found(
             "gpu_busy",
             "warn",
-            f"{name} is in use",
+            f"another process uses {name}",
             "GiB",
-            f"{percent(1 - BUSY_SHARE)} of its memory free",
+            f"{percent(1 - MAX_USED_SHARE)} of its memory free",
             f"{gib(gpu['free_gib'])} of {gib(gpu['total_gib'])} free",
-            "another process holds memory; what is planned now is planned for what is left",
-            "nvidia-smi lists processes; end them, or choose another GPU with CUDA_VISIBLE_DEVICES",
+            "another process holds memory; a run that starts now plans with the memory that is left",
+            "run nvidia-smi to list the processes; end them, or choose another GPU with CUDA_VISIBLE_DEVICES",
         )
 
 
 def _host(machine: MachineReport) -> Iterator[Finding]:
-    if machine.host_available_gib < LEAST_HOST_GIB:
+    if machine.host_available_gib < WARN_BELOW_HOST_GIB:
         yield _found(
             "host_memory",
             "warn",
             "little host memory is free",
             "GiB",
-            f"{gib(LEAST_HOST_GIB)} and more",
+            f"{gib(WARN_BELOW_HOST_GIB)} or more",
             f"{gib(machine.host_available_gib)} of {gib(machine.host_total_gib)}",
-            "other processes, or a small machine; weights are read through host memory",
-            "end what else runs here",
+            "other processes use it, or the machine is small; Trimtab loads weights through host memory",
+            "end other processes on this machine",
         )
     if machine.host_limit_gib is not None:
         yield _found(
             "container_memory",
             "warn",
-            "the container may use less memory than the machine shows",
+            "the container's memory limit is below the machine's memory",
             "GiB",
-            "no limit, or one that is known",
+            "no limit",
             f"{gib(machine.host_limit_gib)} of {gib(machine.host_total_gib)}",
-            "choices are made from what the machine shows; beyond the limit the process is killed without a word",
-            "raise the container's limit, or pin run.token_budget and run.rollout.kv_memory on a CPU",
+            "many libraries see the machine's memory, not this limit; a process that exceeds it is killed without a message",
+            "raise the container's limit if a run needs more; Trimtab plans within the limit",
         )
 
 
 def _engines(machine: MachineReport) -> Iterator[Finding]:
-    """Checks engines that are installed beside Trimtab. One in an environment of its own is looked at when a run starts."""
+    """Checks engines in Trimtab's own environment. An engine in a separate environment is checked when a run starts."""
     for kind in KINDS.values():
         version = next((machine.packages[name] for name in kind.packages if name in machine.packages), None)
         if version is None:
@@ -166,36 +166,36 @@ def _engines(machine: MachineReport) -> Iterator[Finding]:
             yield _found(
                 f"engine:{kind.name}",
                 "warn",
-                f"{kind.title} {version} is outside of what Trimtab was tested with",
+                f"Trimtab is not tested with {kind.title} {version}",
                 "version",
-                f"from {kind.oldest} up to, not including, {kind.newest}",
+                f"at least {kind.oldest}, below {kind.newest}",
                 f"{kind.title} {version}",
-                f"run.engine: {kind.name} refuses it, and auto passes over it",
+                f"run.engine: {kind.name} refuses this version, and auto does not choose it",
                 kind.install,
             )
         elif kind.compiles and machine.gpus and machine.nvcc is None:
             yield _found(
                 f"compiler:{kind.name}",
                 "warn",
-                f"{kind.title} finds no compiler",
+                f"{kind.title} needs nvcc, which is not installed",
                 "nvcc",
-                "in CUDA_HOME, on the path or in /usr/local/cuda",
-                "there is none",
-                f"{kind.title} compiles some of its kernels when they are first used",
-                "install the CUDA toolkit, or set CUDA_HOME to where it is",
+                "found in CUDA_HOME, on the PATH or in /usr/local/cuda",
+                "not found",
+                f"{kind.title} compiles some of its kernels on first use",
+                "install the CUDA toolkit, or set CUDA_HOME to its folder",
             )
 
 
 def _disks(machine: MachineReport) -> Iterator[Finding]:
     for disk in machine.disks:
-        if disk.free_gib < LOW_DISK_GIB:
+        if disk.free_gib < WARN_BELOW_DISK_GIB:
             yield _found(
                 "disk",
-                "bad" if disk.free_gib < LEAST_DISK_GIB else "warn",
+                "bad" if disk.free_gib < BAD_BEWARN_BELOW_DISK_GIB else "warn",
                 f"little disk space for {disk.what}",
                 "GiB",
-                f"{gib(LOW_DISK_GIB)} and more",
+                f"{gib(WARN_BELOW_DISK_GIB)} or more",
                 f"{gib(disk.free_gib)} of {gib(disk.total_gib)} free at {disk.path}",
-                "a checkpoint takes 12 to 14 bytes a parameter with its optimizer, and a few are kept",
+                "a checkpoint with its optimizer state takes 12 to 14 bytes per parameter, and a run keeps several",
                 "free some space; set observe.dir or HF_HOME to another disk",
             )

@@ -1,4 +1,4 @@
-"""Packages that do not go together: a table of what is known, and what installed packages themselves ask for. Imports none."""
+"""Package versions that conflict: a table of known conflicts, and the requirements of installed packages. Imports none."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trimtab.base.package import installed_version
 from trimtab.observe.doctor.finding import Finding, Level
 
 TORCH, TRANSFORMERS = ">=2.11,<2.16", ">=5.16,<5.23"
-"""What Trimtab runs with; pyproject.toml says the same."""
+"""Versions that Trimtab supports; pyproject.toml has the same ranges."""
 Installed = dict[str, str]
 """Package to version."""
 
 
 class Need(NamedTuple):
-    """Where `package` is installed in `range`, it needs `other` in `allowed`. A package of no range stands for Trimtab itself."""
+    """Versions `range` of `package` need a version of `other` within `allowed`. An empty range means every version."""
 
     package: str
     range: str
@@ -38,7 +38,7 @@ TABLE = (
         "torch",
         TORCH,
         "bad",
-        "kernels and attention are written for these",
+        "Trimtab supports only these versions of torch",
         f"pip install 'torch{TORCH}'",
     ),
     Need(
@@ -47,17 +47,17 @@ TABLE = (
         "transformers",
         TRANSFORMERS,
         "bad",
-        "models are run through its attention interface, which moves",
+        "Trimtab calls the attention interface of transformers, which changes between versions",
         f"pip install 'transformers{TRANSFORMERS}'",
     ),
-    Need("trimtab", "", "peft", ">=0.18", "bad", "model.lora needs it", "pip install 'peft>=0.18'"),
+    Need("trimtab", "", "peft", ">=0.18", "bad", "model.lora needs peft 0.18 or newer", "pip install 'peft>=0.18'"),
     Need(
         "peft",
         ">=0.18",
         "torchao",
         ">=0.16",
         "bad",
-        "peft refuses to add adapters beside an older torchao",
+        "peft refuses to add adapters when an older torchao is installed",
         "pip uninstall torchao, or install 'torchao>=0.16'",
     ),
     Need(
@@ -66,8 +66,8 @@ TABLE = (
         "torch",
         "==2.11.*",
         "bad",
-        "vLLM 0.25 is built against torch 2.11: undefined symbols",
-        "pip install 'torch==2.11.*', or another vLLM",
+        "vLLM 0.25 is compiled for torch 2.11; with another torch its import fails with undefined symbols",
+        "pip install 'torch==2.11.*', or install another version of vLLM",
     ),
     Need(
         "vllm",
@@ -75,8 +75,8 @@ TABLE = (
         "torch",
         "==2.13.*",
         "bad",
-        "vLLM 0.32 is built against torch 2.13: undefined symbols",
-        "pip install 'torch==2.13.*', or another vLLM",
+        "vLLM 0.32 is compiled for torch 2.13; with another torch its import fails with undefined symbols",
+        "pip install 'torch==2.13.*', or install another version of vLLM",
     ),
     Need(
         "vllm",
@@ -84,7 +84,7 @@ TABLE = (
         "transformers",
         ">=5.16.1,<5.20",
         "bad",
-        "vLLM 0.32 asks for these",
+        "vLLM 0.32 requires these versions of transformers",
         "pip install 'transformers>=5.16.1,<5.20'",
     ),
     Need(
@@ -93,8 +93,8 @@ TABLE = (
         "torch",
         "==2.11.*",
         "bad",
-        "SGLang 0.5.17 is built against torch 2.11: undefined symbols",
-        "an environment of its own for SGLang, named in run.rollout.python",
+        "SGLang 0.5.17 is compiled for torch 2.11; with another torch its import fails with undefined symbols",
+        "install SGLang in a separate environment, and set run.rollout.python to its interpreter",
     ),
     Need(
         "sglang",
@@ -102,8 +102,8 @@ TABLE = (
         "transformers",
         "==5.12.1",
         "bad",
-        "SGLang 0.5.17 pins transformers 5.12.1, with which Trimtab does not run",
-        "an environment of its own for SGLang, named in run.rollout.python",
+        "SGLang 0.5.17 requires transformers 5.12.1, which is too old for Trimtab",
+        "install SGLang in a separate environment, and set run.rollout.python to its interpreter",
     ),
     Need(
         "sglang",
@@ -111,7 +111,7 @@ TABLE = (
         "sglang-kernel",
         "==0.4.5",
         "bad",
-        "SGLang 0.5.17 is written for these kernels, and refuses others",
+        "SGLang 0.5.17 works only with sglang-kernel 0.4.5",
         "pip install 'sglang-kernel==0.4.5'",
     ),
     Need(
@@ -120,7 +120,7 @@ TABLE = (
         "transformers",
         "<5",
         "warn",
-        "run.kernels: liger is written for 0.8 and later; older ones do not know transformers 5",
+        "run.kernels: liger needs liger-kernel 0.8 or newer; older versions do not support transformers 5",
         "pip install 'liger-kernel>=0.8', or leave run.kernels on auto",
     ),
     Need(
@@ -129,13 +129,13 @@ TABLE = (
         "pynvml",
         "<0",
         "warn",
-        "both bring a module pynvml, and the older one hides the other",
+        "both packages install a module named pynvml, and the old pynvml package overrides nvidia-ml-py",
         "pip uninstall pynvml, then pip install --force-reinstall nvidia-ml-py",
     ),
 )
 
 ASKING = ("torch", "torchvision", "torchaudio", "vllm", "sglang", "peft", "liger-kernel")
-"""Packages whose own requirements are compared: their binaries or their imports break with another version."""
+"""Packages whose own requirements are checked: with other versions, their compiled code or their imports break."""
 ASKED = ("torch", "transformers", "triton", "numpy")
 SHOWN = (
     "trimtab",
@@ -162,7 +162,7 @@ def installed_packages() -> Installed:
 
 
 def conflicts(installed: Installed, requirements: Callable[[str], Iterable[str]] | None = None) -> list[Finding]:
-    """What the table knows first; a pair it has judged is not judged again by what the packages ask for."""
+    """Conflicts from the table first. A pair of packages that the table covers is not checked against their own requirements."""
     found = [_finding(need, installed) for need in TABLE if _broken(need, installed)]
     known = {
         (need.package, need.other)
@@ -187,14 +187,20 @@ def _asked(name: str, lines: Iterable[str]) -> Iterable[Need]:
             and asked.name != name
             and (asked.marker is None or asked.marker.evaluate({"extra": ""}))
         ):
-            fix = f"pip install '{asked.name}{asked.specifier}', or another {name}"
+            fix = f"pip install '{asked.name}{asked.specifier}', or install another version of {name}"
             yield Need(
-                name, "", asked.name, str(asked.specifier), "warn", f"{name} asks for {asked.specifier or 'any'}", fix
+                name,
+                "",
+                asked.name,
+                str(asked.specifier),
+                "warn",
+                f"{name} requires {asked.name}{asked.specifier}",
+                fix,
             )
 
 
 def _broken(need: Need, installed: Installed) -> bool:
-    """A package that is not there is no conflict, except where Trimtab itself needs it."""
+    """A missing package is a conflict only where Trimtab itself needs it."""
     if need.package not in installed or not _holds(need.range, installed[need.package]):
         return False
     if need.other not in installed:
@@ -205,7 +211,7 @@ def _broken(need: Need, installed: Installed) -> bool:
 def _holds(allowed: str, found: str) -> bool:
     try:
         return Version(found) in SpecifierSet(allowed, prereleases=True)
-    except InvalidVersion:  # a private build with a name of its own: nothing is known about it
+    except InvalidVersion:  # a private build whose version has its own scheme: nothing is known about it
         return True
 
 
@@ -214,14 +220,20 @@ def _finding(need: Need, installed: Installed) -> Finding:
     return Finding(
         rule=f"version:{need.other}",
         level=need.level,
-        title=f"{need.package} and {need.other} do not go together",
+        title=_title(need, installed),
         unit="version",
         healthy=f"{need.other} {need.allowed}" if need.allowed != "<0" else f"no {need.other}",
-        evidence=f"{has} beside {need.package} {installed[need.package]}",
+        evidence=f"{has}, with {need.package} {installed[need.package]}",
         cause=need.breaks,
         remedy=need.fix,
         kind="safe",
     )
+
+
+def _title(need: Need, installed: Installed) -> str:
+    if need.other not in installed:
+        return f"{need.other} is not installed"
+    return f"{need.other} {installed[need.other]} does not work with {need.package} {installed[need.package]}"
 
 
 def _requirements(name: str) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Environment variables that make a run slow, blind or wrong without a word. Pure: from variables and facts to findings."""
+"""Environment variables that silently make a run slow or wrong, or hide its GPUs. Pure: from variables and facts to findings."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ SHOWN_VARIABLES = re.compile(
     r"OMP_.*|MKL_NUM_THREADS|NCCL_.*|VLLM_.*|SGLANG_.*|CUDA_HOME|RAY_.*|TRITON_INTERPRET|TORCH_LOGS|NVIDIA_TF32_OVERRIDE|"
     r"HF_(HUB|DATASETS)_OFFLINE|TRANSFORMERS_OFFLINE|HF_HOME|TOKENIZERS_PARALLELISM|PYTHONOPTIMIZE"
 )
-"""Variables worth seeing in a report."""
+"""Variables that the report lists when they are set."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|AUTH")
 
 
 class Surroundings(NamedTuple):
-    """What decides whether a variable hurts here."""
+    """Facts of the machine that decide whether a variable is a problem."""
 
     gpus: int
     cores: int
     packages: Mapping[str, str]
 
 
-class Hurts(NamedTuple):
-    """A variable, when its value hurts, what then happens, and what to do."""
+class HarmfulVariable(NamedTuple):
+    """A variable, the values of it that are a problem, what happens then, and what to do."""
 
     name: str
-    when: Callable[[str, Surroundings], bool]
+    is_harmful: Callable[[str, Surroundings], bool]
     level: Level
     cause: str
     remedy: str
@@ -84,100 +84,116 @@ def _on_with_sglang(value: str, around: Surroundings) -> bool:
     return "sglang" in around.packages and _on(value, around)
 
 
-_SLEEP = "vLLM before 0.20.1 refuses to sleep and wake beside expandable segments"
-_IPC = "weights cannot be handed to another engine as CUDA IPC handles from expandable segments"
-_TORCHRUN = "one thread computes and one process runs rewards; torchrun and some containers set it"
+_SLEEP = "vLLM before 0.20.1 cannot release its memory between rollouts while expandable segments are on"
+_IPC = "with expandable segments the engine cannot read the trainer's weights in place; they are copied through host memory"
+_TORCHRUN = "with 1, Trimtab uses one compute thread and one reward worker; torchrun and some containers set it"
 
 TABLE = (
-    Hurts(
+    HarmfulVariable(
         "CUDA_VISIBLE_DEVICES",
         _hides_gpus,
         "bad",
-        "it hides every GPU from torch",
-        "unset it, or name a GPU: 0",
+        "this value hides every GPU from torch",
+        "unset it, or set it to the number of a GPU, such as 0",
         "a GPU's number, or not set",
     ),
-    Hurts("TRITON_INTERPRET", _on_with_gpu, "bad", "kernels run in Python, a thousand times slower", "unset it"),
-    Hurts("CUDA_LAUNCH_BLOCKING", _on_with_gpu, "warn", "every kernel is waited for; for debugging only", "unset it"),
-    Hurts(
+    HarmfulVariable(
+        "TRITON_INTERPRET",
+        _on_with_gpu,
+        "bad",
+        "Triton interprets its kernels in Python, a thousand times slower",
+        "unset it",
+    ),
+    HarmfulVariable(
+        "CUDA_LAUNCH_BLOCKING",
+        _on_with_gpu,
+        "warn",
+        "the host waits for every kernel; this is for debugging only",
+        "unset it",
+    ),
+    HarmfulVariable(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         _on_with_gpu,
         "warn",
-        "every tensor is a cudaMalloc, and peaks are not measured",
+        "torch calls cudaMalloc for every tensor, which is slow, and measures no memory peaks",
         "unset it",
     ),
-    Hurts(
+    HarmfulVariable(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         lambda value, around: around.gpus > 0 and value.strip() == "1",
         "warn",
-        "copies and kernels share one queue, so what is offloaded is waited for",
+        "copies and kernels share one queue, so every offload copy delays the computation",
         "unset it",
     ),
-    Hurts(
+    HarmfulVariable(
         "NVIDIA_TF32_OVERRIDE",
         _on_with_gpu,
         "warn",
-        "float32 products lose 13 bits: engine and trainer may differ",
+        "float32 matrix products lose 13 bits of precision, so the engine's and the trainer's log-probs may differ",
         "unset it",
     ),
-    Hurts(
-        "PYTORCH_ALLOC_CONF", _expandable_with_old_vllm, "bad", _SLEEP, "take expandable_segments out, or a newer vLLM"
+    HarmfulVariable(
+        "PYTORCH_ALLOC_CONF",
+        _expandable_with_old_vllm,
+        "bad",
+        _SLEEP,
+        "remove expandable_segments from it, or install a newer vLLM",
     ),
-    Hurts(
+    HarmfulVariable(
         "PYTORCH_CUDA_ALLOC_CONF",
         _expandable_with_old_vllm,
         "bad",
         _SLEEP,
-        "take expandable_segments out, or a newer vLLM",
+        "remove expandable_segments from it, or install a newer vLLM",
     ),
-    Hurts(
+    HarmfulVariable(
         "PYTORCH_ALLOC_CONF",
         _expandable_with_engine,
         "warn",
         _IPC,
-        "take expandable_segments out where engine and trainer share a GPU",
+        "remove expandable_segments from it if engine and trainer share a GPU",
     ),
-    Hurts(
+    HarmfulVariable(
         "PYTORCH_CUDA_ALLOC_CONF",
         _expandable_with_engine,
         "warn",
         _IPC,
-        "take expandable_segments out where engine and trainer share a GPU",
+        "remove expandable_segments from it if engine and trainer share a GPU",
     ),
-    Hurts(
+    HarmfulVariable(
         "NCCL_CUMEM_ENABLE",
         _cumem_off,
         "bad",
-        "with vLLM 0.16 and newer (NCCL 2.27) ncclCommInitRank fails; old guides advise it",
+        "with 0, ncclCommInitRank fails in vLLM 0.16 and newer (NCCL 2.27); guides for older versions recommend it",
         "unset it",
     ),
-    Hurts(
+    HarmfulVariable(
         "SGLANG_DETECT_SLOW_RANK",
         _on_with_sglang,
         "warn",
-        "SGLang times products for a while before it starts; for debugging only",
+        "SGLang runs a matrix benchmark before it starts; this is for debugging only",
         "unset it",
     ),
-    Hurts(
+    HarmfulVariable(
         "OMP_NUM_THREADS",
         _few_threads,
         "warn",
         _TORCHRUN,
-        "unset it, or pin run.threads and run.reward_workers",
+        "unset it, or set run.threads and run.reward_workers",
         "not set, or the number of cores",
     ),
-    Hurts(
+    HarmfulVariable(
         "OMP_WAIT_POLICY",
         lambda value, around: value.lower() == "active",
         "warn",
-        "waiting threads hold the cores: beside a busy reward worker products took 60 times as long",
+        "idle threads keep their cores busy: next to a busy reward worker, matrix products took 60 times as long",
         "unset it",
     ),
-    Hurts(
+    HarmfulVariable(
         "PYTHONOPTIMIZE",
         lambda value, around: value not in ("", "0"),
         "warn",
-        "asserts are gone, and with them the checks of Trimtab's own invariants",
+        "Python skips assert statements, and with them Trimtab's internal checks",
         "unset it",
     ),
 )
@@ -186,23 +202,23 @@ TABLE = (
 def environment_findings(variables: Mapping[str, str], around: Surroundings) -> list[Finding]:
     return [
         Finding(
-            rule=f"env:{hurts.name}",
-            level=hurts.level,
-            title=f"{hurts.name} hurts",
+            rule=f"env:{variable.name}",
+            level=variable.level,
+            title=f"{variable.name} is set to a harmful value",
             unit="environment variable",
-            healthy=hurts.healthy,
-            evidence=f"{hurts.name}={variables[hurts.name]!r}",
-            cause=hurts.cause,
-            remedy=hurts.remedy,
+            healthy=variable.healthy,
+            evidence=f"{variable.name}={variables[variable.name]!r}",
+            cause=variable.cause,
+            remedy=variable.remedy,
             kind="safe",
         )
-        for hurts in TABLE
-        if hurts.name in variables and hurts.when(variables[hurts.name], around)
+        for variable in TABLE
+        if variable.name in variables and variable.is_harmful(variables[variable.name], around)
     ]
 
 
-def told_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that are set and matter, by name."""
+def reported_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """The set variables that a report lists, by name. Secrets are left out."""
     return {
         name: variables[name]
         for name in sorted(variables)

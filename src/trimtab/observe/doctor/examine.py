@@ -10,7 +10,7 @@ from trimtab.observe.doctor.record import Record
 from trimtab.observe.doctor.rule import DoctorRule
 from trimtab.observe.doctor.rules import RULES
 
-FEWEST_STEPS = 5
+MIN_STEPS_TO_JUDGE = 5
 """Below this, nothing can be said of a run as a whole."""
 
 

@@ -1,4 +1,4 @@
-"""The facts of this machine. Every probe is guarded: what cannot be found out is a fact, too, and never an exception."""
+"""Reads the facts of this machine. No probe raises: a fact that cannot be read is reported as missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 from trimtab.base.package import VERSION
 from trimtab.base.units import GIB
 from trimtab.observe.doctor.conflicts import SHOWN, installed_packages
-from trimtab.observe.doctor.environment import told_variables
+from trimtab.observe.doctor.environment import reported_variables
 from trimtab.observe.doctor.probe import ask_torch
 
 
@@ -30,15 +30,15 @@ class Disk:
 
 @dataclass(frozen=True)
 class Driver:
-    """What NVIDIA's management library says, which needs neither CUDA nor torch."""
+    """Facts from NVIDIA's management library (NVML), which needs neither CUDA nor torch."""
 
     version: str | None = None
     cuda: str | None = None
-    """Newest CUDA version it serves."""
+    """Newest CUDA version that the driver supports."""
     gpus: list[dict[str, Any]] = field(default_factory=list)
-    """Each with name, total_gib and used_gib, by all processes."""
+    """One entry per GPU: name, total_gib, and used_gib over all processes."""
     error: str | None = None
-    """Why nothing is known, where there is a driver."""
+    """Why the driver could not be queried."""
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,28 @@ class MachineReport:
     python: str
     system: str
     cores: int
-    """That this process may use."""
+    """Physical cores that this process may use."""
     host_total_gib: float
     host_available_gib: float
     host_limit_gib: float | None
-    """The container's limit, where it is less than the machine has."""
+    """The container's memory limit, if it is below the machine's memory."""
     disks: list[Disk]
     driver: Driver
     torch: Mapping[str, Any]
-    """What torch sees: see probe.py; `error` where it cannot be imported or asked."""
+    """What torch sees (probe.py), or `error` if torch cannot be imported or does not answer."""
     packages: Mapping[str, str]
     variables: Mapping[str, str]
     nvcc: str | None = None
-    """NVIDIA's compiler, where there is one."""
+    """Path of NVIDIA's compiler, if it is installed."""
 
     @property
     def gpus(self) -> list[Mapping[str, Any]]:
-        """GPUs as torch sees them; none where it cannot use what the driver lists."""
+        """GPUs that torch can use. The driver may list more."""
         return list(self.torch.get("gpus", []))
 
     def as_json(self) -> dict[str, Any]:
         shown = {name: self.packages[name] for name in SHOWN if name in self.packages}
-        return asdict(self) | {"trimtab": VERSION, "packages": shown, "variables": told_variables(self.variables)}
+        return asdict(self) | {"trimtab": VERSION, "packages": shown, "variables": reported_variables(self.variables)}
 
 
 def look_at_machine(torch: Callable[[], Mapping[str, Any]] = ask_torch) -> MachineReport:
@@ -89,7 +89,7 @@ def look_at_machine(torch: Callable[[], Mapping[str, Any]] = ask_torch) -> Machi
 
 
 def find_nvcc(variables: Mapping[str, str], usual: Path = Path("/usr/local/cuda")) -> str | None:
-    """Where libraries look for it that compile kernels when they are first used."""
+    """Looks where libraries that compile kernels on first use look."""
     homes = [Path(variables[name]) for name in ("CUDA_HOME", "CUDA_PATH") if variables.get(name)]
     places = [str(home / "bin" / "nvcc") for home in (*homes, usual)]
     return next(
@@ -98,13 +98,13 @@ def find_nvcc(variables: Mapping[str, str], usual: Path = Path("/usr/local/cuda"
 
 
 def allowed_cores() -> int:
-    """Physical cores, as far as this process may use them; not what OMP_NUM_THREADS says, which is judged elsewhere."""
+    """Physical cores that this process may use. OMP_NUM_THREADS is not considered here; environment.py checks it."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 def container_limit_gib(total_bytes: int, root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The control group's limit, where it binds."""
+    """The control group's memory limit, if it is below the machine's memory."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             text = (root / name).read_text().strip()
@@ -116,7 +116,7 @@ def container_limit_gib(total_bytes: int, root: Path = Path("/sys/fs/cgroup")) -
 
 
 def disks() -> list[Disk]:
-    """Where runs and models are written."""
+    """Disks that runs and models are written to."""
     cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     found = []
     for what, path in (("runs (this folder)", Path.cwd()), ("models (Hugging Face cache)", cache)):
@@ -130,7 +130,7 @@ def disks() -> list[Disk]:
 
 
 def ask_driver() -> Driver:
-    """No driver is no error; a driver that answers with one is."""
+    """A machine without a driver is fine; a driver that answers with an error is not."""
     try:
         import pynvml
     except ImportError:

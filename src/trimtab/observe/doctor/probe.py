@@ -1,4 +1,4 @@
-"""What torch sees, asked of a process of its own: a driver that crashes or hangs takes that process with it, and not the doctor.
+"""Asks torch, in a separate process, which GPUs it can use. A driver that crashes or hangs ends that process, not the doctor.
 
 `python -m trimtab.observe.doctor.probe` prints one JSON object.
 """
@@ -22,9 +22,9 @@ def ask_torch(timeout_s: float = TIMEOUT_S, module: str = MODULE) -> dict[str, A
     try:
         done = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {timeout_s:.0f} s: the driver or a device hangs"}
+        return {"error": f"torch did not answer within {timeout_s:.0f} s: the driver or a GPU hangs"}
     if done.returncode < 0:
-        return {"error": f"it ended by signal {-done.returncode}"}
+        return {"error": f"the process that imports torch was killed by signal {-done.returncode}"}
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -42,7 +42,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def _gpu_facts(index: int) -> dict[str, Any]:
-    """One device, after a small product on it: a device that cannot compute is told from one that can."""
+    """Facts of one GPU. A small matrix product on it shows whether it can compute."""
     import torch
 
     seen = torch.cuda.get_device_properties(index)
@@ -50,7 +50,7 @@ def _gpu_facts(index: int) -> dict[str, Any]:
     try:
         ones = torch.ones(256, 256, device=f"cuda:{index}", dtype=torch.bfloat16 if seen.major >= 8 else torch.float32)
         if (ones @ ones).sum().item() != 256.0**3:
-            facts["error"] = "a product of ones came out wrong"
+            facts["error"] = "a test matrix product gave a wrong result"
         free, size = torch.cuda.mem_get_info(index)
         stats = torch.cuda.memory_stats(index)
     except RuntimeError as error:  # torch's own type for whatever a driver answers

@@ -1,4 +1,4 @@
-"""What the rules of the doctor ask of a run: its settings and, for every metric, values, level, trend and sudden shifts."""
+"""The record of a run that doctor rules read: its settings and, for every metric, values, level, trend and sudden shifts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trimtab.record.layout import METRICS_FILE
 from trimtab.record.reader import open_run
 
 RECENT_STEPS = 20
-"""Steps that count as now."""
+"""Last steps that count as "now"."""
 EARLY_STEPS = 10
-"""Steps that count as the beginning, at most."""
+"""Most first steps that count as the beginning."""
 LEVEL_FACTOR = 4.0
-"""A metric that changes so much at once, for good, has another level from there on."""
+"""A metric that changes by this factor from one step to the next, and stays there, has shifted to a new level."""
 T = TypeVar("T", int, str, bool)
 
 
@@ -32,25 +32,25 @@ class Record:
     """A run's settings and its steps, in order."""
 
     settings: Mapping[str, Any]
-    """config.yaml as it is."""
+    """config.yaml, unchanged."""
     metrics: MetricTable
     finished: bool = False
     quiet_s: float = 0.0
     """Time since metrics were last written."""
     checkpoint: str | None = None
-    """The newest whole one."""
+    """Name of the newest complete checkpoint."""
     _points: dict[str, list[tuple[int, float]]] = field(default_factory=dict, repr=False, compare=False)
     _trends: dict[tuple[str, int], Trend] = field(default_factory=dict, repr=False, compare=False)
     _shifts: dict[tuple[str, float], Shift | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def steps(self) -> list[int]:
-        """Steps that trained. An evaluation before the first has a row, but is no step."""
+        """Steps that trained. The evaluation before training has a row (step 0), but is not a step."""
         steps = self.metrics.steps
         return [int(step) for step in steps[(steps > 0) & self.metrics.written(TRAINED)]]
 
     def setting(self, key: str, default: T) -> T:
-        """A config value such as `learn.kl.coef`; the default where it is absent or of another kind (`auto`, say)."""
+        """A config value such as `learn.kl.coef`; the default where it is absent or of another type (`auto`, for example)."""
         value: Any = self.settings
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -71,18 +71,18 @@ class Record:
         return dtype == "bfloat16" or (dtype == "auto" and self.on_cuda)
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) where there is one."""
+        """(step, value) of every step that has a value."""
         if name not in self._points:
             steps, values = self.metrics.points(name)
             self._points[name] = list(zip(steps.astype(int).tolist(), values.tolist()))
         return self._points[name]
 
     def at(self, name: str, step: int) -> float | None:
-        """The value of one step, None where it has none."""
+        """The value of one step, or None."""
         return dict(self.points(name)).get(step)
 
     def wrote_no_number(self, name: str) -> set[int]:
-        """Steps at which a metric was written, but is no finite number."""
+        """Steps whose value of a metric is not a finite number."""
         table = self.metrics
         return set(table.steps[table.written(name) & np.isnan(table.column(name))].tolist())
 
@@ -104,7 +104,7 @@ class Record:
         return median(first) if first else None
 
     def shift(self, name: str, factor: float = LEVEL_FACTOR) -> Shift | None:
-        """Where a metric drops or rises by such a factor at once, and stays there."""
+        """The place where a metric drops or rises by `factor` from one step to the next, and stays there."""
         if (name, factor) not in self._shifts:
             self._shifts[name, factor] = lasting_change(self.values(name), factor)
         return self._shifts[name, factor]
@@ -118,13 +118,13 @@ class Record:
         return fmean(values) if values else None
 
     def trend(self, name: str, skip: int = 0) -> Trend:
-        """Over the whole run, but for the first `skip` values."""
+        """The trend over the whole run without its first `skip` values."""
         if (name, skip) not in self._trends:
             self._trends[name, skip] = trend(self.values(name)[skip:])
         return self._trends[name, skip]
 
     def share_of_time(self, phase: str) -> float | None:
-        """Seconds of a phase over those of all steps. The first is left out where it can be: it compiles and warms up."""
+        """A phase's share of the time of all steps. The first step compiles and warms up, so it is left out if others exist."""
         parts, totals = self.metrics.column(f"time/{phase}"), self.metrics.column("time/total")
         both = ~np.isnan(parts) & (totals != 0) & ~np.isnan(totals)
         rows = list(zip(parts[both].tolist(), totals[both].tolist()))
@@ -139,7 +139,7 @@ class Record:
 
 
 def read_record(folder: Path, clock: Callable[[], float] = time.time) -> Record:
-    """The record of a run folder; a DataError that says what is missing where it is none."""
+    """Reads the record of a run folder, or raises a DataError that says what is missing."""
     reader = open_run(folder)
     reader.refuse_damaged()
     checkpoints = reader.checkpoint_steps
@@ -156,14 +156,16 @@ def read_record(folder: Path, clock: Callable[[], float] = time.time) -> Record:
 
 
 def _refuse_lost(metrics: Path, record: Record) -> None:
-    """A run that has just begun has no rows yet, or half of its first; one that got further has lost them."""
+    """A new run has no rows yet, or half of its first. A run that got further has lost its rows."""
     held = metrics.read_bytes() if metrics.exists() else b""
     reached = "it is finished" if record.finished else f"it has the checkpoint {record.checkpoint}"
     if record.finished or record.checkpoint:
-        state = "holds no step that can be read" if held else "is empty" if metrics.exists() else "is not there"
+        state = "holds no step that can be read" if held else "is empty" if metrics.exists() else " is missing"
         raise DataError(
-            f"{metrics} {state}, but the run has made some: {reached}. Nothing can be said of it without its metrics; put the "
-            "file back"
+            f"{metrics} {state}, but the run has trained: {reached}. The doctor cannot judge a run without its metrics. "
+            "Restore the file"
         )
     if held and not held.startswith((b"{", b"\n")):
-        raise DataError(f"{metrics} holds no lines of JSON. Nothing can be said of the run without its metrics")
+        raise DataError(
+            f"{metrics} holds no JSON lines. The doctor cannot judge a run without its metrics. Restore the file"
+        )

@@ -1,4 +1,4 @@
-"""What a person reads: facts, findings with their evidence, and what was healthy or could not be judged. Fits any width."""
+"""The report that `trimtab doctor` prints: facts, findings with evidence, healthy rules and rules not judged. Fits any width."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.observe.console import PLAIN_WIDTH
-from trimtab.observe.doctor.examine import FEWEST_STEPS, Examination
+from trimtab.observe.doctor.examine import MIN_STEPS_TO_JUDGE, Examination
 from trimtab.observe.doctor.finding import Finding
 from trimtab.observe.doctor.machine import MachineReport
 from trimtab.observe.doctor.record import Record
@@ -26,7 +26,7 @@ MARK = {"ok": "ok", "warn": "warning", "bad": "BAD"}
 
 
 def print_report(file: IO[str], parts: Sequence[RenderableType], width: int | None = None) -> None:
-    """`width`: None is the terminal's, or that of plain output."""
+    """Without `width`, lines are as wide as the terminal, or PLAIN_WIDTH."""
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="backslashreplace")  # a terminal that cannot show '·' must not end in a traceback
     plain = None if file.isatty() else PLAIN_WIDTH
@@ -41,12 +41,14 @@ def machine_report(machine: MachineReport, findings: Sequence[Finding]) -> list[
 
 def run_report(folder: Path, record: Record, done: Examination) -> list[RenderableType]:
     steps = len(record.steps)
-    few = Text(f"\nToo little to judge: {steps} step{'s' * (steps != 1)}; most rules need {FEWEST_STEPS} to 50.")
+    few = Text(
+        f"\nToo few steps to judge: {steps} step{'s' * (steps != 1)}; most rules need {MIN_STEPS_TO_JUDGE} to 50."
+    )
     judged = [f"{len(done.healthy)} rules healthy"] if done.healthy else []
     rest = [f"{len(done.not_judged)} not judged"] if done.not_judged else []
     return [
         _facts(_run_facts(folder, record)),
-        *([few] if steps < FEWEST_STEPS else []),
+        *([few] if steps < MIN_STEPS_TO_JUDGE else []),
         *map(_finding, done.findings),
         Text(),
         _verdict(done.findings, [*judged, *rest]),
@@ -167,18 +169,18 @@ def _driver(machine: MachineReport) -> str:
 def _gpus(machine: MachineReport) -> list[tuple[str, str]]:
     if not machine.gpus:
         seen = [("GPU", f"{gpu['name']}, {gib(gpu['total_gib'])}, not usable") for gpu in machine.driver.gpus]
-        cpu = "on the CPU: rollout and update in float32, all algorithms; small models only"
-        return [*seen, ("runs", "nothing, until torch works" if machine.torch.get("error") else cpu)]
+        cpu = "on the CPU, in float32: every algorithm works, but only small models are practical"
+        return [*seen, ("runs", "nothing runs until torch works" if machine.torch.get("error") else cpu)]
     lines = [("GPU", _gpu(gpu)) for gpu in machine.gpus]
     return [*lines, ("runs", "on the first GPU" if len(lines) > 1 else "on the GPU")]
 
 
 def _gpu(gpu: Any) -> str:
-    """Memory of the device, then of the process that asked: an allocation that was retried or failed there is told."""
+    """Memory of the device, then of the process that tested it, with its allocations that were retried or failed."""
     capability = ".".join(map(str, gpu["capability"]))
     if gpu.get("error"):
         return f"{gpu['name']}, compute capability {capability}: {gpu['error']}"
     own = f"allocated {gib(gpu['allocated_gib'])}, reserved {gib(gpu['reserved_gib'])}"
-    trouble = f"{gpu['alloc_retries']} allocation retries, {gpu['ooms']} out of memory"
+    trouble = f"{gpu['alloc_retries']} allocation retries, {gpu['ooms']} out-of-memory errors"
     free = f"{gib(gpu['free_gib'])} of {gib(gpu['total_gib'])} free"
-    return f"{gpu['name']}, compute capability {capability}, {free}; in a test {own}, {trouble}"
+    return f"{gpu['name']}, compute capability {capability}, {free}; the doctor's test process: {own}, {trouble}"

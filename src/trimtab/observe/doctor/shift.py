@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from statistics import median
 
 MIN_VALUES_AT_NEW_LEVEL = 4
-"""Values at the new level that it takes to call it one."""
+"""Fewest values at a new level."""
 MAX_OUTLIER_SHARE = 0.1
 """Share of the values on either side that may lie anywhere."""
-ENTROPY_ROUNDING_NATS = 1e-3
-"""An entropy of nothing may be computed as a little less: that is 0."""
-SURE_ERRORS = 8.0
+NEGATIVE_ROUNDING_SHARE = 1e-3
+"""Rounding makes an entropy of 0 slightly negative. Values above minus this share of the largest count as 0."""
+MIN_STANDARD_ERRORS = 8.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Shift:
 
 def lasting_change(values: Sequence[float], factor: float) -> Shift | None:
     """Where positive values drop, or rise, by at least this factor and stay there."""
-    if len(values) <= MIN_VALUES_AT_NEW_LEVEL or min(values) < -ENTROPY_ROUNDING_NATS * max(values):
+    if len(values) <= MIN_VALUES_AT_NEW_LEVEL or min(values) < -NEGATIVE_ROUNDING_SHARE * max(values):
         return None
     values = [max(0.0, value) for value in values]
     return _drop(values, factor) or _rise(values, factor)
@@ -101,6 +101,6 @@ def clear_fall(values: Sequence[float], least_scatter: float) -> Shift | None:
         errors = (first / at - (total - first) / left) / (scatter * math.sqrt(1 / at + 1 / left))
         if errors > best_errors:
             best_errors, best = errors, at
-    if best is None or best_errors < SURE_ERRORS:
+    if best is None or best_errors < MIN_STANDARD_ERRORS:
         return None
     return Shift(best, median(values[:best]), median(values[best:]))

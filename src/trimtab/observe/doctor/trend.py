@@ -18,10 +18,10 @@ from statistics import fmean, median
 
 MIN_POINTS = 20
 """A shorter series has no trend."""
-STRETCHES = 24
-SURE_Z = 3.3
-CLEAR_OF_SCATTER = 2.0
-MOST_CORRELATION = 0.5
+TREND_STRETCHES = 24
+MIN_TREND_Z = 3.3
+MIN_CHANGE_OVER_SCATTER = 2.0
+MAX_CORRELATION = 0.5
 """Neighbours on a true but curved trend lie on the same side of the line, too: more than this, and it would not be seen."""
 
 
@@ -51,15 +51,15 @@ def trend(values: Sequence[float]) -> Trend:
     """Trend of values in order; `LEVEL` where there are too few."""
     if len(values) < MIN_POINTS:
         return LEVEL
-    points = stretches(values, STRETCHES)
+    points = stretches(values, TREND_STRETCHES)
     slope = median((b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(points), 2))
     middle = median(y - slope * x for x, y in enumerate(points))
     last = len(points) - 1
     change = slope * last
     beside = [y - middle - slope * x for x, y in enumerate(points)]
-    common = min(MOST_CORRELATION, max(0.0, correlation(beside)))
+    common = min(MAX_CORRELATION, max(0.0, correlation(beside)))
     z = kendall_z(points) / math.sqrt((1 + common) / (1 - common))
-    sure = abs(z) >= SURE_Z and abs(change) >= CLEAR_OF_SCATTER * median(map(abs, beside))
+    sure = abs(z) >= MIN_TREND_Z and abs(change) >= MIN_CHANGE_OVER_SCATTER * median(map(abs, beside))
     return Trend(middle, middle + change, sure)
 
 

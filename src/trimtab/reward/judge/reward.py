@@ -118,7 +118,7 @@ async def _explain(one: Judge, options: Options, trouble: Trouble) -> str:
     if trouble.kind in ("http_400", "http_404", "http_422"):
         models = await one.models()
         if models and options.model not in models:
-            there = did_you_mean(options.model, models) or f" There is: {', '.join(sorted(models)[:10])}."
+            there = did_you_mean(options.model, models) or f" Available: {', '.join(sorted(models)[:10])}."
             return f"{place} has no model {options.model!r}.{there}"
         if trouble.kind == "http_404":
             return f"{place} has no /chat/completions, or no model {options.model!r} ({trouble}). Most urls end in /v1"

@@ -148,7 +148,7 @@ class Hosts:
         self._call(tag, handle, Step(handle.key, seed, text))
 
     def end(self, handle: ConversationHandle) -> None:
-        """The conversation is over: its instance is closed and forgotten. How that ends is nobody's business any more."""
+        """The conversation is over: close its instance and forget it. Errors of closing are ignored."""
         if handle.home is not None:
             with self._changed:
                 self._closing += 1
@@ -181,7 +181,7 @@ class Hosts:
         return None
 
     def forget(self) -> None:
-        """Drop what is still under way: whoever asked is gone."""
+        """Drop the calls that are still running: their caller has gone."""
         while self.wait() is not None:
             pass
 

@@ -57,7 +57,7 @@ class ReplyEncoder:
         return [{"role": "user" if self.templated else PLAIN, "content": reply}]
 
     def exceeds(self, reply: Reply, tokens: int) -> bool:
-        """Whether a reply is longer than so many tokens can be. Tokenising takes time by length, and no deadline ends it."""
+        """Whether a reply is longer than `tokens` tokens can be. Tokenising a long text takes long, and no deadline ends it."""
         texts = [reply] if isinstance(reply, str) else [message["content"] for message in reply]
         return sum(map(len, texts)) > tokens * self._longest
 

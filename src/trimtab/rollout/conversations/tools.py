@@ -110,7 +110,7 @@ class ToolBox:
 
     def _find(self, name: str) -> Tool:
         if name not in self._tools:
-            raise BadCall(f"there is no tool {name!r}. There is: {', '.join(self._tools)}")
+            raise BadCall(f"there is no tool {name!r}. Available: {', '.join(self._tools)}")
         return self._tools[name]
 
 
@@ -140,7 +140,7 @@ def parse(call: str) -> tuple[str, dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise BadCall(f"the arguments are not JSON ({error}); {form}") from error
     if not isinstance(arguments, dict):
-        raise BadCall(f"the arguments are no object with names; {form}")
+        raise BadCall(f"the arguments are not a JSON object; {form}")
     return found["name"], arguments
 
 

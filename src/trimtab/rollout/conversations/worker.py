@@ -118,7 +118,7 @@ class EnvironmentHost:
             finished(instance.close())
 
     def _drop(self, key: int) -> None:
-        """A conversation that failed: the failure is told, not how its end went."""
+        """End a conversation that failed. Only the first failure is reported, not errors of closing it."""
         with contextlib.suppress(Exception):
             self._close(key)
 

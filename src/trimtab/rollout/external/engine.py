@@ -219,7 +219,7 @@ class ExternalEngine:
                 self.members.recover(member, lost)
 
     def _next_done(self) -> Done:
-        """The next sequence that nobody has had."""
+        """The next sequence that is not assigned yet."""
         while True:
             busy = sorted((m for m in self.members if m.asks), key=lambda member: member.heard)
             wait_for([member.running for member in busy])

@@ -1,4 +1,4 @@
-"""Whether the library that an engine runs is there, told before anything expensive starts."""
+"""Checks, before anything expensive starts, that the library of an engine is installed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.run import Run
 from trimtab.rollout.external.kinds import KINDS
 
-SECONDS = 120.0
-LOOK = """
+FIND_TIMEOUT_S = 120.0
+FIND_SCRIPT = """
 import importlib.metadata, importlib.util, json, sys
 module, *names = sys.argv[1:]
 found = [d.version for d in map(lambda n: next(iter(importlib.metadata.distributions(name=n)), None), names) if d]
@@ -62,8 +62,8 @@ def refuse_without_engine(run: Run, device: torch.device) -> None:
         fix = f"Name the python of an environment with {kind.title}, such as ~/{kind.name}/bin/python."
         raise ConfigError([Problem(key, f"there is no interpreter {chosen!r}", fix)])
     try:
-        command = [chosen, "-c", LOOK, kind.name, *kind.packages]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        command = [chosen, "-c", FIND_SCRIPT, kind.name, *kind.packages]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FIND_TIMEOUT_S, check=False)
         found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, IndexError, json.JSONDecodeError):
         found = None

@@ -1,4 +1,4 @@
-"""The processes of one engine: started with the trainer's weights, told what all of them have to do, replaced where one is lost.
+"""The processes of one engine: starts them with the trainer's weights, sends each its work, and replaces one that is lost.
 
 One that dies, hangs or runs out of memory is started again with the current weights. One that fails again and again without a
 single sequence ends the run with its own last lines. What a lost one wrote is kept in the run's folder.
@@ -80,7 +80,7 @@ class Members:
         """Sequences that all processes together run at a time, at most."""
         self.version = 0
         self.restarts = 0
-        """Times a process was replaced, since somebody last took the count."""
+        """Times a process was replaced since the last call."""
         self.ready: Ready
         """What the process that was started last says of itself."""
         self.weights = SharedWeights(policy, one_device=settings["tensor_parallel"] == 1)

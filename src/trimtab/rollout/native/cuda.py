@@ -44,7 +44,7 @@ from trimtab.rollout.native.kernels.sampling import Draw
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
 
-WORTH_SHARING_BYTES = 128 * 2**20
+MIN_SAVED_BYTES_TO_SHARE = 128 * 2**20
 """What shared-prefix decoding must save a layer from reading to pay for its extra launch. Below that, the samples of a prompt,
 which lie side by side, find most of its pages in the L2 cache (docs/log.md)."""
 REPLAYS_TIMED = 5
@@ -390,7 +390,7 @@ class CudaDecoder:
                     saved += (len(tile) - 1) * pages * self.page_tokens
                 at += len(tile)
             at += len(siblings)
-        if saved * self._layer_bytes < WORTH_SHARING_BYTES:
+        if saved * self._layer_bytes < MIN_SAVED_BYTES_TO_SHARE:
             return [0] * len(live), []
         return shared, items
 

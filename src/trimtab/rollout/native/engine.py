@@ -36,7 +36,7 @@ from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Outputs, Rows
 from trimtab.rollout.native.scheduler import Filling, PromptGroup, Scheduler, Sequence
 from trimtab.rollout.sampler import stream_key
-from trimtab.rollout.stops import LOOK_EVERY, StopStrings
+from trimtab.rollout.stops import CHECK_EVERY_TOKENS, StopStrings
 from trimtab.rollout.trajectory import Finish, Group, Trajectory
 
 MIN_PREFILL_TOKENS = 16
@@ -187,7 +187,7 @@ class NativeEngine:
             self._set_pages(pages)
 
     def _least_pages(self, tokens: int) -> int:
-        """Pages of the smallest pool that can serve one sequence of so many tokens: a fork copies one page more."""
+        """Pages of the smallest pool that can serve one sequence of this many tokens: a fork copies one page more."""
         return -(-tokens // self.pool.page_tokens) + 1
 
     def close(self) -> None:
@@ -395,7 +395,7 @@ class NativeEngine:
         rows.note_facts(running, round.facts[:, kept])
         if round.tokens is not None:
             for sequence, tokens in zip(running, rows.drawn(running, round.tokens[kept])):
-                due = rows.finished(sequence) or len(tokens) - sequence.looked >= LOOK_EVERY
+                due = rows.finished(sequence) or len(tokens) - sequence.looked >= CHECK_EVERY_TOKENS
                 end = stops.find(sequence, tokens) if due else None
                 if end is not None:
                     rows.truncate(sequence, end)

@@ -18,12 +18,12 @@ from trimtab.model.norms import Norm, Rotary
 from trimtab.model.parts import LayerParts, Linears, read_parts, rotary_tables
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
-from trimtab.model.sizes import MERGED_AT_ONCE
+from trimtab.model.sizes import MERGE_CHUNK_ELEMENTS
 from trimtab.rollout.native.arena import piece_bytes
 from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
 from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, Partials, decode_attention
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
-from trimtab.rollout.native.kernels.skinny import MOST_ROWS, Cut, cut_for, most_rows, serves, skinny
+from trimtab.rollout.native.kernels.skinny import MAX_ROWS, Cut, cut_for, most_rows, serves, skinny
 
 
 class Product:
@@ -89,7 +89,7 @@ class Product:
         if self._merged is not None:
             self._downs, self._ups = None, []
             self._merged.copy_(self.weight)
-            rows = max(1, MERGED_AT_ONCE // self.inputs)
+            rows = max(1, MERGE_CHUNK_ELEMENTS // self.inputs)
             for start, end in {(a.start, a.end) for a in self.adapters}:
                 for first in range(start, end, rows):
                     last = min(end, first + rows)
@@ -135,7 +135,7 @@ class Workspace:
         self.attended = empty((batch * max(l.output.inputs for l in layers),), dtype)
         self.gate_up = empty((batch * max(l.gate_up.outputs for l in layers),), dtype)
         self.gated = empty((batch * max(l.down.inputs for l in layers),), dtype)
-        few = range(1, min(batch, MOST_ROWS) + 1)
+        few = range(1, min(batch, MAX_ROWS) + 1)
         parts = max(rows * p.cut(rows).parts * p.outputs for l in layers for p in (l.output, l.down) for rows in few)
         self.parts = empty((parts,), torch.float32)
         self.partials = Partials(batch, [l.decode_shape for l in layers], empty)
@@ -170,7 +170,7 @@ class FusedBody:
             product.refresh()
 
     def set_positions(self, positions: int) -> bool:
-        """Know the rotation of at least so many positions; True if the tables are new."""
+        """Make rotary tables for at least this many positions; True if they are new."""
         before = self.rotaries
         self.rotaries = rotary_tables(self.policy, (l.parts.kind for l in self.layers), positions, before)
         return self.rotaries is not before

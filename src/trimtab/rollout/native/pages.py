@@ -33,7 +33,7 @@ class PagePool:
         """Cached page -> a number that is never used again, so that a page's next life is not mistaken for this one."""
         self._nodes = count()
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Cached pages that nobody holds, least recently used first."""
+        """Cached pages without an owner, least recently used first."""
         self.peak_held = 0
 
     @property
@@ -46,7 +46,7 @@ class PagePool:
         return self.total - self.available
 
     def take(self, number: int) -> list[int] | None:
-        """`number` pages with one owner each, or None (and no change) if there are not so many."""
+        """`number` pages with one owner each, or None (and no change) if fewer are free."""
         if number > self.available:
             return None
         while len(self._free) < number:
@@ -60,7 +60,7 @@ class PagePool:
     def share(self, pages: Sequence[int]) -> None:
         """Add an owner to pages that are held already."""
         for page in pages:
-            assert self._owners[page] > 0, f"page {page} is shared but nobody holds it"
+            assert self._owners[page] > 0, f"page {page} is shared but has no owner"
             self._owners[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:

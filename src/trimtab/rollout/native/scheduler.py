@@ -190,7 +190,7 @@ class Scheduler:
         return preempted
 
     def retreat(self, rows: int) -> list[Sequence]:
-        """Park everything that runs, and go on with no more than so many rows. The host must have seen all tokens so far."""
+        """Preempt everything that runs, and continue with at most this many rows. The host must have seen all tokens so far."""
         while self._give_up_prompt():
             pass
         preempted = []

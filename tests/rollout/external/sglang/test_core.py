@@ -22,7 +22,7 @@ from trimtab.rollout.external.messages import Ask, Done, Generate, Publish, Weig
 from trimtab.rollout.external.sglang.arguments import NEEDED
 from trimtab.rollout.external.sglang.core import SglangCore
 from trimtab.rollout.sampler import sample
-from trimtab.rollout.stops import LOOK_EVERY, StopStrings
+from trimtab.rollout.stops import CHECK_EVERY_TOKENS, StopStrings
 
 STOP = 2
 
@@ -158,7 +158,7 @@ def test_no_more_enter_than_there_is_room_for(core: SglangCore) -> None:
 
 
 def test_stop_strings_of_sequences_too_short_to_be_looked_at_are_found_at_their_end(core: SglangCore) -> None:
-    asked = asks(limit=LOOK_EVERY - 2)
+    asked = asks(limit=CHECK_EVERY_TOKENS - 2)
     core.begin(order(asked, stop=["a", "7", "+"]))
     found = finish(core)
     inside = 0

@@ -1,4 +1,4 @@
-"""The rules of `trimtab doctor RUN`, in the order in which they are told: what is learned first, then how fast."""
+"""The rules of `trimtab doctor RUN`, in the order of the report: first what is learned, then how fast."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ LEARNED_SUCCESS_RATE = 0.85
 """Success rate from which a plateau, few signals and a low entropy are what learning looks like when it is over."""
 REWARD = ("reward/mean",)
 ENTROPY = "policy/entropy"
-LEAST_ENTROPY = 0.1
+MIN_ENTROPY_NATS = 0.1
 """Nats per token. A few tokens make up a lower one, and it scatters by large factors."""
-LARGE_CHANGE = 0.5
+LARGE_CHANGE_IN_STD = 0.5
 """Change of the mean reward that is large, in standard deviations of a step's samples."""
 
 
@@ -53,7 +53,7 @@ def reward_levels(record: Record, step: int) -> Levels | None:
     """The mean reward before a step and from it on; None where there is nothing on one side."""
     points = record.points("reward/mean")
     before, after = [value for at, value in points if at < step], [value for at, value in points if at >= step]
-    return Levels(step, fmean(before), fmean(after), LARGE_CHANGE * spread(record)) if before and after else None
+    return Levels(step, fmean(before), fmean(after), LARGE_CHANGE_IN_STD * spread(record)) if before and after else None
 
 
 def sudden_fall(record: Record) -> Levels | None:
@@ -70,7 +70,7 @@ def sudden_fall(record: Record) -> Levels | None:
 def entropy_shift(record: Record) -> Shift | None:
     """Where the entropy changes at once and for good, from or to one that is worth the name."""
     shift = record.shift(ENTROPY)
-    return shift if shift and max(shift.before, shift.after) >= LEAST_ENTROPY else None
+    return shift if shift and max(shift.before, shift.after) >= MIN_ENTROPY_NATS else None
 
 
 def _noise(record: Record) -> float:

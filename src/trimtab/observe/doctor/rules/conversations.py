@@ -1,4 +1,4 @@
-"""Completions that are conversations: environments that fail or dawdle, calls that nobody understands, turns that run out."""
+"""Rules for conversations: environments that fail or are slow, malformed tool calls, and conversations that run out of turns."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ RULES = (
     DoctorRule(
         "environment_failed",
         "the environment fails",
-        unit="share of samples lost by the environment",
+        unit="share of samples dropped because the environment failed",
         healthy="below 1 %",
         found_when="more than 1 % over the last 20 steps; bad above 5 %",
-        cause="it raises, times out or crashes on some completions; what is left is a biased sample",
+        cause="the environment raises, times out or crashes on some completions; the remaining samples are biased",
         remedy="find the failures in RUN/samples (field `failure`) and handle them in the environment; raise its timeout_s if "
         "they are timeouts",
         kind="advice",
@@ -73,12 +73,12 @@ RULES = (
     DoctorRule(
         "tool_calls_malformed",
         "tool calls are malformed",
-        unit="share of tool calls that are not understood",
+        unit="share of tool calls that cannot be parsed",
         healthy="below 20 %, and falling",
         found_when="above 20 % over the last 20 steps; bad above 50 %",
-        cause='the model does not know the form <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or its template '
-        "asks for another",
-        remedy="read RUN/samples; show the form in data.system, or start from a model that was taught it (trimtab sft)",
+        cause='the model does not know the format <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or its chat '
+        "template uses another",
+        remedy="read RUN/samples; show the format in data.system, or first teach it with trimtab sft",
         kind="advice",
         check=malformed,
         needs=(MALFORMED,),
@@ -91,7 +91,7 @@ RULES = (
         healthy="below 20 %",
         found_when="above 20 % over the last 20 steps",
         cause="the task takes more turns than are allowed, or the model does not know when to stop",
-        remedy="raise environment.max_turns, with learn.max_new_tokens where replies are long; or reward ending",
+        remedy="raise environment.max_turns (and learn.max_new_tokens if replies are long), or reward early endings",
         kind="advice",
         check=turn_limit,
         needs=(LIMIT,),
@@ -103,8 +103,8 @@ RULES = (
         unit="share of the time",
         healthy="below 20 %",
         found_when="above 20 % over the last 20 steps",
-        cause="calls take longer than the engine needs for what else there is to decode",
-        remedy="raise run.reward_workers (as many run the environment), or make step faster",
+        cause="environment calls take longer than decoding the other conversations",
+        remedy="raise run.reward_workers (environments run in as many processes), or make the environment's step faster",
         kind="safe",
         check=waiting,
         needs=(WAIT, "time/total"),

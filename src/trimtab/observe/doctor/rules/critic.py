@@ -40,8 +40,8 @@ def critic_diverges(record: Record) -> Symptom | None:
     )
     clipped = record.now("value/clip_fraction") or 0.0
     if clipped > 0.3:
-        return Symptom("warn", f"{seen}; {clipped:.0%} of its moves are cut by learn.critic.clip", "its bound holds it back",
-                    "raise learn.critic.clip, or write null for none")  # fmt: skip
+        seen += f"; learn.critic.clip clips {clipped:.0%} of the values"
+        return Symptom("warn", seen, "learn.critic.clip is too small", "raise learn.critic.clip, or set it to null")
     return Symptom("warn", seen)
 
 
@@ -53,11 +53,11 @@ RULES = (
     DoctorRule(
         "critic_worse",
         "the critic predicts worse than a constant",
-        unit="explained variance of returns: 1 is all, 0 is what their mean explains",
+        unit="explained variance of returns: 1 is perfect, 0 is as good as predicting their mean",
         healthy="above 0 and rising after its warm-up; 0.1 to 0.6 where one reward comes at the end",
         found_when="median of the last 20 steps below -0.05 and four in five of them below 0, from ten steps after "
         "learn.critic.warmup_steps on; bad below -0.5",
-        cause="its rate is too high, its values lag behind a policy that changes fast, or returns jump (a reward without bounds)",
+        cause="the critic's learning rate is too high, the policy changes faster than the critic, or rewards are unbounded",
         remedy="lower learn.critic.lr; raise learn.critic.warmup_steps; bound the reward with learn.reward_clip; lower learn.lr",
         kind="advice",
         check=critic_worse,
@@ -69,10 +69,10 @@ RULES = (
         "critic_diverges",
         "the critic's loss rises",
         unit="mean of (value - return)² / 2 a token",
-        healthy="falls, or stays where returns stay as spread as they are",
-        found_when="a trend that doubles it after the warm-up, while explained variance does not rise",
-        cause="steps too large for it, or returns that grow: a reward without bounds, a KL penalty in the reward that grows",
-        remedy="lower learn.critic.lr; learn.reward_clip; look at value/return_mean and policy/kl_ref",
+        healthy="falls, or stays level while the spread of returns stays level",
+        found_when="the trend doubles it after the warm-up, while explained variance does not rise",
+        cause="the critic's steps are too large, or returns grow: an unbounded reward, or a growing KL penalty in the reward",
+        remedy="lower learn.critic.lr; set learn.reward_clip; look at value/return_mean and policy/kl_ref",
         kind="advice",
         check=critic_diverges,
         needs=(LOSS, EXPLAINED),

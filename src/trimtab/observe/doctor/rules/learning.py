@@ -41,7 +41,7 @@ def sudden_reward_fall(record: Record) -> Symptom | None:
     return Symptom(
         "bad",
         seen,
-        "the first updates broke the policy, or training samples otherwise than evaluation does",
+        "the first updates broke the policy, or training and evaluation sample with different settings",
         "lower learn.lr; compare learn.sampling and learn.max_new_tokens with eval's, and data.train with data.eval",
     )
 
@@ -49,7 +49,7 @@ def sudden_reward_fall(record: Record) -> Symptom | None:
 def reward_flat(record: Record) -> Symptom | None:
     if reward_rises(record) or reward_falls(record) or learned(record):
         return None
-    return Symptom("warn", f"{_reward_seen(record)}; no rise that noise would not give")
+    return Symptom("warn", f"{_reward_seen(record)}; any rise is within the noise")
 
 
 def not_finite(record: Record) -> Symptom | None:
@@ -82,7 +82,7 @@ def _without_numbers(record: Record) -> str | None:
 
 def _reward_seen(record: Record) -> str:
     line, steps = record.trend("reward/mean"), len(record.values("reward/mean"))
-    apart = f"samples of a step differ by {number(spread(record))} (std)"
+    apart = f"the rewards of a step differ by {number(spread(record))} (std)"
     return f"{number(line.start)} to {number(line.end)} (fitted) over {steps} steps; {apart}"
 
 
@@ -151,7 +151,7 @@ RULES = (
         "reward, loss or gradient is not finite",
         unit="steps",
         healthy="a finite number in every step",
-        found_when="null or NaN in one of the last 20 steps, other than by a skipped update; bad in more than one",
+        found_when="null or NaN in one of the last 20 steps without a skipped update; bad in more than one",
         cause="no sample of the step has a reward, or weights or updates became too large",
         remedy="read RUN/samples of those steps; lower learn.lr; resume from a checkpoint before the first of them",
         kind="advice",
@@ -165,9 +165,11 @@ RULES = (
         "reward falls",
         unit="mean reward of a step",
         healthy="rises over hundreds of steps, until success is above 85 %",
-        found_when="a trend downwards over the whole run, by a tenth of the std of a step's samples; or a fall at one step, for "
-        "good, by half of that std or to a quarter; or none succeeds where evaluation before training found some",
-        cause="updates too large, or pointing the wrong way: the learning rate, a sign in the reward, the engine's log-probs",
+        found_when="a downward trend over the whole run by a tenth of the std of a step's rewards; or a lasting fall at one step "
+        "by half of that std or to a quarter; or no sample succeeds although the evaluation before training solved some"
+        " prompts",
+        cause="updates are too large or go in the wrong direction: the learning rate is too high, a reward has the wrong "
+        "sign, or the engine's log-probs are off",
         remedy="lower learn.lr; check the sign of each reward part; see entropy_collapse, kl_ref and mismatch",
         kind="advice",
         check=reward_falls_check,
@@ -181,7 +183,8 @@ RULES = (
         unit="mean reward of a step",
         healthy="rises over hundreds of steps, until success is above 85 %",
         found_when="no trend over the whole run, which has at least 50 steps",
-        cause="prompts too hard or too easy, a learning rate too small, batches too small, or a reward that sees no difference",
+        cause="prompts are too hard or too easy, the learning rate or the batch is too small, or the reward cannot tell "
+        "answers apart",
         remedy="read RUN/samples; use prompts that the model solves sometimes; raise learn.lr or learn.prompts_per_step; "
         "warm-start by supervised training; as a test that learning works at all, train on a few prompts",
         kind="advice",
@@ -194,9 +197,10 @@ RULES = (
         "reward rises, evaluation does not",
         unit="pass@1 against mean reward",
         healthy="they move together",
-        found_when="the reward rose by half a std of a step's samples, pass@1 by less than its standard error; bad where it fell",
-        cause="the reward is gamed, or the training prompts are learned by heart, or the two sets differ",
-        remedy="read RUN/samples for what is rewarded; tighten the reward; add data; start learn.kl.coef at 0.001",
+        found_when="the reward rose by half a std of a step's rewards, but pass@1 by less than its standard error; bad if "
+        "pass@1 fell",
+        cause="the policy exploits the reward, memorises the training prompts, or the training and evaluation data differ",
+        remedy="read RUN/samples to see what is rewarded; make the reward stricter; add data; set learn.kl.coef to 0.001",
         kind="advice",
         check=eval_behind,
         needs=(SCORE, "reward/mean", "reward/std"),
@@ -207,9 +211,10 @@ RULES = (
         "evaluation is past its best",
         unit="pass@1",
         healthy="the last evaluation is among the best",
-        found_when="the last is four standard errors of a difference below the best; bad where it is so far below the first",
-        cause="training went on after the policy had begun to get worse",
-        remedy="trimtab export RUN FOLDER --checkpoint best; then fewer learn.steps or a smaller learn.lr",
+        found_when="the last evaluation is four standard errors of a difference below the best; bad if it is as far below the"
+        " first",
+        cause="training continued after the policy began to get worse",
+        remedy="use the best checkpoint: trimtab export RUN FOLDER --checkpoint best; next time lower learn.steps or learn.lr",
         kind="advice",
         check=eval_past_best,
         needs=(SCORE,),

@@ -29,7 +29,7 @@ def memory_tight(record: Record) -> Symptom | None:
 
 
 def memory_unused(record: Record) -> Symptom | None:
-    """Free memory is no fault in itself: only where the run does something slower for want of it."""
+    """Free memory is a finding only if the run does something more slowly to save memory."""
     size, highest = record.now(TOTAL), peak(record)
     if not size or highest is None or highest[0] / size >= 0.6:
         return None
@@ -91,8 +91,8 @@ def prediction(record: Record) -> Symptom | None:
         return None
     seen = f"{number(now, 2)} (median of {record.span(PREDICTION)})"
     if now > 1:
-        return Symptom("warn", seen, "the plan keeps memory free that nothing uses")
-    return Symptom("warn", seen, "more is used than was planned for: the next longer batch may not fit")
+        return Symptom("warn", seen, "the plan reserves memory that the run does not use")
+    return Symptom("warn", seen, "the run uses more memory than planned: a longer batch may not fit")
 
 
 def host_leak(record: Record) -> Symptom | None:
@@ -113,7 +113,7 @@ RULES = (
         "ran out of device memory and recovered",
         unit="recoveries",
         healthy="0",
-        found_when="any; bad in more than 5 % of steps",
+        found_when="one or more; bad in more than 5 % of steps",
         cause="micro-batches larger than the memory that is left; each recovery repeats work",
         remedy="lower run.token_budget, or leave it on auto",
         kind="safe",
@@ -126,9 +126,10 @@ RULES = (
         "the engine's process was lost and started again",
         unit="restarts",
         healthy="0",
-        found_when="any; bad in more than 5 % of steps",
+        found_when="one or more; bad in more than 5 % of steps",
         cause="it ran out of host or device memory, hung, or was killed; its work is repeated",
-        remedy="the console's warnings say which; more host memory, a lower run.rollout.max_sequences, or run.engine: native",
+        remedy="read the console's warnings for the reason; add host memory, lower run.rollout.max_sequences, or set "
+        "run.engine: native",
         kind="safe",
         check=engine_restarts,
         needs=(RESTARTS,),
@@ -137,10 +138,10 @@ RULES = (
     DoctorRule(
         "memory_tight",
         "device memory nearly full",
-        unit="highest peak over the device's memory",
+        unit="highest peak divided by the device's memory",
         healthy="below 95 %",
         found_when="above that in a phase of the last 20 steps",
-        cause="budgets at the limit: a longer batch will not fit",
+        cause="memory budgets are at the limit: a longer batch will not fit",
         remedy="lower run.token_budget or run.rollout.kv_memory by a tenth, or leave them on auto",
         kind="safe",
         check=memory_tight,
@@ -149,10 +150,10 @@ RULES = (
     DoctorRule(
         "memory_unused",
         "device memory unused",
-        unit="highest peak over the device's memory",
-        healthy="above 60 %, or nothing that more memory would make faster",
+        unit="highest peak divided by the device's memory",
+        healthy="above 60 %, or more memory would make nothing faster",
         found_when="below 60 % while small micro-batches, recomputation, offloading or preemption save memory",
-        cause="budgets that were pinned too small, or planned for a device that was not free",
+        cause="memory budgets are set too small, or were planned while another process used the device",
         remedy="leave run.token_budget, run.checkpoint_activations, run.offload and run.rollout.kv_memory on auto, or raise them",
         kind="safe",
         check=memory_unused,
@@ -164,8 +165,8 @@ RULES = (
         unit="allocations that were repeated after freeing the cache",
         healthy="0",
         found_when="in two or more of the last 20 steps",
-        cause="memory nearly full, or in pieces: each retry waits for the device",
-        remedy="lower run.token_budget by a tenth to a quarter; PYTORCH_ALLOC_CONF=expandable_segments:True",
+        cause="memory is nearly full or fragmented; each retry waits for the device",
+        remedy="lower run.token_budget by 10 to 25 %, or set PYTORCH_ALLOC_CONF=expandable_segments:True",
         kind="safe",
         check=alloc_retries,
         needs=(RETRIES,),
@@ -173,23 +174,24 @@ RULES = (
     DoctorRule(
         "prediction",
         "memory was predicted wrongly",
-        unit="predicted over measured peak",
+        unit="predicted peak divided by measured peak",
         healthy="0.98 to 1.5",
         found_when="the median of the last 20 steps is outside that",
-        cause="the plan models this model or device badly",
-        remedy="pin run.token_budget for now, and report model, device and this number",
+        cause="the plan's formulas do not fit this model or device",
+        remedy="set run.token_budget yourself for now, and report the model, the device and this number",
         kind="safe",
         check=prediction,
         needs=(PREDICTION,),
     ),
     DoctorRule(
         "host_leak",
-        "host memory grows without end",
+        "host memory keeps growing",
         unit="GiB of the process tree",
         healthy="steady after the first third of the run",
-        found_when="rises by a tenth and 0.25 GiB over the last two thirds, and still at the end; bad where it doubled",
+        found_when="rises by a tenth and by 0.25 GiB over the last two thirds of the run, and still rises at the end; bad if "
+        "it doubled",
         cause="a leak, most often in a reward function that keeps what it has seen (a cache, a client, a log)",
-        remedy="watch the reward workers' memory (ps); bound their caches; the run can be stopped and resumed meanwhile",
+        remedy="watch the reward workers' memory (ps) and limit their caches; stopping and resuming the run frees the memory",
         kind="safe",
         check=host_leak,
         needs=(HOST,),

@@ -11,9 +11,9 @@ from trimtab.observe.doctor.rule import DoctorRule, Symptom
 from trimtab.observe.format import duration, number, percent
 from trimtab.observe.task_names import metric_names
 
-SLOW_S = 6.0
+SLOW_REQUEST_S = 6.0
 """A request of a judge that takes longer holds up a step, however many are in flight."""
-MUCH_WAITING = 0.15
+MAX_WAIT_SHARE = 0.15
 MIN_STEPS = 5
 
 
@@ -69,16 +69,18 @@ def slow_judge(record: Record) -> Symptom | None:
     for judge in judge_names(record):
         slowest = record.now(f"reward/{judge}/latency_p95_s") or 0.0
         waited = sum(record.recent(f"reward/{judge}/wait_s")) / total if total else 0.0
-        if slowest <= SLOW_S and waited <= MUCH_WAITING:
+        if slowest <= SLOW_REQUEST_S and waited <= MAX_WAIT_SHARE:
             continue
         half = record.now(f"reward/{judge}/latency_p50_s")
         span = record.span(f"reward/{judge}/latency_p95_s")
         seen = (
             f"{judge}: one request in twenty took {duration(slowest)} or more, half of them {duration(half)} (medians of "
-            f"{span}); {percent(waited)} of all time is waiting for it"
+            f"{span}); {percent(waited)} of all time is spent waiting for it"
         )
-        if slowest <= SLOW_S:
-            return Symptom("warn", seen, "requests are quick but too few are in flight for so many completions")
+        if slowest <= SLOW_REQUEST_S:
+            return Symptom(
+                "warn", seen, "requests are quick, but the judge's concurrency is too low for the number of completions"
+            )
         return Symptom("warn", seen)
     return None
 
@@ -97,12 +99,12 @@ RULES = (
         "a task's KL is outside its band",
         unit="KL to the reference, nats per token of the task",
         healthy="within the task's observe.kl_bands",
-        found_when="the median of the last 20 steps is above the band, or in the second half of the run below it; bad above "
+        found_when="the median of the last 20 steps is above the band, or below it in the second half of the run; bad above "
         "twice its upper end",
-        cause="above: this task's reward dominates the others, or is gamed. Below: the policy learns nothing from it",
-        remedy="change the weights of the parts, or put them on one scale (a part's `normalize`); change the task's share of the "
-        "prompts; "
-        "learn.kl.coef or learn.kl.target",
+        cause="above: this task's reward dominates the others, or the policy exploits it. Below: the policy learns nothing "
+        "from it",
+        remedy="change the weights of the parts, or put them on one scale (a part's `normalize`); change the task's share of "
+        "the prompts; change learn.kl.coef or learn.kl.target",
         kind="advice",
         check=task_kl,
         needs=("policy/kl_ref",),
@@ -115,9 +117,9 @@ RULES = (
         unit="seconds of a request, 95th percentile; share of all time",
         healthy="below 6 s; below 15 % of the time spent waiting for it",
         found_when="the median of the last 20 steps is above 6 s, or the last 20 steps waited longer than that share",
-        cause="an endpoint with more requests than it can serve, a large model, or long answers",
-        remedy="a smaller max_tokens, a faster model or more replicas of it; the judge's concurrency as high as the endpoint "
-        "takes without slowing down",
+        cause="the endpoint gets more requests than it can serve, the model is large, or its answers are long",
+        remedy="lower the judge's max_tokens; use a faster model or more replicas of it; set the judge's concurrency to what "
+        "the endpoint serves without slowing down",
         kind="advice",
         check=slow_judge,
         needs=("time/total",),

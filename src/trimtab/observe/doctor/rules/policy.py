@@ -1,6 +1,6 @@
-"""Is the policy sound: entropy, KL, ratio, clipping, gradients, and whether engine and trainer agree. Nats per token throughout.
+"""Rules for the policy: entropy, KL, ratio, clipping, gradients, and whether engine and trainer agree. Nats per token throughout.
 
-Three distances are told apart: KL to the reference (kl_ref), KL to the policy that sampled (kl_old), and the engine's distance
+Three distances are kept apart: KL to the reference (kl_ref), KL to the policy that sampled (kl_old), and the engine's distance
 from the trainer, which is measured as the mean absolute difference of log-probs and not as a KL.
 """
 
@@ -119,8 +119,10 @@ def ratio(record: Record) -> Symptom | None:
         off = max(recent, key=lambda value: abs(value - 1))
         if abs(off - 1) < 1e-3:
             return None
-        why = "with one update per batch it is 1 by construction: log-probs of the update are not those of the step"
-        return Symptom("bad", f"{number(off, 5)} over {record.span(RATIO)}", why, "this is a defect: please report it")
+        why = "with one update per batch the ratio must be 1, but the update computes other log-probs than the step did"
+        return Symptom(
+            "bad", f"{number(off, 5)} over {record.span(RATIO)}", why, "this is a bug in Trimtab: please report it"
+        )
     off = abs(median(recent) - 1)
     if off <= 0.1:
         return None
@@ -133,9 +135,8 @@ def clipping(record: Record) -> Symptom | None:
     now = record.now(CLIPPED) or 0.0
     if now <= much:
         return None
-    seen = (
-        f"{percent(now, 1)} of tokens (median of {record.span(CLIPPED)}); for the loss {loss}, {percent(much)} is much"
-    )
+    limit = f"the loss {loss} should stay below {percent(much)}"
+    seen = f"{percent(now, 1)} of tokens (median of {record.span(CLIPPED)}); {limit}"
     return Symptom("bad" if now > far_too_much else "warn", seen)
 
 
@@ -221,11 +222,13 @@ RULES = (
         "entropy_collapse",
         "entropy collapses before the task is learned",
         unit="nats per token",
-        healthy="falls with rising reward; not to a quarter of its beginning while success is below 85 %",
-        found_when="below 0.3 and below 25 % of its beginning, and the reward no longer rises; bad below 5 %; from 5 steps on "
-        "where it happens at once",
-        cause="symmetric clipping, a high learning rate, many updates per batch, or a low sampling temperature",
-        remedy="learn.clip.high 0.28 (DAPO); lower learn.lr; fewer updates per batch; temperature 1; a small learn.entropy_coef",
+        healthy="falls while the reward rises, but stays above a quarter of its first value until success is above 85 %",
+        found_when="below 0.3 and below 25 % of its first value, and the reward no longer rises; bad below 5 %; a sudden fall is "
+        "found from step 5 on",
+        cause="clipping is symmetric, the learning rate is high, a batch is used for many updates, or the sampling "
+        "temperature is low",
+        remedy="set learn.clip.high to 0.28 (DAPO); lower learn.lr; use fewer updates per batch; sample at temperature 1; set"
+        " a small learn.entropy_coef",
         kind="advice",
         check=entropy_collapse,
         sudden=sudden_entropy_loss,
@@ -236,10 +239,10 @@ RULES = (
         "entropy_explosion",
         "entropy explodes",
         unit="nats per token",
-        healthy="falls or stays",
-        found_when="the fitted entropy doubled and rose by 0.3 while the reward did not rise, or it rose to four times at once; "
-        "bad where the reward fell",
-        cause="a learning rate too high, an entropy bonus too large, or engine and trainer that disagree",
+        healthy="falls or stays level",
+        found_when="the fitted entropy doubled and rose by 0.3 while the reward did not rise, or it rose fourfold at one "
+        "step; bad if the reward fell",
+        cause="the learning rate is too high, the entropy bonus is too large, or engine and trainer disagree",
         remedy="lower learn.entropy_coef or learn.lr; see the rule mismatch",
         kind="advice",
         check=entropy_explosion,
@@ -249,12 +252,13 @@ RULES = (
     ),
     DoctorRule(
         "kl_ref",
-        "drifts from the reference and gains nothing",
+        "the policy drifts from the reference without gaining reward",
         unit="KL to the reference, nats per token",
         healthy="below 0.15, or rising with the reward",
-        found_when="above 0.15 and rising while the reward does not; bad where it falls, or above 1 in each of the last 5 steps",
-        cause="a learning rate too high, too many updates per batch, or a reward that is gamed",
-        remedy="raise learn.kl.coef; lower learn.lr; learn.max_grad_norm 0.5",
+        found_when="above 0.15 and rising while the reward does not; bad if the reward falls, or if it is above 1 in each of "
+        "the last 5 steps",
+        cause="the learning rate is too high, a batch is used for too many updates, or the policy exploits the reward",
+        remedy="raise learn.kl.coef; lower learn.lr; set learn.max_grad_norm to 0.5",
         kind="advice",
         check=kl_to_reference,
         sudden=far_from_reference,
@@ -263,11 +267,11 @@ RULES = (
     ),
     DoctorRule(
         "kl_old",
-        "steps too large",
+        "policy updates are too large",
         unit="KL to the policy that sampled, nats per token",
         healthy="below 0.02 (0 with one update per batch)",
         found_when="the median of the last 20 steps is above 0.02; bad above 0.1",
-        cause="a learning rate too high, or too many updates on one batch",
+        cause="the learning rate is too high, or a batch is used for too many updates",
         remedy="lower learn.lr, learn.updates_per_step or learn.epochs_per_step",
         kind="advice",
         check=step_size,
@@ -276,12 +280,13 @@ RULES = (
     ),
     DoctorRule(
         "ratio",
-        "policy ratio away from 1",
-        unit="mean ratio, new over old probability",
+        "the policy ratio is far from 1",
+        unit="mean ratio of new to old probability",
         healthy="1 with one update per batch; 0.9 to 1.1 with more",
-        found_when="the median of the last 20 steps is outside that; bad beyond 0.5 to 1.5, and with one update beyond 0.1 %",
-        cause="updates too drastic, or old log-probs that are not the old policy's",
-        remedy="fewer updates per batch; lower learn.lr; learn.old_logprobs: trainer",
+        found_when="the median of the last 20 steps is outside that range; bad outside 0.5 to 1.5, and with one update per "
+        "batch if it is off by 0.1 %",
+        cause="updates are too large, or the old log-probs are not those of the old policy",
+        remedy="use fewer updates per batch; lower learn.lr; set learn.old_logprobs: trainer",
         kind="advice",
         check=ratio,
         needs=(RATIO,),
@@ -289,11 +294,11 @@ RULES = (
     DoctorRule(
         "clipping",
         "too many tokens are clipped",
-        unit="share of tokens whose ratio is clipped (not truncation)",
+        unit="share of tokens whose ratio is clipped (not the share of truncated responses)",
         healthy="0 with one update per batch; below 10 % with more; up to 50 % is usual for GSPO",
-        found_when="above 10 % (cispo 5 %, gspo 50 %), median of the last 20 steps; bad above 30 % (20 %, 80 %)",
-        cause="a learning rate too high, or too many updates on one batch",
-        remedy="lower learn.lr; fewer learn.updates_per_step or learn.epochs_per_step",
+        found_when="the median of the last 20 steps is above 10 % (cispo 5 %, gspo 50 %); bad above 30 % (cispo 20 %, gspo 80 %)",
+        cause="the learning rate is too high, or a batch is used for too many updates",
+        remedy="lower learn.lr, learn.updates_per_step or learn.epochs_per_step",
         kind="advice",
         check=clipping,
         needs=(CLIPPED,),
@@ -303,10 +308,11 @@ RULES = (
         "gradient_spikes",
         "gradient norm spikes",
         unit="gradient norm before clipping",
-        healthy="steady within a factor of a few",
-        found_when="3 of the last 100 steps above ten times the median of the 20 before; bad where it grew tenfold for good",
-        cause="a few odd samples, a learning rate too high, or engine and trainer that disagree",
-        remedy="lower learn.lr; learn.max_grad_norm 0.5; read RUN/samples of those steps",
+        healthy="steady: it changes by a small factor only",
+        found_when="3 of the last 100 steps are above ten times the median of the 20 steps before them; bad if it stays ten "
+        "times as high",
+        cause="a few unusual samples, a learning rate that is too high, or an engine and a trainer that disagree",
+        remedy="lower learn.lr; set learn.max_grad_norm to 0.5; read RUN/samples of those steps",
         kind="advice",
         check=gradient_spikes,
         unless=_no_gradient,
@@ -317,11 +323,11 @@ RULES = (
         "gradient_drop",
         "gradient norm drops suddenly",
         unit="gradient norm before clipping",
-        healthy="steady within a factor of a few",
-        found_when="the last 10 steps are a third of the 40 before or less, and groups have not lost their signal; or it drops "
-        "to a twentieth at once, for good",
-        cause="often comes before a collapse: the policy repeats itself, or rewards stopped differing within groups",
-        remedy="read RUN/samples of the last steps; evaluate; go back to an earlier checkpoint if they are worse",
+        healthy="steady: it changes by a small factor only",
+        found_when="the last 10 steps are at most a third of the 40 before, while groups still have signal; or it drops to a "
+        "twentieth at one step and stays there",
+        cause="the policy repeats itself, or rewards stopped differing within groups; often a collapse follows",
+        remedy="read RUN/samples of the last steps; evaluate; go back to an earlier checkpoint if the samples are worse",
         kind="advice",
         check=gradient_drop,
         sudden=gradient_lost,
@@ -333,9 +339,9 @@ RULES = (
         "gradients are not finite",
         unit="steps with a skipped update",
         healthy="none",
-        found_when="any; bad where it is more than one, and more than 1 % of steps",
-        cause="overflow: a learning rate too high, ratios that explode, or weights that became too large",
-        remedy="lower learn.lr; check the ratio and the mismatch; resume from a checkpoint before the first of them",
+        found_when="one or more; bad if there are several and more than 1 % of steps",
+        cause="overflow: the learning rate is too high, ratios explode, or weights became too large",
+        remedy="lower learn.lr; see the rules ratio and mismatch; resume from a checkpoint before the first skipped update",
         kind="advice",
         check=skipped,
         needs=(SKIPPED,),
@@ -346,9 +352,10 @@ RULES = (
         "engine and trainer disagree",
         unit="mean |log-prob of the engine - of the trainer|, nats per token",
         healthy="bfloat16: below 0.08 (dense models 0.01 to 0.05); float32: below 0.001; steady",
-        found_when="above that, or doubled; bad above 0.2 (float32: 0.01)",
-        cause="rounding that grows with the weights, mixture-of-experts routing, or weights the engine does not have",
-        remedy="learn.importance.level: token (truncated correction); model.dtype: float32 as a test; if it jumps, report it",
+        found_when="above that limit, or doubled; bad above 0.2 (float32: 0.01)",
+        cause="rounding errors grow with the weights, experts are routed differently, or the engine lacks the newest weights",
+        remedy="set learn.importance.level: token (truncated correction); try model.dtype: float32 as a test; if it jumps, "
+        "report it",
         kind="advice",
         check=mismatch,
         needs=(GAP,),

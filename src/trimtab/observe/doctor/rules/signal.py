@@ -59,15 +59,15 @@ def _lost(record: Record) -> tuple[str, str, str] | None:
         shown = f"; rewards differed until step {differed[-1]}"
         return (
             shown,
-            f"the policy has changed for the worse at about step {differed[-1]}: no sample differs in reward",
+            f"the policy became worse at about step {differed[-1]}: since then all rewards of a group are equal",
             lower,
         )
     before = solved_before(record)
     if before is not None and never_differed(record):
         shown = f"; evaluation before training solved {percent(before, 1)}"
-        broken = "the first updates broke the policy, or training samples otherwise than evaluation does"
+        broken = "the first updates broke the policy, or training and evaluation sample with different settings"
         return shown, broken, "lower learn.lr; compare learn.sampling and learn.max_new_tokens with eval's"
-    broken = "every sample has the same reward: the reward is constant, or does not see the answer"
+    broken = "every sample has the same reward: the reward is constant, or does not look at the answer"
     return "", broken, "call the reward by hand on two completions of RUN/samples that should differ"
 
 
@@ -153,8 +153,8 @@ RULES = (
         healthy="below 50 %; below 70 % while the reward rises, 90 % once success is above 85 %",
         found_when="the mean of the last 20 steps is above that; bad above 90 % before the task is learned",
         cause="prompts that are always or never solved, a constant reward, or samples that are all the same",
-        remedy="use prompts of fitting difficulty; raise learn.samples_per_prompt; turn on learn.dynamic_sampling.enabled; "
-        "sample at temperature 1",
+        remedy="use prompts that the model solves sometimes; raise learn.samples_per_prompt; set "
+        "learn.dynamic_sampling.enabled: true; sample at temperature 1",
         kind="advice",
         check=zero_signal,
         needs=(ZERO,),
@@ -188,7 +188,7 @@ RULES = (
     ),
     DoctorRule(
         "reward_deadline",
-        "rewards close to their deadline",
+        "reward calls come close to their deadline",
         unit="seconds of the slowest call",
         healthy="below half of the part's timeout_s",
         found_when="a call of the last 20 steps took longer than half of the longest deadline",
@@ -213,13 +213,13 @@ RULES = (
     ),
     DoctorRule(
         "length_grows",
-        "responses grow and gain nothing",
+        "responses grow without gaining reward",
         unit="tokens per response",
         healthy="steady, or growing with the reward",
-        found_when="the fitted length grew by half while the reward did not rise, or it grew to four times at once; bad where "
-        "the reward fell",
-        cause="a loss that favours length (learn.aggregate: sequence_mean), or a reward that does",
-        remedy="learn.aggregate token_mean or constant; learn.overlong",
+        found_when="the fitted length grew by half while the reward did not rise, or it grew fourfold at one step; bad if the "
+        "reward fell",
+        cause="the loss favours length (learn.aggregate: sequence_mean), or the reward does",
+        remedy="set learn.aggregate to token_mean or constant; set learn.overlong",
         kind="advice",
         check=length_grows,
         sudden=lambda record: sudden_length(record, grows=True),
@@ -228,13 +228,13 @@ RULES = (
     ),
     DoctorRule(
         "length_collapses",
-        "responses shrink and gain nothing",
+        "responses shrink without gaining reward",
         unit="tokens per response",
         healthy="steady, or shrinking while the reward rises",
-        found_when="less than 40 % of the early length is left while the reward did not rise, or a quarter at once; bad where "
-        "the reward fell",
-        cause="ending at once became the best answer: a bug in the reward, or updates that are too large",
-        remedy="read RUN/samples; check what the reward gives an empty answer; lower learn.lr",
+        found_when="the length fell below 40 % of its early value while the reward did not rise, or to a quarter at one step;"
+        " bad if the reward fell",
+        cause="ending at once earns the most: the reward has a bug, or updates are too large",
+        remedy="read RUN/samples; check the reward of an empty answer; lower learn.lr",
         kind="advice",
         check=length_collapses,
         sudden=lambda record: sudden_length(record, grows=False),

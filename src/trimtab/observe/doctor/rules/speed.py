@@ -14,7 +14,7 @@ SPEED = "rollout/tokens_per_s"
 
 
 def _share(phase: str, limit: float, least_s: float = 0.05) -> Callable[[Record], Symptom | None]:
-    """A check of a phase's share of all time; phases of a few milliseconds are nobody's trouble."""
+    """A check of a phase's share of all time. Phases of a few milliseconds are ignored."""
 
     def check(record: Record) -> Symptom | None:
         share, mean_s = record.share_of_time(phase) or 0.0, fmean(record.values(f"time/{phase}"))
@@ -46,10 +46,8 @@ def rollout_share(record: Record) -> Symptom | None:
         mean = record.now("response/length_mean")
         seen += f"; slots {percent(used)} full, mean {count(mean)} and longest {count(longest)} tokens"
         if (record.now("environment/turns_mean") or 0) > 1:
-            return Symptom(
-                "warn", seen, "turns: each round of a conversation waits for the last answer of the one before"
-            )
-        return Symptom("warn", seen, "a tail: most of the time a few long responses decode alone")
+            return Symptom("warn", seen, "each round of conversations waits for the last answer of the round before")
+        return Symptom("warn", seen, "most of the time only a few long responses are still decoding")
     if total(record, "rollout/parked"):
         return Symptom("warn", seen, "KV memory is short: see the rule kv_short")
     return Symptom("warn", seen)
@@ -59,7 +57,7 @@ def kv_short(record: Record) -> Symptom | None:
     parked, samples = total(record, "rollout/parked"), total(record, "run/samples")
     if not samples or parked / samples <= 0.02:
         return None
-    use = f", KV cache {percent(record.now('rollout/kv_usage'))} full at its fullest"
+    use = f", KV cache {percent(record.now('rollout/kv_usage'))} full at its peak"
     span = record.span("rollout/parked")
     return Symptom("warn", f"{parked:.0f} times for {samples:.0f} samples over {span}{use}")
 
@@ -135,10 +133,16 @@ def slows_down(record: Record) -> Symptom | None:
     seen = f"{count(line.start)} to {count(line.end)} tokens/s (fitted) over {len(record.values(SPEED))} steps"
     if length.rises(0.3 * length.start):
         longer = f"{seen}; responses grew from {number(length.start, 1)} to {number(length.end, 1)} tokens"
-        return Symptom("warn", longer, "longer responses: more KV to read a token, and a longer tail")
+        return Symptom(
+            "warn",
+            longer,
+            "responses are longer: every token reads more KV cache, and the last ones decode alone for longer",
+        )
     if length.falls(0.3 * length.start):
         shorter = f"{seen}; responses shrank from {number(length.start, 1)} to {number(length.end, 1)} tokens"
-        return Symptom("warn", shorter, "shorter responses: prompts and the start of a call weigh more")
+        return Symptom(
+            "warn", shorter, "responses are shorter: prefill and the start of each rollout take a larger share"
+        )
     return Symptom("warn", seen)
 
 
@@ -149,8 +153,9 @@ RULES = (
         unit="share of all time",
         healthy="40 to 70 %",
         found_when="above 70 %",
-        cause="decoding itself: little else is done with so many tokens per step",
-        remedy="a smaller learn.max_new_tokens or learn.overlong against the tail; more prompts per step fill the slots",
+        cause="a step decodes many tokens and does little else",
+        remedy="lower learn.max_new_tokens or set learn.overlong to shorten the longest responses; raise "
+        "learn.prompts_per_step to fill the batch",
         kind="advice",
         check=rollout_share,
         needs=("time/rollout", "time/total"),
@@ -161,7 +166,7 @@ RULES = (
         unit="preemptions per sample",
         healthy="0",
         found_when="more than 2 % of samples over the last 20 steps",
-        cause="the KV cache does not hold what decodes at a time, so prompts and responses are prefilled again",
+        cause="the KV cache cannot hold all running sequences, so the engine preempts some and prefills them again",
         remedy="raise run.rollout.kv_memory, or leave it and run.rollout.lend_memory on auto; "
         "or lower run.rollout.max_sequences",
         kind="safe",
@@ -170,12 +175,12 @@ RULES = (
     ),
     DoctorRule(
         "decode_graphs",
-        "decodes without CUDA graphs",
+        "the engine decodes without CUDA graphs",
         unit="share of decode steps that replay a graph",
         healthy="above 90 % on a GPU",
-        found_when="below that, median of the last 20 steps",
+        found_when="the median of the last 20 steps is below that",
         cause="the model has layers that wait for the host; the start card says which",
-        remedy="an architecture whose layers are known is faster; nothing to set",
+        remedy="no setting changes it; a model with fused layers is faster",
         kind="advice",
         check=decode_graphs,
         needs=("rollout/graph_share",),
@@ -183,11 +188,11 @@ RULES = (
     ),
     DoctorRule(
         "reward_share",
-        "waits for rewards",
+        "the run waits for rewards",
         unit="share of all time",
         healthy="below 15 %",
         found_when="above that",
-        cause="slow reward calls that outlast the decoding they overlap with",
+        cause="reward calls still run when all decoding is done",
         remedy="raise run.reward_workers; make the slowest call faster (reward/latency_max_s)",
         kind="safe",
         check=_share("reward", 0.15),
@@ -197,9 +202,9 @@ RULES = (
         "small_microbatches",
         "micro-batches too small for the device",
         unit="tokens of a micro-batch",
-        healthy="8,192 and more on a GPU, or one micro-batch per update",
+        healthy="8,192 or more on a GPU, or one micro-batch per update",
         found_when="run.token_budget below 8,192, 4 or more micro-batches per update, and memory not nearly full",
-        cause="a token budget that was pinned low, or planned when memory was taken by something else",
+        cause="run.token_budget is set too low, or was planned while another process used the memory",
         remedy="raise run.token_budget, or leave it on auto",
         kind="safe",
         check=small_microbatches,
@@ -209,11 +214,11 @@ RULES = (
     DoctorRule(
         "waits_for_host",
         "the device waits for the host to launch its work",
-        unit="micro-batches that the device has left to do when the last is launched",
-        healthy="half a micro-batch and more",
+        unit="micro-batches that the device still has to do when the host has launched the last one",
+        healthy="half a micro-batch or more",
         found_when="less than a tenth, with 3 or more micro-batches per update",
-        cause="micro-batches too small for a device as fast as this on a host as slow as this, or a host that is busy elsewhere",
-        remedy="double run.token_budget, with run.checkpoint_activations at some where memory is short, or leave both on auto",
+        cause="micro-batches are too small for this fast device and slow host, or the host is busy with other work",
+        remedy="double run.token_budget (with run.checkpoint_activations: some if memory is short), or leave both on auto",
         kind="safe",
         check=waits_for_host,
         needs=("run/device_behind", "run/microbatches"),
@@ -221,12 +226,15 @@ RULES = (
     ),
     DoctorRule(
         "low_use",
-        "the update leaves the device unused",
-        unit="share of the device's matrix rate",
-        healthy="30 % and more; small models 20 %",
-        found_when="below 10 %, in updates that take a fifth of the time, where neither micro-batches nor the host explain it",
-        cause="the model's own modules instead of fused layers, another process on the device, or states that are offloaded",
-        remedy="see the start-up card for run.kernels, run.offload.optimizer and run.offload.activations; nvidia-smi for others",
+        "the update uses little of the device's speed",
+        unit="share of the device's peak matrix speed (MFU)",
+        healthy="30 % or more; small models 20 %",
+        found_when="below 10 % while updates take a fifth of the time, and neither small micro-batches nor the host is the "
+        "reason",
+        cause="the update uses the model's own modules instead of fused layers, another process uses the device, or states "
+        "are offloaded",
+        remedy="see the start card for run.kernels, run.offload.optimizer and run.offload.activations; run nvidia-smi to see "
+        "other processes",
         kind="safe",
         check=low_use,
         needs=("throughput/update_mfu", "time/update"),
@@ -235,35 +243,35 @@ RULES = (
     DoctorRule(
         "packing",
         "micro-batches are not full",
-        unit="tokens of a micro-batch over run.token_budget",
-        healthy="above 90 %; above 70 % at the least",
+        unit="tokens of a micro-batch divided by run.token_budget",
+        healthy="above 90 %; at least 70 %",
         found_when="below 70 % with 4 or more micro-batches per update",
-        cause="sequences of more than half the budget: no two of them fit into one micro-batch",
-        remedy="raise run.token_budget to a few of the longest sequences",
+        cause="sequences are longer than half the budget, so no two of them fit into one micro-batch",
+        remedy="raise run.token_budget to several times the longest sequence",
         kind="safe",
         check=packing,
         needs=("run/packing_fill", "run/microbatches"),
     ),
     DoctorRule(
         "idle",
-        "time that belongs to no phase",
+        "much time belongs to no phase",
         unit="share of all time",
         healthy="below 5 %",
         found_when="above that, and more than 50 ms per step",
-        cause="the host is busy elsewhere: writing samples to a slow disk, other processes, a debugger",
-        remedy="look at RUN/trace.json; a local disk for observe.dir; a larger observe.samples_every",
+        cause="the host is busy: it writes samples to a slow disk, or runs other processes or a debugger",
+        remedy="look at RUN/trace.json; set observe.dir to a local disk; raise observe.samples_every",
         kind="safe",
         check=_share("idle", 0.05),
         needs=("time/idle", "time/total"),
     ),
     DoctorRule(
         "checkpoint_share",
-        "checkpoints take long",
+        "checkpoints take much time",
         unit="share of all time",
         healthy="below 10 %",
         found_when="above that",
-        cause="a slow disk, or checkpoints too often (each new best by evaluation is one, too)",
-        remedy="a larger observe.checkpoint_every; a local disk for observe.dir",
+        cause="the disk is slow, or checkpoints are frequent (each new best evaluation writes one, too)",
+        remedy="raise observe.checkpoint_every; set observe.dir to a local disk",
         kind="safe",
         check=_share("checkpoint", 0.10),
         needs=("time/checkpoint", "time/total"),
@@ -271,12 +279,12 @@ RULES = (
     ),
     DoctorRule(
         "eval_share",
-        "evaluation takes long",
+        "evaluation takes much time",
         unit="share of all time",
         healthy="below 20 %",
         found_when="above that",
-        cause="many evaluation prompts or samples for so short a run",
-        remedy="a larger observe.eval_every; a smaller eval.limit",
+        cause="evaluation has many prompts or samples compared with the training steps",
+        remedy="raise observe.eval_every; lower eval.limit",
         kind="safe",
         check=_share("eval", 0.20),
         needs=("time/eval", "time/total"),
@@ -288,8 +296,8 @@ RULES = (
         unit="tokens per second of rollout",
         healthy="steady, for responses of the same length",
         found_when="the fitted speed fell by more than 35 % over the run, which has at least 40 steps",
-        cause="something else uses the machine, a GPU that throttles, or memory that fills up",
-        remedy="look at the machine with trimtab doctor; end what else runs on it; check temperature and power limit",
+        cause="another process uses the machine, the GPU throttles, or memory fills up",
+        remedy="check the machine with trimtab doctor; end other processes; check the GPU's temperature and power limit",
         kind="safe",
         check=slows_down,
         needs=(SPEED,),

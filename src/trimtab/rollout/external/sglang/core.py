@@ -22,7 +22,7 @@ from trimtab.rollout.external.reading import Reader
 from trimtab.rollout.external.sglang.admission import Admission
 from trimtab.rollout.external.sglang.arguments import environment
 from trimtab.rollout.external.sglang.loading import load_weights
-from trimtab.rollout.stops import LOOK_EVERY, StopStrings
+from trimtab.rollout.stops import CHECK_EVERY_TOKENS, StopStrings
 
 WEIGHTS, KV = "weights", "kv_cache"
 
@@ -214,7 +214,7 @@ class SglangCore:
 
         found = []
         for name, running in self._running.items():
-            if running.request is not None and len(running.request.output_ids) - running.looked >= LOOK_EVERY:
+            if running.request is not None and len(running.request.output_ids) - running.looked >= CHECK_EVERY_TOKENS:
                 made = running.made
                 end = self._stops.find(running, made)
                 if end is not None:

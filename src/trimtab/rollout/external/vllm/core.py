@@ -16,14 +16,14 @@ from trimtab.config.learn import Sampling
 from trimtab.rollout.external.account import Account, stop_strings
 from trimtab.rollout.external.kinds import VLLM_RANKS
 from trimtab.rollout.external.messages import Done, EngineSetup, Generate, Publish
-from trimtab.rollout.stops import LOOK_EVERY, StopStrings
+from trimtab.rollout.stops import CHECK_EVERY_TOKENS, StopStrings
 
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 """One process is the engine, and its worker where there is one: the trainer watches that one. The second model runner has no
 logits processors."""
-CUT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+SPAWN_WORKERS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 """Where workers have processes of their own: a fork would hold this one's connection open."""
-USUAL = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+QUIET_DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @contextmanager
@@ -47,8 +47,8 @@ class VllmCore:
     """One vLLM engine."""
 
     def __init__(self, setup: EngineSetup) -> None:
-        usual = {key: value for key, value in USUAL.items() if key not in os.environ}
-        os.environ.update(usual | NEEDED | setup.exact | (CUT if setup.tensor_parallel > 1 else {}))
+        usual = {key: value for key, value in QUIET_DEFAULTS.items() if key not in os.environ}
+        os.environ.update(usual | NEEDED | setup.exact | (SPAWN_WORKERS if setup.tensor_parallel > 1 else {}))
         import vllm
 
         from trimtab.rollout.external.vllm import inside
@@ -181,7 +181,7 @@ class VllmCore:
             if out.finished:
                 self.account.prompt(len(out.prompt_token_ids or []), out.num_cached_tokens or 0)
         yield from self._finish([(name, list(o.token_ids), o.finish_reason == "stop") for name, o in ended])
-        if self._stops and self.account.steps % LOOK_EVERY == 0:
+        if self._stops and self.account.steps % CHECK_EVERY_TOKENS == 0:
             yield from self._cut_short()
 
     def _cut_short(self) -> Iterator[Done]:

@@ -263,13 +263,13 @@ SHARED_TILE = 64
 """Query rows of a shared-prefix program."""
 PROGRAMS = 384
 """Programs that keep the device busy: fewer sequences are split along their length."""
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 
 
 def splits_for(batch: int, kv_heads: int) -> int:
     """Parts that a sequence is cut into, a power of two."""
     splits = 1
-    while splits < MOST_SPLITS and batch * kv_heads * splits < PROGRAMS:
+    while splits < MAX_SPLITS and batch * kv_heads * splits < PROGRAMS:
         splits *= 2
     return splits
 
@@ -369,5 +369,5 @@ def decode_attention(
     if splits > 1:
         _merge[(b, shape.heads)](
             *split, sinks, batch.index_B, batch.done_R, out_BHD, b, splits, H=shape.heads, DV=shape.value_size,
-            DVP=common["DVP"], MOST=MOST_SPLITS, SINK=rules.sinks_H is not None, num_warps=1, **launch_options(),
+            DVP=common["DVP"], MOST=MAX_SPLITS, SINK=rules.sinks_H is not None, num_warps=1, **launch_options(),
         )  # fmt: skip

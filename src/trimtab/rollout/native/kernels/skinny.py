@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from trimtab.model.kernels.chain import follow, launch_options, read_ahead
 from trimtab.model.kernels.shared import activate
 
-MOST_ROWS = 128
+MAX_ROWS = 128
 """With more rows a product is bound by arithmetic as much as by reading, and cuBLAS is faster (docs/log.md)."""
 READ_AHEAD = 4096
 """Elements of the matrix that a program asks for before its input is there."""
@@ -95,7 +95,7 @@ def most_rows(outputs: int) -> int:
     Hopper, where the hardware has no descriptors."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
         return 0
-    return MOST_ROWS if triton.cdiv(outputs, 64) <= _device()[0] else 64
+    return MAX_ROWS if triton.cdiv(outputs, 64) <= _device()[0] else 64
 
 
 def cut_for(rows: int, outputs: int, inputs: int, itemsize: int, gated: bool, whole: bool) -> Cut:
@@ -135,7 +135,7 @@ def skinny(
     rows, inputs = x_BI.shape
     gated = activation is not None
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    assert rows <= MOST_ROWS and x_BI.is_contiguous() and not (gated and cut.parts > 1)
+    assert rows <= MAX_ROWS and x_BI.is_contiguous() and not (gated and cut.parts > 1)
     line = 128 // weight.element_size()
     ahead = min(inputs // cut.parts, READ_AHEAD // (cut.outputs * (1 + gated))) // line
     block = _block(rows)
