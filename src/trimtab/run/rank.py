@@ -8,20 +8,20 @@ driver, so all ranks do the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trimtab.cluster.mesh import Mesh, join
+from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
-from trimtab.model.memory import free
+from trimtab.model.memory import free, is_out_of_memory
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
 from trimtab.plan.ledger import CHECKPOINT_COPY
@@ -97,9 +97,9 @@ class Rank:
         torch.set_num_threads(plan.run.threads)
         self._stack = ExitStack()
         self._stack.enter_context(memory_limit(ready.config.run, device))
-        join(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
-        shards = 1 if plan.run.shard == "none" else plan.run.shard_devices
-        self._mesh = Mesh(setup.rank, setup.ranks, shards, device)
+        meeting = Meeting(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
+        self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
+        self._reduces_early = plan.run.shard == "gradients"
         self._build(setup, device)
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
@@ -149,7 +149,26 @@ class Rank:
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
         self._active = self._updaters[model]
-        return self._active.accumulate_share(share, kl_coef).on_host()
+        with self._freeing_others():
+            return self._active.accumulate_share(share, kl_coef).on_host()
+
+    @contextmanager
+    def _freeing_others(self) -> Iterator[None]:
+        """Where micro-batches have collectives in them, a rank that fails frees those that wait for it, which then say that they
+        were freed."""
+        try:
+            yield
+        except Exception as error:
+            if not self._reduces_early:
+                raise
+            freed = not is_out_of_memory(error) and self._mesh.was_aborted
+            self._mesh.abort()
+            if freed:
+                raise GroupBroken from error
+            raise
+
+    def rejoin(self) -> None:
+        self._mesh.rejoin()
 
     def prepare(self, model: Trained) -> None:
         self._updaters[model].prepare()
@@ -275,6 +294,7 @@ class Rank:
         return replace(self._active.progress)
 
     def _progress(self) -> Any:
+        self._mesh.leave_if_asked()
         at, stats = self._active.progress, self._engine.stats
         return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens
 
