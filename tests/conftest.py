@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import forking
 import hypothesis
 import pytest
 import torch
@@ -23,6 +25,18 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported: here, before any test does, it holds for a whole worker.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay to the end. A run looks through all objects for cycles twice, which took most of a tiny
+    one's time; what is frozen is not looked through."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+    forking.close_all()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,3 +69,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_model(tiny_model("llama"), tokenizer, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> str:
+    """In place of an interpreter, for tests that run commands (forking.py)."""
+    return forking.Warm(sys.executable, ["trimtab.api", "trimtab.cli"]).python

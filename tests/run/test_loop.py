@@ -132,11 +132,15 @@ def test_what_lives_as_long_as_a_run_is_not_collected_again_and_again(model_fold
         frozen.append(gc.get_freeze_count())
         return update(self, *arguments)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updater, "accumulate", watched)
-        train(model_folder, tmp_path, learn={"steps": 1})
-    assert frozen[0] > 10_000
-    assert gc.get_freeze_count() == 0
+    gc.unfreeze()  # as conftest.py leaves it for all tests
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Updater, "accumulate", watched)
+            train(model_folder, tmp_path, learn={"steps": 1})
+        assert frozen[0] > 10_000
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 def test_several_updates_a_batch_move_the_ratio(model_folder, tmp_path) -> None:
