@@ -74,4 +74,4 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def warm_python() -> str:
     """In place of an interpreter, for tests that run commands (forking.py)."""
-    return forking.Warm(sys.executable, ["trimtab.api", "trimtab.cli"]).python
+    return forking.Warm(sys.executable, ["trimtab.api", "trimtab.cli", "matplotlib.backends.backend_agg"]).python

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tiny import tiny_tokenizer
 
 import trimtab
-from tests.rollout.contract.engines import OUTSIDE, PYTHONS, small_model, vllm_python
+from tests.rollout.contract.engines import OUTSIDE, small_model, vllm_python, warm_python
 from trimtab.base.errors import ConfigError, EngineError
 from trimtab.config.run import Run
 from trimtab.model.load import save_model
@@ -88,7 +88,7 @@ def test_another_engine_learns_what_the_native_engine_learns(
         pytest.skip("SGLang runs on one device")
     close, paths = ExternalEngine.close, []
     monkeypatch.setattr(ExternalEngine, "close", lambda self: (paths.append(self.description), close(self)))
-    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind](), "tensor_parallel": parts})
+    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": warm_python(kind), "tensor_parallel": parts})
     assert_same_learned(native, found, folder)
     assert all(row["rollout/logprob_gap"] < 1e-4 for row in found[0] if "rollout/logprob_gap" in row)
     assert paths and ("the model split over 2 devices" in paths[0]) is (parts == 2)
@@ -108,7 +108,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
         return whole(self)
 
     monkeypatch.setattr(ExternalEngine, "_next_done", interrupted)
-    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind]()})
+    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": warm_python(kind)})
     assert killed
     assert sum(row.get("rollout/restarts", 0) for row in found[0]) == 1
     assert_same_learned(native, found, folder)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import forking
 import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
@@ -18,6 +19,7 @@ from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.kinds import KINDS
+from trimtab.rollout.external.vllm.core import NEEDED, USUAL
 from trimtab.rollout.native.engine import NativeEngine
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -67,6 +69,19 @@ def sglang_python() -> str | None:
     return found if tried.returncode == 0 else None
 
 
+SLOW_IMPORTS = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.core", "vllm.model_executor.models.qwen2"]
+
+
+@cache
+def warm_python(kind: str) -> str | None:
+    """An interpreter in whose place vLLM starts in a second (forking.py), for tests of what it generates. Those of its process
+    name the real one."""
+    found = PYTHONS[kind]()
+    if found is None or kind != "vllm" or DEVICE.type != "cpu":
+        return found
+    return forking.Warm(found, SLOW_IMPORTS, {**USUAL, **NEEDED, "OMP_NUM_THREADS": "1"}).python
+
+
 NO_VLLM = "there is no environment with vLLM: run `make vllm`, or name its interpreter in TRIMTAB_VLLM_PYTHON"
 NO_SGLANG = "needs an environment with SGLang: name its interpreter in TRIMTAB_SGLANG_PYTHON"
 PYTHONS = {"vllm": vllm_python, "sglang": sglang_python}
@@ -90,6 +105,7 @@ def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any
         "longest": LONGEST,
         "page_tokens": 32,
         "eager": True,
+        "python": warm_python(kind) or "",
         **changes,
     }
-    return ExternalEngine(KINDS[kind], policy, tokenizer, [STOP], python=PYTHONS[kind]() or "", **settings)
+    return ExternalEngine(KINDS[kind], policy, tokenizer, [STOP], **settings)
