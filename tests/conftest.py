@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,6 +26,38 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported: here, before any test does, it holds for a whole worker.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+TOGETHER = {
+    "vllm": ("tests/rollout/contract/", "tests/invariants/test_engines.py"),
+    "commands": ("tests/invariants/test_kill_resume.py", "tests/base/test_streams.py", "tests/plan/test_activations.py"),
+}
+"""Files that share a process of forking.py. They take longest, and come first."""
+
+
+def scope(nodeid: str) -> str:
+    """What goes to one worker: a file, so that a fixture of its module is made once, or several."""
+    return next((name for name, files in TOGETHER.items() if nodeid.startswith(files)), nodeid.partition("::")[0])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = list(TOGETHER)
+    items.sort(key=lambda item: first.index(name) if (name := scope(item.nodeid)) in first else len(first))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `-n`, which would deal tests out one by one."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByScope(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+    config.option.loadscopereorder = False  # by number of tests
+    return ByScope(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -5,7 +5,8 @@ process forked from one that has imported the modules runs that, with the caller
 streams are made as the interpreter makes them, and it ends as an interpreter does. The program ends when that process does and in
 the same way; if the program is killed, so is the process.
 
-Modules stay frozen for the collector (some say at the end that they leak). For tests of what a process does. What a test says about starting an interpreter or about the tree of processes needs a real one.
+For tests of what a process does. What a test says about starting an interpreter or about the tree of processes needs a real one.
+Modules stay frozen for the collector: some say at the end that they leak.
 Run as a script this file is the server; the program that is called is warm.py.
 """
 
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +173,14 @@ def stream(number: int, mode: str) -> io.TextIOWrapper | None:
 
 
 def execute(arguments: list[str]) -> None:
-    """`-m MODULE ARGUMENT...` or `-c CODE ARGUMENT...`, as the main program."""
+    """`-m MODULE ARGUMENT...` or `-c CODE ARGUMENT...`, as the main program; options before that are an interpreter's."""
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:0] = [os.getcwd(), *path]
-    kind, what, *rest = arguments
+    kind, what, *rest = dropwhile(lambda argument: argument not in ("-m", "-c"), arguments)
     if kind == "-m":
         sys.argv = ["-m", *rest]
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     else:
-        assert kind == "-c", arguments
         sys.argv = ["-c", *rest]
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(what, main.__dict__)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tiny import tiny_tokenizer
 
 import trimtab
+from tests.quick_rewards import variety
 from tests.rollout.contract.engines import OUTSIDE, small_model, vllm_python, warm_python
 from trimtab.base.errors import ConfigError, EngineError
 from trimtab.config.run import Run
@@ -32,10 +33,6 @@ from trimtab.rollout.external.messages import Done
 from trimtab.run import engines, open_run
 
 WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
-
-
-def variety(completions: list[str], **_: Any) -> list[float]:
-    return [len(set(text)) / 10 + text.count("a") for text in completions]
 
 
 @pytest.fixture(scope="module")

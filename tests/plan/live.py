@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-
 aten = torch.ops.aten
 IN_FLOAT32 = (
     aten.mm.default,

@@ -69,7 +69,12 @@ def sglang_python() -> str | None:
     return found if tried.returncode == 0 else None
 
 
-SLOW_IMPORTS = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.core", "vllm.model_executor.models.qwen2"]
+SLOW_IMPORTS = [
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.engine.core",
+    "vllm.model_executor.models.qwen2",
+]
 
 
 @cache
