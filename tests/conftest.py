@@ -30,7 +30,11 @@ if not torch.cuda.is_available():
 
 TOGETHER = {
     "vllm": ("tests/rollout/contract/", "tests/invariants/test_engines.py"),
-    "commands": ("tests/invariants/test_kill_resume.py", "tests/base/test_streams.py", "tests/plan/test_activations.py"),
+    "commands": (
+        "tests/invariants/test_kill_resume.py",
+        "tests/base/test_streams.py",
+        "tests/invariants/test_seen_from_outside.py",
+    ),
 }
 """Files that share a process of forking.py. They take longest, and come first."""
 
