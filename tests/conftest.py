@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,27 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported: here, before any test does, it holds for a whole worker.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def patch_language_once() -> None:
+    """Triton's interpreter puts its functions into the language for a kernel, and again, at a third of the time, for every
+    function that the kernel calls: once is enough."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch, scope, tl = (getattr(interpreter, name, None) for name in ("_patch_lang", "_LangPatchScope", "tl"))
+    if not (patch and scope and tl):
+        return  # another version
+
+    def patch_where_it_is_whole(fn: Any) -> Any:
+        seen = [language for language in (tl, tl.core) if any(value is language for value in fn.__globals__.values())]
+        return patch(fn) if not seen or any(tl.core.is_builtin(language.load) for language in seen) else scope()
+
+    interpreter._patch_lang = patch_where_it_is_whole
+
+
+patch_language_once()
 
 
 TOGETHER = {
@@ -87,6 +109,15 @@ def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """A picture takes most of a second, as long as a tiny run: only tests marked `curve` draw it."""
     if not request.node.get_closest_marker("curve"):
         monkeypatch.setattr("trimtab.observe.look_back.draw_curve", lambda folder, console: None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a run takes where nobody says how many, whatever the machine; and no run's threads are there in the next test."""
+    monkeypatch.setattr("trimtab.run.machine.physical_cores", lambda: 1)
+    yield
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
