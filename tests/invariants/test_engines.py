@@ -7,8 +7,6 @@ float32's last digits and not bit by bit.
 from __future__ import annotations
 
 import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from tiny import tiny_tokenizer
 
 import trimtab
 from tests.quick_rewards import variety
-from tests.rollout.contract.engines import OUTSIDE, small_model, vllm_python, warm_python
+from tests.rollout.contract.engines import OUTSIDE, kill_now, small_model, vllm_python, warm_python
 from trimtab.base.errors import ConfigError, EngineError
 from trimtab.config.run import Run
 from trimtab.model.load import save_model
@@ -101,7 +99,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
     def interrupted(self: ExternalEngine) -> Done:
         if self.version == 1 and self.stats.sequences == 1 and not killed:  # one of them has come
             killed.append(self.pids[0])
-            os.kill(self.pids[0], signal.SIGKILL)
+            kill_now(self)
         return whole(self)
 
     monkeypatch.setattr(ExternalEngine, "_next_done", interrupted)

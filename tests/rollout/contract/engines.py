@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -15,10 +17,12 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
+from tests.running import DEADLINE_S
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.kinds import KINDS
+from trimtab.rollout.external.process import EngineLost
 from trimtab.rollout.external.vllm.core import NEEDED, USUAL
 from trimtab.rollout.native.engine import NativeEngine
 
@@ -114,3 +118,12 @@ def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any
         **changes,
     }
     return ExternalEngine(KINDS[kind], policy, tokenizer, [STOP], **settings)
+
+
+def kill_now(engine: ExternalEngine) -> None:
+    """SIGKILL for its one process. What that has sent and nobody has read is lost with it: how much that is depends on time."""
+    (member,) = engine.members
+    os.kill(member.running.pid, signal.SIGKILL)
+    with contextlib.suppress(EngineLost):
+        while True:
+            member.running.receive(DEADLINE_S)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from tests.rollout.contract.engines import OUTSIDE, PYTHONS, make_engine, small_model, small_policy
+from tests.rollout.contract.engines import OUTSIDE, PYTHONS, kill_now, make_engine, small_model, small_policy
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from tests.running import guarded, left
 from trimtab.base.errors import EngineError
@@ -52,7 +50,7 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
 
     def interrupted(self: ExternalEngine) -> Done:
         if self.stats.sequences == 1 and self.pids[0] == first:  # one has come, and most are far from their end
-            os.kill(first, signal.SIGKILL)
+            kill_now(self)
         return whole(self)
 
     monkeypatch.setattr(ExternalEngine, "_next_done", interrupted)
