@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 STEPS = 6
 RANDOM_KILLS = 20
 POINTS = [
-    "trimtab.record.saving.capture before",
-    "trimtab.record.saving.capture after",
+    "trimtab.record.writer.refuse_diverged before",
+    "trimtab.record.writer.refuse_diverged after",
+    "trimtab.record.writer.copy_part before",
+    "trimtab.record.writer.copy_part after",
     "trimtab.record.saving.write_part before",
     "trimtab.record.part.write_tensors before",
     "trimtab.record.part.write_tensors half",

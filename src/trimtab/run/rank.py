@@ -28,8 +28,8 @@ from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.record.behind import WriteBehind
 from trimtab.record.host_copy import HostCopy
-from trimtab.record.part import Part, PartWritten, write_part
-from trimtab.record.saving import capture_part
+from trimtab.record.part import Part, PartWritten, copy_part, write_part
+from trimtab.record.saving import refuse_diverged
 from trimtab.rollout.engine import Engine, Request, RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
@@ -239,8 +239,12 @@ class Rank:
 
     def capture(self, run_dir: Path, step: int) -> bool:
         """Fix what this rank has of a checkpoint as it is now. True: it is a copy, and training may go on."""
-        self._captured = capture_part(self._part(), self._copy, run_dir, step)
-        return self._captured.is_copy
+        part = self._part()
+        refuse_diverged(part, run_dir, step)
+        if self._copy is not None and self._copy.reserve(part.nbytes):
+            part = copy_part(part, self._copy)
+        self._captured = part
+        return part.is_copy
 
     def begin_write(self, folder: Path) -> None:
         """Write what was captured into a folder, in a thread where that reads a copy."""
