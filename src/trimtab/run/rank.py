@@ -109,6 +109,7 @@ class Rank:
         self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
         self._behind = WriteBehind()
         self._captured: Part | None = None
+        self._is_copy = False
         self._written: PartWritten | None = None
         policy, reference = load_within(
             asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
@@ -241,10 +242,12 @@ class Rank:
         """Fix what this rank has of a checkpoint as it is now. True: it is a copy, and training may go on."""
         part = self._part()
         refuse_diverged(part, run_dir, step)
-        if self._copy is not None and self._copy.reserve(part.nbytes):
+        self._is_copy = self._copy is not None and self._copy.reserve(part.nbytes)
+        if self._is_copy:
+            assert self._copy is not None
             part = copy_part(part, self._copy)
         self._captured = part
-        return part.is_copy
+        return self._is_copy
 
     def begin_write(self, folder: Path) -> None:
         """Write what was captured into a folder, in a thread where that reads a copy."""
@@ -256,7 +259,7 @@ class Rank:
             self._written = write_part(folder, part)
 
         self._behind.start(write)
-        if not part.is_copy and self._policy.device.type == "cuda":
+        if not self._is_copy and self._policy.device.type == "cuda":
             self._behind.wait()
 
     def is_written(self) -> bool:
