@@ -12,7 +12,8 @@ from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import kv_bytes
 from trimtab.plan.ledger import GIB, MIB
-from trimtab.plan.planner import make_plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
 

@@ -13,7 +13,8 @@ from trimtab.config.run import Rollout, Run
 from trimtab.plan.devices import find_device, nearest, of_size
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
-from trimtab.plan.planner import Plan, make_plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.refusal import widest
 from trimtab.plan.report import offers
 

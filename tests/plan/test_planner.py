@@ -20,7 +20,8 @@ from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.job import NO_CORRECTION, Correction, Job, Machine
 from trimtab.plan.kv import kv_bytes
 from trimtab.plan.ledger import GIB, MIB, NOT_METERED, build_ledger
-from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN

@@ -25,7 +25,8 @@ from trimtab.plan.devices import find_device, nearest, of_size
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes
 from trimtab.plan.ledger import CUDA_CONTEXT_BYTES, GIB, MERGED, build_ledger
-from trimtab.plan.planner import PROFILES, limits_of, make_plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.planner import PROFILES, limits_of, make_plan
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse, with_memory
 from trimtab.plan.report import offers
 from trimtab.plan.shape import Block, ModelShape
