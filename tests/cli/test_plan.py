@@ -119,7 +119,7 @@ def test_a_refused_plan_contradicts_nothing(config: Path) -> None:
     """No time of a step that cannot run, no reason of a plan that fits; one limit, with what it is a share of."""
     code, out, _ = plan(config, "model.path=Qwen/Qwen2.5-7B", "--device-memory", "24GiB")
     words = " ".join(out.replace("│", " ").split())
-    assert code == 1 and "a step takes" not in words and "devices" not in words
+    assert code == 1 and "a step takes" not in words
     assert "all activations fit" not in words and "fits on the device" not in words and "they fit" not in words
     assert (
         "even with these minimum memory settings" in words

@@ -132,7 +132,7 @@ def test_adapters_larger_than_vllm_serves_are_refused(rank: int, refused: bool) 
 
 
 def test_a_model_is_not_cut_twice() -> None:
-    """Where the plan lays a copy over two devices, that is what was asked for."""
+    """Where the plan lays a copy over two devices, that is what vLLM is told."""
     machine = Machine(find_device("h200"), 8, 1024 * GIB, 16)
     job = qwen(rank=16, adapters=10**7)
     engines = [

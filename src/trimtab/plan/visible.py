@@ -1,4 +1,4 @@
-"""Which of the GPUs that a process sees a run takes: as many alike ones as it asks for, or with `auto` all that are alike and free.
+"""Which of the GPUs that a process sees a run takes: as many alike ones as it asks for, or by itself all that are alike and free.
 
 Ranks share their work evenly, so a plan is made for devices that are the same; it counts on the least memory that is free on any
 of them. Pure: run/machine.py looks at the devices.

@@ -98,8 +98,8 @@ def machine_here(device: torch.device) -> Machine:
 
 
 def machine_of_run(run: Run, device: torch.device) -> tuple[Machine, ChosenDevices | None]:
-    """This machine with all the devices that a run may use, and which these are; None where there is no GPU. It holds no memory of
-    any: with several devices their ranks do."""
+    """This machine with all the devices that a run may use, and which these are; None where there is no GPU. Looking takes no
+    memory of any: with several devices only their ranks do."""
     if device.type != "cuda":
         return machine_here(device), None
     chosen = choose_devices(run, visible_devices())

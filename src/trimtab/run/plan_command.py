@@ -140,8 +140,8 @@ def _profile(name: str) -> str:
 
 
 def _machine(asked: PlanOptions, memory: int | None, run: Run) -> tuple[Machine, list[str]]:
-    """The machine that was asked for. `memory`: of each device. One that is not here has as many devices as the run asks for, where
-    nobody says how many."""
+    """The machine that was asked for. `memory`: of each device. One that is not here has as many devices as the run asks for,
+    where nobody says how many."""
     host = _bytes("--host-memory", asked.host_memory)
     cpu = (asked.device or "").lower() == "cpu" or (asked.device is None and memory is None and run.device == "cpu")
     if asked.device is None and memory is None and not cpu:
