@@ -256,10 +256,11 @@ RULES: tuple[ConvertRule, ...] = (
     *each(automatic, "fsdp_config.forward_prefetch fsdp_config.backward_prefetch", PREFETCH),
     *each(
         automatic,
-        "deepspeed.* fsdp_config fsdp_config.* accelerator_config accelerator_config.* ddp_find_unused_parameters",
+        "deepspeed.* fsdp_config fsdp_config.*",
         OWN_RANKS,
         "run.shard",
     ),
+    *each(automatic, "accelerator_config accelerator_config.* ddp_find_unused_parameters", OWN_RANKS),
     *each(automatic, "full_determinism data_seed", "data order and sampling depend only on learn.seed", "learn.seed"),
     automatic("use_cpu", "the first CUDA device, or the CPU", "run.device"),
     automatic("num_processes", f"{DEVICES}. TRL's batch sizes are multiplied by this number", "run.devices"),

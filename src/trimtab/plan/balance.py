@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 from trimtab.plan.job import Job
 
 MAX_DRAWN_SEQUENCES = 4096
 """Sequences whose lengths are drawn: with more, ranks are as even as makes no difference."""
+GROWTH = 1.05
+"""Micro-batches of a rank are tried in steps of this factor, where there are many."""
 GOLDEN_RATIO = 0.6180339887498949
 """Multiples of it, less their whole parts, fall evenly between 0 and 1 however many there are."""
 
@@ -59,9 +61,9 @@ def _deal(
         bins = _spread(tokens, ranks * each)
         if each >= drawn or max(sum(tokens[i] for i in held) for held in bins) <= max(budget, tokens[0]):
             break
-        each += 1
+        each = max(each + 1, int(GROWTH * each))
     loads = sorted((sum(work[i] for i in held) for held in bins), reverse=True)
-    most = max(sum(dealt) for dealt in _dealt(loads, ranks, each))
+    most = max(_dealt(loads, ranks, each))
     return Deal(most / (sum(loads) / ranks), max(1, round(each * sequences / drawn)))
 
 
@@ -77,10 +79,15 @@ def _spread(sizes: list[float], count: int) -> list[list[int]]:
     return found
 
 
-def _dealt(loads: list[float], ranks: int, each: int) -> list[list[float]]:
-    """Loads, largest first, each to the rank that has the least and is not full: every rank gets `each`."""
-    found: list[list[float]] = [[] for _ in range(ranks)]
+def _dealt(loads: list[float], ranks: int, each: int) -> list[float]:
+    """What every rank has to do when loads, largest first, each go to the rank that has the least and is not full: every rank
+    gets `each`."""
+    open_ = [(0.0, 0) for _ in range(ranks)]
+    full = []
     for load in loads:
-        open_ = [held for held in found if len(held) < each]
-        min(open_, key=sum).append(load)
-    return found
+        done, count = heappop(open_)
+        if count + 1 == each:
+            full.append(done + load)
+        else:
+            heappush(open_, (done + load, count + 1))
+    return full
