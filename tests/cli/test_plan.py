@@ -116,7 +116,7 @@ def test_devices_that_are_not_there_are_refused(config: Path) -> None:
         in plan(config, "--device", "h200", "--devices", "2", "run.devices=4")[2]
     )
     assert "no effect on one device" in plan(config, "--device", "h200", "run.shard=optimizer")[2]
-    code, out, _ = plan(config, "--device", "cpu", "run.devices=2", "run.memory=64GiB", "--json")
+    _, out, _ = plan(config, "--device", "cpu", "run.devices=2", "run.memory=64GiB", "--json")
     assert json.loads(out.splitlines()[-1])["devices"] == 2
 
 
