@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 def twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one device, as if there were two of half its memory."""
     (first, *_) = machine.visible_devices()
-    half = replace(first, free=first.free // 2)
+    half = replace(first, free=first.free // 2, total=first.total // 2)
     monkeypatch.setattr(machine, "visible_devices", lambda: [half, half])
 
 
