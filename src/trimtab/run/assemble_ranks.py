@@ -24,6 +24,7 @@ from trimtab.plan.governor import Governor
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import planned
 from trimtab.plan.work import job_of
+from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.build import is_automatic
@@ -34,8 +35,6 @@ from trimtab.run.stage import CheckedRun, OnWait, Stage
 from trimtab.update.guard import Guard
 from trimtab.update.shares import Cost
 
-RANK_LOGS = "ranks"
-"""Folder of a run that holds a log for each rank."""
 STALL_STEPS = 5
 """Work that stands still for so many predicted steps hangs."""
 _sets = itertools.count()

@@ -58,6 +58,7 @@ def open_run(
     steps = console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
     checkpoint, state, changed = load_or_init_state(config, ready.device, folder, ready.rows, resume, console)
+    state.rank_restarts = max(state.rank_restarts, inputs.rank_restarts)
     stage.init_state(config, state, None if checkpoint is None else changed)
     if ready.before_loading:
         console.note(ready.before_loading)

@@ -21,7 +21,7 @@ from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
-from trimtab.model.memory import free
+from trimtab.model.memory import Shortage, attempt, free
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
 from trimtab.plan.ledger import CHECKPOINT_COPY
@@ -70,6 +70,10 @@ class RankFacts:
     """How its rollout runs."""
     lowered: dict[str, int]
     updaters: dict[str, UpdaterFacts]
+
+
+class HalfApplied(Exception):
+    """Weights may be between two steps. Not the user's, nor a shortage that is survived: the rank ends."""
 
 
 class _Reports:
@@ -155,7 +159,10 @@ class Rank:
         self._updaters[model].prepare()
 
     def apply(self, model: Trained, lr: float) -> Applied:
-        return self._updaters[model].apply(lr)
+        outcome = attempt(self._updaters[model].apply, lr)
+        if isinstance(outcome, Shortage):  # others wait for this rank in a collective: it cannot go on
+            raise HalfApplied(f"the optimizer step was applied in part: {outcome.message}")
+        return outcome
 
     def score(self, model: Trained, by: Scored, share: Share, field: str) -> list[tuple[int, Any]]:
         self._active = self._updaters[model]

@@ -1,0 +1,124 @@
+"""A rank that is lost is named, and all start again from the newest checkpoint, three times at most. Nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forking import this_rank
+from trimtab.cluster import ranks
+from trimtab.cluster.ranks import RankLost
+from trimtab.run import restarts
+from trimtab.run.rank import Rank
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "final/model.safetensors").read_bytes()
+
+
+def at_order(
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    number: int,
+    act: Callable[[], Any],
+    rank: int = 1,
+    once: Path | None = None,
+) -> None:
+    """Let a rank do something when it is given its number-th order of that name; once, if a file says that it was."""
+    original, calls = getattr(Rank, method), [0]
+
+    def acting(self: Rank, *args: Any) -> Any:
+        calls[0] += 1
+        if this_rank() == rank and calls[0] == number and not (once and once.exists()):
+            if once:
+                once.touch()
+            act()
+        return original(self, *args)
+
+    monkeypatch.setattr(Rank, method, acting)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("a fault of a kernel")
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+def test_a_lost_rank_is_named_and_the_run_goes_on_as_if_it_had_not_been(
+    run, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """In the collective of `apply`, where the other one waits for it: the other one is not blamed. With a checkpoint every
+    second step, a step is done twice, and told once."""
+    at_order(monkeypatch, "apply", 2, die, once=tmp_path / "died")
+    told: list[int] = []
+    found = run("run", callbacks=[lambda step, metrics: told.append(step)], observe={"checkpoint_every": 2})
+    assert weights(found.folder) == weights(whole.folder)
+    assert told == [row["step"] for row in found.metrics] == [1, 2, 3]
+    assert [row.get("run/rank_restarts") for row in found.metrics] == [1.0] * 3
+    said = capsys.readouterr().out
+    assert "step 2: rank 1 is lost: its process ended: killed by SIGKILL" in said.replace("\n", " ")
+    assert "All ranks start again from the beginning (restart 1 of at most 3)" in said.replace("\n", " ")
+    assert "cannot save" not in said
+
+
+def test_ranks_that_are_lost_too_often_end_the_run_and_say_how_to_resume_it(run, monkeypatch, capsys) -> None:
+    assert restarts.MAX_RANK_RESTARTS == 3
+    monkeypatch.setattr(restarts, "MAX_RANK_RESTARTS", 1)
+    at_order(monkeypatch, "apply", 2, die, rank=0)
+    with pytest.raises(RankLost) as caught:
+        run()
+    said = str(caught.value)
+    assert "rank 0 is lost" in said
+    assert "started again 1 times" in said
+    assert (
+        "then continue from step-2 with the same call and resume=True" in said
+    )  # it was lost at the second of each attempt
+    assert capsys.readouterr().out.count("All ranks start again") == 1
+
+
+def test_an_unexpected_error_while_others_wait_for_the_rank(run, whole, tmp_path, monkeypatch, capsys) -> None:
+    at_order(monkeypatch, "apply", 3, fail, once=tmp_path / "failed")
+    assert weights(run().folder) == weights(whole.folder)
+    said = capsys.readouterr().out
+    assert "rank 1 is lost: ValueError: a fault of a kernel" in said
+    assert "All ranks start again from step-2" in said.replace("\n", " ")
+
+
+def test_a_rank_that_hangs_is_found_and_writes_its_stacks(run, whole, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(ranks, "MIN_STALL_S", 1.5)
+    monkeypatch.setattr("trimtab.run.assemble_ranks.STALL_STEPS", 0)
+    at_order(monkeypatch, "accumulate", 2, hang, once=tmp_path / "hung")
+    found = run()
+    assert weights(found.folder) == weights(whole.folder)
+    assert "rank 1 is lost: no progress for 2 s" in capsys.readouterr().out
+    assert "in hang" in (found.folder / "ranks/rank-1.log").read_text()
+
+
+def test_a_rank_that_cannot_start_ends_the_run_at_once(run, monkeypatch, tmp_path) -> None:
+    build = Rank._build
+
+    def broken(self, setup, device):
+        if setup.rank == 1:
+            raise ImportError("libcudart.so.13: cannot open shared object file")
+        return build(self, setup, device)
+
+    monkeypatch.setattr(Rank, "_build", broken)
+    started = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 1 is lost: ImportError: libcudart\.so\.13: cannot open"):
+        run()
+    assert time.monotonic() - started < 20
+    assert not (tmp_path / "run/config.yaml").exists()
