@@ -84,9 +84,7 @@ def test_ranks_that_are_lost_too_often_end_the_run_and_say_how_to_resume_it(run,
     said = str(caught.value)
     assert "rank 0 is lost" in said
     assert "started again 1 times" in said
-    assert (
-        "then continue from step-2 with the same call and resume=True" in said
-    )  # it was lost at the second of each attempt
+    assert said.endswith("Continue from the newest checkpoint with the same call and resume=True")
     assert capsys.readouterr().out.count("All ranks start again") == 1
 
 

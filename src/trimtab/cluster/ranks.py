@@ -40,11 +40,6 @@ STACKS_S = 1.0
 class RankLost(TrainingError):
     """A rank died or hangs. All ranks have been ended; the run can go on from its newest checkpoint with new ones."""
 
-    def __init__(self, message: str, starting: bool = False) -> None:
-        super().__init__(message)
-        self.starting = starting
-        """It was lost before it was ready: another one would be too."""
-
 
 class ShortOnRank(MemoryError):
     """A rank ran out of memory (model/memory.py:attempt turns this into a Shortage)."""
@@ -274,4 +269,4 @@ class Ranks:
         self.kill()
         log = os.path.relpath(rank.process.log)
         said = f" Last lines of {log}:\n{lines}" if lines else ""
-        return RankLost(f"rank {rank.number} is lost: {why.rstrip('.')}.{said}", starting=not self._built)
+        return RankLost(f"rank {rank.number} is lost: {why.rstrip('.')}.{said}")

@@ -52,6 +52,8 @@ def open_run(
 ) -> OpenRun:
     """Build a run. Whatever it opens is closed by `stack`, in the right order, also when a later part fails."""
     console = stack.enter_context(Console(asked.learn.steps or 1, file=console_file))
+    if inputs.lost:
+        console.warn(f"{inputs.lost}\nAll ranks start again")
     console.waiting(stage.reading_note)
     ready = stage.check(asked, inputs, stack, resume=resume)
     config, folder = ready.config, ready.folder

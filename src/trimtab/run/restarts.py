@@ -42,13 +42,21 @@ class _StartAgain(Exception):
 def with_restarts(attempt: Attempt[AConfig], config: AConfig, inputs: Inputs, resume: bool) -> dict[str, Any]:
     """What the first attempt returns that keeps its ranks."""
     inputs = replace(inputs, callbacks=[_once_a_step(callback) for callback in inputs.callbacks])
+    folder = Path()
     for restarts_left in range(MAX_RANK_RESTARTS, -1, -1):
         try:
             return attempt(config, replace(inputs, restarts_left=restarts_left), resume)
         except _StartAgain as again:
-            found = again.folder, again.restarts
+            folder, inputs.rank_restarts, inputs.lost = again.folder, again.restarts, ""
+        except (
+            RankLost
+        ) as lost:  # before it was opened: not told, and worth another attempt where an earlier one was opened
+            if not inputs.rank_restarts:
+                raise
+            if not restarts_left:
+                raise RankLost(f"{lost}\n{_given_up(inputs)}") from lost
+            inputs.rank_restarts, inputs.lost = inputs.rank_restarts + 1, str(lost)
         # Outside the except block: the error would keep all of the attempt that it has left.
-        folder, inputs.rank_restarts = found
         resume = True
         config = cast(AConfig, config.with_values({"observe.dir": str(folder)}))
     raise AssertionError("the last attempt returns or raises")
@@ -70,13 +78,17 @@ def telling_how_it_ends(run: TrainingRun[Any, Any], steps: int, inputs: Inputs) 
             )
             raise _StartAgain(run.folder, run.state.rank_restarts + 1) from None
         run.observer.stopped(run.state, steps)
-        raise RankLost(
-            f"{lost}\nRanks were started again {MAX_RANK_RESTARTS} times and lost each time. Find the cause in "
-            f"{run.folder / RANK_LOGS}, then continue from {place} with {inputs.resume_with}"
-        ) from lost
+        raise RankLost(f"{lost}\n{_given_up(inputs)}") from lost
     except (KeyboardInterrupt, TrimtabError):
         run.observer.stopped(run.state, steps)
         raise
+
+
+def _given_up(inputs: Inputs) -> str:
+    return (
+        f"Ranks were started again {MAX_RANK_RESTARTS} times, and were lost each time. Their logs are in {RANK_LOGS} of the run "
+        f"folder. Continue from the newest checkpoint with {inputs.resume_with}"
+    )
 
 
 def _once_a_step(callback: Callback) -> Callback:
