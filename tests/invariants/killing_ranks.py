@@ -45,14 +45,15 @@ def count_places(folder: Path) -> None:
 
 
 def die_as_planned(kills: list[tuple[Victim, int]], done: Path) -> None:
-    """Arrange for one death after the other: each `(victim, n)` at the victim's n-th place of its life. `done`: deaths so far."""
+    """Arrange for one death after the other: each `(victim, n)` at the n-th place of the victim's process, or at its next one. `done`:
+    deaths so far."""
     fork_ranks()
     places: dict[Victim, int] = {}
 
     def arrive(victim: Victim, place: str) -> None:
         places[victim] = places.get(victim, 0) + 1
         so_far = len(done.read_text().splitlines()) if done.exists() else 0
-        if so_far < len(kills) and kills[so_far] == (victim, places[victim]):
+        if so_far < len(kills) and kills[so_far][0] == victim and places[victim] >= kills[so_far][1]:
             append(done, f"{'driver' if victim is None else f'rank {victim}'}: {place}")
             die()
 

@@ -75,7 +75,7 @@ def learned(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_few_kills(tmp_path: Path, model_folder: Path) -> None:
-    plan = [(1, 0.55), (0, 0.4), (None, 0.4), (1, 0.3)]
+    plan = [(1, 0.35), (0, 0.2), (None, 0.2), (1, 0.2)]
     lives = kill(tmp_path, model_folder, 4, [plan], devices=2, shard="optimizer")
     for life in lives:
         assert_same_run(tmp_path, life)

@@ -137,7 +137,7 @@ class Rank:
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
         self._trainer = LocalTrainer(
             updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,
-            longest=0, shorter="",
+            longest=0, shorter="", report=lambda recovery: self._link.tell("memory", str(recovery)),
         )  # fmt: skip
         if setup.checkpoint is not None:
             self._trainer.load(setup.checkpoint)
