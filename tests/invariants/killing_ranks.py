@@ -45,8 +45,8 @@ def count_places(folder: Path) -> None:
 
 
 def die_as_planned(kills: list[tuple[Victim, int]], done: Path) -> None:
-    """Arrange for one death after the other: each `(victim, n)` at the n-th place of the victim's process, or at its next one. `done`:
-    deaths so far."""
+    """Arrange for one death after the other: each `(victim, n)` at the n-th place of the victim's process, or its next.
+    `done`: deaths so far."""
     fork_ranks()
     places: dict[Victim, int] = {}
 
