@@ -1,132 +1,199 @@
-"""Ranks that are forked from the test's own process, guardians and all, instead of started anew.
+"""Interpreters that have imported already what takes long: torch, transformers and peft take ten seconds, vLLM thirteen.
 
-That spares each of them the import of torch and transformers, which takes longer than a tiny run. And what a test has patched in
-its own process is patched in its ranks: so it lets a rank run out of memory, die or hang at a place of its choice.
+`Warm(python, modules).python` is a program to be called in place of an interpreter: `-m MODULE ARGUMENT...` or `-c CODE`. A
+process forked from one that has imported the modules runs that, with the caller's arguments, folder, variables and open files;
+streams are made as the interpreter makes them, and it ends as an interpreter does. The program ends when that process does and in
+the same way; if the program is killed, so is the process.
+
+For tests of what a process does. What a test says about starting an interpreter or about the tree of processes needs a real one.
+Modules stay frozen for the collector: some say at the end that they leak.
+Run as a script this file is the server; the program that is called is warm.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
+import io
+import json
+import multiprocessing.spawn
 import os
+import runpy
+import selectors
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+import tempfile
+import types
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
 
-import pytest
-import torch
-
-from trimtab.workers import guardian, program
-from trimtab.workers.spawn import KILL_FIRST
-
-POLL_S = 0.01
-
-
-class ForkedProcess:
-    """What `subprocess.Popen` is to a started process."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            if found:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, seconds: float | None = None) -> int:
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while self.poll() is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired("fork", seconds or 0.0)
-            time.sleep(POLL_S)
-        assert self.returncode is not None
-        return self.returncode
-
-    def terminate(self) -> None:
-        self._send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._send(signal.SIGKILL)
-
-    def _send(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+IMPORT_TIMEOUT_S = 240.0
+END_TIMEOUT_S = 20.0
+HIGH = 512
+"""Descriptors from here on are nobody's."""
+STREAMS = {"stdin": "r", "stdout": "w", "stderr": "w"}
+STARTED: list[Warm] = []
 
 
-def fork(
-    module: str,
-    arguments: Sequence[object],
-    *,
-    fds: Sequence[int],
-    env: Mapping[str, str],
-    oom_score: int = KILL_FIRST,
-    python: Sequence[str] = (),
-    out: IO[bytes] | None = None,
-) -> ForkedProcess:
-    """See `trimtab.workers.spawn.start`."""
-    trainer = os.getpid()
-    pid = os.fork()
-    if pid:
-        return ForkedProcess(pid)
-    status = 1
-    try:
-        assert out is not None
-        _be_a_new_process(out.fileno(), fds, env)
-        guardian.main(trainer, oom_score, module, *map(str, arguments))
-        for thread in threading.enumerate():
-            if not thread.daemon and thread is not threading.current_thread():
-                thread.join()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+class Warm:
+    """A server, until `close` or until this process ends."""
+
+    def __init__(self, python: str, modules: list[str], variables: dict[str, str] | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="trimtab-warm-"))
+        self.python = str(self.folder / "python")
+        address = self.folder / "socket"
+        caller = Path(__file__).with_name("warm.py")
+        Path(self.python).write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{caller}" "{address}" "$@"\n')
+        Path(self.python).chmod(0o755)
+        self.log = self.folder / "log"
+        with self.log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [python, __file__, address, self.python, *modules], env={**os.environ, **(variables or {})},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, start_new_session=True,
+            )  # fmt: skip
+        STARTED.append(self)
+        ready = selectors.DefaultSelector()
+        ready.register(self._out, selectors.EVENT_READ)
+        if not ready.select(IMPORT_TIMEOUT_S) or not self._out.readline():
+            self.close()
+            raise RuntimeError(f"{python} has not imported {modules}")
+
+    @property
+    def _out(self) -> Any:
+        return self._process.stdout
+
+    def close(self) -> None:
+        """No process is left, whatever it does."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(END_TIMEOUT_S)
+        self._out.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        STARTED.remove(self)
 
 
-def _be_a_new_process(out: int, fds: Sequence[int], env: Mapping[str, str]) -> None:
-    """Nothing of the test's is left: its signals, its streams, its open files."""
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+def close_all() -> None:
+    for one in list(STARTED):
+        one.close()
+
+
+def serve(address: str) -> tuple[dict[str, Any], list[int]]:
+    """Fork for everyone who asks, until stdin ends. Returns in the forked processes only: what was asked for, and open files."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    print("ready", flush=True)
+    running: dict[int, tuple[int, socket.socket]] = {}
+    events = selectors.DefaultSelector()
+    events.register(listener, selectors.EVENT_READ, "call")
+    events.register(0, selectors.EVENT_READ, "end")
+    while True:
+        for key, _ in events.select():
+            if key.data == "end":
+                for child, _link in running.values():
+                    os.kill(child, signal.SIGKILL)
+                os._exit(0)
+            elif key.data == "call":
+                link = listener.accept()[0]
+                asked, fds = receive(link)
+                child = os.fork()
+                if not child:
+                    os.setsid()
+                    return asked, fds
+                for number in fds:
+                    os.close(number)
+                handle = os.pidfd_open(child)
+                running[handle] = child, link
+                events.register(handle, selectors.EVENT_READ, "ended")
+                events.register(link, selectors.EVENT_READ, child)
+            elif key.data == "ended":
+                child, link = running.pop(key.fd)
+                events.unregister(key.fd)
+                os.close(key.fd)
+                with contextlib.suppress(KeyError):
+                    events.unregister(link)
+                with contextlib.suppress(OSError):
+                    link.sendall(os.waitpid(child, 0)[1].to_bytes(4, "little"))
+                link.close()
+            elif any(child == key.data for child, _ in running.values()):
+                assert isinstance(key.fileobj, socket.socket)
+                numbers = key.fileobj.recv(16) or bytes([signal.SIGKILL])  # nobody is there any more
+                for number in numbers:
+                    os.kill(key.data, number)
+                if signal.SIGKILL in numbers:
+                    events.unregister(key.fileobj)
+
+
+def receive(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    size, fds, _, _ = socket.recv_fds(link, 8, HIGH // 2)
+    with link.makefile("rb") as body:
+        return json.loads(body.read(int.from_bytes(size, "little"))), fds
+
+
+def become(asked: dict[str, Any], fds: list[int]) -> None:
+    """Take over files, variables and folder of the caller, and nothing else's."""
+    kept = [fcntl_dup(number) for number in fds]
+    os.closerange(0, HIGH)
+    for number, target in zip(kept, asked["fds"], strict=True):
+        os.dup2(number, target)
+    os.closerange(HIGH, HIGH + len(kept))
+    os.chdir(asked["cwd"])
     os.environ.clear()
-    os.environ.update(env)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    first = 3
-    for kept in sorted(fds):
-        os.closerange(first, kept)
-        first = kept + 1
-    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+    os.environ.update(asked["env"])
+    for number, (name, mode) in enumerate(STREAMS.items()):
+        opened = stream(number, mode)
+        setattr(sys, name, opened)
+        setattr(sys, f"__{name}__", opened)
 
 
-def fork_ranks(patch: pytest.MonkeyPatch | None = None) -> None:
-    """From now on ranks are forked. Without `patch`, for the rest of this process."""
-    if patch is None:
-        program.start = fork  # type: ignore[attr-defined]
-    else:
-        patch.setattr(program, "start", fork)
+def fcntl_dup(number: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(number, fcntl.F_DUPFD, HIGH)
 
 
-def on_rank(number: int, act: Callable[[], Any], rank_of: Callable[[], int | None] | None = None) -> Callable[[], Any]:
-    """`act`, but only in the process of that rank."""
-
-    def acting() -> Any:
-        if (rank_of or this_rank)() == number:
-            return act()
+def stream(number: int, mode: str) -> io.TextIOWrapper | None:
+    """As the interpreter opens its own: None where there is no file."""
+    try:
+        os.fstat(number)
+    except OSError:
         return None
+    raw = open(number, f"{mode}b", closefd=False)  # noqa: SIM115 - it lives as long as the process
+    errors = "backslashreplace" if number == 2 else "strict"
+    return io.TextIOWrapper(raw, errors=errors, line_buffering=number == 2 or raw.isatty())
 
-    return acting
+
+def execute(arguments: list[str]) -> None:
+    """`-m MODULE ARGUMENT...` or `-c CODE ARGUMENT...`, as the main program; options before that are an interpreter's."""
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:0] = [os.getcwd(), *path]
+    kind, what, *rest = dropwhile(lambda argument: argument not in ("-m", "-c"), arguments)
+    if kind == "-m":
+        sys.argv = ["-m", *rest]
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = ["-c", *rest]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(what, main.__dict__)
 
 
-def this_rank() -> int | None:
-    """The number of the rank that this process is; None in the driver."""
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else None
+if __name__ == "__main__":
+    sys.path.pop(0)  # this file's folder
+    multiprocessing.spawn.set_executable(sys.argv[2])  # what is spawned from here is warm, too
+    for module in sys.argv[3:]:
+        with contextlib.suppress(ModuleNotFoundError):  # of another version: it only takes longer
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    asked, fds = serve(sys.argv[1])
+    become(asked, fds)
+    execute(asked["arguments"])

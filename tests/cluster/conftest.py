@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests import running
-from tests.forking import fork_ranks
+from tests.forked_ranks import fork_ranks
 from tests.running import letters
 
 USUAL: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.forking import this_rank
+from tests.forked_ranks import this_rank
 from trimtab.cluster import ranks
 from trimtab.cluster.ranks import RankLost
 from trimtab.run import restarts

@@ -13,7 +13,7 @@ from record.format1 import write_as_format_1
 from safetensors.torch import load_file
 from tiny import tiny_model
 
-from tests.forking import fork_ranks
+from tests.forked_ranks import fork_ranks
 from tests.running import letters
 from trimtab.config.load import config_from_dict
 from trimtab.model.load import save_model

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.forking import fork_ranks, this_rank
+from tests.forked_ranks import fork_ranks, this_rank
 from tests.invariants.killing import append, attempt, die, end, leaked, watch_phases
 
 Victim = int | None

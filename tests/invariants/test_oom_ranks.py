@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import running
-from tests.forking import fork_ranks, this_rank
+from tests.forked_ranks import fork_ranks, this_rank
 from tests.running import letters
 from trimtab.model.policy import Policy
 from trimtab.record.host_copy import HostCopy

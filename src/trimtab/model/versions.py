@@ -69,3 +69,8 @@ def reduce_flat(own: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
     """This rank's part of the sum; torch 2.13 has another name for it."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce(own, whole, group=group)
+
+
+def abort_process_group() -> None:
+    """End all collectives that are under way, from another thread; torch has no public name for it."""
+    dist.distributed_c10d._abort_process_group()

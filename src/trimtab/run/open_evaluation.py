@@ -81,7 +81,9 @@ def open_evaluation(
         scorer.models.load(policy.device, policy.dtype)
     lengths = Lengths(held_out.longest, held_out.longest, len(held_out.prompts))
     job = evaluation_job_of(config, evaluated_models(config, policy), lengths)
-    plan = plan_here(config.run, job, machine_here(device))
+    # A run's own config may ask for several devices; an evaluation has one.
+    alone = config.run.with_values({"devices": "auto", "shard": "auto", "shard_devices": "auto"})
+    plan = plan_here(alone, job, machine_here(device))
     torch.set_num_threads(plan.run.threads)
     console.waiting(f"starting the {plan.run.engine} engine")
     # What an engine survives is not told: there is no run that it belongs to.

@@ -8,28 +8,28 @@ driver, so all ranks do the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trimtab.cluster.mesh import Mesh, join
+from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
-from trimtab.model.memory import Shortage, attempt, free
+from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.record.behind import WriteBehind
 from trimtab.record.host_copy import HostCopy
-from trimtab.record.part import Part, PartWritten, write_part
-from trimtab.record.saving import capture_part
+from trimtab.record.part import Part, PartWritten, copy_part, write_part
+from trimtab.record.saving import refuse_diverged
 from trimtab.rollout.engine import Engine, Request, RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
@@ -101,9 +101,9 @@ class Rank:
         torch.set_num_threads(plan.run.threads)
         self._stack = ExitStack()
         self._stack.enter_context(memory_limit(ready.config.run, device))
-        join(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
-        shards = 1 if plan.run.shard == "none" else plan.run.shard_devices
-        self._mesh = Mesh(setup.rank, setup.ranks, shards, device)
+        meeting = Meeting(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
+        self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
+        self._reduces_early = plan.run.shard == "gradients"
         self._build(setup, device)
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
@@ -113,6 +113,7 @@ class Rank:
         self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
         self._behind = WriteBehind()
         self._captured: Part | None = None
+        self._is_copy = False
         self._written: PartWritten | None = None
         policy, reference = load_within(
             asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
@@ -153,7 +154,26 @@ class Rank:
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
         self._active = self._updaters[model]
-        return self._active.accumulate_share(share, kl_coef).on_host()
+        with self._freeing_others():
+            return self._active.accumulate_share(share, kl_coef).on_host()
+
+    @contextmanager
+    def _freeing_others(self) -> Iterator[None]:
+        """Where micro-batches have collectives in them, a rank that fails frees those that wait for it, which then say that they
+        were freed."""
+        try:
+            yield
+        except Exception as error:
+            if not self._reduces_early:
+                raise
+            freed = not is_out_of_memory(error) and self._mesh.was_aborted
+            self._mesh.abort()
+            if freed:
+                raise GroupBroken from error
+            raise
+
+    def rejoin(self) -> None:
+        self._mesh.rejoin()
 
     def prepare(self, model: Trained) -> None:
         self._updaters[model].prepare()
@@ -227,8 +247,14 @@ class Rank:
 
     def capture(self, run_dir: Path, step: int) -> bool:
         """Fix what this rank has of a checkpoint as it is now. True: it is a copy, and training may go on."""
-        self._captured = capture_part(self._part(), self._copy, run_dir, step)
-        return self._captured.is_copy
+        part = self._part()
+        refuse_diverged(part, run_dir, step)
+        self._is_copy = self._copy is not None and self._copy.reserve(part.nbytes)
+        if self._is_copy:
+            assert self._copy is not None
+            part = copy_part(part, self._copy)
+        self._captured = part
+        return self._is_copy
 
     def begin_write(self, folder: Path) -> None:
         """Write what was captured into a folder, in a thread where that reads a copy."""
@@ -240,7 +266,7 @@ class Rank:
             self._written = write_part(folder, part)
 
         self._behind.start(write)
-        if not part.is_copy and self._policy.device.type == "cuda":
+        if not self._is_copy and self._policy.device.type == "cuda":
             self._behind.wait()
 
     def is_written(self) -> bool:
@@ -282,6 +308,7 @@ class Rank:
         return replace(self._active.progress)
 
     def _progress(self) -> Any:
+        self._mesh.leave_if_asked()
         at, stats = self._active.progress, self._engine.stats
         return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens
 
