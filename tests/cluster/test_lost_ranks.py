@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 
 from tests.forked_ranks import this_rank
+from tests.running import wait_for
+from trimtab.base.errors import ConfigError, TrainingError
 from trimtab.cluster import ranks
 from trimtab.cluster.ranks import RankLost
-from trimtab.run import restarts
+from trimtab.record.checkpoint import load_state, newest_checkpoint
+from trimtab.run import restarts, same_ranks
 from trimtab.run.rank import Rank
 
 pytestmark = pytest.mark.timeout(120)
@@ -120,3 +124,44 @@ def test_a_rank_that_cannot_start_ends_the_run_at_once(run, monkeypatch, tmp_pat
         run()
     assert time.monotonic() - started < 20
     assert not (tmp_path / "run/config.yaml").exists()
+    assert "ImportError" in (tmp_path / "run/ranks/rank-1.log").read_text(), "its log stays"
+
+
+def test_ranks_with_other_software_are_refused_by_name(run, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "trimtab.run.rank.software_here", lambda: {"torch": "2.11.0" if this_rank() == 1 else "2.13.0", "NCCL": "2.29"}
+    )
+    with pytest.raises(
+        TrainingError, match=r"different versions of torch: 2\.13\.0 on rank 0; 2\.11\.0 on rank 1\. Install"
+    ):
+        run()
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused(run, monkeypatch, tmp_path: Path) -> None:
+    refuse = same_ranks.refuse_folder_of_rank
+    monkeypatch.setattr(
+        "trimtab.run.rank.refuse_folder_of_rank",
+        lambda folder, rank: refuse(tmp_path / "elsewhere" if rank == 1 else folder, rank),
+    )
+    with pytest.raises(ConfigError, match=r"observe\.dir: rank 1 does not see .*elsewhere\. Write a folder that all"):
+        run()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stop_during_a_rollout_saves_the_last_whole_step(run, tmp_path: Path, monkeypatch) -> None:
+    """What ranks still say of the rollout that was given up is not taken for answers about the checkpoint."""
+    at_order(monkeypatch, "generate", 2, lambda: ((tmp_path / "generating").touch(), time.sleep(1)))
+
+    def stop() -> None:
+        assert wait_for((tmp_path / "generating").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(observe={"checkpoint_every": 100})
+    stopping.join()
+    newest = newest_checkpoint(tmp_path / "run")
+    assert newest is not None
+    assert newest.name == "step-1"
+    assert load_state(newest).step == 1

@@ -7,6 +7,7 @@ answers come back in their order. Where one rank is lost, all are ended: the oth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -158,12 +159,23 @@ class Ranks:
             rank.process.link.close()
         for rank in self._ranks:
             rank.process.close()
+        self._remove_empty_logs()
 
     def kill(self) -> None:
         """The same, at once: ranks may hang."""
         self.closed = True
         for rank in self._ranks:
             rank.process.close(patience_s=0.0)
+        self._remove_empty_logs()
+
+    def _remove_empty_logs(self) -> None:
+        """A run that is refused leaves nothing behind."""
+        with contextlib.suppress(OSError):
+            for log in [] if self._built else [rank.process.log for rank in self._ranks]:
+                if log.exists() and not log.stat().st_size:
+                    log.unlink()
+            if not self._built:
+                self._log_folder.rmdir()
 
     def _patience(self, method: str) -> float:
         return max(self._stall_s, DISK_STALL_S) if method in DISK_ORDERS else self._stall_s

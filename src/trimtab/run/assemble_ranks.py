@@ -29,6 +29,7 @@ from trimtab.run.assemble import BuiltRun
 from trimtab.run.build import is_automatic
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
+from trimtab.run.same_ranks import refuse_unequal_software
 from trimtab.run.shapes import shape_of, stated_models
 from trimtab.run.stage import CheckedRun, OnWait, Stage
 from trimtab.update.guard import Guard
@@ -91,6 +92,7 @@ def assemble_ranks(
     stack.callback(ranks.close)
     tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
     facts: list[RankFacts] = ranks.wait_until_built()
+    refuse_unequal_software([each.software for each in facts])
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
     engine = Fleet(ranks, facts[0].engine, [each.lowered for each in facts])

@@ -35,6 +35,7 @@ from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.machine import load_within, memory_limit
 from trimtab.run.models import load_policies, put_reference_away
+from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
 from trimtab.run.stage import CheckedRun, Stage
 from trimtab.update.shares import Share
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
@@ -70,6 +71,8 @@ class RankFacts:
     """How its rollout runs."""
     lowered: dict[str, int]
     updaters: dict[str, UpdaterFacts]
+    software: dict[str, str]
+    """Versions of what computes."""
 
 
 class HalfApplied(Exception):
@@ -95,6 +98,7 @@ class Rank:
     def __init__(self, setup: RankSetup, link: Link) -> None:
         self._link = link
         ready, plan = setup.ready, setup.plan
+        refuse_folder_of_rank(ready.folder, setup.rank)
         device = torch.device(setup.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -148,7 +152,7 @@ class Rank:
     def ready(self) -> RankFacts:
         updaters = {name: _facts(updater) for name, updater in self._updaters.items()}
         facts = policy_facts(self._policy, self._ready.tokenizer)
-        return RankFacts(facts, self._engine.description, self._engine.lowered, updaters)
+        return RankFacts(facts, self._engine.description, self._engine.lowered, updaters, software_here())
 
     # The update
 
