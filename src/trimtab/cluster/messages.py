@@ -3,7 +3,8 @@
     driver -> rank    Order: a method of what the rank has built, with its arguments
     rank -> driver    Item...: what a method that yields has so far;  then one of Done, Short, Raised.  Any time: Told, Beat
 
-A rank carries out one order at a time.
+A rank carries out one order at a time. Answers have the number of their order: one that the driver no longer waits for, because
+it was interrupted, is not taken for the answer to the next.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Order:
     method: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Item:
     """One of the values that a method yields."""
 
     value: Any
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Done:
     """What a method returned."""
 
     value: Any = None
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,14 @@ class Short:
     message: str
     facts: Any = None
     """What the rank says of where it was."""
+    order: int = 0
 
 
 @dataclass(frozen=True)
 class Broken:
     """Another rank has failed, and this one was freed from a collective. It goes on once all ranks have met again."""
+
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Raised:
     """An error that is meant for the user. The rank goes on."""
 
     error: Exception
+    order: int = 0
 
 
 @dataclass(frozen=True)

@@ -67,18 +67,18 @@ def carry_out(link: Link, target: Any, order: Order) -> Any:
         if not inspect.isgenerator(found):
             return found
         for value in found:
-            link.send(Item(value))
+            link.send(Item(value, order.number))
         return None
 
     try:
         outcome = attempt(call)
     except TrimtabError as error:
-        return Raised(error)
+        return Raised(error, order.number)
     except GroupBroken:
-        return Broken()
+        return Broken(order.number)
     if isinstance(outcome, Shortage):
-        return Short(outcome.message, target.facts_of_shortage())
-    return Done(outcome)
+        return Short(outcome.message, target.facts_of_shortage(), order.number)
+    return Done(outcome, order.number)
 
 
 def serve(descriptor: str, build: Callable[[Any, Link], Any]) -> None:

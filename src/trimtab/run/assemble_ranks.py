@@ -23,18 +23,18 @@ from trimtab.plan.governor import Governor
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import plan_devices
 from trimtab.plan.work import job_of
+from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.build import is_automatic
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
+from trimtab.run.same_ranks import refuse_unequal_software
 from trimtab.run.shapes import shape_of, stated_models
 from trimtab.run.stage import CheckedRun, OnWait, Stage
 from trimtab.update.guard import Guard
 from trimtab.update.shares import Cost
 
-RANK_LOGS = "ranks"
-"""Folder of a run that holds a log for each rank."""
 STALL_STEPS = 5
 """Work that stands still for so many predicted steps hangs."""
 _sets = itertools.count()
@@ -92,6 +92,7 @@ def assemble_ranks(
     stack.callback(ranks.close)
     tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
     facts: list[RankFacts] = ranks.wait_until_built()
+    refuse_unequal_software([each.software for each in facts])
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
     engine = Fleet(ranks, facts[0].engine, [each.lowered for each in facts])

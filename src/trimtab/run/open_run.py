@@ -53,12 +53,15 @@ def open_run(
 ) -> OpenRun:
     """Build a run. Whatever it opens is closed by `stack`, in the right order, also when a later part fails."""
     console = stack.enter_context(Console(asked.learn.steps or 1, file=console_file))
+    if inputs.lost:
+        console.warn(f"{inputs.lost}\nAll ranks start again")
     console.waiting(stage.reading_note)
     ready = stage.check(asked, inputs, stack, resume=resume)
     config, folder = ready.config, ready.folder
     steps = console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
     checkpoint, state, changed = load_or_init_state(config, ready.device, folder, ready.rows, resume, console)
+    state.rank_restarts = max(state.rank_restarts, inputs.rank_restarts)
     stage.init_state(config, state, None if checkpoint is None else changed)
     if ready.before_loading:
         console.note(ready.before_loading)

@@ -21,7 +21,7 @@ from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
-from trimtab.model.memory import free, is_out_of_memory
+from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
 from trimtab.plan.ledger import CHECKPOINT_COPY
@@ -35,6 +35,7 @@ from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.machine import load_within, memory_limit
 from trimtab.run.models import load_policies, put_reference_away
+from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
 from trimtab.run.stage import CheckedRun, Stage
 from trimtab.update.shares import Share
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
@@ -70,6 +71,12 @@ class RankFacts:
     """How its rollout runs."""
     lowered: dict[str, int]
     updaters: dict[str, UpdaterFacts]
+    software: dict[str, str]
+    """Versions of what computes."""
+
+
+class HalfApplied(Exception):
+    """Weights may be between two steps. Not the user's, nor a shortage that is survived: the rank ends."""
 
 
 class _Reports:
@@ -91,6 +98,7 @@ class Rank:
     def __init__(self, setup: RankSetup, link: Link) -> None:
         self._link = link
         ready, plan = setup.ready, setup.plan
+        refuse_folder_of_rank(ready.folder, setup.rank)
         device = torch.device(setup.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -134,7 +142,7 @@ class Rank:
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
         self._trainer = LocalTrainer(
             updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,
-            longest=0, shorter="",
+            longest=0, shorter="", report=lambda recovery: self._link.tell("memory", str(recovery)),
         )  # fmt: skip
         if setup.checkpoint is not None:
             self._trainer.load(setup.checkpoint)
@@ -144,7 +152,7 @@ class Rank:
     def ready(self) -> RankFacts:
         updaters = {name: _facts(updater) for name, updater in self._updaters.items()}
         facts = policy_facts(self._policy, self._ready.tokenizer)
-        return RankFacts(facts, self._engine.description, self._engine.lowered, updaters)
+        return RankFacts(facts, self._engine.description, self._engine.lowered, updaters, software_here())
 
     # The update
 
@@ -175,7 +183,10 @@ class Rank:
         self._updaters[model].prepare()
 
     def apply(self, model: Trained, lr: float) -> Applied:
-        return self._updaters[model].apply(lr)
+        outcome = attempt(self._updaters[model].apply, lr)
+        if isinstance(outcome, Shortage):  # others wait for this rank in a collective: it cannot go on
+            raise HalfApplied(f"the optimizer step was applied in part: {outcome.message}")
+        return outcome
 
     def score(self, model: Trained, by: Scored, share: Share, field: str) -> list[tuple[int, Any]]:
         self._active = self._updaters[model]

@@ -55,6 +55,10 @@ class GuardedTrainer:
         return sum(guard.updater.begun for guard in self._guards.values())
 
     @property
+    def lost(self) -> bool:
+        return False
+
+    @property
     def settings(self) -> PassSettings:
         updater = self.guard.updater
         return PassSettings(
