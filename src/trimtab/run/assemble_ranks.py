@@ -64,7 +64,7 @@ def assemble_ranks(
     facts: list[RankFacts] = ranks.wait_until_built()
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
-    engine = Fleet(ranks, facts[0].engine, [each.lowered for each in facts])
+    engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
     trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from trimtab.cluster.feed import DriverFeed
 from trimtab.cluster.mesh import Mesh, join
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
@@ -31,6 +32,7 @@ from trimtab.record.host_copy import HostCopy
 from trimtab.record.part import Part, PartWritten, write_part
 from trimtab.record.saving import capture_part
 from trimtab.rollout.engine import Engine, Request, RolloutStats
+from trimtab.rollout.feed import Bounds, FedEngine
 from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.machine import load_within, memory_limit
@@ -138,6 +140,7 @@ class Rank:
         if setup.checkpoint is not None:
             self._trainer.load(setup.checkpoint)
         self._active = updater
+        self._feed: DriverFeed | None = None
         self._link.progress = self._progress
 
     def ready(self) -> RankFacts:
@@ -192,9 +195,14 @@ class Rank:
 
     # The rollout
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Group | RolloutStats]:
-        yield from self._engine.generate(requests)
-        yield self._engine.stats
+    def generate(self, requests: Sequence[Request], bounds: Bounds) -> Iterator[Group | RolloutStats | dict[str, int]]:
+        """What it is given, and what comes from the driver's queue (cluster/feed.py); then what that took, and what is lower."""
+        engine = cast(FedEngine, self._engine)
+        self._feed = DriverFeed(self._link, bounds, sum(request.samples for request in requests))
+        with self._feed as feed:
+            yield from engine.generate(requests, feed)
+        yield engine.stats
+        yield engine.lowered
 
     def lend(self) -> None:
         self._engine.lend()
@@ -276,7 +284,8 @@ class Rank:
 
     def _progress(self) -> Any:
         at, stats = self._active.progress, self._engine.stats
-        return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens
+        waits = 0 if self._feed is None else self._feed.waits
+        return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens, waits
 
 
 def _facts(updater: Updater) -> UpdaterFacts:
