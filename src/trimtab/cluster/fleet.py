@@ -156,11 +156,9 @@ class _Call:
 
     def _act(self, actions: Sequence[Send | Take]) -> None:
         for action in actions:
-            assert action.engine not in self._ended or self._failed or not self._queue.missing
-            if action.engine not in self._ended:
-                more = isinstance(action, Send)
-                said = More(self._cut(action.pieces)) if more else GiveBack(action.samples)  # type: ignore[union-attr]
-                self._ranks.say(action.engine, said)
+            if action.engine not in self._ended:  # or nobody waits for it any more
+                more = More(self._cut(action.pieces)) if isinstance(action, Send) else GiveBack(action.samples)
+                self._ranks.say(action.engine, more)
 
     def _end_one(self, rank: int) -> None:
         self._ended.add(rank)

@@ -63,7 +63,7 @@ class _Engine:
     """Samples that have not come, by number of the piece."""
     sent: int = 0
     """Samples so far."""
-    load: Load = Load(0, 0, 0)
+    load: Load = field(init=False)
     received: int = 0
     """Samples that had arrived when it said so."""
     asked_for: int | None = None
@@ -124,8 +124,8 @@ class RequestQueue:
     def heard(self, engine: int, received: int, load: Load) -> list[Send | Take]:
         """What an engine has to do, when it had got so many samples: what to do about it."""
         one = self._engines[engine]
-        one.received, one.load = received, load
         assert one.sent > received or not load.idle or not any(one.missing.values()), "an engine has lost samples"
+        one.received, one.load = received, load
         return self._balance()
 
     def delivered(self, engine: int, index: int, samples: int) -> None:
@@ -151,7 +151,8 @@ class RequestQueue:
         if pieces:
             self._hand(self._engines[thief], pieces)
             actions.append(Send(thief, pieces))
-        return actions + self.heard(engine, received, load)
+        one.received, one.load = received, load
+        return actions + self._balance()
 
     def _balance(self) -> list[Send | Take]:
         actions: list[Send | Take] = []
