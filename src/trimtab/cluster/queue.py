@@ -68,6 +68,8 @@ class _Engine:
     """Samples that had arrived when it said so."""
     asked_for: int | None = None
     """Who gets what it was asked to give back."""
+    keeps: bool = False
+    """It gave nothing back, and has got nothing since."""
 
     def __post_init__(self) -> None:
         self.load = Load(0, 0, self.rows)
@@ -84,6 +86,8 @@ class _Engine:
     def spares(self, idle: bool) -> int:
         """Samples to take off it for another one: half of those that it has no rows for; for an idle one half of all that it has
         not started. The last one stays, as it may just be starting."""
+        if self.keeps:
+            return 0
         without_rows = max(0, self.unstarted - self.load.free)
         return max(-(-without_rows // 2), self.unstarted // 2 if idle else 0)
 
@@ -140,6 +144,7 @@ class RequestQueue:
         one = self._engines[engine]
         thief, one.asked_for = one.asked_for, None
         assert thief is not None, "an engine gave back what it was not asked for"
+        one.keeps = not cuts
         pieces = []
         for cut in cuts:
             piece = one.pieces[cut.index]
@@ -193,3 +198,4 @@ class RequestQueue:
             engine.missing[len(engine.pieces)] = piece.samples
             engine.pieces.append(piece)
             engine.sent += piece.samples
+            engine.keeps = False

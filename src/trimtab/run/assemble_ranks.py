@@ -14,6 +14,7 @@ import torch
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.mesh import open_store
 from trimtab.cluster.ranks import Ranks
+from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.trainer import RankedTrainer
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
@@ -62,6 +63,8 @@ def assemble_ranks(
     stack.callback(ranks.close)
     tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
     facts: list[RankFacts] = ranks.wait_until_built()
+    if (models := stage.reward_models(ready)) is not None:
+        models.use([RankedClassifier(ranks, number) for number in range(len(models.paths))])
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
     engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
@@ -89,10 +92,22 @@ def _start(
     """Start a rank for each device."""
     store, count, cuda = open_store(), plan.run.devices, ready.device.type == "cuda"
     known = CheckedRun(ready.config, ready.device, ready.folder, ready.tokenizer, [], ready.lengths, ())
+    models = stage.reward_models(ready)
+    paths = () if models is None else tuple(models.paths)
     prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", "nccl" if cuda else "gloo"
     setups = [
         RankSetup(
-            rank, count, store.port, prefix, backend, f"cuda:{rank}" if cuda else "cpu", stage, known, plan, checkpoint
+            rank,
+            count,
+            store.port,
+            prefix,
+            backend,
+            f"cuda:{rank}" if cuda else "cpu",
+            stage,
+            known,
+            plan,
+            checkpoint,
+            paths,
         )
         for rank in range(count)
     ]

@@ -31,6 +31,7 @@ from trimtab.record.behind import WriteBehind
 from trimtab.record.host_copy import HostCopy
 from trimtab.record.part import Part, PartWritten, write_part
 from trimtab.record.saving import capture_part
+from trimtab.reward.models import Classifier
 from trimtab.rollout.engine import Engine, Request, RolloutStats
 from trimtab.rollout.feed import Bounds, FedEngine
 from trimtab.rollout.trajectory import Group
@@ -42,6 +43,7 @@ from trimtab.update.shares import Share
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
 from trimtab.update.trainer import LocalTrainer
 from trimtab.update.updater import Progress, Updater
+from trimtab.workers.messages import Cell
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class RankSetup:
     ready: CheckedRun
     plan: Plan
     checkpoint: Path | None
+    reward_models: tuple[str, ...] = ()
+    """Paths of the models that rewards come from."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class Rank:
         reference = put_reference_away(reference, plan.run)
         _, engine = stage.open_engine(ready, plan, policy, _Reports(self._link), None, lambda what: None)  # type: ignore[arg-type]
         self._engine: Engine = engine
+        self._classifiers = [Classifier(path, device, policy.dtype) for path in setup.reward_models]
         self._meter = MemoryMeter(device, outside=lambda: engine.non_torch_bytes)
         updater = Updater(
             policy,
@@ -218,6 +223,10 @@ class Rank:
 
     def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
         self._engine.lower(limits, least_tokens)
+
+    def score_rewards(self, number: int, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Cell]:
+        """This rank's share of what a reward model has to score."""
+        return self._classifiers[number].score(prompts, completions, self._rank, self._ranks)
 
     # Checkpoints
 
