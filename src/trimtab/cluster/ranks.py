@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.base.errors import MemoryExhausted, TrainingError
+from trimtab.base.errors import TrainingError
 from trimtab.cluster.blame import to_blame
 from trimtab.cluster.messages import Beat, Broken, Done, Failed, Item, Order, Raised, Short, Told
 from trimtab.cluster.tensors import RankProcess
@@ -117,27 +117,14 @@ class Ranks:
                 raise self._end(rank, "another rank broke off a collective, and none says why")
         return [value for value, _ in found]
 
-    def stream(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> Iterator[tuple[int, Any]]:
-        """The same for a method that yields: (rank, value) as they come; the last value of a rank is a Done. Ranks without
-        arguments are left out."""
-        busy = {rank.number: rank for rank, own in zip(self._ranks, args, strict=True) if own is not None}
-        self._order([(rank, Order(method, args[number] or ())) for number, rank in busy.items()])
-        short: ShortOnRank | None = None
-        while busy:
-            for rank, message in self._hear(list(busy.values()), self._patience(method)):
-                if isinstance(message, Item):
-                    yield rank.number, message.value
-                    continue
-                del busy[rank.number]
-                if isinstance(message, Short):
-                    short = short or ShortOnRank(rank.number, message)
-                elif isinstance(message, Raised):
-                    self._drain(busy)
-                    raise message.error
-                else:
-                    yield rank.number, message
-        if short is not None:
-            raise MemoryExhausted(f"the rollout ran out of memory on {short}")
+    def begin(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> None:
+        """An order for some ranks, by number, whose messages are then heard one by one."""
+        self._order([(self._ranks[number], Order(method, own)) for number, own in args.items()])
+
+    def hear(self, numbers: Collection[int]) -> Iterator[tuple[int, Any]]:
+        """Messages of ranks that are carrying out an order, after a wait for the first: Items, then Done, Short or Raised."""
+        for rank, message in self._hear([self._ranks[number] for number in numbers], self._stall_s):
+            yield rank.number, message
 
     def call_one(self, number: int, method: str, *args: Any) -> Any:
         """An order for one rank alone; it must need no other."""
@@ -234,12 +221,6 @@ class Ranks:
             self.kill()
             waiting.clear()
             raise error
-
-    def _drain(self, busy: dict[int, _Rank]) -> None:
-        while busy:
-            for rank, message in self._hear(list(busy.values()), self._stall_s):
-                if not isinstance(message, Item):
-                    del busy[rank.number]
 
     def _hear(self, ranks: list[_Rank], stall_s: float) -> Iterator[tuple[_Rank, Any]]:
         """Messages of these ranks, after a wait for the first; what they say on their own is passed on."""

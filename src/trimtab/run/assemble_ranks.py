@@ -14,6 +14,7 @@ import torch
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.mesh import open_store
 from trimtab.cluster.ranks import Ranks
+from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.trainer import RankedTrainer
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
@@ -93,9 +94,11 @@ def assemble_ranks(
     tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
     facts: list[RankFacts] = ranks.wait_until_built()
     refuse_unequal_software([each.software for each in facts])
+    if (models := stage.reward_models(ready)) is not None:
+        models.use([RankedClassifier(ranks, number) for number in range(len(models.paths))])
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
-    engine = Fleet(ranks, facts[0].engine, [each.lowered for each in facts])
+    engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
     trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
@@ -109,9 +112,11 @@ def _start(
     """Start a rank for each device."""
     store, plan, count = open_store(), planned.plan, len(planned.devices)
     known = CheckedRun(ready.config, ready.device, ready.folder, ready.tokenizer, [], ready.lengths, ())
+    models = stage.reward_models(ready)
+    paths = () if models is None else tuple(models.paths)
     prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", planned.backend
     setups = [
-        RankSetup(rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint)
+        RankSetup(rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths)
         for rank, device in enumerate(planned.devices)
     ]
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(plan.run.threads)}

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from trimtab.cluster.feed import DriverFeed
 from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
@@ -30,7 +31,9 @@ from trimtab.record.behind import WriteBehind
 from trimtab.record.host_copy import HostCopy
 from trimtab.record.part import Part, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
+from trimtab.reward.models import Classifier
 from trimtab.rollout.engine import Engine, Request, RolloutStats
+from trimtab.rollout.feed import Bounds, FedEngine
 from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.machine import load_within, memory_limit
@@ -41,6 +44,7 @@ from trimtab.update.shares import Share
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
 from trimtab.update.trainer import LocalTrainer
 from trimtab.update.updater import Progress, Updater
+from trimtab.workers.messages import Cell
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class RankSetup:
     ready: CheckedRun
     plan: Plan
     checkpoint: Path | None
+    reward_models: tuple[str, ...] = ()
+    """Paths of the models that rewards come from."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ class Rank:
         reference = put_reference_away(reference, plan.run)
         _, engine = stage.open_engine(ready, plan, policy, _Reports(self._link), None, lambda what: None)  # type: ignore[arg-type]
         self._engine: Engine = engine
+        self._classifiers = [Classifier(path, device, policy.dtype) for path in setup.reward_models]
         self._meter = MemoryMeter(device, outside=lambda: engine.non_torch_bytes)
         updater = Updater(
             policy,
@@ -147,6 +154,7 @@ class Rank:
         if setup.checkpoint is not None:
             self._trainer.load(setup.checkpoint)
         self._active = updater
+        self._feed: DriverFeed | None = None
         self._link.progress = self._progress
 
     def ready(self) -> RankFacts:
@@ -223,9 +231,14 @@ class Rank:
 
     # The rollout
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Group | RolloutStats]:
-        yield from self._engine.generate(requests)
-        yield self._engine.stats
+    def generate(self, requests: Sequence[Request], bounds: Bounds) -> Iterator[Group | RolloutStats | dict[str, int]]:
+        """What it is given, and what comes from the driver's queue (cluster/feed.py); then what that took, and what is lower."""
+        engine = cast(FedEngine, self._engine)
+        self._feed = DriverFeed(self._link, bounds, sum(request.samples for request in requests))
+        with self._feed as feed:
+            yield from engine.generate(requests, feed)
+        yield engine.stats
+        yield engine.lowered
 
     def lend(self) -> None:
         self._engine.lend()
@@ -241,6 +254,10 @@ class Rank:
 
     def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
         self._engine.lower(limits, least_tokens)
+
+    def score_rewards(self, number: int, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Cell]:
+        """This rank's share of what a reward model has to score."""
+        return self._classifiers[number].score(prompts, completions, self._rank, self._ranks)
 
     # Checkpoints
 
@@ -314,7 +331,8 @@ class Rank:
     def _progress(self) -> Any:
         self._mesh.leave_if_asked()
         at, stats = self._active.progress, self._engine.stats
-        return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens
+        waits = 0 if self._feed is None else self._feed.waits
+        return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens, waits
 
 
 def _facts(updater: Updater) -> UpdaterFacts:
