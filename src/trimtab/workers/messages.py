@@ -102,6 +102,9 @@ class Channel:
     def dumps(self, message: Any) -> bytes:
         return pickle.dumps(message)
 
+    def loads(self, data: bytes) -> Any:
+        return pickle.loads(data)
+
     def send(self, message: Any, timeout_s: float | None = None) -> None:
         """A TimeoutError where nothing of it is read for so long. The socket stays as it is: another thread may be receiving."""
         data = self.dumps(message)
@@ -121,7 +124,7 @@ class Channel:
 
     def receive(self) -> Any:
         """The next message, waited for; EOFError at the end of the stream."""
-        return pickle.loads(receive(self._end))
+        return self.loads(receive(self._end))
 
     def close(self) -> None:
         self._end.close()
