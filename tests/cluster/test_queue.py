@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.cluster.queue import Piece, RequestQueue, Send, Take
-from trimtab.rollout.feed import Cut, Load
+from trimtab.cluster.queue import QueuedPiece, RequestQueue, Send, Take
+from trimtab.rollout.feed import CutRequest, Load
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Engine:
     """What an engine does, without tokens: starts samples in order as rows allow, gives back the last that it has not started."""
 
     rows: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[QueuedPiece] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
     received: int = 0
@@ -32,7 +32,7 @@ class Engine:
         running = sum(self.started) - sum(self.drawn)
         return Load(unstarted, running, self.rows - running)
 
-    def add(self, pieces: list[Piece]) -> None:
+    def add(self, pieces: list[QueuedPiece]) -> None:
         self.pieces += pieces
         self.started += [0] * len(pieces)
         self.drawn += [0] * len(pieces)
@@ -42,14 +42,14 @@ class Engine:
         for number, piece in enumerate(self.pieces):
             self.started[number] += min(self.load.free, piece.samples - self.started[number])
 
-    def give_back(self, samples: int) -> list[Cut]:
+    def give_back(self, samples: int) -> list[CutRequest]:
         cuts = []
         for number in reversed(range(len(self.pieces))):
             piece = self.pieces[number]
             taken = min(samples, piece.samples - self.started[number])
             if taken:
                 self.pieces[number] = piece.cut(piece.samples - taken)[0]
-                cuts.append(Cut(number, taken))
+                cuts.append(CutRequest(number, taken))
                 samples -= taken
         return cuts
 
@@ -108,7 +108,7 @@ class Simulation:
     def deliver(self) -> None:
         number, message = self.outbox.popleft()
         match message:
-            case (int(index), Piece() as piece):
+            case (int(index), QueuedPiece() as piece):
                 assert self.queue.piece(number, index) == piece
                 self.queue.delivered(number, index, piece.samples)
                 self.drawn += [(piece.request, piece.first + i) for i in range(piece.samples)]
@@ -148,15 +148,15 @@ def test_every_engine_begins_with_something_and_none_with_more_than_it_holds(
 
 def test_what_can_run_at_once_is_shared_out_evenly_and_groups_are_cut_for_it() -> None:
     shares = RequestQueue([16, 16, 16], [32, 32]).first_shares()
-    assert shares == [[Piece(0, 0, 16), Piece(1, 0, 8)], [Piece(1, 8, 8), Piece(2, 0, 16)]]
+    assert shares == [[QueuedPiece(0, 0, 16), QueuedPiece(1, 0, 8)], [QueuedPiece(1, 8, 8), QueuedPiece(2, 0, 16)]]
 
 
 def test_an_engine_that_runs_low_gets_the_next_group_and_the_others_nothing() -> None:
     queue = RequestQueue([8] * 6, [8, 8])
     assert [len(share) for share in queue.first_shares()] == [1, 1]
-    assert queue.heard(0, 8, Load(0, 8, 0)) == [Send(0, [Piece(2, 0, 8)])]
+    assert queue.heard(0, 8, Load(0, 8, 0)) == [Send(0, [QueuedPiece(2, 0, 8)])]
     assert queue.heard(0, 8, Load(0, 7, 1)) == []  # the group is on its way
-    assert queue.heard(1, 8, Load(0, 8, 0)) == [Send(1, [Piece(3, 0, 8)])]
+    assert queue.heard(1, 8, Load(0, 8, 0)) == [Send(1, [QueuedPiece(3, 0, 8)])]
 
 
 def test_an_idle_engine_takes_half_of_what_the_fullest_has_not_started() -> None:

@@ -18,7 +18,7 @@ from tests.running import left, wait_for
 from trimtab.base.errors import DataError
 from trimtab.cluster import ranks as module
 from trimtab.cluster.mesh import open_store
-from trimtab.cluster.messages import Done
+from trimtab.cluster.messages import Answer
 from trimtab.cluster.ranks import RankLost, Ranks, ShortOnRank
 
 pytestmark = pytest.mark.timeout(60)
@@ -78,9 +78,9 @@ def test_answers_come_in_the_order_of_ranks(four) -> None:
 def test_values_are_yielded_as_they_come_by_those_that_have_work(four) -> None:
     ranks, said = four
     found = list(ranks.stream("count", [([1, 2],), None, ([],), ([5],)]))
-    values = {rank: [v for at, v in found if at == rank and not isinstance(v, Done)] for rank in range(4)}
+    values = {rank: [v for at, v in found if at == rank and not isinstance(v, Answer)] for rank in range(4)}
     assert values == {0: [1, 2], 1: [], 2: [], 3: [5]}
-    assert [at for at, value in found if isinstance(value, Done)].count(0) == 1
+    assert [at for at, value in found if isinstance(value, Answer)].count(0) == 1
     assert sorted(said) == ["rank 0 counts", "rank 2 counts", "rank 3 counts"]
 
 

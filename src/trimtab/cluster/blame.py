@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from trimtab.cluster.messages import Failed
+from trimtab.cluster.messages import RankFailed
 from trimtab.workers.program import ProcessLost, ProgramProcess, wait_for
 
 BLAME_S = 2.0
@@ -33,7 +33,7 @@ def _end_of(process: ProgramProcess) -> str | None:
     """Why a process has ended; None where it has not."""
     try:
         while (message := process.take()) is not None:
-            if isinstance(message, Failed):
+            if isinstance(message, RankFailed):
                 return message.text
     except ProcessLost as lost:
         return str(lost)

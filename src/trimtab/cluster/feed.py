@@ -20,7 +20,7 @@ from typing import Any
 from trimtab.cluster.messages import Item
 from trimtab.cluster.serve import Link
 from trimtab.rollout.engine import Request
-from trimtab.rollout.feed import Bounds, Cut, Load, News
+from trimtab.rollout.feed import Bounds, CutRequest, Load, News
 
 POLL_S = 0.5
 """How often a rank that waits for work counts that it is alive."""
@@ -50,7 +50,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Returned:
-    cuts: list[Cut]
+    cuts: list[CutRequest]
     received: int
     load: Load
 
@@ -106,7 +106,7 @@ class DriverFeed:
             requests += message.requests
             self._received += sum(request.samples for request in message.requests)
 
-    def returned(self, cuts: Sequence[Cut], load: Load) -> None:
+    def returned(self, cuts: Sequence[CutRequest], load: Load) -> None:
         self._reported = Report(self._received, load)
         self._link.send(Item(Returned(list(cuts), self._received, load)))
 

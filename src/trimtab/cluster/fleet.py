@@ -13,7 +13,7 @@ from dataclasses import replace
 from trimtab.base.errors import EngineError, MemoryExhausted
 from trimtab.cluster.feed import End, GiveBack, Leaving, More, Report, Returned
 from trimtab.cluster.messages import Item, Raised, Short
-from trimtab.cluster.queue import Piece, RequestQueue, Send, Take
+from trimtab.cluster.queue import QueuedPiece, RequestQueue, Send, Take
 from trimtab.cluster.ranks import Ranks, ShortOnRank
 from trimtab.rollout.engine import Request, RolloutStats, refuse_while
 from trimtab.rollout.feed import Bounds
@@ -164,7 +164,7 @@ class _Call:
         self._ended.add(rank)
         self._ranks.say(rank, End())
 
-    def _cut(self, pieces: Sequence[Piece]) -> list[Request]:
+    def _cut(self, pieces: Sequence[QueuedPiece]) -> list[Request]:
         """Requests for these samples alone: they have the random numbers that they have in the whole request."""
         found = []
         for piece in pieces:

@@ -1,7 +1,7 @@
 """What the driver and a rank say to each other: pickles over the channel of workers/messages.py.
 
     driver -> rank    Order: a method of what the rank has built, with its arguments
-    rank -> driver    Item...: what a method that yields has so far;  then one of Done, Short, Raised.  Any time: Told, Beat
+    rank -> driver    Item...: what a method that yields has so far;  then Answer, Short or Raised.  Any time: Told, Heartbeat
 
 A rank carries out one order at a time. Answers have the number of their order: one that the driver no longer waits for, because
 it was interrupted, is not taken for the answer to the next.
@@ -32,7 +32,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Done:
+class Answer:
     """What a method returned."""
 
     value: Any = None
@@ -65,7 +65,7 @@ class Raised:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RankFailed:
     """The last message of a rank that cannot go on."""
 
     text: str
@@ -80,7 +80,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """The rank is alive; `progress` changes as long as its work goes on."""
 
     progress: Any

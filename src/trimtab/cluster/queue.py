@@ -4,7 +4,7 @@ Every engine begins with about what it can run at once; the rest waits here, and
 nothing waits any more and an engine has rows free, it gets half of what the fullest cannot start. Nothing that runs is moved.
 
     queue --Send--> engine --Load--> queue      an engine that runs low is sent the next group
-    queue --Take--> fullest --Cut--> queue --Send--> one with room
+    queue --Take--> fullest --CutRequest--> queue --Send--> one with room
 
 Guarantees, checked by property tests: every sample is drawn exactly once, whatever the engines' speeds and sizes; as long as
 samples are missing, some engine has one of them or one is on its way; an engine is asked to give back only what it holds, and by
@@ -17,14 +17,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trimtab.rollout.feed import Cut, Load
+from trimtab.rollout.feed import CutRequest, Load
 
 SHARE_HELD_AHEAD = 1 / 8
 """Of an engine's rows: so many samples lie ready beside those that run, so that no row waits for the driver."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class QueuedPiece:
     """Some of a request's samples, side by side."""
 
     request: int
@@ -32,10 +32,10 @@ class Piece:
     """Place of the first among the request's."""
     samples: int
 
-    def cut(self, samples: int) -> tuple[Piece, Piece]:
+    def cut(self, samples: int) -> tuple[QueuedPiece, QueuedPiece]:
         """The first so many, and the rest."""
-        rest = Piece(self.request, self.first + samples, self.samples - samples)
-        return Piece(self.request, self.first, samples), rest
+        rest = QueuedPiece(self.request, self.first + samples, self.samples - samples)
+        return QueuedPiece(self.request, self.first, samples), rest
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Send:
     """Give an engine more."""
 
     engine: int
-    pieces: list[Piece]
+    pieces: list[QueuedPiece]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Take:
 @dataclass(eq=False)
 class _Engine:
     rows: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[QueuedPiece] = field(default_factory=list)
     """In the order they were sent."""
     missing: dict[int, int] = field(default_factory=dict)
     """Samples that have not come, by number of the piece."""
@@ -97,12 +97,12 @@ class RequestQueue:
 
     def __init__(self, samples: Sequence[int], rows: Sequence[int]) -> None:
         """`samples` of each request; `rows`: how many each engine runs at a time."""
-        self._waiting = deque(Piece(request, 0, count) for request, count in enumerate(samples))
+        self._waiting = deque(QueuedPiece(request, 0, count) for request, count in enumerate(samples))
         self._engines = [_Engine(count) for count in rows]
         self.missing = sum(samples)
         """Samples that no engine has delivered."""
 
-    def first_shares(self) -> list[list[Piece]]:
+    def first_shares(self) -> list[list[QueuedPiece]]:
         """What each engine begins with; none has nothing, unless there are fewer samples than engines. Where all samples can
         run at once they are shared out evenly, and groups are cut for that; else whole groups, as far as they go."""
         total, rows = self.missing, sum(engine.rows for engine in self._engines)
@@ -121,7 +121,7 @@ class RequestQueue:
                 taken += self._give(engine, budget - taken).samples
         return [list(engine.pieces) for engine in self._engines]
 
-    def piece(self, engine: int, index: int) -> Piece:
+    def piece(self, engine: int, index: int) -> QueuedPiece:
         """What an engine knows by a number, as it was sent."""
         return self._engines[engine].pieces[index]
 
@@ -139,7 +139,7 @@ class RequestQueue:
         one.missing[index] = 0
         self.missing -= samples
 
-    def returned(self, engine: int, cuts: Sequence[Cut], received: int, load: Load) -> list[Send | Take]:
+    def returned(self, engine: int, cuts: Sequence[CutRequest], received: int, load: Load) -> list[Send | Take]:
         """What an engine gave back when it was asked to: what to do with it."""
         one = self._engines[engine]
         thief, one.asked_for = one.asked_for, None
@@ -184,7 +184,7 @@ class RequestQueue:
                 actions.append(Take(self._engines.index(fullest), samples))
         return actions
 
-    def _give(self, engine: _Engine, most: int) -> Piece:
+    def _give(self, engine: _Engine, most: int) -> QueuedPiece:
         """The next of what waits, cut to at most so many samples."""
         piece = self._waiting.popleft()
         if piece.samples > most:
@@ -193,7 +193,7 @@ class RequestQueue:
         self._hand(engine, [piece])
         return piece
 
-    def _hand(self, engine: _Engine, pieces: Sequence[Piece]) -> None:
+    def _hand(self, engine: _Engine, pieces: Sequence[QueuedPiece]) -> None:
         for piece in pieces:
             engine.missing[len(engine.pieces)] = piece.samples
             engine.pieces.append(piece)

@@ -17,7 +17,7 @@ from typing import Any
 
 from trimtab.base.errors import TrainingError
 from trimtab.cluster.blame import to_blame
-from trimtab.cluster.messages import Beat, Broken, Done, Failed, Item, Order, Raised, Short, Told
+from trimtab.cluster.messages import Answer, Broken, Heartbeat, Item, Order, Raised, RankFailed, Short, Told
 from trimtab.cluster.tensors import RankProcess
 from trimtab.workers.process import package_environment
 from trimtab.workers.program import ProcessLost, wait_for
@@ -122,7 +122,7 @@ class Ranks:
         self._order([(self._ranks[number], Order(method, own)) for number, own in args.items()])
 
     def hear(self, numbers: Collection[int]) -> Iterator[tuple[int, Any]]:
-        """Messages of ranks that are carrying out an order, after a wait for the first: Items, then Done, Short or Raised."""
+        """Messages of ranks that are carrying out an order, after a wait for the first: Items, then Answer, Short or Raised."""
         for rank, message in self._hear([self._ranks[number] for number in numbers], self._stall_s):
             yield rank.number, message
 
@@ -200,7 +200,7 @@ class Ranks:
                 elif isinstance(message, Broken):
                     found[rank.number] = (message, None)
                 else:
-                    assert isinstance(message, Done)
+                    assert isinstance(message, Answer)
                     found[rank.number] = (message.value, None)
                 if error is not None and waiting:
                     self._wait_briefly_for(waiting, error)
@@ -233,11 +233,11 @@ class Ranks:
                     raise self._lost(rank, str(lost)) from lost
                 if message is None:
                     break
-                if isinstance(message, Failed):
+                if isinstance(message, RankFailed):
                     raise self._lost(rank, message.text)
                 if isinstance(message, Told):
                     self._tell(message.kind, message.text)
-                elif isinstance(message, Beat):
+                elif isinstance(message, Heartbeat):
                     if message.progress != rank.progress:
                         rank.progress, rank.moved = message.progress, time.monotonic()
                 elif message.order == rank.order:

@@ -19,11 +19,11 @@ from trimtab.workers.program import ProgramProcess
 
 
 def slot(number: int) -> torch.Tensor:
-    """Stands for a tensor in a pickle; `_Unpickler` puts the tensor there."""
+    """Stands for a tensor in a pickle; `_TensorUnpickler` puts the tensor there."""
     raise AssertionError(f"tensor {number} is read by its channel only")
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Pickles a message without its tensors, which it keeps."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
@@ -37,7 +37,7 @@ class _Pickler(pickle.Pickler):
         return slot, (len(self.tensors) - 1,)
 
 
-class _Unpickler(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
         self._tensors = tensors
@@ -53,7 +53,7 @@ class TensorChannel(Channel):
 
     def dumps(self, message: Any) -> bytes:
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer)
+        pickler = _TensorPickler(buffer)
         pickler.dump(message)
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in pickler.tensors:
@@ -64,7 +64,7 @@ class TensorChannel(Channel):
 
     def loads(self, data: bytes) -> Any:
         body, arrays, shapes = pickle.loads(data)
-        return _Unpickler(body, _tensors(arrays, shapes)).load()
+        return _TensorUnpickler(body, _tensors(arrays, shapes)).load()
 
 
 def _tensors(

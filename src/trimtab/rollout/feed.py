@@ -50,7 +50,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutRequest:
     """The last `samples` of a request, which are drawn elsewhere."""
 
     index: int
@@ -79,7 +79,7 @@ class Feed(Protocol):
         """What is new. Waits for it where the engine is idle."""
         ...
 
-    def returned(self, cuts: Sequence[Cut], load: Load) -> None:
+    def returned(self, cuts: Sequence[CutRequest], load: Load) -> None:
         """The answer to each `give_back`: what is not going to be drawn here."""
         ...
 

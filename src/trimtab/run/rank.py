@@ -29,7 +29,7 @@ from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.record.behind import WriteBehind
 from trimtab.record.host_copy import HostCopy
-from trimtab.record.part import Part, PartWritten, copy_part, write_part
+from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
 from trimtab.reward.models import Classifier
 from trimtab.rollout.engine import Engine, Request, RolloutStats
@@ -122,7 +122,7 @@ class Rank:
         self._ready, self._rank, self._ranks = ready, setup.rank, setup.ranks
         self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
         self._behind = WriteBehind()
-        self._captured: Part | None = None
+        self._captured: CheckpointPart | None = None
         self._is_copy = False
         self._written: PartWritten | None = None
         policy, reference = load_within(
@@ -302,7 +302,7 @@ class Rank:
         assert self._written is not None
         return self._written
 
-    def _part(self) -> Part:
+    def _part(self) -> CheckpointPart:
         return self._trainer.part_of_rank(self._rank, self._ranks)
 
     # The rest

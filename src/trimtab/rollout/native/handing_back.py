@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trimtab.rollout.feed import Cut, Load
+from trimtab.rollout.feed import CutRequest, Load
 from trimtab.rollout.native.scheduler import PromptGroup, Scheduler
 
 
@@ -22,7 +22,7 @@ def load_of(work: Scheduler, pending: bool = False) -> Load:
     return Load(unstarted, running, free)
 
 
-def hand_back(work: Scheduler, samples: int) -> list[Cut]:
+def hand_back(work: Scheduler, samples: int) -> list[CutRequest]:
     """Forget up to this many samples that have not been started."""
     cuts = []
     for group in list(_waiting(work)):
@@ -30,7 +30,7 @@ def hand_back(work: Scheduler, samples: int) -> list[Cut]:
         if taken:
             del group.limits[group.samples - taken :]
             samples -= taken
-            cuts.append(Cut(group.index, taken))
+            cuts.append(CutRequest(group.index, taken))
             if group.forked == group.samples:
                 _forget(work, group)
     return cuts
