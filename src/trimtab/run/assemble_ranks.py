@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.mesh import open_store
 from trimtab.cluster.ranks import Ranks
@@ -22,6 +23,7 @@ from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.governor import Governor
+from trimtab.plan.job import Machine
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import planned
 from trimtab.plan.work import job_of
@@ -78,12 +80,20 @@ def assemble_ranks(
 def plan_for_ranks(ready: CheckedRun) -> Plan:
     """The plan of a run on several devices, from the model's description alone."""
     config, asked = ready.config, ready.config.run
-    machine = replace(machine_here(ready.device), devices=asked.devices)
-    if machine.cpu:
-        machine = replace(machine, cores=max(1, machine.cores // asked.devices))
+    machine = machine_of_ranks(asked, ready.device)
     shape = shape_of(config.model.path, config.model.trust_remote_code)
     models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
     return planned(asked, job_of(config, models, ready.lengths), machine)
+
+
+def machine_of_ranks(asked: Run, device: torch.device) -> Machine:
+    """This machine with the devices that are asked for; on a CPU, ranks share its cores."""
+    assert asked.devices != "auto"
+    if asked.rollout.tensor_parallel > 1:
+        what = "several devices with an engine each, and one engine over several devices, are not supported together"
+        raise ConfigError([Problem("run.rollout.tensor_parallel run.devices", what, "Leave one of them out.")])
+    machine = replace(machine_here(device), devices=asked.devices)
+    return replace(machine, cores=max(1, machine.cores // asked.devices)) if machine.cpu else machine
 
 
 def _start(
