@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from transformers import AutoModelForSequenceClassification
 
 import trimtab
 from trimtab.base.errors import ConfigError
+from trimtab.config.schema import Config
+from trimtab.run.inputs import Inputs
+from trimtab.run.tune import run_tuning
 
 
 def double(number: int) -> int:
@@ -58,20 +62,15 @@ def test_two_ranks_score_as_one_device_with_tools_and_a_reward_model(folder: Pat
     assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names})
 
 
-def test_what_is_not_for_several_devices_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_tune_says_that_it_measures_one_device(folder: Path) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": str(folder / "model")},
+            "data": {"train": "arithmetic"},
+            "reward": [{"fn": "exact"}],
+            "learn": {"algorithm": "grpo"},
+            "run": {"device": "cpu", "devices": 2},
+        }
+    )
     with pytest.raises(ConfigError, match=r"run.devices: tune measures one device"):
-        from trimtab.config.schema import Config
-        from trimtab.run.inputs import Inputs
-        from trimtab.run.tune import run_tuning
-
-        config = Config.model_validate(
-            {
-                "model": {"path": str(folder / "model")},
-                "data": {"train": "arithmetic"},
-                "reward": [{"fn": "exact"}],
-                "learn": {"algorithm": "grpo"},
-                "run": {"device": "cpu", "devices": 2},
-            }
-        )
-        with (tmp_path / "out").open("w") as out:
-            run_tuning(config, Inputs(), out)
+        run_tuning(config, Inputs(), io.StringIO())
