@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.trainer import RankedTrainer
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
+from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.governor import Governor
+from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import plan_devices
 from trimtab.plan.work import job_of
@@ -61,14 +64,23 @@ class RankPlan:
 
 def plan_ranks(ready: CheckedRun) -> RankPlan | None:
     """The plan of a run on several devices, from the model's description alone; None where it runs on one."""
-    config, asked = ready.config, ready.config.run
-    cuda = ready.device.type == "cuda"
-    if asked.devices == 1 or (asked.devices == "auto" and not (cuda and torch.cuda.device_count() > 1)):
+    config = ready.config
+
+    def job(machine: Machine) -> Job:
+        shape = shape_of(config.model.path, config.model.trust_remote_code)
+        models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
+        return job_of(config, models, ready.lengths)
+
+    return plan_over(config.run, ready.device, job)
+
+
+def plan_over(asked: Run, device: torch.device, job: Callable[[Machine], Job]) -> RankPlan | None:
+    """The plan of a job over the devices that may be used; None where it is for one."""
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
+    if asked.devices == 1 or (asked.devices == "auto" and not several):
         return None
-    machine, chosen = machine_of_run(asked, ready.device)
-    shape = shape_of(config.model.path, config.model.trust_remote_code)
-    models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
-    plan = plan_devices(asked, job_of(config, models, ready.lengths), machine)
+    machine, chosen = machine_of_run(asked, device)
+    plan = plan_devices(asked, job(machine), machine)
     count = plan.run.devices
     if count == 1:
         return None

@@ -7,15 +7,14 @@ driver, so all ranks do the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from trimtab.cluster.feed import DriverFeed
 from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
@@ -28,23 +27,20 @@ from trimtab.plan.governor import Governor
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.record.behind import WriteBehind
+from trimtab.record.folder import ENGINE_LOGS
 from trimtab.record.host_copy import HostCopy
 from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
-from trimtab.reward.models import Classifier
-from trimtab.rollout.engine import Engine, Request, RolloutStats
-from trimtab.rollout.feed import Bounds, FedEngine
-from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.machine import load_within, memory_limit
 from trimtab.run.models import load_policies, put_reference_away
+from trimtab.run.rollout_orders import LinkReports, RolloutOrders, load_classifiers
 from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
 from trimtab.run.stage import CheckedRun, Stage
 from trimtab.update.shares import Share
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
 from trimtab.update.trainer import LocalTrainer
 from trimtab.update.updater import Progress, Updater
-from trimtab.workers.messages import Cell
 
 
 @dataclass(frozen=True)
@@ -85,20 +81,7 @@ class HalfApplied(Exception):
     """Weights may be between two steps. Not the user's, nor a shortage that is survived: the rank ends."""
 
 
-class _Reports:
-    """What an engine survives is the driver's to tell."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def of_engine(self, line: str) -> None:
-        self._link.tell("engine", line)
-
-    def restarted(self, line: str) -> None:
-        self._link.tell("restarted", line)
-
-
-class Rank:
+class Rank(RolloutOrders):
     """What the driver's orders are carried out on: each public method is one."""
 
     def __init__(self, setup: RankSetup, link: Link) -> None:
@@ -120,6 +103,7 @@ class Rank:
         stage, ready, plan, mesh = setup.stage, setup.ready, setup.plan, self._mesh
         asked = ready.config.run
         self._ready, self._rank, self._ranks = ready, setup.rank, setup.ranks
+        logs = ready.folder / ENGINE_LOGS / f"rank-{setup.rank}"
         self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
         self._behind = WriteBehind()
         self._captured: CheckpointPart | None = None
@@ -130,9 +114,8 @@ class Rank:
         )
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
-        _, engine = stage.open_engine(ready, plan, policy, _Reports(self._link), None, lambda what: None)  # type: ignore[arg-type]
-        self._engine: Engine = engine
-        self._classifiers = [Classifier(path, device, policy.dtype) for path in setup.reward_models]
+        _, engine = stage.open_engine(ready, plan, policy, LinkReports(self._link), logs, lambda what: None)  # type: ignore[arg-type]
+        self._use_engine(engine, load_classifiers(setup.reward_models, policy))
         self._meter = MemoryMeter(device, outside=lambda: engine.non_torch_bytes)
         updater = Updater(
             policy,
@@ -154,7 +137,6 @@ class Rank:
         if setup.checkpoint is not None:
             self._trainer.load(setup.checkpoint)
         self._active = updater
-        self._feed: DriverFeed | None = None
         self._link.progress = self._progress
 
     def ready(self) -> RankFacts:
@@ -229,36 +211,6 @@ class Rank:
         """Seconds and bytes of collectives since the last call."""
         return self._mesh.take()
 
-    # The rollout
-
-    def generate(self, requests: Sequence[Request], bounds: Bounds) -> Iterator[Group | RolloutStats | dict[str, int]]:
-        """What it is given, and what comes from the driver's queue (cluster/feed.py); then what that took, and what is lower."""
-        engine = cast(FedEngine, self._engine)
-        self._feed = DriverFeed(self._link, bounds, sum(request.samples for request in requests))
-        with self._feed as feed:
-            yield from engine.generate(requests, feed)
-        yield engine.stats
-        yield engine.lowered
-
-    def lend(self) -> None:
-        self._engine.lend()
-
-    def publish(self, version: int) -> None:
-        self._engine.publish(version)
-
-    def shrink(self, least_tokens: int) -> tuple[int, int] | None:
-        return self._engine.shrink(least_tokens)
-
-    def lowered(self) -> dict[str, int]:
-        return self._engine.lowered
-
-    def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
-        self._engine.lower(limits, least_tokens)
-
-    def score_rewards(self, number: int, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Cell]:
-        """This rank's share of what a reward model has to score."""
-        return self._classifiers[number].score(prompts, completions, self._rank, self._ranks)
-
     # Checkpoints
 
     def reserve_copy(self) -> None:
@@ -330,9 +282,7 @@ class Rank:
 
     def _progress(self) -> Any:
         self._mesh.leave_if_asked()
-        at, stats = self._active.progress, self._engine.stats
-        waits = 0 if self._feed is None else self._feed.waits
-        return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens, waits
+        return self._active.progress.part, self._active.progress.microbatch, *self._rollout_progress()
 
 
 def _facts(updater: Updater) -> UpdaterFacts:
