@@ -6,6 +6,7 @@ its own process is patched in its ranks: so it lets a rank run out of memory, di
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -92,6 +93,7 @@ def fork(
 
 def _be_a_new_process(out: int, fds: Sequence[int], env: Mapping[str, str]) -> None:
     """Nothing of the test's is left: its signals, its streams, its open files."""
+    gc.freeze()  # what the test has left to be collected (a store whose thread is not here) is not this process's to end
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

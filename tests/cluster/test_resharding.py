@@ -31,7 +31,7 @@ Layout = tuple[int, str]
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16 with masters, tied": {"model": {"dtype": "bfloat16"}, "tied": True},
-    "adapters": {"model": {"lora": {"rank": 2}}},
+    "adapters": {"model": {"lora": {"r": 2}}},
     "8 bits": {"model": {"dtype": "bfloat16"}, "learn": {"optimizer": {"states": "8bit"}}},
     "a critic": {"learn": {"algorithm": "ppo"}},
 }
