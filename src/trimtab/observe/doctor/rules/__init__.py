@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from trimtab.observe.doctor.rule import DoctorRule
-from trimtab.observe.doctor.rules import conversations, critic, learning, memory, objectives, policy, signal, speed
+from trimtab.observe.doctor.rules import (
+    conversations,
+    critic,
+    learning,
+    memory,
+    objectives,
+    policy,
+    ranks,
+    signal,
+    speed,
+)
 
 RULES: tuple[DoctorRule, ...] = (
     *learning.RULES,
@@ -13,5 +23,6 @@ RULES: tuple[DoctorRule, ...] = (
     *critic.RULES,
     *objectives.RULES,
     *speed.RULES,
+    *ranks.RULES,
     *memory.RULES,
 )
