@@ -34,7 +34,7 @@ from trimtab.config.learn import Learn
 from trimtab.model.folder import other_files
 from trimtab.model.weights import WeightStore
 from trimtab.record.checkpoint import RunState
-from trimtab.record.part import Part, collect
+from trimtab.record.part import CheckpointPart, collect
 from trimtab.record.saving import PendingCheckpoint
 from trimtab.record.writer import CheckpointWriter
 from trimtab.update.optimizer import MasterAdamW
@@ -66,7 +66,7 @@ class Trained:
         self.optimizer.step(1e-5)
         self.files = other_files(self.model, NoTokenizer())
 
-    def part(self) -> Part:
+    def part(self) -> CheckpointPart:
         return collect(self.model, self.optimizer, None, self.files)
 
 
