@@ -69,3 +69,12 @@ def reduce_flat(own: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
     """This rank's part of the sum; torch 2.13 has another name for it."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce(own, whole, group=group)
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """What FSDP2 gathers together for a module; torch 2.11 has at most one group."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)

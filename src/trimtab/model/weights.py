@@ -204,7 +204,7 @@ def _units(named: Mapping[str, torch.nn.Parameter], multiple: int) -> tuple[Unit
     for together in _side_by_side(named):
         parameter = named[together[0]]
         trained = any(named[member].requires_grad for member in together)
-        kind = (_unit_name(together[0], parameter), parameter.dtype, str(parameter.device), trained)
+        kind = (unit_name(together[0], parameter), parameter.dtype, str(parameter.device), trained)
         members.setdefault(kind, []).append(together)
     units: dict[str, Unit] = {}
     for (name, dtype, device, trained), groups in members.items():
@@ -214,7 +214,7 @@ def _units(named: Mapping[str, torch.nn.Parameter], multiple: int) -> tuple[Unit
     return tuple(units.values())
 
 
-def _unit_name(name: str, parameter: torch.Tensor) -> str:
+def unit_name(name: str, parameter: torch.Tensor) -> str:
     if parameter.ndim < 2:
         return VECTORS
     if ".lora_" in name:

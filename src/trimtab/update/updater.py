@@ -18,11 +18,13 @@ from trimtab.config.run import Recompute
 from trimtab.model.keep import Keep
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, Policy
+from trimtab.model.sharded import ShardedPolicy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.launching import Launching
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.optimizer import AnyLearn, MasterAdamW
 from trimtab.update.peers import ALONE, Peers
+from trimtab.update.sharded import ShardedAdamW
 from trimtab.update.shares import Share, pack_samples
 from trimtab.update.stats import Applied, UpdateStats
 
@@ -143,7 +145,7 @@ class Updater:
         self.token_budget = token_budget
         self.score_token_budget = score_token_budget
         self.logprob_chunk = logprob_chunk if objective.logits else 1
-        self.optimizer = MasterAdamW(policy.weights, learn, offload=offload_optimizer, peers=peers)
+        self.optimizer = _optimizer(policy, learn, offload_optimizer, peers)
         policy.add_gradients_to(self.optimizer.gradients)
         policy.offload_activations(offload_activations)
         self.checkpoint_activations: Recompute = False
@@ -160,6 +162,8 @@ class Updater:
     def forget_step(self) -> None:
         """Keep nothing of the step so far."""
         self.optimizer.zero_grad()
+        if isinstance(self.policy, ShardedPolicy):
+            self.policy.reset()
         if self.policy.activation_offload is not None:
             self.policy.activation_offload.clear()
 
@@ -281,7 +285,7 @@ class Updater:
 
     @property
     def trained(self) -> int:
-        return sum(p.numel() for p in self.optimizer.params)
+        return sum(p.numel() for p in self.policy.parameters())
 
     @property
     def parameters(self) -> int:
@@ -310,3 +314,9 @@ class Updater:
         self.progress.part = "backward"
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
+
+
+def _optimizer(policy: Policy, learn: AnyLearn, offload: bool, peers: Peers) -> MasterAdamW:
+    if isinstance(policy, ShardedPolicy):
+        return ShardedAdamW(policy.weights, policy.handed, learn, offload=offload, peers=peers)
+    return MasterAdamW(policy.weights, learn, offload=offload, peers=peers)
