@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.model.versions import gather_flat, reduce_flat
 
@@ -37,6 +39,12 @@ class Mesh:
         self._copies = self._group_of(copies)
         self.seconds, self.bytes = 0.0, 0
         """Spent and moved in collectives since `take`."""
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The same ranks as FSDP2 sees them: sets of parts, and copies of the set where there are several."""
+        copies = self.ranks // self.shards
+        return init_device_mesh(self._device.type, (self.shards,) if copies == 1 else (copies, self.shards))
 
     def sum(self, values: torch.Tensor) -> None:
         self._timed(values, lambda: dist.all_reduce(values))

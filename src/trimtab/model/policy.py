@@ -154,6 +154,11 @@ class Policy:
         elif self.model.is_gradient_checkpointing:
             self.model.gradient_checkpointing_disable()
 
+    @torch.no_grad()
+    def load_parameter(self, name: str, value: torch.Tensor) -> None:
+        """Make a parameter what it was."""
+        self.weights.parameters[name].copy_(value)
+
     def lay_out_weights(self) -> WeightStore:
         """Where the parameters lie; laid out anew where some were added or put elsewhere."""
         if not self.weights.is_of(self.model):

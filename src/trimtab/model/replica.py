@@ -10,7 +10,8 @@ import copy
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from trimtab.model.weights import WeightStore
 
 
 def skeleton_of(model: Any) -> Any:
@@ -37,13 +38,12 @@ def _with_parameters(model: Any, device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def fill(made: Any | None, model: Any, frozen: bool = True) -> None:
-    """Make a copy's weights the model's, rounded to the copy's type. A collective: a rank that has no copy takes part with None.
-    `frozen`: also those that are not trained."""
+def fill(made: Any | None, model: Any, weights: WeightStore, frozen: bool = True) -> None:
+    """Make a copy's weights the model's. A collective: a rank that has no copy takes part with None. `frozen`: also those that
+    are not trained."""
     named = {} if made is None else dict(made.named_parameters())
     for name, parameter in model.named_parameters():
-        if not (parameter.requires_grad or frozen):
-            continue
-        value = parameter.data.full_tensor() if isinstance(parameter.data, DTensor) else parameter.data
-        if name in named:
-            named[name].copy_(value)
+        if parameter.requires_grad or frozen:
+            value = weights.whole(parameter)
+            if name in named:
+                named[name].copy_(value)

@@ -10,7 +10,7 @@ Guarantee: parts are views of FSDP2's own memory, so what is written to them is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ class ShardStore(WeightStore):
         for name, whole in named.items():
             if isinstance(whole.data, DTensor):
                 self.sharded[name] = _sharded(name, whole, dtype, shard, shards)
+        self._by_id = {id(one.whole): one for one in self.sharded.values()}
         units = {}
         for one in self.sharded.values():
             part = one.part
@@ -62,12 +63,18 @@ class ShardStore(WeightStore):
                 unit = units[one.name] = Unit(one.name, part.dtype, (entry,), part.numel())
                 self.parameters[one.name] = part
                 self.flats[one.name] = part.data.view(-1)
-                self._places[id(part)] = self._places[id(one.whole)] = (unit, entry)
+                self._places[id(part)] = (unit, entry)
         self.units = (*self.units, *units.values())
 
     def is_sharded(self, unit: Unit) -> bool:
         """Ranks hold this unit in parts."""
         return unit.name in self.sharded
+
+    @torch.no_grad()
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A collective where ranks hold the tensor in parts: all of them ask for the same ones in the same order."""
+        one = self._by_id.get(id(tensor))
+        return tensor if one is None else one.whole.data.to(one.dtype).full_tensor()  # type: ignore[attr-defined]
 
     def put(self, unit: Unit, flat: torch.Tensor) -> None:
         assert not hasattr(self, "sharded") or not self.is_sharded(unit), "FSDP2 says where its parts lie"
@@ -96,3 +103,19 @@ def first_row(shape: Sequence[int], shard: int, shards: int) -> int:
     """The first row that a rank has of a parameter."""
     each = -(-shape[0] // shards)
     return min(shard * each, shape[0])
+
+
+@torch.no_grad()
+def whole_tensors(
+    named: Mapping[str, torch.Tensor], wanted: Collection[str], store: WeightStore | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors that are wanted, as they are. Those that ranks hold in parts are whole, on the host and in the type that passes
+    compute in (without a store, in that of their masters); then all ranks call this, each with its own wishes. Tied ones stay one
+    object."""
+    found: dict[int, torch.Tensor] = {}
+    mine = {id(named[name]) for name in wanted}
+    for value in named.values():
+        if id(value) not in found and isinstance(value.data, DTensor):
+            whole = value.data.full_tensor() if store is None else store.whole(value)
+            found[id(value)] = whole.cpu() if id(value) in mine else whole.new_empty(0)
+    return {name: found.get(id(named[name]), named[name]) for name in named if name in wanted}

@@ -36,7 +36,7 @@ from trimtab.model.gradients import Gradients
 from trimtab.model.handed import Handed
 from trimtab.model.head import Head, TokenStats
 from trimtab.model.policy import Policy
-from trimtab.model.replica import skeleton_of
+from trimtab.model.replica import empty_copy, fill, skeleton_of
 from trimtab.model.shard_store import ShardStore
 from trimtab.model.weights import ADAPTERS, VECTORS, unit_name
 
@@ -54,7 +54,7 @@ class ShardedPolicy(Policy):
     ) -> None:
         """The model may be in host memory. `mesh`: over the ranks that hold one set of parts, with copies of the set as its
         first dimension where there are several. `on_host`: parts wait in host memory."""
-        self._mesh, self._device, self._dtype = mesh, device, model.get_output_embeddings().weight.dtype
+        self.mesh, self._device, self._dtype = mesh, device, model.get_output_embeddings().weight.dtype
         self.skeleton = skeleton_of(model)
         """The model without weights, to make whole copies from (replica.py)."""
         self.units = _shard(model, mesh, device, self._dtype, on_host)
@@ -80,6 +80,20 @@ class ShardedPolicy(Policy):
     def _modules(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         found: torch.Tensor = getattr(self.model, HIDDEN)(tokens_T, positions_T, plan)
         return found
+
+    def load_parameter(self, name: str, value: torch.Tensor) -> None:
+        one = self.weights.sharded.get(name)
+        if one is None:
+            super().load_parameter(name, value)
+        elif one.part.numel():
+            rows = one.first // one.row_elements
+            one.part.data.copy_(value[rows : rows + one.part.shape[0]])
+
+    def whole_copy(self, here: bool) -> Policy | None:
+        """A policy with the whole weights in host memory, on the rank that is told to have it `here`. A collective."""
+        made = empty_copy(self.skeleton, torch.device("cpu")) if here else None
+        fill(made, self.model, self.weights)
+        return None if made is None else Policy(made, check=False)
 
     def present(self) -> AbstractContextManager[None]:
         return self._then_reshard()
@@ -120,8 +134,8 @@ class ShardedPolicy(Policy):
         super()._check_packing()
 
     def _make_store(self) -> ShardStore:
-        dimension = self._mesh.ndim - 1
-        shard, shards = self._mesh.get_local_rank(dimension), self._mesh.size(dimension)
+        dimension = self.mesh.ndim - 1
+        shard, shards = self.mesh.get_local_rank(dimension), self.mesh.size(dimension)
         return ShardStore(self.model, self._dtype, shard, shards)
 
     def _head(self) -> Head:

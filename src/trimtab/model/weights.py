@@ -136,6 +136,10 @@ class WeightStore:
     def place(self, parameter: torch.Tensor) -> tuple[Unit, UnitEntry]:
         return self._places[id(parameter)]
 
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the model, whole and in the type that passes compute in (shard_store.py)."""
+        return tensor
+
     def joined(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The weights of several parameters as one matrix (or vector), first to last; None where they do not lie side by side."""
         stretch = self.stretch(parameters)

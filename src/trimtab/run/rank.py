@@ -22,6 +22,7 @@ from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
 from trimtab.model.memory import free
+from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
 from trimtab.plan.ledger import CHECKPOINT_COPY
@@ -34,7 +35,7 @@ from trimtab.rollout.engine import Engine, Request, RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.machine import load_within, memory_limit
-from trimtab.run.models import load_policies, put_reference_away
+from trimtab.run.models import load_policies, load_sharded_policies, put_reference_away
 from trimtab.run.stage import CheckedRun, Stage
 from trimtab.update.shares import Share
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
@@ -110,9 +111,14 @@ class Rank:
         self._behind = WriteBehind()
         self._captured: Part | None = None
         self._written: PartWritten | None = None
-        policy, reference = load_within(
-            asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
-        )
+        if plan.run.shard == "full":
+            policy, reference = load_within(
+                asked, device, load_sharded_policies, ready.config, plan.run, device, setup.checkpoint, mesh.device_mesh
+            )
+        else:
+            policy, reference = load_within(
+                asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
+            )
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
         _, engine = stage.open_engine(ready, plan, policy, _Reports(self._link), None, lambda what: None)  # type: ignore[arg-type]
@@ -254,8 +260,11 @@ class Rank:
     # The rest
 
     def export(self, folder: Path, scores: Mapping[str, Any] | None) -> None:
-        """By one rank: all have the whole weights."""
-        self._trainer.export(folder, scores)
+        """All ranks are asked: where they hold the weights in parts, all are needed. One writes."""
+        writes = self._rank == 0
+        whole = self._policy.whole_copy(writes) if isinstance(self._policy, ShardedPolicy) else self._policy
+        if writes:
+            self._trainer.export(folder, scores, whole)
 
     def free(self) -> None:
         free(self._policy.device)
