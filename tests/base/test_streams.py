@@ -34,15 +34,22 @@ def here(tmp_path: Path, model_folder: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "streams", ["| head -1", "2>&1 | true", ">&-", "2>&-", "<&- >&- 2>&-", "--json 2>&- | true", "2> >(true)"]
-)
-def test_a_run_goes_on_when_nobody_reads_what_it_shows(here: Path, streams: str) -> None:
-    command = f"set -o pipefail; {sys.executable} -m trimtab train run.yaml {streams}"
+def runs_to_its_end(python: str, streams: str, here: Path) -> None:
+    command = f"set -o pipefail; {python} -m trimtab train run.yaml {streams}"
     done = subprocess.run(["bash", "-c", command], cwd=here, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (here / "run/final/model.safetensors").exists()
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("streams", ["| head -1", "2>&1 | true", ">&-", "2>&-", "--json 2>&- | true", "2> >(true)"])
+def test_a_run_goes_on_when_nobody_reads_what_it_shows(here: Path, warm_python: str, streams: str) -> None:
+    runs_to_its_end(warm_python, streams, here)
+
+
+def test_a_run_goes_on_without_any_stream(here: Path) -> None:
+    """From the interpreter's start: what is opened next has the numbers of the streams."""
+    runs_to_its_end(sys.executable, "<&- >&- 2>&-", here)
 
 
 class Closing(io.StringIO):

@@ -1,11 +1,13 @@
 """Runs a training again and again in forked children, each killed at a chosen moment: the hand that test_kill_resume.py uses.
 
-`python killing.py SPEC.json` imports torch and transformers once and forks for every attempt, before any thread exists, so an
-attempt costs a second and not ten. The answer is a JSON list of lives, one for each finished run.
+`python -m tests.invariants.killing SPEC.json` imports torch and transformers once and forks for every attempt, before any thread
+exists, so an attempt costs a second and not ten. What was imported is frozen, or every attempt would look through it for cycles.
+The answer is a JSON list of lives, one for each finished run.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -14,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +26,7 @@ from typing import Any
 import psutil
 
 MARK = "TRIMTAB_TEST_KILLING"
+"""A variable of everything that attempts start."""
 
 
 def die() -> None:
@@ -186,9 +190,12 @@ def pointed_life(points: list[str], config: dict[str, Any], log: Path) -> dict[s
 def main(spec_file: Path) -> None:
     import torch
 
+    os.environ[MARK] = uuid.uuid4().hex
     torch.set_num_threads(1)
     import trimtab.api  # noqa: F401 - imports are what forking saves
 
+    gc.collect()
+    gc.freeze()
     spec = json.loads(spec_file.read_text())
     folder = spec_file.parent
     log = folder / "log.txt"

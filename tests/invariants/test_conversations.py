@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests import running
 from tests.invariants.test_gradient_invariance import CASES, TOLERANCE, assert_same_gradient, step
+from tests.quick_rewards import seen
 from tests.rollout.conversations.worlds import Chance, Moody
 from trimtab.base.errors import RewardError
 from trimtab.record.jsonl import read_jsonl
@@ -109,17 +110,6 @@ def test_too_many_failures_stop_the_run(model_folder, tmp_path) -> None:
     with pytest.raises(RewardError, match="because environment calls failed; observe") as caught:
         train(model_folder, tmp_path / "run", Moody, observe={"max_failed_rewards": 0.01})
     assert "environment, step" in str(caught.value)
-
-
-def seen(completions: list[str], turns: list[list[dict]], environment_reward: list[float], completion_ids, **_: Any):
-    """What a function is offered."""
-    values = []
-    for text, conversation, earned, ids in zip(completions, turns, environment_reward, completion_ids, strict=True):
-        assert "".join(turn["content"] for turn in conversation).endswith(text)
-        mine = "".join(turn["content"] for turn in conversation if turn["role"] == "assistant")
-        assert len(mine) <= len(ids) <= len(mine) + len(conversation)  # one token a character, and ends of turns
-        values.append(len(mine) + earned)
-    return values
 
 
 def test_reward_functions_may_ask_for_the_turns(model_folder, tmp_path) -> None:

@@ -7,8 +7,6 @@ float32's last digits and not bit by bit.
 from __future__ import annotations
 
 import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from safetensors.torch import load_file
 from tiny import tiny_tokenizer
 
 import trimtab
-from tests.rollout.contract.engines import OUTSIDE, PYTHONS, small_model, vllm_python
+from tests.quick_rewards import variety
+from tests.rollout.contract.engines import OUTSIDE, kill_now, small_model, vllm_python, warm_python
 from trimtab.base.errors import ConfigError, EngineError
 from trimtab.config.run import Run
 from trimtab.model.load import save_model
@@ -32,10 +31,6 @@ from trimtab.rollout.external.messages import Done
 from trimtab.run import engines, open_run
 
 WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
-
-
-def variety(completions: list[str], **_: Any) -> list[float]:
-    return [len(set(text)) / 10 + text.count("a") for text in completions]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +83,7 @@ def test_another_engine_learns_what_the_native_engine_learns(
         pytest.skip("SGLang runs on one device")
     close, paths = ExternalEngine.close, []
     monkeypatch.setattr(ExternalEngine, "close", lambda self: (paths.append(self.description), close(self)))
-    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind](), "tensor_parallel": parts})
+    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": warm_python(kind), "tensor_parallel": parts})
     assert_same_learned(native, found, folder)
     assert all(row["rollout/logprob_gap"] < 1e-4 for row in found[0] if "rollout/logprob_gap" in row)
     assert paths and ("the model split over 2 devices" in paths[0]) is (parts == 2)
@@ -104,11 +99,11 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
     def interrupted(self: ExternalEngine) -> Done:
         if self.version == 1 and self.stats.sequences == 1 and not killed:  # one of them has come
             killed.append(self.pids[0])
-            os.kill(self.pids[0], signal.SIGKILL)
+            kill_now(self)
         return whole(self)
 
     monkeypatch.setattr(ExternalEngine, "_next_done", interrupted)
-    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": PYTHONS[kind]()})
+    found = run(folder, tmp_path / "run", engine=kind, rollout={"python": warm_python(kind)})
     assert killed
     assert sum(row.get("rollout/restarts", 0) for row in found[0]) == 1
     assert_same_learned(native, found, folder)

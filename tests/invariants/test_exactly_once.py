@@ -8,22 +8,12 @@ from typing import Any
 import pytest
 
 import trimtab
+from tests.quick_rewards import moody
 from trimtab.record.sinks import read_metrics
 from trimtab.run import loop
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(5)]
 STEPS, PROMPTS, SAMPLES = 3, 4, 4
-
-
-def moody(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """Raises for some completions, has no opinion on others, scores the rest; decided by the tokens alone."""
-    values: list[float | None] = []
-    for ids in completion_ids:
-        kind = sum(ids) % 7
-        if kind == 0:
-            raise ValueError("a completion that this reward cannot read")
-        values.append(None if kind == 1 else float(kind % 3))
-    return values
 
 
 def run(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **learn: Any):

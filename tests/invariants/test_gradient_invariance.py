@@ -20,6 +20,9 @@ from trimtab.run.session import open_session
 
 CASES: dict[str, list[Any]] = {
     "device": ["cpu", *(["cuda"] if torch.cuda.is_available() else [])],
+    "devices": [1],  # several, and what they share, run in processes of their own: test_ranks.py
+    "shard": ["auto"],
+    "shard_devices": ["auto"],
     "profile": ["safe", "balanced", "max"],
     "memory": ["3GiB"],
     "threads": [1, 2],

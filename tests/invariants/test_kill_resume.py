@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,14 @@ import pytest
 from trimtab.record.sinks import read_metrics
 
 pytestmark = pytest.mark.timeout(960)  # two dozen runs one after the other, beside whatever else the machine does
-DRIVER = Path(__file__).with_name("killing.py")
+ROOT = Path(__file__).parents[2]
 STEPS = 6
 RANDOM_KILLS = 20
 POINTS = [
-    "trimtab.record.saving.capture before",
-    "trimtab.record.saving.capture after",
+    "trimtab.record.writer.refuse_diverged before",
+    "trimtab.record.writer.refuse_diverged after",
+    "trimtab.record.writer.copy_part before",
+    "trimtab.record.writer.copy_part after",
     "trimtab.record.saving.write_part before",
     "trimtab.record.part.write_tensors before",
     "trimtab.record.part.write_tensors half",
@@ -56,7 +56,9 @@ NOT_LEARNING = (
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+def lives(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, warm_python: str
+) -> tuple[Path, list[dict[str, Any]]]:
     """The uninterrupted run in `whole/`, and one folder for each run that was killed on its way."""
     folder = tmp_path_factory.mktemp("kills")
     (folder / "rewards.py").write_text(REWARD)
@@ -86,10 +88,11 @@ def lives(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple
     }
     spec = {"config": config, "points": POINTS, "kills": RANDOM_KILLS, "seed": 0}
     (folder / "spec.json").write_text(json.dumps(spec))
-    environment = {**os.environ, "TRIMTAB_TEST_KILLING": uuid.uuid4().hex, "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, DRIVER, folder / "spec.json"], env=environment, capture_output=True, text=True, timeout=900
-    )
+        [warm_python, "-m", "tests.invariants.killing", folder / "spec.json"], env=environment, cwd=ROOT,
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
     log = (folder / "log.txt").read_text()[-4000:] if (folder / "log.txt").exists() else ""
     assert done.returncode == 0, f"{done.stderr}\n{log}"
     report = json.loads(done.stdout.splitlines()[-1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +109,13 @@ def test_same_tokens_and_weights(name: str, workplace: Path, model_folder: Path,
     assert (parked > 0) == (name == SCARCE)
 
 
-def test_same_through_the_command_line(workplace: Path, model_folder: Path, plain: Path) -> None:
+def test_same_through_the_command_line(workplace: Path, model_folder: Path, plain: Path, warm_python: str) -> None:
     config = settings(workplace, model_folder, "command line", {})
     (workplace / "config.yaml").write_text(yaml.safe_dump(config))
     pinned = ["token_budget=47", "rollout.max_sequences=2", "rollout.kv_memory=64KiB", "rollout.page_tokens=4"]
     pinned = [f"run.{pin}" for pin in pinned]
     done = subprocess.run(
-        [sys.executable, "-m", "trimtab", "train", workplace / "config.yaml", "--json", *pinned],
+        [warm_python, "-m", "trimtab", "train", workplace / "config.yaml", "--json", *pinned],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -8,7 +8,25 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+IN_FLOAT32 = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+"""A CPU without instructions for bfloat16 takes fifty times as long for these. What they return is as large either way; what they
+hold meanwhile is not counted."""
+
+
+def compute(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation returns, in its own types."""
+    if func not in IN_FLOAT32 or args[0].dtype != torch.bfloat16:
+        return func(*args, **kwargs)
+    wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16 else a for a in args]
+    return tree_map(lambda out: out.bfloat16(), func(*wide, **kwargs))
 
 
 class Live(TorchDispatchMode):
@@ -20,7 +38,7 @@ class Live(TorchDispatchMode):
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = compute(func, args, kwargs or {})
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf.untyped_storage())

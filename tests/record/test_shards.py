@@ -19,7 +19,7 @@ from trimtab.model.folder import other_files
 from trimtab.model.sizes import BLOCK
 from trimtab.model.weights import WeightStore, round_up
 from trimtab.record.checkpoint import RunState, load_optimizer, load_part, load_state
-from trimtab.record.part import PartWritten, capture, collect, write_part
+from trimtab.record.part import PartWritten, collect, write_part
 from trimtab.record.saving import PendingCheckpoint
 from trimtab.record.shards import StateReader
 from trimtab.update.optimizer import MasterAdamW
@@ -81,7 +81,7 @@ def save(run: Path, model: Any, optimizer: MasterAdamW, tokenizer: Any, ranks: i
         own = RankOptimizer(optimizer, rank, ranks) if ranks > 1 else optimizer
         files = other_files(model, tokenizer) if rank == 0 else None
         part = collect(model, own, others.get("others"), files, rank, ranks)
-        parts.append(write_part(aside, capture(part, None)))
+        parts.append(write_part(aside, part))
     return pending.finish(parts)
 
 
@@ -253,7 +253,7 @@ def test_a_part_of_another_size_than_was_told_ends_the_save(tmp_path: Path, toke
     run = tmp_path / "run"
     run.mkdir()
     pending = PendingCheckpoint(run, RunState(step=1), 2)
-    part = write_part(pending.open(), capture(collect(model, optimizer_of(model, False), None, {}), None))
+    part = write_part(pending.open(), collect(model, optimizer_of(model, False), None, {}))
     (run / "checkpoints/.writing-step-1/optimizer.safetensors").write_bytes(b"short")
     with pytest.raises(TrainingError, match="cannot save step 1"), pending.explaining():
         pending.finish([part])

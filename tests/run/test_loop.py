@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 import trimtab
 from tests import running
+from tests.quick_rewards import constant, one_flat_group_and_one_failure
 from tests.running import letters
 from trimtab.base.errors import ConfigError, RewardError, TrainingError
 from trimtab.config.load import load_any
@@ -132,11 +132,15 @@ def test_what_lives_as_long_as_a_run_is_not_collected_again_and_again(model_fold
         frozen.append(gc.get_freeze_count())
         return update(self, *arguments)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updater, "accumulate", watched)
-        train(model_folder, tmp_path, learn={"steps": 1})
-    assert frozen[0] > 10_000
-    assert gc.get_freeze_count() == 0
+    gc.unfreeze()  # as conftest.py leaves it for all tests
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Updater, "accumulate", watched)
+            train(model_folder, tmp_path, learn={"steps": 1})
+        assert frozen[0] > 10_000
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 def test_several_updates_a_batch_move_the_ratio(model_folder, tmp_path) -> None:
@@ -291,10 +295,6 @@ def test_nothing_is_learned_where_all_that_could_be_is_masked(model_folder, tmp_
     )
 
 
-def constant(completions: list[str], **_: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
 @pytest.mark.curve
 def test_a_run_ends_with_its_curve_and_with_what_the_doctor_finds(model_folder, tmp_path, capsys) -> None:
     folder, _ = train(model_folder, tmp_path, reward=constant, learn={"steps": 6, "max_new_tokens": 2})
@@ -313,13 +313,6 @@ def test_no_picture_can_fail_a_run(model_folder, tmp_path, capsys, monkeypatch) 
     shown = " ".join(capsys.readouterr().out.split())
     assert "cannot draw curve.png: drawing a learning curve needs matplotlib" in shown and "trimtab[plot]" in shown
     assert "The doctor finds" not in shown
-
-
-def one_flat_group_and_one_failure(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    if answer[0] == "3":
-        return [0.0] * len(completions)
-    values = [float(place) for place in range(len(completions))]
-    return [math.nan, *values[1:]] if answer[0] == "4" else values
 
 
 def test_failures_are_a_share_of_the_step_and_not_of_a_refill(model_folder, tmp_path) -> None:

@@ -11,6 +11,8 @@ tensors whose length the number of parts divides (model/weights.py), so addresse
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 
@@ -18,33 +20,100 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trimtab.model.versions import gather_flat, reduce_flat
+from trimtab.model.versions import abort_process_group, gather_flat, reduce_flat
 
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other: they load models at different speed."""
 STORE_TIMEOUT = timedelta(seconds=60)
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of this machine find each other: at a store that the driver serves."""
+
+    store_port: int
+    prefix: str
+    """Of this set of ranks there: another one may have been lost before."""
+    rank: int
+    ranks: int
+    backend: str
+    """nccl, or gloo where ranks have no GPU each."""
+    device: torch.device
+
+    def open_store(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=STORE_TIMEOUT)
+
+
+class GroupBroken(Exception):
+    """Another rank has failed and freed those that waited for it in a collective."""
+
+
 class Mesh:
     """This rank's view of all of them (update/peers.py)."""
 
-    def __init__(self, rank: int, ranks: int, shards: int, device: torch.device) -> None:
-        """torch.distributed has to be initialised. `shards`: ranks that hold one set of parts together."""
-        assert ranks % shards == 0
-        self.rank, self.ranks, self.shards, self.shard = rank, ranks, shards, rank % shards
-        self._device = device
-        sets = [list(range(first, first + shards)) for first in range(0, ranks, shards)]
-        copies = [list(range(first, ranks, shards)) for first in range(shards)]
-        self._set = self._group_of(sets)
-        self._copies = self._group_of(copies)
+    def __init__(self, meeting: Meeting, shards: int) -> None:
+        """`shards`: ranks that hold one set of parts together."""
+        assert meeting.ranks % shards == 0
+        self.rank, self.ranks = meeting.rank, meeting.ranks
+        self.shards, self.shard = shards, meeting.rank % shards
+        self._meeting, self._generation = meeting, 0
+        self._watched = meeting.open_store()
+        """A connection of its own, for the thread that looks for failed ranks."""
         self.seconds, self.bytes = 0.0, 0
         """Spent and moved in collectives since `take`."""
+        self._join()
+
+    def _join(self) -> None:
+        meeting, shards = self._meeting, self.shards
+        dist.init_process_group(
+            meeting.backend,
+            store=dist.PrefixStore(f"{meeting.prefix}-{self._generation}", meeting.open_store()),
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=START_TIMEOUT,
+            device_id=meeting.device if meeting.backend == "nccl" else None,
+        )
+        sets = [list(range(first, first + shards)) for first in range(0, self.ranks, shards)]
+        copies = [list(range(first, self.ranks, shards)) for first in range(shards)]
+        self._set = self._group_of(sets)
+        self._copies = self._group_of(copies)
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def abort(self) -> None:
+        """This rank's work has failed: free those that wait for it in a collective. gloo's find the connection closed; NCCL's are
+        told by the store (`leave_if_asked`)."""
+        self._watched.set(self._abort_key, "1")
+        self.leave()
+
+    @property
+    def was_aborted(self) -> bool:
+        """Some rank's work has failed since all joined."""
+        return bool(self._watched.check([self._abort_key]))
+
+    def leave_if_asked(self) -> None:
+        """Called now and then from another thread: ends collectives that would wait for ever."""
+        if self._meeting.backend == "nccl" and dist.is_initialized() and self.was_aborted:
+            abort_process_group()
+
+    def rejoin(self) -> None:
+        """Meet the others again, after `abort`."""
+        self.leave()
+        self._generation += 1
+        vars(self).pop("device_mesh", None)  # its groups are gone
+        self._join()
+
+    @property
+    def _abort_key(self) -> str:
+        return f"{self._meeting.prefix}-{self._generation}-aborted"
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
         """The same ranks as FSDP2 sees them: sets of parts, and copies of the set where there are several."""
         copies = self.ranks // self.shards
-        return init_device_mesh(self._device.type, (self.shards,) if copies == 1 else (copies, self.shards))
+        return init_device_mesh(self._meeting.device.type, (self.shards,) if copies == 1 else (copies, self.shards))
 
     def sum(self, values: torch.Tensor) -> None:
         self._timed(values, lambda: dist.all_reduce(values))
@@ -76,10 +145,10 @@ class Mesh:
         size = flat.shape[0] // self.shards
         return flat[self.shard * size : (self.shard + 1) * size]
 
-    def _timed(self, moved: torch.Tensor, collective: object) -> None:
+    def _timed(self, moved: torch.Tensor, collective: Callable[[], object]) -> None:
         """The host's time: on a CPU and with gloo that is all of it; NCCL's calls return at once."""
         started = time.perf_counter()
-        collective()  # type: ignore[operator]
+        collective()
         self.seconds += time.perf_counter() - started
         self.bytes += moved.nbytes
 
@@ -89,24 +158,6 @@ class Mesh:
             return None  # the world
         made = {tuple(ranks): dist.new_group(ranks) for ranks in all_groups}
         return next(group for ranks, group in made.items() if self.rank in ranks)
-
-
-def join(store_port: int, prefix: str, rank: int, ranks: int, backend: str, device: torch.device) -> None:
-    """Meet the other ranks of this machine at a store that the driver serves."""
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=STORE_TIMEOUT)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(prefix, store),
-        rank=rank,
-        world_size=ranks,
-        timeout=START_TIMEOUT,
-        device_id=device if backend == "nccl" else None,
-    )
-
-
-def leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def open_store() -> dist.TCPStore:

@@ -45,6 +45,11 @@ class Short:
 
 
 @dataclass(frozen=True)
+class Broken:
+    """Another rank has failed, and this one was freed from a collective. It goes on once all ranks have met again."""
+
+
+@dataclass(frozen=True)
 class Raised:
     """An error that is meant for the user. The rank goes on."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import MemoryExhausted, TrainingError
-from trimtab.cluster.messages import Beat, Done, Failed, Item, Order, Raised, Short, Told
+from trimtab.cluster.messages import Beat, Broken, Done, Failed, Item, Order, Raised, Short, Told
 from trimtab.cluster.tensors import RankProcess
 from trimtab.workers.process import package_environment
 from trimtab.workers.program import ProcessLost, wait_for
@@ -98,6 +98,9 @@ class Ranks:
         for rank, (_, short) in zip(self._ranks, found):
             if short is not None:
                 raise ShortOnRank(rank.number, short)
+        for rank, (value, _) in zip(self._ranks, found):
+            if isinstance(value, Broken):
+                raise self._end(rank, "another rank broke off a collective, and none says why")
         return [value for value, _ in found]
 
     def stream(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> Iterator[tuple[int, Any]]:
@@ -173,6 +176,8 @@ class Ranks:
                     error = error or message.error
                 elif isinstance(message, Short):
                     found[rank.number] = (None, message)
+                elif isinstance(message, Broken):
+                    found[rank.number] = (message, None)
                 else:
                     assert isinstance(message, Done)
                     found[rank.number] = (message.value, None)

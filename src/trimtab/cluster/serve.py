@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab.base.errors import TrimtabError, cut
-from trimtab.cluster.messages import Beat, Done, Failed, Item, Order, Raised, Short, Told
+from trimtab.cluster.mesh import GroupBroken
+from trimtab.cluster.messages import Beat, Broken, Done, Failed, Item, Order, Raised, Short, Told
 from trimtab.cluster.tensors import TensorChannel
 from trimtab.model.memory import Shortage, attempt
 from trimtab.workers.messages import Channel
@@ -73,6 +74,8 @@ def carry_out(link: Link, target: Any, order: Order) -> Any:
         outcome = attempt(call)
     except TrimtabError as error:
         return Raised(error)
+    except GroupBroken:
+        return Broken()
     if isinstance(outcome, Shortage):
         return Short(outcome.message, target.facts_of_shortage())
     return Done(outcome)

@@ -45,8 +45,20 @@ class RankedUpdater:
     """One of the models that ranks train."""
 
     def __init__(
-        self, ranks: Ranks, model: Trained, facts: Sequence[UpdaterFacts], together: Together, cost: Cost
+        self,
+        ranks: Ranks,
+        model: Trained,
+        facts: Sequence[UpdaterFacts],
+        together: Together,
+        cost: Cost,
+        equal: bool = False,
+        equal_scores: bool = False,
     ) -> None:
+        """`equal`: ranks have equally many micro-batches, for they have collectives in them; `equal_scores`: in passes without
+        a gradient, too."""
+        self._equal, self._equal_scores = equal, equal_scores
+        self._parted = False
+        """Ranks have left their group, so that none waits for another that ran out of memory."""
         self._ranks, self._model, self._together, self._cost = ranks, model, together, cost
         self._facts = facts[0]
         self._state_bytes = sum(each.state_bytes for each in facts)
@@ -66,7 +78,7 @@ class RankedUpdater:
         return self._facts.device
 
     def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> UpdateStats:
-        shares = deal_samples(self._together, samples, self.token_budget, len(self._ranks), self._cost)
+        shares = deal_samples(self._together, samples, self.token_budget, len(self._ranks), self._cost, self._equal)
         self.progress = Progress()
         found = self._ask("accumulate", [(self._model, share, kl_coef) for share in shares])
         most = max((share.flops for share in shares), default=0.0)
@@ -87,13 +99,17 @@ class RankedUpdater:
         return replace(found[0], behind=min(behind) if behind else None)
 
     def score(self, samples: Sequence[Sample], by: Scored, field: str) -> None:
-        shares = deal_samples(self._together, samples, self.score_token_budget, len(self._ranks), self._cost)
+        budget, equal = self.score_token_budget, self._equal_scores
+        shares = deal_samples(self._together, samples, budget, len(self._ranks), self._cost, equal)
         self.progress = Progress()
         for found in self._ask("score", [(self._model, by, share, field) for share in shares]):
             for place, value in found:
                 setattr(samples[place], field, value)
 
     def abandon(self) -> None:
+        if self._parted:
+            self._ranks.ask("rejoin")
+            self._parted = False
         self._ranks.ask("abandon", self._model)
 
     @property
@@ -168,4 +184,5 @@ class RankedUpdater:
         except ShortOnRank as short:
             if isinstance(short.facts, Progress):
                 self.progress = short.facts
+            self._parted = (self._equal and method == "accumulate") or (self._equal_scores and method == "score")
             raise

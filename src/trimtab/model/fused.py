@@ -76,6 +76,7 @@ class FusedForward:
         residual_TE, x_TE = _FirstNorm.apply(x_TE, self._before(0).weight, self._before(0))
         for index, layer in enumerate(self.parts.layers):
             self.policy.before_layer(index)
+            self.policy.watch_input(residual_TE, index)
             call = LayerCall(
                 index, layer, self._before(index), self._before(index + 1), self._rotaries[layer.kind], positions_T, plan,
                 self.policy.keep, self.policy.activation_offload, self.policy.gradients,

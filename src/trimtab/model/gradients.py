@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from trimtab.model.weights import WeightStore
+from trimtab.model.weights import Unit, WeightStore
 
 
 class Gradients:
@@ -61,6 +61,16 @@ class Gradients:
     def touched(self, parameter: torch.Tensor) -> bool:
         """Something was added for the parameter since `clear`."""
         return id(parameter) in self._touched
+
+    def take(self, unit: Unit) -> torch.Tensor:
+        """The sums of a unit, zeros where there are none, which are no longer kept here; its parameters stay touched."""
+        sums = self.sums.pop(unit.name, None)
+        members = {id(self._weights.parameters[entry.name]) for entry in unit.entries}
+        self._views = {key: view for key, view in self._views.items() if members.isdisjoint(key)}
+        if sums is None:
+            dtype = torch.promote_types(unit.dtype, torch.float32)
+            sums = torch.zeros(unit.size, dtype=dtype, device=self._weights.flats[unit.name].device)
+        return sums
 
     def complete(self, parameters: Iterable[torch.Tensor]) -> None:
         """Zeros for the parameters that have no sums yet: other ranks may have some."""

@@ -8,7 +8,7 @@ name before anything is trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -74,6 +74,8 @@ class Policy:
         """Where gradients of half-precision parameters add up, where the policy is trained."""
         self.before_layer: Callable[[int], None] = lambda _: None
         """What a layer waits for, by its number: weights that arrive while others run."""
+        self.layer_done: Callable[[int], None] | None = None
+        """Called in a backward pass with the number of a layer whose gradients are complete."""
         if check:
             self._check_packing()
         model.train()
@@ -143,6 +145,20 @@ class Policy:
     def offload_activations(self, away: bool) -> None:
         """From the next pass on the inputs of layers wait in host memory for the backward pass, or stay on the device."""
         self.activation_offload = ActivationOffload(self.device) if away else None
+
+    def when_layer_is_done(self, call: Callable[[int], None]) -> None:
+        """From now on `call` is told, in backward passes, which layer's gradients are complete."""
+        self.layer_done = call
+        for index, layer in enumerate(getattr(self.body, "layers", [])):
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs, index=index: self.watch_input(_hidden_of(args, kwargs), index), with_kwargs=True
+            )
+
+    def watch_input(self, hidden: torch.Tensor | None, layer: int) -> None:
+        """Have `layer_done` called when the gradient of a layer's input is there."""
+        call = self.layer_done
+        if call is not None and hidden is not None and hidden.requires_grad:
+            hidden.register_hook(lambda _: call(layer))
 
     def keep_for_backward(self, keep: Keep) -> None:
         """From the next pass on keep so much for the backward pass; the rest is computed again."""
@@ -235,6 +251,12 @@ class Policy:
                 f"{TOLERANCE_NATS[self.dtype]:g} in {str(self.dtype).removeprefix('torch.')}). Its attention or its head does "
                 "something that transformers' attention interface does not pass on, so Trimtab would train it wrongly."
             )
+
+
+def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The hidden states that a layer is called with."""
+    found = args[0] if args else kwargs.get("hidden_states")
+    return found if isinstance(found, torch.Tensor) else None
 
 
 class WithoutAdapters:

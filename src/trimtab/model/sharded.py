@@ -38,6 +38,7 @@ from trimtab.model.head import Head, TokenStats
 from trimtab.model.policy import Policy
 from trimtab.model.replica import empty_copy, fill, skeleton_of
 from trimtab.model.shard_store import ShardStore
+from trimtab.model.versions import fsdp_groups, put_groups, reset_fsdp
 from trimtab.model.weights import ADAPTERS, VECTORS, unit_name
 
 HIDDEN, TOKEN_STATS, LOGITS = "trimtab_hidden", "trimtab_token_stats", "trimtab_logits"
@@ -120,7 +121,19 @@ class ShardedPolicy(Policy):
     def reset(self) -> None:
         """Forget a pass that failed half-way, and its gradients."""
         self.handed.clear()
-        self.reshard()
+        reset_fsdp(self.units)
+
+    def regroup(self, mesh: DeviceMesh) -> None:
+        """Use other process groups of the same ranks: those before were broken off. Parts stay where they are."""
+        if mesh is not self.mesh:  # DTensors know the mesh by itself, so it has to stay
+            put_groups(self.mesh, mesh)
+        for unit in self.units:
+            for group in fsdp_groups(unit):
+                group._all_gather_result = None
+                info = group.mesh_info
+                info.shard_process_group = self.mesh.get_group(info.shard_mesh_dim)
+                if self.mesh.ndim > 1:
+                    info.replicate_process_group = self.mesh.get_group(info.replicate_mesh_dim)
 
     @torch.no_grad()
     def _initialise(self) -> None:

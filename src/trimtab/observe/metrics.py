@@ -80,6 +80,9 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
     behind = [stats.behind for stats in done if stats.behind is not None]
     if behind:
         metrics["run/device_behind"] = min(behind)
+    unequal = [stats.imbalance for stats in done if stats.imbalance is not None]
+    if unequal:
+        metrics["run/rank_imbalance"] = max(unequal)
     if "kl_ref" in done[0].sums:
         metrics["policy/kl_ref"] = done[0].mean("kl_ref")
     return metrics

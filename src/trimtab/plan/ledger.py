@@ -52,8 +52,7 @@ REWARD_WORKER_HOST_BYTES = GIB // 4
 EMBEDDING_GRADIENT = "embedding gradient"
 ENGINE = "engine's processes"
 MERGED, MERGING = "merged copy", "merging adapters"
-CHECKPOINT_COPY = "checkpoint copy"
-MAX_COPY_SHARE = 1 / 3
+CHECKPOINT_COPY, MAX_COPY_SHARE = "checkpoint copy", 1 / 3
 """A checkpoint is copied before it is written if that takes at most this share of the host memory that states leave."""
 NOT_METERED = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
 """Components that the meters of torch and of the native engine do not see."""
@@ -477,18 +476,17 @@ def _host(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dic
 def _checkpoint_copy(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """Host memory for a copy of a checkpoint, which is written while training goes on. Decided by states alone: sizes of batches
     follow from it, and must not decide it."""
-    taken = {name: size for name, size in _host(job, machine, run, place).items() if name != "activations"}
-    if machine.cpu:
-        taken |= {f"{name} in use": size for name, size in _states(job, run, place).items()}
+    taken = sum(size for name, size in _host(job, machine, run, place).items() if name != "activations")
+    taken += sum(_states(job, run, place).values()) if machine.cpu else 0
     critic = _critic_trained(job) * (4 if job.rank else job.itemsize) + _critic_state(job)
     size = (_saved_weights(job) + optimizer_bytes(job) + critic) // machine.hosts
-    if not job.checkpoints or size > MAX_COPY_SHARE * (machine.host_memory - sum(taken.values())):
+    if not job.checkpoints or size > MAX_COPY_SHARE * (machine.host_memory - taken):
         return {}
     return {CHECKPOINT_COPY: size}
 
 
 def _saved_weights(job: Job) -> int:
-    """Bytes of weights in a checkpoint. Without a copy they are brought to the host; state passes through a buffer."""
+    """In bytes. Without a copy they are brought to the host; state passes through a buffer."""
     return job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
 
 

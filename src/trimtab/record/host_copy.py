@@ -1,8 +1,7 @@
 """Host memory that a checkpoint is copied to, so that training goes on while the copy is written.
 
 The memory is taken once and used for every checkpoint of a run: pages that are new cost several times what copying into old ones
-does. For a CUDA device it is pinned. On the CPU, values are looked at while they are in the cache on their way: refusing what is
-not finite costs little beside the copy.
+does. For a CUDA device it is pinned. Whether all values are finite is found from sums: one pass that takes no memory.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy
 import torch
@@ -19,8 +19,6 @@ from trimtab.model.transfer import HostMemory
 
 ALIGNMENT = 512
 """Bytes: where a tensor's copy may begin."""
-IN_CACHE = 2**17
-"""Elements that are copied and looked at together."""
 MIN_ROOM = 1.1
 """Times its size, which has to be free on the host before the memory is taken."""
 
@@ -47,9 +45,8 @@ class HostCopy:
         self._memory = memory
         return True
 
-    def take(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
-        """Copies, each laid out as the tensor is, in the memory that was reserved; and whether each may hold values that are not
-        finite. Copies that were taken before are lost."""
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies, each laid out as the tensor is, in the memory that was reserved. Copies that were taken before are lost."""
         assert self._memory is not None
         self._memory.pin()
         copies, begin = [], 0
@@ -57,14 +54,13 @@ class HostCopy:
             flat = self._memory.tensor((tensor.numel(),), tensor.dtype, begin)
             copies.append(flat.as_strided(tensor.shape, _stride(tensor)))
             begin += aligned(tensor.nbytes)
-        if self._device.type != "cpu":
-            suspects = may_be_not_finite(tensors)
-            for copy, tensor in zip(copies, tensors):
-                copy.copy_(tensor, non_blocking=True)
+            if tensor.device.type == "cpu":
+                _copy_on_host(copies[-1], tensor.detach())
+            else:
+                copies[-1].copy_(tensor.detach(), non_blocking=True)
+        if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            return copies, suspects
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            return copies, list(pool.map(_copy_and_look, copies, tensors))
+        return copies
 
 
 def size_of(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -78,16 +74,20 @@ def aligned(size: int) -> int:
 
 def may_be_not_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Whether each tensor's sum is not finite. If a value is not, the sum is not; if the sum is not, `is_finite` looks at each
-    value. Takes no memory beside the tensors, and asks each device once."""
-    sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for number, tensor in enumerate(tensors):
-        if tensor.is_floating_point() and tensor.numel():
-            sums.setdefault(tensor.device, []).append((number, tensor.detach().sum(dtype=_wide(tensor))))
+    value. Asks a device once."""
     found = [False] * len(tensors)
-    for items in sums.values():
-        values = torch.stack([total.double() for _, total in items]).tolist()
-        for (number, _), value in zip(items, values):
-            found[number] = not math.isfinite(value)
+    floats = [number for number, tensor in enumerate(tensors) if tensor.is_floating_point() and tensor.numel()]
+    on_host = [number for number in floats if tensors[number].device.type == "cpu"]
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        sums = list(zip(on_host, pool.map(lambda number: _sum_on_host(tensors[number].detach()), on_host)))
+    devices = [number for number in floats if number not in set(on_host)]
+    if devices:
+        totals = torch.stack(
+            [tensors[number].detach().sum(dtype=torch.float32).double() for number in devices]
+        ).tolist()
+        sums += zip(devices, totals)
+    for number, total in sums:
+        found[number] = not math.isfinite(total)
     return found
 
 
@@ -98,27 +98,26 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(torch.linalg.vector_norm(tensor.detach(), math.inf)))  # a sum can overflow
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's own where it has no holes, so that its copy is one stretch of memory."""
     dense = torch.empty_like(tensor, device="meta")  # keeps the strides of what is dense
     return tuple(dense.stride())
 
 
-def _copy_and_look(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Copy between two tensors of the host. True where the sum of the values is not finite."""
-    if copy.stride() != tensor.stride() or tensor.dtype not in (torch.float32, torch.float64):
-        copy.copy_(tensor.detach())
-        return may_be_not_finite([copy])[0]
-    count = tensor.numel()
-    to, source = (t.detach().as_strided((count,), (1,), t.storage_offset()).numpy() for t in (copy, tensor))
-    total = 0.0
-    with numpy.errstate(all="ignore"):  # numpy: torch would start threads of its own in each of the pool's
-        for begin in range(0, count, IN_CACHE):
-            part = to[begin : begin + IN_CACHE]
-            numpy.copyto(part, source[begin : begin + IN_CACHE])
-            total += float(part.sum())
-    return not math.isfinite(total)
+def _flat(tensor: torch.Tensor) -> Any:
+    """A dense tensor's bytes, for numpy: torch would start threads beside those of the training."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8).numpy()
+
+
+def _copy_on_host(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    if copy.stride() == tensor.stride() and tensor.numel():
+        numpy.copyto(_flat(copy), _flat(tensor))
+    else:
+        copy.copy_(tensor)
+
+
+def _sum_on_host(tensor: torch.Tensor) -> float:
+    if tensor.dtype not in (torch.float32, torch.float64) or _stride(tensor) != tensor.stride():
+        return float(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)))
+    with numpy.errstate(all="ignore"):
+        return float(_flat(tensor).view(numpy.float32 if tensor.dtype == torch.float32 else numpy.float64).sum())

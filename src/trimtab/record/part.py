@@ -1,6 +1,8 @@
 """What one rank saves of a checkpoint: which tensors, in which files, copied and written.
 
-    collect -> Part of live tensors -> capture -> Part that nobody changes -> write_part -> PartWritten, for the driver
+    collect -> Part of live tensors -> refuse_not_finite -> copy_part, where there is room -> write_part -> PartWritten
+
+Nobody may change live tensors before they are copied, or, without a copy, written.
 
 One rank writes the files that one device always wrote. Of several, each writes its own share of every file: whole tensors of
 weights, dealt by unit of the weight store, and of optimizer state the stretches that it holds. The driver makes one checkpoint of
@@ -88,8 +90,6 @@ class Part:
     files: dict[str, TensorFile]
     tables: dict[str, list[Place]]
     other_files: Mapping[str, bytes] = field(default_factory=dict)
-    is_copy: bool = False
-    """Nobody else has these tensors: training may go on."""
 
     @property
     def nbytes(self) -> int:
@@ -142,27 +142,25 @@ def collect(
     return Part(files, tables, other_files or {})
 
 
-def capture(part: Part, memory: HostCopy | None) -> Part:
-    """The part as it is now, refused with NotFinite if it should not be saved. With `memory` that has room it is a copy; without,
-    it is the live tensors, and nobody may change them before it is written."""
+def refuse_not_finite(part: Part) -> None:
+    """Raise NotFinite if a part should not be saved as it is."""
     tensors = _unique(part)
-    copied = memory is not None and memory.reserve(part.nbytes)
-    if copied:
-        assert memory is not None
-        copies, suspects = memory.take(tensors)
-    else:
-        copies, suspects = tensors, may_be_not_finite(tensors)
-    suspected = {id(tensor): tensor for tensor, suspect in zip(tensors, suspects) if suspect}
+    suspected = {id(tensor) for tensor, suspect in zip(tensors, may_be_not_finite(tensors)) if suspect}
     for file in part.files.values():
         for name in sorted(file.trained):
             if id(file.tensors[name]) in suspected and not is_finite(file.tensors[name]):
                 raise NotFinite("" if file.model is not None else file.whole, name)
-    taken = {id(tensor): copy for tensor, copy in zip(tensors, copies)}
+
+
+def copy_part(part: Part, memory: HostCopy) -> Part:
+    """The part as it is now, in memory that has room for it."""
+    tensors = _unique(part)
+    taken = {id(tensor): copy for tensor, copy in zip(tensors, memory.take(tensors))}
     files = {
         name: replace(file, tensors={key: taken[id(tensor)] for key, tensor in file.tensors.items()})
         for name, file in part.files.items()
     }
-    return replace(part, files=files, is_copy=copied)
+    return replace(part, files=files)
 
 
 def write_part(folder: Path, part: Part, tell: Callable[[str], None] = lambda file: None) -> PartWritten:

@@ -34,9 +34,8 @@ from trimtab.record.checkpoint import (
     write_state,
 )
 from trimtab.record.checksums import Sum, sums_of
-from trimtab.record.host_copy import HostCopy
 from trimtab.record.layout import CONFIG
-from trimtab.record.part import NotFinite, Part, PartWritten, Stateful, capture, collect, write_part
+from trimtab.record.part import NotFinite, Part, PartWritten, Stateful, collect, refuse_not_finite, write_part
 from trimtab.record.run_state import RunState
 
 INDEX = f"{WEIGHTS_FILE}.index.json"
@@ -108,10 +107,10 @@ class PendingCheckpoint:
             raise TrainingError(_why_not_written(run_dir, self.step, error)) from error
 
 
-def capture_part(part: Part, memory: HostCopy | None, run_dir: Path, step: int) -> Part:
-    """What is saved of this step, fixed; values that are not finite replace none that are."""
+def refuse_diverged(part: Part, run_dir: Path, step: int) -> None:
+    """Values that are not finite replace none that are."""
     try:
-        return capture(part, memory)
+        refuse_not_finite(part)
     except NotFinite as found:
         newest = newest_checkpoint(run_dir)
         kept = "There is no earlier checkpoint" if newest is None else f"{newest.name} is intact"
@@ -140,7 +139,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `step-N` while the caller waits. `others`: what is in more files."""
     part = collect(model, optimizer, others, other_files(model, tokenizer))
-    return write_checkpoint(PendingCheckpoint(run_dir, state, keep), capture_part(part, None, run_dir, state.step))
+    refuse_diverged(part, run_dir, state.step)
+    return write_checkpoint(PendingCheckpoint(run_dir, state, keep), part)
 
 
 def _why_not_written(run_dir: Path, step: int, error: Exception) -> str:

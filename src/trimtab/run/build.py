@@ -91,6 +91,7 @@ def update_settings(run: ResolvedRun) -> dict[str, Any]:
         "checkpoint_activations": run.checkpoint_activations,
         "offload_optimizer": run.offload.optimizer,
         "offload_activations": run.offload.activations,
+        "reduce_early": run.shard == "gradients" and run.devices > 1,
     }
 
 

@@ -116,6 +116,7 @@ def step(run: OfflineRun) -> dict[str, float]:
         "run/packing_fill": stats.row_tokens / (stats.microbatches * stats.token_budget),
         "run/skipped_updates": float(not stats.applied),
         **({} if stats.behind is None else {"run/device_behind": stats.behind}),
+        **({} if stats.imbalance is None else {"run/rank_imbalance": stats.imbalance}),
     }
 
 

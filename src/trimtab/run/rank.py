@@ -8,20 +8,20 @@ driver, so all ranks do the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trimtab.cluster.mesh import Mesh, join
+from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
-from trimtab.model.memory import free
+from trimtab.model.memory import free, is_out_of_memory
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
@@ -29,8 +29,8 @@ from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.record.behind import WriteBehind
 from trimtab.record.host_copy import HostCopy
-from trimtab.record.part import Part, PartWritten, write_part
-from trimtab.record.saving import capture_part
+from trimtab.record.part import Part, PartWritten, copy_part, write_part
+from trimtab.record.saving import refuse_diverged
 from trimtab.rollout.engine import Engine, Request, RolloutStats
 from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
@@ -98,9 +98,9 @@ class Rank:
         torch.set_num_threads(plan.run.threads)
         self._stack = ExitStack()
         self._stack.enter_context(memory_limit(ready.config.run, device))
-        join(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
-        shards = 1 if plan.run.shard == "none" else plan.run.shard_devices
-        self._mesh = Mesh(setup.rank, setup.ranks, shards, device)
+        meeting = Meeting(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
+        self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
+        self._reduces_early, self._full = plan.run.shard == "gradients", plan.run.shard == "full"
         self._build(setup, device)
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
@@ -110,6 +110,7 @@ class Rank:
         self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
         self._behind = WriteBehind()
         self._captured: Part | None = None
+        self._is_copy = False
         self._written: PartWritten | None = None
         if plan.run.shard == "full":
             policy, reference = load_within(
@@ -155,7 +156,30 @@ class Rank:
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
         self._active = self._updaters[model]
-        return self._active.accumulate_share(share, kl_coef).on_host()
+        with self._freeing_others():
+            return self._active.accumulate_share(share, kl_coef).on_host()
+
+    @contextmanager
+    def _freeing_others(self, in_scores: bool = False) -> Iterator[None]:
+        """Where micro-batches have collectives in them, a rank that fails frees those that wait for it, which then say that they
+        were freed."""
+        try:
+            yield
+        except Exception as error:
+            if not (self._full or (self._reduces_early and not in_scores)):
+                raise
+            freed = not is_out_of_memory(error) and self._mesh.was_aborted
+            self._mesh.abort()
+            if freed:
+                raise GroupBroken from error
+            raise
+
+    def rejoin(self) -> None:
+        self._mesh.rejoin()
+        models = [updater.policy for updater in self._updaters.values()]
+        for model in (*models, self._reference):
+            if isinstance(model, ShardedPolicy):
+                model.regroup(self._mesh.device_mesh)
 
     def prepare(self, model: Trained) -> None:
         self._updaters[model].prepare()
@@ -167,10 +191,12 @@ class Rank:
         self._active = self._updaters[model]
         scorer = self._reference if by == "reference" else self._updaters[by].policy
         assert scorer is not None
-        self._active.score_share(share, scorer, field)
+        with self._freeing_others(in_scores=True):
+            self._active.score_share(share, scorer, field)
+        own = len(share.batches) - share.fillers
         return [
             (place, getattr(sample, field))
-            for batch, places in zip(share.batches, share.places)
+            for batch, places in zip(share.batches[:own], share.places[:own])
             for sample, place in zip(batch, places)
         ]
 
@@ -226,8 +252,14 @@ class Rank:
 
     def capture(self, run_dir: Path, step: int) -> bool:
         """Fix what this rank has of a checkpoint as it is now. True: it is a copy, and training may go on."""
-        self._captured = capture_part(self._part(), self._copy, run_dir, step)
-        return self._captured.is_copy
+        part = self._part()
+        refuse_diverged(part, run_dir, step)
+        self._is_copy = self._copy is not None and self._copy.reserve(part.nbytes)
+        if self._is_copy:
+            assert self._copy is not None
+            part = copy_part(part, self._copy)
+        self._captured = part
+        return self._is_copy
 
     def begin_write(self, folder: Path) -> None:
         """Write what was captured into a folder, in a thread where that reads a copy."""
@@ -239,7 +271,7 @@ class Rank:
             self._written = write_part(folder, part)
 
         self._behind.start(write)
-        if not part.is_copy and self._policy.device.type == "cuda":
+        if not self._is_copy and self._policy.device.type == "cuda":
             self._behind.wait()
 
     def is_written(self) -> bool:
@@ -284,6 +316,7 @@ class Rank:
         return replace(self._active.progress)
 
     def _progress(self) -> Any:
+        self._mesh.leave_if_asked()
         at, stats = self._active.progress, self._engine.stats
         return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens
 

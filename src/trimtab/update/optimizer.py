@@ -32,7 +32,7 @@ from trimtab.config.sft import SftLearn
 from trimtab.model.gradients import Gradients
 from trimtab.model.sizes import BLOCK, MAX_PIECE_ELEMENTS, MOMENT_CHUNK_ELEMENTS
 from trimtab.model.transfer import HostMemory
-from trimtab.model.weights import Place, WeightStore
+from trimtab.model.weights import Place, Unit, WeightStore
 from trimtab.update.eightbit import Room
 from trimtab.update.peers import ALONE, Peers
 from trimtab.update.state_streamer import StateStreamer
@@ -91,12 +91,19 @@ class MasterAdamW:
         self.begun = 0
         """Steps that have begun to change weights or state."""
         self._prepared: _Prepared | None = None
+        self.reduced: Mapping[str, torch.Tensor] = {}
+        """By unit: gradients of this rank's stretch that are summed over ranks already (early_reduction.py)."""
         self._memories: list[HostMemory] = []
         self._units = [
             make_state(weights, unit, self._settings.weight_decay, self.eight_bit, self._room, peers)
             for unit in weights.units
             if any(weights.parameters[entry.name].requires_grad for entry in unit.entries)
         ]
+
+    @property
+    def shared_units(self) -> list[Unit]:
+        """Units whose state ranks share."""
+        return [unit.unit for unit in self._units if unit.shared]
 
     @property
     def prepared(self) -> bool:
@@ -157,8 +164,12 @@ class MasterAdamW:
         if self.peers.ranks > 1:
             marks = [float(self.gradients.touched(p)) for p in self.params]
             touched = torch.tensor(marks, dtype=torch.float32, device=self._device)
-            self.gradients.complete(self.params)
-            grads = {id(p): self.gradients.view(p) for p in self.params}
+            grads = {}
+            for unit in self._units:
+                for member in unit.members:
+                    early = unit.unit.name in self.reduced
+                    whole = self.reduced[unit.unit.name] if early else self.gradients.view(member.parameter)
+                    grads[id(member.parameter)] = whole
         else:
             grads = {id(p): grad for p, grad in zip(self.params, self.grads()) if grad is not None}
         pieces, slots = self._pieces(grads)
@@ -197,15 +208,21 @@ class MasterAdamW:
         """Sums of all ranks in the place of this rank's, and which parameters any of them has a gradient for."""
         self.peers.sum(touched)
         for unit in self._units:
-            sums = self.gradients.sums[unit.unit.name]
-            (self.peers.sum_into_parts if unit.shared else self.peers.sum)(sums)
+            if unit.unit.name not in self.reduced:
+                sums = self.gradients.sums[unit.unit.name]
+                (self.peers.sum_into_parts if unit.shared else self.peers.sum)(sums)
+
+    def _own_gradient(self, unit: UnitState) -> torch.Tensor:
+        """With other ranks: the gradient of the elements whose state is here, flat."""
+        early = self.reduced.get(unit.unit.name)
+        return unit.stretch(self.gradients.sums[unit.unit.name]) if early is None else early
 
     def _norm_over_ranks(self) -> torch.Tensor:
         """The norm of the whole step: each stretch is counted by the rank that holds it. In float64, so that the order in which
         ranks add up does not matter."""
         squares = torch.zeros(2, dtype=torch.float64, device=self._device)
         for unit in self._units:
-            part = unit.stretch(self.gradients.sums[unit.unit.name])
+            part = self._own_gradient(unit)
             squares[int(unit.shared)] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
         whole, parts = squares[:1], squares[1:]
         self.peers.sum_of_parts(parts)
@@ -216,7 +233,7 @@ class MasterAdamW:
             torch._foreach_mul_(list(grads.values()), factor)
             return
         for unit in self._units:
-            unit.stretch(self.gradients.sums[unit.unit.name]).mul_(factor)
+            self._own_gradient(unit).mul_(factor)
 
     def _lay_out_gradients(self) -> None:
         """Gradients that autograd made lie in memory as their parameters do: the kernel walks through both. One at a time."""
@@ -325,7 +342,10 @@ class MasterAdamW:
             inside, here = slice(begin - member.start, end - member.start), slice(begin - first, end - first)
             working = flat(member.parameter.data)[inside]
             weights.append(working if masters_N is None else masters_N[here])
-            gradients.append(flat(grads[id(member.parameter)])[inside])
+            if unit.shared:
+                gradients.append(self._own_gradient(unit)[begin - unit.first : end - unit.first])
+            else:
+                gradients.append(flat(grads[id(member.parameter)])[inside])
             moments.append([row[here] for row in moments_2N])
             copies.append(working)
             whose.append(member)
@@ -348,7 +368,7 @@ class MasterAdamW:
         )  # fmt: skip
 
     def zero_grad(self) -> None:
-        self._prepared = None
+        self._prepared, self.reduced = None, {}
         for parameter in self.params:
             parameter.grad = None
         self.gradients.clear()

@@ -11,8 +11,10 @@ has the least to do; a rank packs its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+
+import torch
 
 from trimtab.update.batch import Sample, row_tokens
 from trimtab.update.packing import pack
@@ -34,6 +36,8 @@ class Share:
     """Most tokens that a micro-batch may hold."""
     flops: float = 0.0
     """Counted cost of all of them, in any unit."""
+    fillers: int = 0
+    """How many of the last micro-batches weigh nothing: this rank computes them because others wait for it in collectives."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,10 @@ def pack_samples(together: Together, samples: Sequence[Sample], budget: int) -> 
     return _share(together(samples, most), _places(samples), most, 0.0)
 
 
-def deal_samples(together: Together, samples: Sequence[Sample], budget: int, ranks: int, cost: Cost) -> list[Share]:
-    """The micro-batches of a step for each rank."""
+def deal_samples(
+    together: Together, samples: Sequence[Sample], budget: int, ranks: int, cost: Cost, equal: bool = False
+) -> list[Share]:
+    """The micro-batches of a step for each rank; with `equal`, as many for each, filled up with some that weigh nothing."""
     most = cap(samples, budget)
     longest = max((row_tokens([sample]) for sample in samples), default=0)
     total = sum(row_tokens([sample]) for sample in samples)
@@ -74,7 +80,31 @@ def deal_samples(together: Together, samples: Sequence[Sample], budget: int, ran
     parts = together(samples, min(most, max(longest, total // ranks)))
     dealt, loads = deal([cost.of(part) for part in parts], ranks)
     places = _places(samples)
-    return [_share([parts[i] for i in mine], places, most, load) for mine, load in zip(dealt, loads)]
+    shares = [_share([parts[i] for i in mine], places, most, load) for mine, load in zip(dealt, loads)]
+    if not equal:
+        return shares
+    smallest = min(parts, key=row_tokens)
+    count = max(len(share.batches) for share in shares)
+    return [_filled(share, count - len(share.batches), smallest) for share in shares]
+
+
+def _filled(share: Share, missing: int, part: Sequence[Sample]) -> Share:
+    """The share with so many more micro-batches, each of samples whose every token weighs 0."""
+    twins: dict[int, Sample] = {}
+    for sample in part:
+        twins[id(sample)] = replace(sample, weights=torch.zeros_like(sample.weights))
+    for sample in part:  # one of a pair knows the other
+        mate = getattr(sample, "mate", None)
+        if mate is not None:
+            twins[id(sample)].mate = twins[id(mate)]  # type: ignore[attr-defined]
+    batch = list(twins.values())
+    return replace(
+        share,
+        batches=share.batches + [batch] * missing,
+        places=share.places + [[0] * len(batch)] * missing,
+        loads=share.loads + [row_tokens(batch)] * missing,
+        fillers=missing,
+    )
 
 
 def deal(costs: Sequence[float], ranks: int) -> tuple[list[list[int]], list[float]]:

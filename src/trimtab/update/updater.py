@@ -20,6 +20,7 @@ from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.update.batch import MicroBatch, Sample
+from trimtab.update.early_reduction import EarlyReduction
 from trimtab.update.launching import Launching
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.optimizer import AnyLearn, MasterAdamW
@@ -137,9 +138,11 @@ class Updater:
         offload_activations: bool = False,
         metered: Callable[[], AbstractContextManager[None]] = nullcontext,
         peers: Peers = ALONE,
+        reduce_early: bool = False,
     ) -> None:
         """`learn`: the optimizer's settings. `metered` is entered around each `apply`, by whoever measures its memory. `peers`:
-        other ranks, each of which accumulates a share of the step."""
+        other ranks, each of which accumulates a share of the step; with `reduce_early` gradients are summed over them in every
+        micro-batch."""
         self.policy = policy
         self.objective = objective
         self.token_budget = token_budget
@@ -147,6 +150,7 @@ class Updater:
         self.logprob_chunk = logprob_chunk if objective.logits else 1
         self.optimizer = _optimizer(policy, learn, offload_optimizer, peers)
         policy.add_gradients_to(self.optimizer.gradients)
+        self._early = EarlyReduction(policy, self.optimizer) if reduce_early else None
         policy.offload_activations(offload_activations)
         self.checkpoint_activations: Recompute = False
         self.recompute(checkpoint_activations)
@@ -164,6 +168,8 @@ class Updater:
         self.optimizer.zero_grad()
         if isinstance(self.policy, ShardedPolicy):
             self.policy.reset()
+        if self._early is not None:
+            self._early.clear()
         if self.policy.activation_offload is not None:
             self.policy.activation_offload.clear()
 
@@ -204,8 +210,18 @@ class Updater:
         self.forget_step()
         stats.token_budget = share.cap
         launching = Launching(self.policy.device)
-        for batch in self._micro_batches(share):
-            self._backward(self._loss(batch, kl_coef, stats))
+        if self._early is not None:
+            self._early.begin()
+            self.optimizer.reduced = self._early.parts
+        for number, batch in enumerate(self._micro_batches(share)):
+            if self._early is not None:
+                self._early.begin_micro_batch()
+            filler = number >= len(share.batches) - share.fillers
+            self._backward(self._loss(batch, kl_coef, UpdateStats() if filler else stats))
+            if self._early is not None:
+                self._early.end_micro_batch()
+            if filler:
+                continue
             stats.microbatches += 1
             stats.row_tokens += batch.tokens_T.shape[0]
             stats.largest = max(stats.largest, batch.tokens_T.shape[0])
@@ -227,6 +243,8 @@ class Updater:
             if not self.optimizer.prepared:
                 self.optimizer.prepare()
             outcome = self.optimizer.apply(lr)
+        if self._early is not None:
+            self._early.clear()
         behind = None if self._launching is None else self._launching.behind(self.progress.microbatches)
         return Applied(outcome.grad_norm, outcome.applied, behind)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -10,14 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import forking
 import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
+from tests.running import DEADLINE_S
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.kinds import KINDS
+from trimtab.rollout.external.process import EngineLost
+from trimtab.rollout.external.vllm.core import NEEDED, USUAL
 from trimtab.rollout.native.engine import NativeEngine
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -67,6 +73,24 @@ def sglang_python() -> str | None:
     return found if tried.returncode == 0 else None
 
 
+SLOW_IMPORTS = [
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.engine.core",
+    "vllm.model_executor.models.qwen2",
+]
+
+
+@cache
+def warm_python(kind: str) -> str | None:
+    """An interpreter in whose place vLLM starts in a second (forking.py), for tests of what it generates. Those of its process
+    name the real one."""
+    found = PYTHONS[kind]()
+    if found is None or kind != "vllm" or DEVICE.type != "cpu":
+        return found
+    return forking.Warm(found, SLOW_IMPORTS, {**USUAL, **NEEDED, "OMP_NUM_THREADS": "1"}).python
+
+
 NO_VLLM = "there is no environment with vLLM: run `make vllm`, or name its interpreter in TRIMTAB_VLLM_PYTHON"
 NO_SGLANG = "needs an environment with SGLang: name its interpreter in TRIMTAB_SGLANG_PYTHON"
 PYTHONS = {"vllm": vllm_python, "sglang": sglang_python}
@@ -90,6 +114,16 @@ def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any
         "longest": LONGEST,
         "page_tokens": 32,
         "eager": True,
+        "python": warm_python(kind) or "",
         **changes,
     }
-    return ExternalEngine(KINDS[kind], policy, tokenizer, [STOP], python=PYTHONS[kind]() or "", **settings)
+    return ExternalEngine(KINDS[kind], policy, tokenizer, [STOP], **settings)
+
+
+def kill_now(engine: ExternalEngine) -> None:
+    """SIGKILL for its one process. What that has sent and nobody has read is lost with it: how much that is depends on time."""
+    (member,) = engine.members
+    os.kill(member.running.pid, signal.SIGKILL)
+    with contextlib.suppress(EngineLost):
+        while True:
+            member.running.receive(DEADLINE_S)

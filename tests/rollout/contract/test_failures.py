@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from tests.rollout.contract.engines import OUTSIDE, make_engine, small_model, small_policy
+from tests.rollout.contract.engines import OUTSIDE, PYTHONS, kill_now, make_engine, small_model, small_policy
 from tests.rollout.contract.test_contract import ask, collect, prompts, tokens
 from tests.running import guarded, left
 from trimtab.base.errors import EngineError
@@ -37,7 +35,7 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
 ) -> None:
     """Killed in the middle of a rollout and once more between two, under weights that are not those it began with."""
     policy = small_policy()
-    engine = make_engine(kind, policy, logs=tmp_path / "logs")
+    engine = make_engine(kind, policy, logs=tmp_path / "logs", python=PYTHONS[kind]())
     assert isinstance(engine, ExternalEngine)
     said: list[str] = []
     engine.on_restart = said.append
@@ -52,7 +50,7 @@ def test_a_killed_process_is_started_again_with_current_weights_and_its_work_rep
 
     def interrupted(self: ExternalEngine) -> Done:
         if self.stats.sequences == 1 and self.pids[0] == first:  # one has come, and most are far from their end
-            os.kill(first, signal.SIGKILL)
+            kill_now(self)
         return whole(self)
 
     monkeypatch.setattr(ExternalEngine, "_next_done", interrupted)
@@ -162,7 +160,8 @@ def scripted(
     monkeypatch.setattr(members, "EngineProcess", start)
     monkeypatch.setattr(engines, "wait_for", lambda processes: None)
     monkeypatch.setattr(engines, "refuse_other_logprobs", lambda *_: None)
-    return make_engine("vllm", policy or small_policy(), max_sequences=8, **changes), made  # type: ignore[return-value]
+    engine = make_engine("vllm", policy or small_policy(), max_sequences=8, python="", **changes)
+    return engine, made  # type: ignore[return-value]
 
 
 def done(call: int, id: int, token: int = 5) -> object:
@@ -285,7 +284,7 @@ def test_nothing_is_left_after_close(kind: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "0.001")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     before = set(psutil.Process().children(recursive=True))
-    engine = make_engine(kind, small_policy())
+    engine = make_engine(kind, small_policy(), python=PYTHONS[kind]())
     assert collect(engine, ask(prompts(2)))
     engine.close()
     assert not set(psutil.Process().children(recursive=True)) - before
