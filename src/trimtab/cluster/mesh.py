@@ -113,7 +113,10 @@ class Mesh:
     def device_mesh(self) -> DeviceMesh:
         """The same ranks as FSDP2 sees them: sets of parts, and copies of the set where there are several."""
         copies = self.ranks // self.shards
-        return init_device_mesh(self._meeting.device.type, (self.shards,) if copies == 1 else (copies, self.shards))
+        device = self._meeting.device.type
+        if copies == 1:
+            return init_device_mesh(device, (self.shards,))
+        return init_device_mesh(device, (copies, self.shards), mesh_dim_names=("copies", "parts"))
 
     def sum(self, values: torch.Tensor) -> None:
         self._timed(values, lambda: dist.all_reduce(values))
