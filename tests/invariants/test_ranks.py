@@ -124,6 +124,8 @@ def run(case: Case, model: Path, folder: Path, steps: int = 3, **learn: Any) -> 
     devices: dict[str, Any] = {"devices": case.devices}
     if case.devices > 1:
         devices |= {"shard": case.shard, "shard_devices": case.shard_devices}
+    if case.shard == "full":
+        devices |= {"prefetch": 2}
     arguments: dict[str, Any] = {
         "data": [{"prompt": word} for word in WORDS] if rl else PAIRS,
         "learn": {"steps": steps, "lr": 1e-2, **settings, "optimizer": optimizer, **learn},

@@ -127,6 +127,12 @@ def _updates(config: Config, learn: Learn) -> Iterator[Contradiction]:
 
 
 def _offload(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
+    if config.run.prefetch != "auto" and config.run.shard not in ("auto", "full"):
+        yield clash(
+            "run.prefetch run.shard",
+            f"has no effect with run.shard: {config.run.shard}, which gathers no weights ahead",
+            "Write run.shard: full, or leave run.prefetch out",
+        )
     if config.run.offload.activations is True and config.run.checkpoint_activations in (False, "some"):
         yield clash(
             "run.offload.activations run.checkpoint_activations",

@@ -13,7 +13,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -38,7 +38,7 @@ from trimtab.model.head import Head, TokenStats
 from trimtab.model.policy import Policy
 from trimtab.model.replica import empty_copy, fill, skeleton_of
 from trimtab.model.shard_store import ShardStore
-from trimtab.model.versions import fsdp_groups, put_groups, reset_fsdp
+from trimtab.model.versions import forget_groups, fsdp_groups, put_groups, reset_fsdp
 from trimtab.model.weights import ADAPTERS, VECTORS, unit_name
 
 HIDDEN, TOKEN_STATS, LOGITS = "trimtab_hidden", "trimtab_token_stats", "trimtab_logits"
@@ -51,15 +51,23 @@ class ShardedPolicy(Policy):
     weights: ShardStore
 
     def __init__(
-        self, model: Any, mesh: DeviceMesh, device: torch.device, *, check: bool = True, on_host: bool = False
+        self,
+        model: Any,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        check: bool = True,
+        on_host: bool = False,
+        prefetch: int = 1,
     ) -> None:
         """The model may be in host memory. `mesh`: over the ranks that hold one set of parts, with copies of the set as its
-        first dimension where there are several. `on_host`: parts wait in host memory."""
+        first dimension where there are several. `on_host`: parts wait in host memory. `prefetch`: units gathered ahead."""
         self.mesh, self._device, self._dtype = mesh, device, model.get_output_embeddings().weight.dtype
         self.skeleton = skeleton_of(model)
         """The model without weights, to make whole copies from (replica.py)."""
         self.units = _shard(model, mesh, device, self._dtype, on_host)
         """What is gathered as one, in the order of use; the root last."""
+        _prefetch(self.units[:-1], prefetch)
         super().__init__(model, check=False)
         setattr(model, HIDDEN, MethodType(_hidden, self))
         register_fsdp_forward_method(model, HIDDEN)
@@ -123,13 +131,21 @@ class ShardedPolicy(Policy):
         self.handed.clear()
         reset_fsdp(self.units)
 
+    def ungroup(self) -> None:
+        """Let go of the process groups: gloo frees ranks that wait for this one only when nobody here holds them any more."""
+        forget_groups(self.mesh)
+        for unit in self.units:
+            for group in fsdp_groups(unit):
+                group._all_gather_result = None
+                for name in ("shard_process_group", "replicate_process_group"):
+                    vars(group.mesh_info).pop(name, None)
+
     def regroup(self, mesh: DeviceMesh) -> None:
-        """Use other process groups of the same ranks: those before were broken off. Parts stay where they are."""
+        """Use other process groups of the same ranks, after `ungroup`. Parts stay where they are."""
         if mesh is not self.mesh:  # DTensors know the mesh by itself, so it has to stay
             put_groups(self.mesh, mesh)
         for unit in self.units:
             for group in fsdp_groups(unit):
-                group._all_gather_result = None
                 info = group.mesh_info
                 info.shard_process_group = self.mesh.get_group(info.shard_mesh_dim)
                 if self.mesh.ndim > 1:
@@ -247,13 +263,8 @@ def _layers(model: Any) -> list[torch.nn.Module]:
     return list(layers)
 
 
-def set_prefetch(policy: ShardedPolicy, ahead: int) -> None:
+def _prefetch(units: list[FSDPModule], ahead: int) -> None:
     """Have so many units gathered while those before them are computed, in the forward and in the backward pass."""
-    units = policy.units[:-1]
-    _prefetch(units, ahead, lambda unit, following: unit.set_modules_to_forward_prefetch(following))
-    _prefetch(units[::-1], ahead, lambda unit, following: unit.set_modules_to_backward_prefetch(following))
-
-
-def _prefetch(units: list[FSDPModule], ahead: int, ask: Callable[[FSDPModule, list[FSDPModule]], None]) -> None:
     for at, unit in enumerate(units):
-        ask(unit, units[at + 1 : at + 1 + ahead])
+        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(0, at - ahead) : at][::-1])

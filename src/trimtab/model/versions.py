@@ -107,6 +107,12 @@ def reset_fsdp(units: Sequence[Any]) -> None:
             group._to_sharded()
 
 
+def forget_groups(mesh: Any) -> None:
+    """Let a device mesh hold no process group. torch 2.11 has no registry of its own."""
+    if hasattr(mesh, "_pg_registry"):
+        mesh._pg_registry.clear()
+
+
 def put_groups(mesh: Any, other: Any) -> None:
     """Make a device mesh use the process groups of another, of the same shape. torch 2.11 has no registry of its own."""
     mesh._dim_group_names = other._dim_group_names

@@ -117,6 +117,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "devices": machine.devices,
         "shard": "none" if machine.devices == 1 else "optimizer",
         "shard_devices": min(machine.devices, machine.per_host),
+        "prefetch": 1,
         "kernels": "native" if job.fused else "plain",
         "threads": machine.cores,
         "reward_workers": workers_for(machine.cores),

@@ -45,9 +45,11 @@ def load_policy(
     checkpoint: Path | None = None,
     shards: int = 1,
     mesh: DeviceMesh | None = None,
+    prefetch: int = 1,
 ) -> Policy:
     """The model to train, as it came or as a checkpoint left it, with the kernels asked for. `seed` is for new adapters;
-    `shards`: ranks that cut its units. `mesh`: ranks that hold its weights in parts; it is then read into host memory."""
+    `shards`: ranks that cut its units. `mesh`: ranks that hold its weights in parts, of which `prefetch` layers are gathered
+    ahead; it is then read into host memory."""
     home = device
     if mesh is not None:
         home, model = torch.device("cpu"), with_known_dtype(model, device)
@@ -65,7 +67,7 @@ def load_policy(
         with explain_load_errors(checkpoint):
             found = load_model(source, home)
     with nullcontext() if checkpoint is None else explain_load_errors(checkpoint):
-        policy = Policy(found, shards=shards) if mesh is None else ShardedPolicy(found, mesh, device)
+        policy = Policy(found, shards=shards) if mesh is None else ShardedPolicy(found, mesh, device, prefetch=prefetch)
     use_kernels(policy, kernels)
     return policy
 

@@ -39,13 +39,14 @@ def load_sharded_policies(
     """The same for ranks that hold weights in parts. All ranks load together; parts of the reference wait in host memory where
     the plan has them there."""
     model = config.model
-    policy = load_policy(model, config.learn.seed, device, run.kernels, checkpoint, mesh=mesh)
+    policy = load_policy(model, config.learn.seed, device, run.kernels, checkpoint, mesh=mesh, prefetch=run.prefetch)
     if not (isinstance(config, ResolvedConfig) and has_reference(config.learn)):
         return policy, None
     if model.lora is not None:
         return policy, WithoutAdapters(policy)
     whole = load_model(with_known_dtype(model, device), torch.device("cpu")).requires_grad_(False)
-    return policy, ShardedPolicy(whole, mesh, device, check=False, on_host=run.offload.reference)
+    on_host = run.offload.reference
+    return policy, ShardedPolicy(whole, mesh, device, check=False, on_host=on_host, prefetch=run.prefetch)
 
 
 def put_reference_away(reference: AnyPolicy | None, run: ResolvedRun) -> AnyPolicy | None:

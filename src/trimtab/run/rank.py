@@ -7,6 +7,7 @@ driver, so all ranks do the same.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -169,6 +170,9 @@ class Rank:
             if not (self._full or (self._reduces_early and not in_scores)):
                 raise
             freed = not is_out_of_memory(error) and self._mesh.was_aborted
+            traceback.clear_frames(error.__traceback__)  # they hold groups
+            for model in self._sharded_models():
+                model.ungroup()
             self._mesh.abort()
             if freed:
                 raise GroupBroken from error
@@ -176,10 +180,12 @@ class Rank:
 
     def rejoin(self) -> None:
         self._mesh.rejoin()
-        models = [updater.policy for updater in self._updaters.values()]
-        for model in (*models, self._reference):
-            if isinstance(model, ShardedPolicy):
-                model.regroup(self._mesh.device_mesh)
+        for model in self._sharded_models():
+            model.regroup(self._mesh.device_mesh)
+
+    def _sharded_models(self) -> list[ShardedPolicy]:
+        models = [*(updater.policy for updater in self._updaters.values()), self._reference]
+        return [model for model in models if isinstance(model, ShardedPolicy)]
 
     def prepare(self, model: Trained) -> None:
         self._updaters[model].prepare()
