@@ -64,7 +64,7 @@ def assert_close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], tol
 def test_gradient_norm_and_weights_are_one_processes(case: Case, found: Path) -> None:
     one, two = steps_alone(case), read(found / f"{case.name}.pt")
     assert_close(one["gradient"], two["gradient"], TOLERANCE[case.dtype])
-    assert two["norms"] == pytest.approx(one["norms"], rel=TOLERANCE[case.dtype])
+    assert two["norms"] == pytest.approx(one["norms"], rel=10 * TOLERANCE[case.dtype])
     assert {name: w.dtype for name, w in one["weights"].items()} == {n: w.dtype for n, w in two["weights"].items()}
     assert_close(one["weights"], two["weights"], 10 * TOLERANCE[case.dtype])
 
