@@ -29,8 +29,9 @@ endif
 	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'
 	touch $@
 
+# DEVICES=2 trains on two ranks, on a CPU two processes.
 demo: install
-	$(BIN)/trimtab demo
+	$(BIN)/trimtab demo $(addprefix run.devices=,$(DEVICES))
 
 test: lint types vllm
 	$(BIN)/python -m pytest -n auto

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import IO, Any
 
-from trimtab.base.errors import ConfigError, Problem, TrimtabError
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.signals import take_signals
 from trimtab.config.load import load_as, load_config
 from trimtab.config.reward_model import RewardModelConfig
@@ -21,6 +21,7 @@ from trimtab.run.build import own_modes, returns_memory
 from trimtab.run.evaluation import measure
 from trimtab.run.inputs import GIVEN_ROWS, Inputs
 from trimtab.run.open_evaluation import open_evaluation
+from trimtab.run.restarts import telling_how_it_ends, with_restarts
 from trimtab.run.reward_model import run_reward_model
 from trimtab.run.session import open_session
 from trimtab.run.sft import run_sft
@@ -148,13 +149,15 @@ def run_training(
     config: Config, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
     """Run a validated config."""
-    with take_signals(), own_modes(), ExitStack() as stack:
-        session = open_session(config, inputs, stack, resume=resume, console_file=console_file)
-        try:
-            return loop.train(session)
-        except (KeyboardInterrupt, TrimtabError):
-            session.observer.stopped(session.state, session.config.learn.steps)
-            raise
+
+    def attempt(config: Config, inputs: Inputs, resume: bool) -> dict[str, Any]:
+        with ExitStack() as stack:
+            session = open_session(config, inputs, stack, resume=resume, console_file=console_file)
+            with telling_how_it_ends(session, session.config.learn.steps, inputs):
+                return loop.train(session)
+
+    with take_signals(), own_modes():
+        return with_restarts(attempt, config, inputs, resume)
 
 
 @returns_memory

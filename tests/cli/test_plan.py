@@ -99,6 +99,27 @@ def test_it_answers_as_the_design_says(config: Path) -> None:
     assert "a step takes about" in shown and "update" in shown
 
 
+def test_devices_of_a_machine_are_planned_for(config: Path) -> None:
+    large = ("model.path=Qwen/Qwen2.5-7B", "learn.prompts_per_step=128", "--host-memory", "1500GiB")
+    code, out, shown = plan(config, *large, "--device", "h200", "--devices", "8", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert code == 0 and found["devices"] == 8 and found["shard"] == "optimizer" and found["shard_devices"] == 8
+    assert found["step_seconds"]["communication"] > 0 and "each rank" in shown and "communication" in shown
+    assert {choice["key"] for choice in found["choices"]} >= {"run.devices", "run.shard", "run.shard_devices"}
+    code, out, _ = plan(config, "--device", "h200", "run.devices=2", "--json")
+    assert code == 0 and json.loads(out.splitlines()[-1])["devices"] == 2, "as many as the run asks for"
+
+
+def test_devices_that_are_not_there_are_refused(config: Path) -> None:
+    assert (
+        "is 4, but the planned machine has 2 GPUs"
+        in plan(config, "--device", "h200", "--devices", "2", "run.devices=4")[2]
+    )
+    assert "no effect on one device" in plan(config, "--device", "h200", "run.shard=optimizer")[2]
+    _, out, _ = plan(config, "--device", "cpu", "run.devices=2", "run.memory=64GiB", "--json")
+    assert json.loads(out.splitlines()[-1])["devices"] == 2
+
+
 def test_overrides_and_profiles_change_it(config: Path) -> None:
     def update_bytes(*more: str) -> int:
         found = json.loads(plan(config, *more, "--device", "rtx4090", "--json")[1].splitlines()[-1])
@@ -119,7 +140,7 @@ def test_a_refused_plan_contradicts_nothing(config: Path) -> None:
     """No time of a step that cannot run, no reason of a plan that fits; one limit, with what it is a share of."""
     code, out, _ = plan(config, "model.path=Qwen/Qwen2.5-7B", "--device-memory", "24GiB")
     words = " ".join(out.replace("│", " ").split())
-    assert code == 1 and "a step takes" not in words and "devices" not in words
+    assert code == 1 and "a step takes" not in words
     assert "all activations fit" not in words and "fits on the device" not in words and "they fit" not in words
     assert (
         "even with these minimum memory settings" in words

@@ -22,6 +22,9 @@ ROLLOUT = ResolvedRollout(
     max_sequences=8, kv_memory=2**20, prefill_tokens=64, page_tokens=16, lend_memory=False, processes=1
 )
 RUN = ResolvedRun(
+    devices=1,
+    shard="none",
+    shard_devices=1, prefetch=1,
     device="cpu", threads=1, engine="native", kernels="plain", token_budget=99, score_token_budget=98, logprob_chunk=7,
     checkpoint_activations="some", reward_workers=2, rollout=ROLLOUT,
     offload=ResolvedOffload(optimizer=True, reference=False, activations=False),

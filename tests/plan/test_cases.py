@@ -12,7 +12,8 @@ from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import kv_bytes
 from trimtab.plan.ledger import GIB, MIB
-from trimtab.plan.planner import make_plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
 
@@ -71,8 +72,9 @@ def test_eight_a100_hold_a_7b_with_everything_on_them() -> None:
     """The document's hybrid engine: rollout copies over two devices each, everything on the same eight."""
     machine = Machine(find_device("a100-80"), 8, 1000 * GIB, 64)
     plan = place_over(Run(), known("qwen2.5-7b", reference=True, compared=True, completion=1024, fused=True), machine)
-    assert plan.fits and plan.place.shards == 8 and plan.place.tensor <= 4
-    assert plan.ledger["update"].device["weights"] == pytest.approx(7.616e9 * 2 / 8, rel=1e-3)
+    assert plan.fits and plan.place.devices == 8 and plan.place.shard == "optimizer" and plan.place.tensor == 1
+    assert plan.ledger["update"].device["weights"] == pytest.approx(7.616e9 * 2, rel=1e-3)
+    assert plan.ledger["update"].device["masters"] == pytest.approx(7.616e9 * 4 / 8, rel=1e-3)
 
 
 def test_48_a100_hold_a_70b() -> None:
@@ -80,7 +82,7 @@ def test_48_a100_hold_a_70b() -> None:
     plan = place_over(
         Run(), known("llama-3.1-70b", reference=True, compared=True, completion=1024, fused=True), machine
     )
-    assert plan.fits and plan.place.shards == 48 and plan.place.tensor >= 4
+    assert plan.fits and plan.place.shard == "full" and plan.place.shard_devices == 48 and plan.place.tensor >= 4
     one = place_over(Run(), known("llama-3.1-70b", fused=True), replace(machine, devices=8))
     assert not one.fits or one.times.total > plan.times.total
 

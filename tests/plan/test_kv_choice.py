@@ -13,7 +13,8 @@ from trimtab.config.run import Rollout, Run
 from trimtab.plan.devices import find_device, nearest, of_size
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
-from trimtab.plan.planner import Plan, make_plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.refusal import widest
 from trimtab.plan.report import offers
 
@@ -71,12 +72,13 @@ def test_a_pinned_cache_is_not_faster(case: str, profile: str) -> None:
 
 
 def test_a_fuller_profile_is_offered_where_it_is_faster() -> None:
-    """70B on 48 devices: 8 GiB of KV cache do not fit into nine tenths of the memory, and a run that pins them fills more."""
-    job, run = LARGE(), Run(rollout=Rollout(kv_memory=8 * GIB))
+    """70B on 48 devices: an engine's KV cache of 64 GiB does not fit into nine tenths of the memory, and a run that pins it fills
+    more."""
+    job, run = LARGE(), Run(rollout=Rollout(kv_memory=64 * GIB))
     assert not place_over(run, job, A100S, "balanced").fits
     by_hand, profile = widest(run, job, A100S, "balanced")
     chosen = place_over(Run(), job, A100S, "balanced")
-    assert profile == "max" and by_hand.times.total < 0.95 * chosen.times.total
+    assert profile == "max" and by_hand.times.total < chosen.times.total
     first = offers(chosen, Run(), "balanced")[0]
     assert first.words == "run.profile: max, which fills 96 %" and first.seconds <= by_hand.times.total
     assert all("profile" not in offer.words for offer in offers(place_over(Run(), job, A100S, "max"), Run(), "max"))

@@ -22,10 +22,11 @@ from trimtab.plan.ledger import (
     CUDA_PROCESS_HOST_BYTES,
     ENGINE,
     GIB,
-    Placement,
     build_ledger,
 )
-from trimtab.plan.planner import Plan, make_plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.placement import Placement
+from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.refusal import plan_here
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
@@ -131,13 +132,13 @@ def test_adapters_larger_than_vllm_serves_are_refused(rank: int, refused: bool) 
 
 
 def test_a_model_is_not_cut_twice() -> None:
-    """Where the plan lays a copy over two devices, that is what was asked for."""
+    """Where the plan lays a copy over two devices, that is what vLLM is told."""
     machine = Machine(find_device("h200"), 8, 1024 * GIB, 16)
     job = qwen(rank=16, adapters=10**7)
     engines = [
         make_plan(Run(engine="vllm", rollout=Rollout(processes=1, tensor_parallel=parts)), job, machine, place=place)
         .ledger["rollout"].device[ENGINE]
-        for parts, place in ((2, Placement(1, 2)), (1, Placement(1, 2)))
+        for parts, place in ((2, Placement(tensor=2)), (1, Placement(tensor=2)))
     ]  # fmt: skip
     assert engines[0] == engines[1]
 

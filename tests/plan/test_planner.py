@@ -20,7 +20,8 @@ from trimtab.plan.devices import CATALOGUE, find_device, nearest, of_size
 from trimtab.plan.job import NO_CORRECTION, Correction, Job, Machine
 from trimtab.plan.kv import kv_bytes
 from trimtab.plan.ledger import GIB, MIB, NOT_METERED, build_ledger
-from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.planner import PROFILES, Choice, Plan, make_plan
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import WELL_KNOWN
@@ -283,8 +284,9 @@ def test_a_pinned_cache_that_holds_no_sequence_is_refused() -> None:
 def test_devices_share_states() -> None:
     one, eight = (place_over(Run(), qwen("qwen2.5-7b"), replace(h(40), devices=n)) for n in (1, 8))
     assert not one.fits and eight.fits
-    assert eight.ledger["optimizer"].device["optimizer state"] == 8 * qwen("qwen2.5-7b").shape.parameters // 8
-    assert predict(qwen("qwen2.5-7b"), eight.machine, eight.run, eight.place).publish > 0
+    state = eight.ledger["optimizer"].device["optimizer state"]
+    assert state == pytest.approx(8 * qwen("qwen2.5-7b").shape.parameters / 8, rel=1e-6)
+    assert predict(qwen("qwen2.5-7b"), eight.machine, eight.run, eight.place).communication > 0
 
 
 def test_pieces_on_the_way_of_a_small_model_are_of_its_largest_unit() -> None:
@@ -482,8 +484,10 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
 
 def test_the_engine_is_told_after_what_it_runs_with() -> None:
     keys = [choice.key for choice in make_plan(Run(), qwen(), h(140)).choices]
+    assert keys[:3] == ["run.devices", "run.shard", "run.shard_devices"]
     at = keys.index("run.engine")
-    assert [key.startswith("run.rollout.") for key in keys] == [*[True] * at, *[False] * (len(keys) - at)]
+    rollout = [key.startswith("run.rollout.") for key in keys]
+    assert rollout == [*[False] * 3, *[True] * (at - 3), *[False] * (len(keys) - at)]
 
 
 def test_the_native_engine_has_no_processes_whatever_is_pinned() -> None:

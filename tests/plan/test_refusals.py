@@ -25,7 +25,8 @@ from trimtab.plan.devices import find_device, nearest, of_size
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes
 from trimtab.plan.ledger import CUDA_CONTEXT_BYTES, GIB, MERGED, build_ledger
-from trimtab.plan.planner import PROFILES, limits_of, make_plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.planner import PROFILES, limits_of, make_plan
 from trimtab.plan.refusal import changes_that_fit, plan_here, refuse, with_memory
 from trimtab.plan.report import offers
 from trimtab.plan.shape import Block, ModelShape
@@ -201,13 +202,16 @@ def test_fewer_reward_workers_are_named_where_they_would_fit() -> None:
     assert not plan.fits and "run.reward_workers: 1" in str(refuse(plan, Run(), "balanced"))
 
 
-def test_devices_are_no_remedy_where_one_trains() -> None:
+def test_more_devices_are_a_remedy_and_an_offer() -> None:
     job = qwen("qwen2.5-7b")
-    for machine, offered in ((h(24), False), (replace(h(24), devices=2), True)):
+    for machine in (h(24), replace(h(24), devices=2)):
         words = [change for change, _ in changes_that_fit(job, machine, Run(), "balanced")]
-        assert words and any(change.endswith(" devices") for change in words) == offered
-    roomy = make_plan(Run(), qwen(), h(80))
-    assert all("devices" not in offer.words for offer in offers(roomy, Run(), "balanced"))
+        assert any(change.endswith(" devices") for change in words)
+    pinned = [change for change, _ in changes_that_fit(job, h(40), Run(devices=1), "balanced")]
+    assert any(change.startswith("run.devices: ") for change in pinned)
+    roomy = place_over(Run(), qwen(), h(80))
+    assert [offer.words for offer in offers(roomy, Run(), "balanced")][-1] == "twice as many devices"
+    assert all("devices" not in offer.words for offer in offers(roomy, Run(devices=1), "balanced"))
 
 
 def test_run_memory_is_the_memory_there_is() -> None:

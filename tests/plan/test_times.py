@@ -10,7 +10,8 @@ import pytest
 from trimtab.config.run import Offload, Rollout, Run
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import GIB, SINGLE_DEVICE
+from trimtab.plan.ledger import GIB
+from trimtab.plan.placement import SINGLE_DEVICE
 from trimtab.plan.planner import make_plan
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN

@@ -20,7 +20,7 @@ from trimtab.model.memory import Shortage, attempt
 from trimtab.model.weights import WeightStore
 from trimtab.record import host_copy, part
 from trimtab.record.checkpoint import RunState, checkpoints, load_state
-from trimtab.record.part import Part, collect
+from trimtab.record.part import CheckpointPart, collect
 from trimtab.record.saving import PendingCheckpoint
 from trimtab.record.tensor_file import write_tensors
 from trimtab.record.writer import CheckpointWriter
@@ -45,7 +45,7 @@ class Training:
             self.recoveries += 1
         return outcome
 
-    def part(self) -> Part:
+    def part(self) -> CheckpointPart:
         return collect(self.model, self.optimizer, None, self.files)
 
     def step(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trimtab.cli.output import console_file, loading, print_json, user_errors
+from trimtab.cli.output import console_file, loading, print_json, resume_command, user_errors
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.lr=1e-5.")]
@@ -46,6 +46,7 @@ def run_stage(
 
         kind = Supervised() if stage == "sft" else Preferences()
         inputs = Inputs(base_dir=file.absolute().parent, name=file.stem, verbose=verbose)
+        inputs.resume_with = resume_command(stage, file, overrides)
         if dry_run:
             with loading(as_json, "checking the model and the data", aside=True):
                 result = offline.dry_run(kind, config, inputs, console_file(as_json), resume=resume)

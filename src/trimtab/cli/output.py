@@ -6,9 +6,11 @@ With --json everything meant for people goes to standard error, and the last lin
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import typer
@@ -28,6 +30,11 @@ def loading(as_json: bool, what: str = "loading torch and transformers", aside: 
     """Says what the body waits for. `aside`: on standard error, where standard output is somebody's input."""
     with waiting(console_file(as_json or aside), what):
         yield
+
+
+def resume_command(command: str, config: Path, overrides: Sequence[str] | None) -> str:
+    """What resumes a run, as it stands in a message."""
+    return f"`{shlex.join(['trimtab', command, str(config), *(overrides or ()), '--resume'])}`"
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -23,7 +23,9 @@ def plan(
     device: Annotated[
         str | None, typer.Option("--device", help="A known device: h200, a100-40, rtx4090, cpu ...")
     ] = None,
-    devices: Annotated[int, typer.Option("--devices", min=1, max=1024, help="Number of devices.")] = 1,
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, max=1024, help="Devices of the machine; 8 make a host.")
+    ] = None,
     device_memory: Annotated[
         str | None,
         typer.Option("--device-memory", help="Memory of each device, such as 40GiB; the same as run.memory=40GiB."),

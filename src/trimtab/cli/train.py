@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.output import console_file, loading, print_json, user_errors
+from trimtab.cli.output import console_file, loading, print_json, resume_command, user_errors
 
 
 def train(
@@ -35,6 +35,7 @@ def train(
             from trimtab.run.inputs import Inputs
 
         inputs = Inputs(base_dir=config.absolute().parent, name=config.stem, verbose=verbose)
+        inputs.resume_with = resume_command("train", config, overrides)
         if dry_run:
             from trimtab.run.dry_run import dry_run as look
 

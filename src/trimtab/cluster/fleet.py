@@ -1,7 +1,8 @@
 """The engines of all ranks as one engine.
 
-Requests are shared out by group. A token is a function of (seed, step, prompt, sample, position) and of the weights, so it does
-not matter which engine draws it: on a CPU to the bit, on GPUs up to rounding.
+Requests wait in one queue here (queue.py); ranks draw from it while they generate (feed.py). A token is a function of (seed,
+step, prompt, sample, position) and of the weights, so it does not matter which engine draws it: on a CPU to the token, on GPUs up
+to rounding.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.cluster.messages import Done
-from trimtab.cluster.ranks import Ranks
-from trimtab.rollout.engine import Request, RolloutStats
-from trimtab.rollout.trajectory import Group
-from trimtab.update.shares import deal
+from trimtab.base.errors import EngineError, MemoryExhausted
+from trimtab.cluster.feed import End, GiveBack, Leaving, More, Report, Returned
+from trimtab.cluster.messages import Item, Raised, Short
+from trimtab.cluster.queue import QueuedPiece, RequestQueue, Send, Take
+from trimtab.cluster.ranks import Ranks, ShortOnRank
+from trimtab.rollout.engine import Request, RolloutStats, refuse_while
+from trimtab.rollout.feed import Bounds
+from trimtab.rollout.trajectory import Group, Trajectory
 
 
 class Fleet:
     """See rollout/engine.py."""
 
-    def __init__(self, ranks: Ranks, description: str, lowered: Sequence[Mapping[str, int]]) -> None:
-        self._ranks, self._description = ranks, description
+    def __init__(self, ranks: Ranks, description: str, rows: int, lowered: Sequence[Mapping[str, int]]) -> None:
+        """`rows`: sequences that a rank's engine runs at a time, at most; `lowered`: what is lower on each rank."""
+        self._ranks, self._description, self._rows = ranks, description, rows
         self._lowered = [dict(each) for each in lowered]
+        self._generating = False
         self.stats = RolloutStats()
 
     @property
@@ -34,19 +40,22 @@ class Fleet:
         return 0
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
+        refuse_while(self._generating, "generate")
+        if not requests:
+            raise EngineError("generate was called without requests")
+        if any(request.sampling != requests[0].sampling for request in requests):
+            raise EngineError("the requests of one generate call must share their sampling settings")
         self.stats = RolloutStats()
-        costs = [float(len(r.prompt.tokens) + sum(r.limits)) for r in requests]
-        dealt, _ = deal(costs, len(self._ranks))
-        args = [([requests[i] for i in mine],) if mine else None for mine in dealt]
-        found: list[RolloutStats] = []
-        for rank, value in self._ranks.stream("generate", args):
-            if isinstance(value, Done):
-                continue
-            if isinstance(value, RolloutStats):
-                found.append(value)
-            else:
-                yield replace(value, index=dealt[rank][value.index])
-        self.stats = side_by_side(found)
+        call = _Call(self._ranks, requests, [each.get("max_sequences", self._rows) for each in self._lowered])
+        self._generating = True
+        try:
+            yield from call.groups()
+        finally:
+            self._generating = False
+            call.end()
+        self.stats = side_by_side(list(call.stats.values()))
+        for rank, lowered in call.lowered.items():
+            self._lowered[rank] = lowered
 
     def lend(self) -> None:
         self._ranks.ask("lend")
@@ -71,6 +80,99 @@ class Fleet:
 
     def close(self) -> None:
         """Ranks end with the run."""
+
+
+class _Call:
+    """One `generate` of a fleet, from the order that begins it to each rank's answer."""
+
+    def __init__(self, ranks: Ranks, requests: Sequence[Request], rows: Sequence[int]) -> None:
+        self._ranks, self._requests = ranks, requests
+        self._queue = RequestQueue([request.samples for request in requests], rows)
+        self._drawn: list[dict[int, Trajectory]] = [{} for _ in requests]
+        self._busy: set[int] = set()
+        """Ranks that have not answered."""
+        self._ended: set[int] = set()
+        """Ranks that have been sent the last message."""
+        self._failed: Exception | None = None
+        self.stats: dict[int, RolloutStats] = {}
+        self.lowered: dict[int, dict[str, int]] = {}
+
+    def groups(self) -> Iterator[Group]:
+        """Every request's group once, in the order they become whole."""
+        shares = {rank: share for rank, share in enumerate(self._queue.first_shares()) if share}
+        bounds = Bounds.of(self._requests)
+        self._busy = set(shares)
+        self._ranks.begin("generate", {rank: (self._cut(share), bounds) for rank, share in shares.items()})
+        while self._queue.missing and not self._failed:
+            for rank, message in self._ranks.hear(self._busy):
+                yield from self._take(rank, message)
+        self.end()
+        if self._failed is not None:
+            raise self._failed
+
+    def end(self) -> None:
+        """No rank is busy with this call any more, or all have ended."""
+        while self._busy and not self._ranks.closed:
+            for rank in self._busy - self._ended:
+                self._end_one(rank)
+            for rank, message in self._ranks.hear(self._busy):
+                for _ in self._take(rank, message):
+                    pass
+
+    def _take(self, rank: int, message: object) -> Iterator[Group]:
+        value = message.value if isinstance(message, Item) else message
+        if isinstance(value, Group):
+            yield from self._put(rank, value)
+        elif isinstance(value, Report):
+            self._act(self._queue.heard(rank, value.received, value.load))
+        elif isinstance(value, Returned):
+            self._act(self._queue.returned(rank, value.cuts, value.received, value.load))
+        elif isinstance(value, Leaving):
+            if rank not in self._ended:
+                self._end_one(rank)
+        elif isinstance(value, RolloutStats):
+            self.stats[rank] = value
+        elif isinstance(value, dict):
+            self.lowered[rank] = value
+        else:
+            self._busy.discard(rank)
+            if isinstance(value, Raised):
+                self._failed = self._failed or value.error
+            elif isinstance(value, Short):
+                short = ShortOnRank(rank, value)
+                self._failed = self._failed or MemoryExhausted(f"the rollout ran out of memory on {short}")
+
+    def _put(self, rank: int, found: Group) -> Iterator[Group]:
+        """Samples of a request have come: its group, if they were the last."""
+        piece = self._queue.piece(rank, found.index)
+        self._queue.delivered(rank, found.index, len(found.trajectories))
+        request, drawn = self._requests[piece.request], self._drawn[piece.request]
+        for trajectory in found.trajectories:
+            place = piece.first + trajectory.sample
+            assert place not in drawn, "a sample was drawn twice"
+            drawn[place] = replace(trajectory, prompt=request.prompt, sample=place)
+        if len(drawn) == request.samples:
+            yield Group(request.prompt, [drawn[place] for place in range(request.samples)], piece.request)
+
+    def _act(self, actions: Sequence[Send | Take]) -> None:
+        for action in actions:
+            if action.engine not in self._ended:  # or nobody waits for it any more
+                more = More(self._cut(action.pieces)) if isinstance(action, Send) else GiveBack(action.samples)
+                self._ranks.say(action.engine, more)
+
+    def _end_one(self, rank: int) -> None:
+        self._ended.add(rank)
+        self._ranks.say(rank, End())
+
+    def _cut(self, pieces: Sequence[QueuedPiece]) -> list[Request]:
+        """Requests for these samples alone: they have the random numbers that they have in the whole request."""
+        found = []
+        for piece in pieces:
+            request = self._requests[piece.request]
+            limits = request.limits[piece.first : piece.first + piece.samples]
+            first = request.first_sample + piece.first
+            found.append(replace(request, samples=piece.samples, max_new_tokens=limits, first_sample=first))
+        return found
 
 
 def side_by_side(found: Sequence[RolloutStats]) -> RolloutStats:

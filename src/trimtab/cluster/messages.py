@@ -1,9 +1,10 @@
 """What the driver and a rank say to each other: pickles over the channel of workers/messages.py.
 
     driver -> rank    Order: a method of what the rank has built, with its arguments
-    rank -> driver    Item...: what a method that yields has so far;  then one of Done, Short, Raised.  Any time: Told, Beat
+    rank -> driver    Item...: what a method that yields has so far;  then Answer, Short or Raised.  Any time: Told, Heartbeat
 
-A rank carries out one order at a time.
+A rank carries out one order at a time. Answers have the number of their order: one that the driver no longer waits for, because
+it was interrupted, is not taken for the answer to the next.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Order:
     method: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,15 @@ class Item:
     """One of the values that a method yields."""
 
     value: Any
+    order: int = 0
 
 
 @dataclass(frozen=True)
-class Done:
+class Answer:
     """What a method returned."""
 
     value: Any = None
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,14 @@ class Short:
     message: str
     facts: Any = None
     """What the rank says of where it was."""
+    order: int = 0
 
 
 @dataclass(frozen=True)
 class Broken:
     """Another rank has failed, and this one was freed from a collective. It goes on once all ranks have met again."""
+
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,11 @@ class Raised:
     """An error that is meant for the user. The rank goes on."""
 
     error: Exception
+    order: int = 0
 
 
 @dataclass(frozen=True)
-class Failed:
+class RankFailed:
     """The last message of a rank that cannot go on."""
 
     text: str
@@ -72,7 +80,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """The rank is alive; `progress` changes as long as its work goes on."""
 
     progress: Any

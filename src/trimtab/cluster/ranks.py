@@ -7,15 +7,17 @@ answers come back in their order. Where one rank is lost, all are ended: the oth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.base.errors import MemoryExhausted, TrainingError
-from trimtab.cluster.messages import Beat, Broken, Done, Failed, Item, Order, Raised, Short, Told
+from trimtab.base.errors import TrainingError
+from trimtab.cluster.blame import to_blame
+from trimtab.cluster.messages import Answer, Broken, Heartbeat, Item, Order, Raised, RankFailed, Short, Told
 from trimtab.cluster.tensors import RankProcess
 from trimtab.workers.process import package_environment
 from trimtab.workers.program import ProcessLost, wait_for
@@ -24,6 +26,13 @@ START_TIMEOUT_S = 1800.0
 """For loading a model."""
 MIN_STALL_S = 120.0
 """Work that stands still for less is not called a hang."""
+DISK_STALL_S = 1800.0
+"""The same for orders that wait for a disk, which say nothing of how far they are."""
+DISK_ORDERS = ("begin_write", "end_write", "export")
+ERROR_PATIENCE_S = 30.0
+"""How long ranks may take to answer after another has raised an error: they may wait for it in a collective."""
+START_ERROR_PATIENCE_S = 0.5
+"""The same while they are built, when there is nothing to save."""
 SEND_TIMEOUT_S = 300.0
 STACKS_S = 1.0
 """How long ranks may take to write their stacks."""
@@ -48,6 +57,8 @@ class _Rank:
     progress: Any = None
     moved: float = 0.0
     """When its progress last changed."""
+    order: int = 0
+    """The number of the order that it was given last."""
 
 
 class Ranks:
@@ -69,7 +80,8 @@ class Ranks:
         self._ranks: list[_Rank] = []
         self.store: object = None
         """Where they meet: kept as long as they are."""
-        self.closed = False
+        self.closed = self._built = False
+        self._orders = 0
         try:
             for number, (setup, own) in enumerate(zip(setups, variables, strict=True)):
                 log = logs / f"rank-{number}.log"
@@ -77,14 +89,16 @@ class Ranks:
                 self._ranks.append(_Rank(number, process))
                 process.send(setup, SEND_TIMEOUT_S)
         except ProcessLost as lost:
-            raise self._end(self._ranks[-1], str(lost)) from lost
+            raise self._lost(self._ranks[-1], str(lost)) from lost
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     def wait_until_built(self) -> list[Any]:
         """What each rank says of itself once it has built its part."""
-        return [value for value, _ in self._answers(list(self._ranks), START_TIMEOUT_S)]
+        found = [value for value, _ in self._answers(list(self._ranks), START_TIMEOUT_S)]
+        self._built = True
+        return found
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The same order for all ranks: what each returned. Raises what a rank raised for the user, and ShortOnRank where one ran
@@ -93,8 +107,8 @@ class Ranks:
 
     def ask_each(self, method: str, args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
         """An order with arguments of its own for each rank."""
-        self._send([(rank, Order(method, own, kwargs)) for rank, own in zip(self._ranks, args, strict=True)])
-        found = self._answers(list(self._ranks), self._stall_s)
+        self._order([(rank, Order(method, own, kwargs)) for rank, own in zip(self._ranks, args, strict=True)])
+        found = self._answers(list(self._ranks), self._patience(method))
         for rank, (_, short) in zip(self._ranks, found):
             if short is not None:
                 raise ShortOnRank(rank.number, short)
@@ -103,33 +117,20 @@ class Ranks:
                 raise self._end(rank, "another rank broke off a collective, and none says why")
         return [value for value, _ in found]
 
-    def stream(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> Iterator[tuple[int, Any]]:
-        """The same for a method that yields: (rank, value) as they come; the last value of a rank is a Done. Ranks without
-        arguments are left out."""
-        busy = {rank.number: rank for rank, own in zip(self._ranks, args, strict=True) if own is not None}
-        self._send([(rank, Order(method, args[number] or ())) for number, rank in busy.items()])
-        short: ShortOnRank | None = None
-        while busy:
-            for rank, message in self._hear(list(busy.values()), self._stall_s):
-                if isinstance(message, Item):
-                    yield rank.number, message.value
-                    continue
-                del busy[rank.number]
-                if isinstance(message, Short):
-                    short = short or ShortOnRank(rank.number, message)
-                elif isinstance(message, Raised):
-                    self._drain(busy)
-                    raise message.error
-                else:
-                    yield rank.number, message
-        if short is not None:
-            raise MemoryExhausted(f"the rollout ran out of memory on {short}")
+    def begin(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> None:
+        """An order for some ranks, by number, whose messages are then heard one by one."""
+        self._order([(self._ranks[number], Order(method, own)) for number, own in args.items()])
+
+    def hear(self, numbers: Collection[int]) -> Iterator[tuple[int, Any]]:
+        """Messages of ranks that are carrying out an order, after a wait for the first: Items, then Answer, Short or Raised."""
+        for rank, message in self._hear([self._ranks[number] for number in numbers], self._stall_s):
+            yield rank.number, message
 
     def call_one(self, number: int, method: str, *args: Any) -> Any:
         """An order for one rank alone; it must need no other."""
         rank = self._ranks[number]
-        self._send([(rank, Order(method, args))])
-        ((value, short),) = self._answers([rank], self._stall_s)
+        self._order([(rank, Order(method, args))])
+        ((value, short),) = self._answers([rank], self._patience(method))
         if short is not None:
             raise ShortOnRank(number, short)
         return value
@@ -145,12 +146,32 @@ class Ranks:
             rank.process.link.close()
         for rank in self._ranks:
             rank.process.close()
+        self._remove_empty_logs()
 
     def kill(self) -> None:
         """The same, at once: ranks may hang."""
         self.closed = True
         for rank in self._ranks:
             rank.process.close(patience_s=0.0)
+        self._remove_empty_logs()
+
+    def _remove_empty_logs(self) -> None:
+        """A run that is refused leaves nothing behind."""
+        with contextlib.suppress(OSError):
+            for log in [] if self._built else [rank.process.log for rank in self._ranks]:
+                if log.exists() and not log.stat().st_size:
+                    log.unlink()
+            if not self._built:
+                self._log_folder.rmdir()
+
+    def _patience(self, method: str) -> float:
+        return max(self._stall_s, DISK_STALL_S) if method in DISK_ORDERS else self._stall_s
+
+    def _order(self, orders: Sequence[tuple[_Rank, Order]]) -> None:
+        self._orders += 1
+        for rank, _ in orders:
+            rank.order = self._orders
+        self._send([(rank, replace(order, number=self._orders)) for rank, order in orders])
 
     def _send(self, orders: Sequence[tuple[_Rank, Any]]) -> None:
         if self.closed:
@@ -160,7 +181,7 @@ class Ranks:
             try:
                 rank.process.send(order, SEND_TIMEOUT_S)
             except ProcessLost as lost:
-                raise self._end(rank, str(lost)) from lost
+                raise self._lost(rank, str(lost)) from lost
 
     def _answers(self, ranks: list[_Rank], stall_s: float) -> list[tuple[Any, Short | None]]:
         """What each of these answered: a value, or a shortage. An error for the user is raised once all have answered."""
@@ -179,7 +200,7 @@ class Ranks:
                 elif isinstance(message, Broken):
                     found[rank.number] = (message, None)
                 else:
-                    assert isinstance(message, Done)
+                    assert isinstance(message, Answer)
                     found[rank.number] = (message.value, None)
                 if error is not None and waiting:
                     self._wait_briefly_for(waiting, error)
@@ -189,20 +210,17 @@ class Ranks:
 
     def _wait_briefly_for(self, waiting: dict[int, _Rank], error: Exception) -> None:
         """One rank has raised an error: the others answer soon, or wait for it in a collective, and are ended."""
-        deadline = time.monotonic() + MIN_STALL_S / 4
-        while waiting and time.monotonic() < deadline:
-            for rank, _ in self._hear(list(waiting.values()), MIN_STALL_S):
-                del waiting[rank.number]
+        deadline = time.monotonic() + (ERROR_PATIENCE_S if self._built else START_ERROR_PATIENCE_S)
+        while waiting and not self.closed and time.monotonic() < deadline:
+            try:
+                for rank, _ in self._hear(list(waiting.values()), ERROR_PATIENCE_S):
+                    del waiting[rank.number]
+            except RankLost:  # for want of the one that raised
+                break
         if waiting:
             self.kill()
             waiting.clear()
             raise error
-
-    def _drain(self, busy: dict[int, _Rank]) -> None:
-        while busy:
-            for rank, message in self._hear(list(busy.values()), self._stall_s):
-                if not isinstance(message, Item):
-                    del busy[rank.number]
 
     def _hear(self, ranks: list[_Rank], stall_s: float) -> Iterator[tuple[_Rank, Any]]:
         """Messages of these ranks, after a wait for the first; what they say on their own is passed on."""
@@ -212,17 +230,17 @@ class Ranks:
                 try:
                     message = rank.process.take()
                 except ProcessLost as lost:
-                    raise self._end(rank, str(lost)) from lost
+                    raise self._lost(rank, str(lost)) from lost
                 if message is None:
                     break
-                if isinstance(message, Failed):
-                    raise self._end(rank, message.text)
+                if isinstance(message, RankFailed):
+                    raise self._lost(rank, message.text)
                 if isinstance(message, Told):
                     self._tell(message.kind, message.text)
-                elif isinstance(message, Beat):
+                elif isinstance(message, Heartbeat):
                     if message.progress != rank.progress:
                         rank.progress, rank.moved = message.progress, time.monotonic()
-                else:
+                elif message.order == rank.order:
                     rank.moved = time.monotonic()
                     yield rank, message
                     if not isinstance(message, Item):
@@ -238,6 +256,11 @@ class Ranks:
         names = ", ".join(str(rank.number) for rank in waiting)
         why = f"no progress for {stall_s:.0f} s (waiting for rank {names}; the stacks of all ranks are in their logs)"
         return self._end(waiting[0], why)
+
+    def _lost(self, rank: _Rank, why: str) -> RankLost:
+        """A rank has ended. If it did because another one had, that is the one to name."""
+        number, why = to_blame([other.process for other in self._ranks], rank.number, why)
+        return self._end(self._ranks[number], why)
 
     def _end(self, rank: _Rank, why: str) -> RankLost:
         lines = rank.process.last_lines()

@@ -21,7 +21,7 @@ from typing import Any
 
 from trimtab.base.errors import TrimtabError, cut
 from trimtab.cluster.mesh import GroupBroken
-from trimtab.cluster.messages import Beat, Broken, Done, Failed, Item, Order, Raised, Short, Told
+from trimtab.cluster.messages import Answer, Broken, Heartbeat, Item, Order, Raised, RankFailed, Short, Told
 from trimtab.cluster.tensors import TensorChannel
 from trimtab.model.memory import Shortage, attempt
 from trimtab.workers.messages import Channel
@@ -56,7 +56,7 @@ class Link:
     def beat_forever(self, stop: threading.Event) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             while not stop.wait(HEARTBEAT_S):
-                self.send(Beat(self.progress()))
+                self.send(Heartbeat(self.progress()))
 
 
 def carry_out(link: Link, target: Any, order: Order) -> Any:
@@ -67,18 +67,18 @@ def carry_out(link: Link, target: Any, order: Order) -> Any:
         if not inspect.isgenerator(found):
             return found
         for value in found:
-            link.send(Item(value))
+            link.send(Item(value, order.number))
         return None
 
     try:
         outcome = attempt(call)
     except TrimtabError as error:
-        return Raised(error)
+        return Raised(error, order.number)
     except GroupBroken:
-        return Broken()
+        return Broken(order.number)
     if isinstance(outcome, Shortage):
-        return Short(outcome.message, target.facts_of_shortage())
-    return Done(outcome)
+        return Short(outcome.message, target.facts_of_shortage(), order.number)
+    return Answer(outcome, order.number)
 
 
 def serve(descriptor: str, build: Callable[[Any, Link], Any]) -> None:
@@ -97,7 +97,7 @@ def serve(descriptor: str, build: Callable[[Any, Link], Any]) -> None:
         except TrimtabError as error:
             link.send(Raised(error))
             return
-        link.send(Done(target.ready()))
+        link.send(Answer(target.ready()))
         while True:
             order = link.receive()
             assert isinstance(order, Order)
@@ -109,7 +109,7 @@ def serve(descriptor: str, build: Callable[[Any, Link], Any]) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         with contextlib.suppress(OSError):
-            link.send(Failed(cut("".join(traceback.format_exception_only(error)).strip())))
+            link.send(RankFailed(cut("".join(traceback.format_exception_only(error)).strip())))
         os._exit(1)  # another rank may hold this one in a collective
     finally:
         stop.set()

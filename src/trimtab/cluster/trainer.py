@@ -47,6 +47,10 @@ class RankedTrainer(GuardedTrainer):
         for each in self._guards.values():
             each.before_recovery = self._before_change
 
+    @property
+    def lost(self) -> bool:
+        return self._ranks.closed
+
     def tell_written(self, on_written: Callable[[float, float], None]) -> None:
         self._on_written = on_written
 

@@ -17,9 +17,9 @@ from trimtab.config.contradiction import Contradiction, changed, clash, reward_n
 from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
 from trimtab.config.objectives import judges, normalized, reward_models, tasks
+from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
 from trimtab.config.reward_model import RewardModelConfig
-from trimtab.config.run import Run
 from trimtab.config.run_clashes import kernels, offload, prefetch
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig, SftData
@@ -44,7 +44,7 @@ def clashes(config: Config | Offline) -> list[Contradiction]:
     if isinstance(config, Config):
         learn = resolve(config.learn)
         return [clash for check in CHECKS for clash in check(config, learn)]
-    shared = (offload, kernels, prefetch, _data, _texts, _observe)
+    shared = (offload, kernels, prefetch, ranks, _data, _texts, _observe)
     return [clash for check in shared for clash in check(config, None)] + [*too_large(config), *_supervised(config)]
 
 
@@ -351,22 +351,6 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
         )
 
 
-def _cut(run: Run) -> Iterator[Contradiction]:
-    devices = run.rollout.tensor_parallel
-    if run.engine != "vllm":
-        yield clash(
-            "run.rollout.tensor_parallel run.engine",
-            f"{run.engine} runs on one device",
-            "Write run.engine: vllm, or leave tensor_parallel out",
-        )
-    elif run.rollout.processes not in ("auto", 1):
-        yield clash(
-            "run.rollout.tensor_parallel run.rollout.processes",
-            f"splits one engine over {devices} devices, which leaves no device for other engine processes",
-            "Leave one of the two out",
-        )
-
-
 def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if not config.run.external:
         for name in ("python", "eager", "processes", "tensor_parallel"):
@@ -379,7 +363,7 @@ def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
                 )
         return
     if config.run.rollout.tensor_parallel > 1:
-        yield from _cut(config.run)
+        yield from cut_engine(config.run)
     if config.run.engine == "vllm" and config.model.lora is not None and config.model.lora.r > 512:
         yield clash(
             "run.engine model.lora",
@@ -459,6 +443,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     offload,
     kernels,
     prefetch,
+    ranks,
     _clip,
     _kl,
     _schedule,

@@ -78,6 +78,8 @@ AUTOMATIC = {
     "learn.optimizer.states": "optim_args",
     "learn.seed": "full_determinism data_seed",
     "run.device": "use_cpu",
+    "run.devices": "num_processes",
+    "run.shard": "deepspeed fsdp fsdp_config",
 }
 """Key: names of a setting that Trimtab chooses; the key pins it."""
 

@@ -49,7 +49,7 @@ class Rollout(Section):
     eager: bool | None = None
     """Run vLLM or SGLang without compilation and CUDA graphs: it starts faster and decodes more slowly. None: only on a CPU."""
     processes: PositiveInt | Auto = "auto"
-    """Processes of vLLM or SGLang, which share out the sequences of a rollout; each has a copy of the weights. auto: several
+    """Processes of vLLM or SGLang on each device, which share out its sequences; each has a copy of the weights. auto: several
     where one would be bound by its host, as it is with small models on a GPU."""
     tensor_parallel: PositiveInt = 1
     """Devices that vLLM cuts its copy of the model over, the trainer's first: decoding a large model waits for its weights to be

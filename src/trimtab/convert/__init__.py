@@ -17,6 +17,7 @@ from trimtab.base.suggestions import nearest
 from trimtab.config.reference import use_schema
 from trimtab.convert import nanochat, openrlhf, script, trl, trl_offline, trl_ppo, trl_rloo, verl
 from trimtab.convert.common import needs, other
+from trimtab.convert.devices import say_pins
 from trimtab.convert.read import EXAMPLE, read_file, read_text, read_words
 from trimtab.convert.settings import Setting
 from trimtab.convert.sheet import Framework, Line, Sheet
@@ -120,5 +121,6 @@ def _converted(framework: Framework, settings: list[Setting], version: str) -> C
         sheet = Sheet(framework, settings, other, version)
         if sheet.says_something:
             framework.settle(sheet)
+            say_pins(sheet)
         sheet.finish(lambda: needs(sheet))
     return Conversion(framework, sheet)

@@ -8,6 +8,7 @@ from math import ceil
 
 from trimtab.base.suggestions import nearest
 from trimtab.config.schema import Config
+from trimtab.convert.devices import LAUNCH, launcher_line
 from trimtab.convert.rules import (
     CRITIC,
     MIN_NAME_SIMILARITY,
@@ -32,9 +33,9 @@ ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
     ),
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": (
         "dead",
-        "concerns Ray workers; Trimtab is one process and needs no Ray",
+        "concerns Ray workers; one machine needs no Ray",
     ),
-    "CUDA_VISIBLE_DEVICES": ("automatic", "keep it in the environment: Trimtab uses the first visible device"),
+    "CUDA_VISIBLE_DEVICES": ("automatic", "keep it in the environment: Trimtab takes its devices from those"),
     "PYTORCH_CUDA_ALLOC_CONF": ("automatic", "keep it in the environment: torch reads it there"),
     "PYTORCH_ALLOC_CONF": ("automatic", "keep it in the environment: torch reads it there"),
     "VLLM_ATTENTION_BACKEND": ("automatic", "the native engine and the update use the same attention code"),
@@ -45,17 +46,16 @@ ENVIRONMENT: dict[str, tuple[OutcomeName, str]] = {
     "WANDB_PROJECT": ("unsupported", "write observe.wandb: PROJECT"),
 }
 PREFIXES: dict[str, tuple[OutcomeName, str]] = {
-    "NCCL_": ("automatic", "Trimtab is one process: it sends nothing between devices"),
-    "HCCL_": ("automatic", "Trimtab is one process: it sends nothing between devices"),
-    "GLOO_": ("automatic", "Trimtab is one process: it sends nothing between devices"),
-    "RAY_": ("automatic", "one process needs no Ray"),
+    "NCCL_": ("automatic", "keep it in the environment if your machine needs it: devices talk over NCCL"),
+    "HCCL_": ("automatic", "concerns devices that Trimtab does not run on"),
+    "GLOO_": ("automatic", "keep it in the environment if your machine needs it: processes on a CPU talk over gloo"),
+    "RAY_": ("automatic", "one machine needs no Ray"),
     "VLLM_": ("automatic", "the native engine generates"),
     "SGLANG_": ("automatic", "the native engine generates"),
     "CUDA_": ("automatic", "keep it in the environment if your machine needs it"),
     "TORCH_": ("automatic", "keep it in the environment if your machine needs it"),
     "HF_": ("automatic", "keep it in the environment: models and data come from the same hub"),
 }
-LAUNCH = "sets how processes start; Trimtab is one process on one device and starts its own workers"
 PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 COMMANDS = {
     "tensorboard": "events are in RUN/tensorboard: tensorboard --logdir RUN",
@@ -88,7 +88,7 @@ def other(setting: Setting) -> Line | None:
         shown = Setting(setting.name, "***" if secret else setting.value, "variable")
         return Line(shown, None, outcome=outcome, notes=[note])
     if setting.origin == "launcher":
-        return Line(setting, None, outcome="automatic", notes=[LAUNCH])
+        return launcher_line(Line(setting, None, outcome="automatic", notes=[LAUNCH]), PROCESSES)
     if setting.origin == "command":
         note = COMMANDS.get(setting.name.split(" ")[0].rsplit("/", 1)[-1], "not a training command that Trimtab knows")
         return Line(setting, None, notes=[f"a command, not a setting; {note}"])

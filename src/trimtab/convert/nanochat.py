@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trimtab.convert.common import GSM8K_ROWS
+from trimtab.convert.devices import DEVICES
 from trimtab.convert.rules import (
     ConvertRule,
     automatic,
@@ -48,7 +49,7 @@ RULES: tuple[ConvertRule, ...] = (
     together("run", "observe.wandb"),
     automatic("device_type", "the first CUDA device, or the CPU", "run.device"),
     automatic("dtype", "bfloat16 with float32 masters on a GPU", "model.dtype"),
-    *each(automatic, "num_gpus nproc_per_node", "Trimtab is one process on one device, so nothing has to be divisible"),
+    *each(automatic, "num_gpus nproc_per_node", DEVICES, "run.devices"),
     *each(
         unsupported,
         "model_tag model_step source",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trimtab.convert.devices import DEVICES, ENGINES, NODES, OVERLAP, SHARD, SHARD_GROUP, TOGETHER
 from trimtab.convert.rules import (
     LIGER,
     NORMALISED,
@@ -29,9 +30,6 @@ from trimtab.convert.rules import (
     yes,
 )
 
-PLACEMENT = (
-    "Trimtab is one process on one device: there is nothing to place. `trimtab plan --devices N` predicts several"
-)
 CRITIC_FLAGS: tuple[ConvertRule, ...] = (
     together(
         "critic.model_name_or_path critic_pretrain",
@@ -53,9 +51,9 @@ CRITIC_FLAGS: tuple[ConvertRule, ...] = (
         "learn.critic.lam",
         f"the default is 1. As in Trimtab, {NORMALISED}",
     ),
-    automatic("critic.num_nodes critic_num_nodes", PLACEMENT),
-    automatic("critic.num_gpus_per_node critic_num_gpus_per_node", PLACEMENT),
-    automatic("train.colocate_critic_reward colocate_critic_reward", "the critic is on the policy's device"),
+    automatic("critic.num_nodes critic_num_nodes", TOGETHER),
+    automatic("critic.num_gpus_per_node critic_num_gpus_per_node", TOGETHER),
+    automatic("train.colocate_critic_reward colocate_critic_reward", "the critic is on the policy's devices"),
     automatic(
         "critic.save_value_network save_value_network", "the critic is in every checkpoint; export leaves it out"
     ),
@@ -221,20 +219,20 @@ RULES: tuple[ConvertRule, ...] = (
         "events are in the run's folder: tensorboard --logdir RUN",
     ),
     # placement
-    automatic("actor.num_nodes actor_num_nodes", PLACEMENT),
-    automatic("actor.num_gpus_per_node actor_num_gpus_per_node", PLACEMENT),
-    automatic("ref.num_nodes ref_num_nodes", PLACEMENT),
-    automatic("ref.num_gpus_per_node ref_num_gpus_per_node", PLACEMENT),
+    automatic("actor.num_nodes actor_num_nodes", NODES, "run.devices"),
+    automatic("actor.num_gpus_per_node actor_num_gpus_per_node", DEVICES, "run.devices"),
+    automatic("ref.num_nodes ref_num_nodes", TOGETHER),
+    automatic("ref.num_gpus_per_node ref_num_gpus_per_node", TOGETHER),
     automatic(
         "train.colocate_all colocate_all_models",
         "always on: the engine generates with the trainer's own weights, on the same device",
     ),
     automatic(
         "train.colocate_actor_ref colocate_actor_ref",
-        "the reference model shares the device; with LoRA it is the base model itself",
+        "the reference model shares the devices; with LoRA it is the base model itself",
         "run.offload.reference",
     ),
-    automatic("vllm.num_engines vllm_num_engines", "one native engine", "run.engine"),
+    automatic("vllm.num_engines vllm_num_engines", ENGINES, "run.engine"),
     automatic(
         "vllm.tensor_parallel_size vllm_tensor_parallel_size",
         "1, unless run.engine is vllm and you set more",
@@ -263,13 +261,13 @@ RULES: tuple[ConvertRule, ...] = (
     automatic("vllm.enforce_eager enforce_eager", "the native engine decides what to run as CUDA graphs"),
     dead(
         "vllm.sync_backend vllm_sync_backend",
-        "OpenRLHF uses it only with sync_with_ray, so it need not be nccl. Trimtab sends no weights at all",
+        "OpenRLHF uses it only with sync_with_ray, so it need not be nccl. Engines on the trainer's devices read its own weights",
     ),
-    automatic("vllm.sync_with_ray vllm_sync_with_ray", "no weights are sent"),
+    automatic("vllm.sync_with_ray vllm_sync_with_ray", "engines read the trainer's own weights"),
     # memory and speed
-    automatic("ds.zero_stage zero_stage", "one device holds the whole model; `trimtab plan` says whether it fits"),
-    automatic("ds.zpg zpg", "one device holds the whole model"),
-    automatic("ds.packing_samples packing_samples", "always on: Trimtab pads nothing"),
+    automatic("ds.zero_stage zero_stage", SHARD, "run.shard"),
+    automatic("ds.zpg zpg", SHARD_GROUP, "run.shard_devices"),
+    automatic("ds.packing_samples packing_samples", "always: nothing is padded anywhere"),
     automatic(
         "train.dynamic_batch_enable use_dynamic_batch",
         "always on: Trimtab fills micro-batches up to a token budget",
@@ -316,8 +314,8 @@ RULES: tuple[ConvertRule, ...] = (
         "below ZeRO-3",
         "run.offload.reference",
     ),
-    automatic("ds.overlap_comm overlap_comm", "with one device there is nothing to communicate"),
-    automatic("ds.deepcompile deepcompile", "Trimtab has its own fused kernels for known layers"),
+    automatic("ds.overlap_comm overlap_comm", OVERLAP),
+    automatic("ds.deepcompile deepcompile", "known layers are fused in own kernels"),
     automatic("ds.use_liger_kernel use_liger_kernel", LIGER, "run.kernels"),
     automatic("ds.param_dtype param_dtype bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),
     automatic("ds.grad_accum_dtype grad_accum_dtype", "Trimtab always adds gradients in float32"),
@@ -339,7 +337,7 @@ RULES: tuple[ConvertRule, ...] = (
     unsupported("ds.ring_attn_head_stride ring_head_stride", "Trimtab does not split sequences over devices"),
     unsupported(
         "ds.tensor_parallel_size ds_tensor_parallel_size",
-        "Trimtab trains on one device; if the model does not fit, use model.lora or a smaller model",
+        "training cuts no matrix over devices; run.shard says what each device holds a part of",
     ),
     unsupported(
         "train.async_enable async_train", "sampling and training alternate: every sample comes from the newest weights"

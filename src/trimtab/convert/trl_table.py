@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trimtab.convert.devices import DEVICES, OVERLAP, OWN_RANKS, PREFETCH, SHARD
 from trimtab.convert.rules import (
     LIGER,
     PAIRS,
@@ -25,7 +26,6 @@ from trimtab.convert.rules import (
 )
 
 ENGINE = "the native engine generates with the trainer's own weights"
-ONE_DEVICE = "Trimtab runs as one process on one device. `trimtab plan --devices N` predicts several devices"
 
 GRPO_ONLY_NAMES = (
     "loss_type importance_sampling_level scale_rewards delta use_bias_correction_kl entropy_coef "
@@ -246,16 +246,26 @@ RULES: tuple[ConvertRule, ...] = (
     automatic("pad_to_multiple_of", "Trimtab pads nothing"),
     automatic("remove_unused_columns", "every column of the data reaches the rewards by its name"),
     together("optim", "learn.optimizer.states"),
-    automatic("optim_args", "Trimtab has AdamW only: see learn.optimizer", "learn.optimizer.states"),
+    automatic("optim_args", "one AdamW: see learn.optimizer", "learn.optimizer.states"),
+    *each(automatic, "deepspeed deepspeed.zero_optimization.stage fsdp", SHARD, "run.shard"),
+    automatic("deepspeed.zero_optimization.overlap_comm", OVERLAP),
+    automatic(
+        "deepspeed.zero_optimization.offload_optimizer.device",
+        "Trimtab streams it from host memory where device memory is short",
+        "run.offload.optimizer",
+    ),
+    automatic("fsdp_config.reshard_after_forward", SHARD, "run.shard"),
+    *each(automatic, "fsdp_config.forward_prefetch fsdp_config.backward_prefetch", PREFETCH),
     *each(
         automatic,
-        "deepspeed deepspeed.* fsdp fsdp_config fsdp_config.* accelerator_config accelerator_config.* "
-        "ddp_find_unused_parameters",
-        ONE_DEVICE,
+        "deepspeed.* fsdp_config fsdp_config.*",
+        OWN_RANKS,
+        "run.shard",
     ),
+    *each(automatic, "accelerator_config accelerator_config.* ddp_find_unused_parameters", OWN_RANKS),
     *each(automatic, "full_determinism data_seed", "data order and sampling depend only on learn.seed", "learn.seed"),
     automatic("use_cpu", "the first CUDA device, or the CPU", "run.device"),
-    automatic("num_processes", "Trimtab runs one process; TRL's batch sizes are multiplied by this number"),
+    automatic("num_processes", f"{DEVICES}. TRL's batch sizes are multiplied by this number", "run.devices"),
     dead(
         "auto_find_batch_size",
         "TRL rejects it for GRPO. Trimtab recovers from running out of memory with the same gradient",

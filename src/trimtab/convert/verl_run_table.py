@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from trimtab.convert.devices import ENGINES, OWN_RANKS, PREFETCH, SHARD, SHARD_GROUP
 from trimtab.convert.rules import LIGER, SFT, ConvertRule, automatic, dead, each, unsupported
 
 MICRO = (
@@ -14,12 +15,11 @@ SCORE = "passes without gradients have their own token budget. In verl, sizes th
 TRACE = "every phase of every step is in RUN/trace.json"
 ENGINE = "the native engine generates with the trainer's own weights"
 CHUNKED = "always on: Trimtab computes log-probs and entropy in chunks, and again in the backward pass"
-ONE_DEVICE = "Trimtab runs as one process on one device. `trimtab plan --devices N` predicts several devices"
 
 RUN_RULES: tuple[ConvertRule, ...] = (
     # rollout
-    automatic("A.rollout.name | rollout.engine", "Trimtab's native engine generates", "run.engine"),
-    automatic("A.rollout.mode", "one native engine, in the trainer's process", "run.engine"),
+    automatic("A.rollout.name | rollout.engine", "the native engine", "run.engine"),
+    automatic("A.rollout.mode", "one native engine on each device, in the trainer's process", "run.engine"),
     automatic(
         "A.rollout.gpu_memory_utilization | rollout.gpu_memory_utilization",
         "Trimtab gives the KV cache the memory that the plan leaves over. In verl the meaning depends on the engine",
@@ -45,7 +45,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
         "1, unless run.engine is vllm and you set more",
         "run.rollout.tensor_parallel",
     ),
-    automatic("A.rollout.data_parallel_size", ONE_DEVICE),
+    automatic("A.rollout.data_parallel_size", ENGINES, "run.devices"),
     automatic("A.rollout.disable_log_stats", "Trimtab shows tokens per second, batch size and KV use for every step"),
     automatic("A.rollout.enforce_eager", "the native engine decides what to run as CUDA graphs"),
     automatic("A.rollout.free_cache_engine", "the KV cache's memory is lent to the update", "run.rollout.lend_memory"),
@@ -60,7 +60,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     ),
     automatic("A.rollout.checkpoint_engine.backend", "no weights are sent"),
     automatic("A.rollout.calculate_log_probs", "always on: the engine returns log-probs with the tokens"),
-    automatic("A.rollout.agent.num_workers", "one native engine"),
+    automatic("A.rollout.agent.num_workers", ENGINES),
     automatic("A.rollout.seed", "sampling depends on learn.seed, step, prompt and position", "learn.seed"),
     dead("A.rollout.do_sample", "training always samples; Trimtab rejects a temperature of 0"),
     dead("A.rollout.ignore_eos", "for benchmarks only; a completion ends at its end-of-sequence token"),
@@ -128,15 +128,15 @@ RUN_RULES: tuple[ConvertRule, ...] = (
         "bfloat16 with float32 masters on a GPU",
         "model.dtype",
     ),
-    automatic("A.actor.fsdp_config.fsdp_size", ONE_DEVICE),
-    automatic("A.actor.fsdp_config.reshard_after_forward", ONE_DEVICE),
+    automatic("A.actor.fsdp_config.fsdp_size", SHARD_GROUP, "run.shard_devices"),
+    automatic("A.actor.fsdp_config.reshard_after_forward", SHARD, "run.shard"),
     automatic(
         "A.actor.fsdp_config.forward_prefetch | fsdp_config.forward_prefetch",
-        "on one device there is nothing to gather. verl ignores it on FSDP2",
+        f"{PREFETCH}. verl ignores it on FSDP2",
     ),
-    automatic("A.ref.fsdp_config.forward_prefetch", "with one device there is nothing to gather"),
-    automatic("A.actor.strategy", ONE_DEVICE),
-    automatic("A.ref.strategy", ONE_DEVICE),
+    automatic("A.ref.fsdp_config.forward_prefetch", PREFETCH),
+    automatic("A.actor.strategy", OWN_RANKS, "run.shard"),
+    automatic("A.ref.strategy", OWN_RANKS, "run.shard"),
     automatic("A.hybrid_engine", "always on: the engine generates with the trainer's own weights"),
     automatic("A.model.use_fused_kernels", CHUNKED, "run.logprob_chunk"),
     automatic("A.model.fused_kernel_options.impl_backend", CHUNKED, "run.logprob_chunk"),
@@ -174,13 +174,15 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     *each(
         automatic,
         "A.actor.megatron.* A.ref.megatron.* A.actor.veomni.* A.ref.veomni.* A.actor.torchtitan.*",
-        ONE_DEVICE,
+        OWN_RANKS,
+        "run.shard",
     ),
     *each(
         automatic,
         "A.actor.fsdp_config.* A.ref.fsdp_config.* A.actor.engine.* A.ref.engine.* model_engine "
         "A.actor.fsdp_config.grad_offload A.ref.fsdp_config.grad_offload",
-        ONE_DEVICE,
+        OWN_RANKS,
+        "run.shard",
     ),
     *each(automatic, "global_profiler.* A.actor.profiler.* A.ref.profiler.* A.rollout.profiler.*", TRACE),
     *each(
@@ -196,7 +198,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     *each(
         automatic,
         "ray_kwargs.* trainer.ray_wait_register_center_timeout A.nccl_timeout transfer_queue.*",
-        "one process needs no Ray",
+        "one machine needs no Ray",
     ),
     automatic("A.ref.use_torch_compile", "Trimtab has its own fused kernels for known layers"),
     automatic(

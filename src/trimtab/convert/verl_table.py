@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trimtab.convert.devices import BALANCED, DEVICES, NODES, OWN_RANKS
 from trimtab.convert.rules import (
     CRITIC_LIKE_POLICY,
     NORMALISED,
@@ -25,7 +26,6 @@ from trimtab.convert.rules import (
     whole,
     yes,
 )
-from trimtab.convert.verl_run_table import ONE_DEVICE
 
 CRITIC_KEYS: tuple[ConvertRule, ...] = (
     together(
@@ -82,7 +82,7 @@ CRITIC_KEYS: tuple[ConvertRule, ...] = (
     automatic("critic.model.use_remove_padding", "always on: Trimtab pads nothing"),
     automatic(
         "critic.model.fsdp_config.param_offload critic.fsdp.param_offload",
-        "one device holds both policy and critic; `trimtab plan` says whether they fit",
+        "each device holds weights of policy and critic; `trimtab plan` says whether they fit",
     ),
     automatic(
         "critic.model.fsdp_config.optimizer_offload critic.fsdp.optimizer_offload",
@@ -102,7 +102,8 @@ CRITIC_KEYS: tuple[ConvertRule, ...] = (
         automatic,
         "critic.strategy critic.megatron.* critic.veomni.* critic.torchtitan.* critic.fsdp.* critic.engine.* "
         "critic.model.fsdp_config.* critic.fsdp.grad_offload critic.model.fsdp_config.grad_offload",
-        ONE_DEVICE,
+        OWN_RANKS,
+        "run.shard",
     ),
     *each(
         automatic,
@@ -287,10 +288,10 @@ LEARN_RULES: tuple[ConvertRule, ...] = (
     automatic("trainer.experiment_name", "the run has the name of its folder", "observe.dir"),
     automatic("trainer.resume_mode", "trimtab train --resume continues from the newest checkpoint"),
     automatic("trainer.resume_from_path", "trimtab train --resume continues from the newest checkpoint"),
-    automatic("trainer.nnodes", ONE_DEVICE),
-    automatic("trainer.n_gpus_per_node", ONE_DEVICE),
+    automatic("trainer.nnodes", NODES, "run.devices"),
+    automatic("trainer.n_gpus_per_node", DEVICES, "run.devices"),
     automatic("trainer.device", "the first CUDA device, or the CPU", "run.device"),
-    automatic("trainer.balance_batch", "nothing to balance on one device"),
+    automatic("trainer.balance_batch", BALANCED),
     automatic("trainer.log_val_generations", "completions are in RUN/eval/samples"),
     automatic("trainer.rollout_data_dir", "completions are in RUN/samples", "observe.samples_every"),
     automatic("trainer.use_v1", "one loop"),
@@ -298,6 +299,6 @@ LEARN_RULES: tuple[ConvertRule, ...] = (
     *each(
         automatic,
         "ray_kwargs.ray_init.num_cpus ray_kwargs.ray_init.num_gpus ray_kwargs.ray_init.runtime_env.py_executable",
-        "one process needs no Ray",
+        "one machine needs no Ray",
     ),
 )

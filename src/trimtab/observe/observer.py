@@ -82,7 +82,7 @@ class LocalObserver:
         metrics |= self._watch.end_step(metrics)
 
     def account(self, step: int, metrics: dict[str, float], tokens: float) -> None:
-        metrics |= self.end_phases(step) | {"run/oom_recoveries": float(self._recoveries.count)}
+        metrics |= self.end_phases(step) | self._recoveries.counts()
         metrics["throughput/tokens_per_s"] = tokens / metrics["time/total"]
         metrics |= self._watch.used(metrics["time/update"])
 

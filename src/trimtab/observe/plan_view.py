@@ -16,13 +16,14 @@ from trimtab.plan.ledger import GIB, Phase
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import limit_words
 from trimtab.plan.report import Offer
+from trimtab.plan.times import PHASES
 
 WIDTH = 40
 COLOURS = {
     "weights": "blue", "reference": "bright_blue", "rollout weights": "blue", "masters": "cyan", "optimizer state": "cyan",
     "gradients": "magenta", "activations": "green", "backward work": "green",
     "embedding gradient": "green", "log-prob head": "yellow", "KV cache": "yellow",
-    "staging": "yellow",
+    "staging": "yellow", "gathered layers": "green", "gradient buffers": "magenta", "NCCL": "bright_black",
 }  # fmt: skip
 
 
@@ -50,10 +51,12 @@ def _facts(plan: Plan, profile: str) -> Table:
     where = (
         "CPU" if machine.cpu else f"{machine.devices} × {machine.device.name}, {gib(machine.device.memory / GIB)} each"
     )
-    if machine.devices > 1:
-        where += f"; training states split over {plan.place.shards}, each rollout copy over {plan.place.tensor}"
+    if machine.cpu and machine.devices > 1:
+        where += f", {machine.devices} processes"
     table.add_row(Text("model", style="dim"), Text(f"{job.shape.kind}, {_parameters(job.shape.parameters)}{trained}"))
     table.add_row(Text("machine", style="dim"), Text(where))
+    if machine.devices > 1:
+        table.add_row(Text("each rank", style="dim"), Text(_held(plan)))
     limit = plan.limits.host if machine.cpu else plan.limits.device
     words = f"up to {gib(limit / GIB)}: {limit_words(plan, plan.run, profile, machine.cpu)}"
     table.add_row(Text("limit", style="dim"), Text(words))
@@ -61,6 +64,20 @@ def _facts(plan: Plan, profile: str) -> Table:
     table.add_row(Text("step", style="dim"), Text(batch))
     table.add_row(Text("KV cache", style="dim"), Text(f"{job.shape.kv_elements * job.itemsize:,} bytes per token"))
     return table
+
+
+def _held(plan: Plan) -> str:
+    """What a rank holds whole and what it holds a part of."""
+    place, parts = plan.place, f"{plan.place.shard_devices} parts"
+    whole = {
+        "none": "holds everything whole",
+        "optimizer": f"holds weights and gradients whole; masters and optimizer state in {parts}",
+        "gradients": f"holds weights whole; gradients, masters and optimizer state in {parts}",
+        "full": f"holds everything in {parts}; layers are gathered as they are used",
+    }[place.shard]
+    copies = f", {place.copies} times" if place.shard != "none" and place.copies > 1 else ""
+    engines = f"; engines cut over {place.tensor} devices each" if place.tensor > 1 else ""
+    return whole + copies + engines
 
 
 def _parameters(number: int) -> str:
@@ -134,11 +151,7 @@ def _distinct(plan: Plan) -> list[Phase]:
 
 def _times(plan: Plan, offers: Sequence[Offer]) -> Text:
     times = plan.times
-    phases = ", ".join(
-        f"{name} {getattr(times, name):.2f}"
-        for name in ("rollout", "score", "update", "publish")
-        if getattr(times, name) > 0.005
-    )
+    phases = ", ".join(f"{name} {getattr(times, name):.2f}" for name in PHASES if getattr(times, name) > 0.005)
     text = Text(f"a step takes about {times.total:.2f} s ({phases}); bottleneck: {times.longest}")
     text.append(f"\n{plan.run.engine} takes about {times.start:.0f} s to start" if times.start else "")
     text.append(

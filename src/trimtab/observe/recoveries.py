@@ -24,6 +24,11 @@ class Recoveries:
         """How often memory ran out in this run."""
         return self._state.oom_recoveries
 
+    def counts(self) -> dict[str, float]:
+        """Both counts so far, as metrics; that of ranks where any were lost."""
+        lost = self._state.rank_restarts
+        return {"run/oom_recoveries": float(self.count)} | ({"run/rank_restarts": float(lost)} if lost else {})
+
     def of_engine(self, line: str) -> None:
         """The engine ran out of memory and goes on with less."""
         self._note(line, True)

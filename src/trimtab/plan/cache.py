@@ -48,7 +48,7 @@ def key_of(job: Job, machine: Machine, run: Run) -> str:
         },
         "critic": None if job.critic is None else [job.critic.kind, job.critic.hidden, job.critic.parameters],
         "reward models": [[shape.kind, shape.hidden, shape.parameters] for shape in job.reward_models],
-        "device": ["cpu" if machine.cpu else machine.device.name, machine.cores],
+        "device": ["cpu" if machine.cpu else machine.device.name, machine.cores, machine.devices],
         "engines": list(machine.engines) if run.engine == "auto" else [],
         "memory": None if machine.cpu else machine.device.memory // (8 * GIB),
         "run": pinned,

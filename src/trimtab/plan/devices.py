@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.suggestions import alike
@@ -33,6 +34,12 @@ class Device:
     """It runs the kernels that compute log-probs without storing logits."""
     bfloat16: bool = True
     """It has units that compute in bfloat16."""
+    link_kind: Literal["NVLink", "PCIe"] = "PCIe"
+    """What it talks to its neighbours over; NVLink stands for AMD's links too."""
+
+
+PCIE_GB_S, SLOWEST_NVLINK_GB_S = 32, 100
+"""Gigabytes a second, one way, of a PCIe 4.0 slot, and the least of the links that are more than a slot."""
 
 
 def _gpu(
@@ -40,13 +47,14 @@ def _gpu(
     gib: float,
     tb_s: float,
     tflops: float,
-    link_gb_s: float = 32,
+    link_gb_s: float = PCIE_GB_S,
     host_gb_s: float = 25,
     hopper: bool = False,
     bfloat16: bool = True,
 ) -> Device:
     rates = tb_s * 1e12, tflops * 1e12, link_gb_s * 1e9, host_gb_s * 1e9
-    return Device(name, int(gib * GIB), *rates, tiled_head=hopper, bfloat16=bfloat16)
+    kind: Literal["NVLink", "PCIe"] = "NVLink" if link_gb_s >= SLOWEST_NVLINK_GB_S else "PCIe"
+    return Device(name, int(gib * GIB), *rates, tiled_head=hopper, bfloat16=bfloat16, link_kind=kind)
 
 
 CATALOGUE: dict[str, Device] = {
@@ -109,8 +117,10 @@ def nearest(name: str, memory: int, total: int | None = None) -> Device:
     matches = [key for key in CATALOGUE if re.search(_spelled(key), words)]
     if not matches:
         return replace(of_size(total), name=name, memory=memory)
-    best = min(matches, key=lambda key: abs(CATALOGUE[key].memory - total))
-    return replace(CATALOGUE[best], name=name, memory=memory)
+    best = CATALOGUE[min(matches, key=lambda key: abs(CATALOGUE[key].memory - total))]
+    if "pcie" in words.split("-") and best.link_kind == "NVLink":  # the same chip on a card in a slot
+        best = replace(best, link=best.host_link, link_kind="PCIe")
+    return replace(best, name=name, memory=memory)
 
 
 def _spelled(key: str) -> str:

@@ -3,7 +3,7 @@ by work.py, from a config alone or for a run that has loaded its model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.plan.activations import MicroBatchSize
 from trimtab.plan.devices import Device
@@ -25,10 +25,25 @@ class Machine:
     """Devices of one host."""
     engines: tuple[str, ...] = ()
     """Other libraries that could generate here."""
+    here: bool = False
+    """It is this machine: a plan chooses only what this version can run."""
 
     @property
     def hosts(self) -> int:
         return -(-self.devices // self.per_host)
+
+    @property
+    def ranks_per_host(self) -> int:
+        return min(self.devices, self.per_host)
+
+    @property
+    def cores_per_rank(self) -> int:
+        return max(1, self.cores // self.ranks_per_host)
+
+    def on(self, devices: int) -> Machine:
+        """The machine with so many of its devices. On a CPU all processes are on one host."""
+        per_host = max(self.per_host, devices) if self.cpu else self.per_host
+        return replace(self, devices=devices, per_host=per_host)
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,11 @@ class Job:
     def in_flight(self) -> int:
         """Most sequences generated in one go."""
         return max(self.sequences, self.eval_sequences)
+
+    def of_one_engine(self, engines: int) -> int:
+        """Most sequences that one of so many engines generates: groups are dealt whole."""
+        groups = -(-self.prompts // engines) * self.samples
+        return min(self.in_flight, max(groups, -(-self.eval_sequences // engines)))
 
     @property
     def new_tokens(self) -> int:

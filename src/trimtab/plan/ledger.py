@@ -4,8 +4,8 @@ States and the KV cache are exact arithmetic; activations are counted (activatio
 is what torch and the engine hand out and what their meters are compared with, and `device_bytes`, which adds what these meters do
 not see: the CUDA context, graphs, and the room that an allocator leaves between tensors.
 
-With more than one device the trainer's states are sharded over all of them and gathered layer by layer; rollout has its own
-copies, cut over `tensor` devices each, and the two take turns on the same devices.
+With several devices every phase is that of one rank: what it holds of the models is in states.py, and the host's sum counts all
+ranks of a host. On a CPU ranks are processes of one host, and all of them together have to fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from trimtab.base.units import GIB, MIB
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
 from trimtab.model.sizes import (
-    BLOCK,
     MAX_PIECE_ELEMENTS,
     MERGE_CHUNK_ELEMENTS,
     MOMENT_CHUNK_ELEMENTS,
@@ -25,6 +24,21 @@ from trimtab.model.sizes import (
 )
 from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import NO_CORRECTION, Job, Machine
+from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.states import (
+    buffer_bytes,
+    critic_state,
+    critic_trained,
+    gathered_bytes,
+    gradient_bytes,
+    gradient_itemsize,
+    largest_unit,
+    moment_bytes,
+    optimizer_bytes,
+    policy_and_critic,
+    reference_bytes,
+    waiting_state_bytes,
+)
 
 # Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
 # when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
@@ -54,26 +68,11 @@ ENGINE = "engine's processes"
 MERGED, MERGING = "merged copy", "merging adapters"
 CHECKPOINT_COPY, MAX_COPY_SHARE = "checkpoint copy", 1 / 3
 """A checkpoint is copied before it is written if that takes at most this share of the host memory that states leave."""
-NOT_METERED = ("CUDA context", "CUDA graphs", "allocator slack", ENGINE)
+NCCL = "NCCL"
+NCCL_BYTES = 512 * MIB
+"""Device memory that NCCL takes for a communicator. An estimate, between 0.3 and 1 GiB: to be measured."""
+NOT_METERED = ("CUDA context", "CUDA graphs", "allocator slack", NCCL, ENGINE)
 """Components that the meters of torch and of the native engine do not see."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How a job is laid out over devices."""
-
-    shards: int = 1
-    """Devices that share the trainer's states."""
-    tensor: int = 1
-    """Devices that one rollout copy is cut over."""
-
-    @property
-    def shares_weights(self) -> bool:
-        """Rollout reads the trainer's own tensors."""
-        return self.shards == 1 and self.tensor == 1
-
-
-SINGLE_DEVICE = Placement()
 
 
 @dataclass(frozen=True)
@@ -136,30 +135,46 @@ class Ledger:
 
 def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SINGLE_DEVICE) -> Ledger:
     """The ledger of a job whose `run` is known."""
-    states = _states(job, run, place)
+    states = policy_and_critic(job, run, place)
     host = _host(job, machine, run, place)
-    loaded = {
-        name: states[name] for name in ("weights", "adapters", "reference", "critic", "reward models") if name in states
-    }
+    kept = (
+        "weights",
+        "adapters",
+        "reference",
+        "critic",
+        "reward models",
+        *([] if "weights" in states else ["masters"]),
+    )
+    loaded = {name: states[name] for name in kept if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
-    phases, merged = [_phase("load", loaded | _gathered(job, place), host)], {}
+    phases, merged = [_phase("load", loaded | gathered_bytes(job, place), host)], {}
     copy = _checkpoint_copy(job, machine, run, place) if job.training else {}
     host = host | copy
     if job.generates:
         rollout = _phase("rollout", resident | _rollout(job, machine, run, place) | _rewarding(job), host)
-        merged = {} if run.external else _merged_copy(rollout, job, machine)
+        merged = {} if run.external or not place.shares_weights else _merged_copy(rollout, job, machine)
         phases.append(replace(rollout, device=rollout.device | merged | (_merging(rollout, job) if merged else {})))
     if job.training:
         stays = {} if run.rollout.lend_memory else merged
         phases += _training_phases(job, machine, run, place, states | stays, resident | stays, copy)
-    return Ledger(tuple(_on_host(phase) if machine.cpu else phase for phase in phases))
+    if machine.cpu:
+        return Ledger(tuple(_on_host(phase, machine.ranks_per_host) for phase in phases))
+    nccl = _nccl(place)
+    return Ledger(tuple(replace(phase, device=phase.device | nccl) for phase in phases))
+
+
+def _nccl(place: Placement) -> dict[str, int]:
+    """One communicator of all ranks, and two more where several sets of parts are added up."""
+    if place.devices == 1:
+        return {}
+    return {NCCL: NCCL_BYTES * (3 if place.copies > 1 and place.state_parts > 1 else 1)}
 
 
 def _training_phases(
     job: Job, machine: Machine, run: ResolvedRun, place: Placement, states: dict[str, int], resident: dict[str, int],
     copy: dict[str, int],
 ) -> list[Phase]:  # fmt: skip
-    host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), _gathered(job, place)
+    host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), gathered_bytes(job, place)
     copies = {"rollout weights": job.shape.parameters * job.itemsize // place.tensor} | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     staging = {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
@@ -168,11 +183,11 @@ def _training_phases(
         _phase("score", _scoring(job, run, place, resident, path) | stays, host),
         max(
             (
-                _phase("update", resident | gathered | work | stays, host)
+                _phase("update", resident | gathered | buffer_bytes(job, place) | work | stays, host)
                 for work in (
                     {"gradients": states["gradients"]} | _updating(job, machine, run, path),
                     {"gradients": states["gradients"], EMBEDDING_GRADIENT: embedding_gradient(job, first=False)},
-                    *_improving_critic(job, machine, run, path),
+                    *_improving_critic(job, machine, run, path, place),
                 )
             ),
             key=lambda phase: phase.device_bytes,
@@ -191,68 +206,6 @@ def update_path(job: Job, run: ResolvedRun) -> UpdatePath:
     )  # fmt: skip
 
 
-def optimizer_bytes(job: Job) -> int:
-    """Bytes of two moments, and of float32 masters where the weights are not their own masters."""
-    return _state_bytes(job, job.trained)
-
-
-def _critic_state(job: Job) -> int:
-    """Bytes of the critic's masters and moments. It is trained as the policy is: whole, or by adapters of the same rank."""
-    return _state_bytes(job, _critic_trained(job))
-
-
-def _state_bytes(job: Job, count: int) -> int:
-    return moment_bytes(job, count) + (0 if _is_own_master(job) else 4 * count)
-
-
-def moment_bytes(job: Job, count: int) -> int:
-    """Bytes of two moments for each of `count` elements; in 8 bits, each block also has a scale in float32."""
-    return 2 * (count + 4 * -(-count // BLOCK)) if job.eight_bit else 2 * _wide(job) * count
-
-
-def _critic_trained(job: Job) -> int:
-    return 0 if job.critic is None else job.adapters if job.rank else job.critic.parameters
-
-
-def _wide(job: Job) -> int:
-    """Bytes of an element of moments and gradients."""
-    return 4 if job.rank else max(4, job.itemsize)
-
-
-def _is_own_master(job: Job) -> bool:
-    return job.itemsize >= 4 or job.rank > 0
-
-
-def _states(job: Job, run: ResolvedRun, place: Placement) -> dict[str, int]:
-    shards = place.shards
-    found = {"weights": job.shape.parameters * job.itemsize // shards}
-    if job.rank:
-        found["adapters"] = job.adapters * 4 // shards
-    if job.reference and not run.offload.reference:
-        found["reference"] = job.shape.parameters * job.itemsize // shards
-    if job.reward_models:
-        found["reward models"] = sum(shape.parameters for shape in job.reward_models) * job.itemsize
-    if job.critic is not None:
-        found["critic"] = (job.critic.parameters * job.itemsize + (4 * job.adapters if job.rank else 0)) // shards
-        if not run.offload.optimizer:
-            found["critic's optimizer"] = _critic_state(job) // shards
-    if not run.offload.optimizer and job.trained:
-        if not _is_own_master(job):
-            found["masters"] = 4 * job.trained // shards
-        found["optimizer state"] = moment_bytes(job, job.trained) // shards
-    found["gradients"] = _wide(job) * job.trained // shards
-    return found
-
-
-def _gathered(job: Job, place: Placement) -> dict[str, int]:
-    """Bytes of what sharding gathers: this layer and the next, a gradient, and embedding and head throughout."""
-    if place.shards == 1:
-        return {}
-    largest = max(block.parameters for block in job.shape.kinds)
-    ends = job.shape.table * (1 if job.shape.tied else 2)
-    return {"gathered layers": (2 * largest + ends) * job.itemsize + (0 if job.rank else 4 * largest)}
-
-
 def _rollout(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """The engine's memory while it generates."""
     found = _generating(job, machine, run, place)
@@ -264,8 +217,7 @@ def _rollout(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> 
 def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """The same by component: KV cache, a decode step, a pass over prompts, and weights where they are not the trainer's."""
     rollout, shape, s = run.rollout, job.shape, job.itemsize
-    mine = -(-job.in_flight * place.tensor // machine.devices)
-    batch = min(rollout.max_sequences, mine)
+    batch = min(rollout.max_sequences, job.of_one_engine(place.engines))
     block = max(shape.kinds, key=lambda b: b.projected + 2 * b.used_width)
     entry = (
         4 * shape.vocabulary
@@ -273,7 +225,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
         + s * (block.projected + block.attended + 3 * block.used_width)
     )
     entry += 4 * block.heads * (2 * block.value_size + 4)
-    prompts = -(-max(job.prompts, job.eval_sequences) * place.tensor // machine.devices)
+    prompts = -(-max(job.prompts, job.eval_sequences) // place.engines)
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
     rows = batch * ((12 * job.longest_sequence if run.external else 16 * job.new_tokens) + 512)
@@ -282,7 +234,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
     words = 4 * shape.vocabulary  # every device draws from all of them
     return own | {
-        "KV cache": rollout.kv_memory // (_kv_cut(job, run) if place.tensor == 1 else 1),
+        "KV cache": rollout.kv_memory // _kv_cut(job, run),
         "decode step": batch * (words + (entry - words) // parts) + rows,
         "prefill": copies * prefill * pass_ // parts,
     }
@@ -301,8 +253,7 @@ def _rewarding(job: Job) -> dict[str, int]:
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     """The engine merges adapters into a copy of the weights where there is room for two copies: decoding is then faster."""
     size = (job.shape.parameters - job.shape.table * (1 if job.shape.tied else 2)) * job.itemsize
-    alone = job.rank and not machine.cpu and machine.devices == 1
-    if not alone or machine.device.memory - phase.device_bytes <= 2 * size:
+    if not job.rank or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {MERGED: size}
 
@@ -330,22 +281,28 @@ def _scoring(
 ) -> dict[str, int]:
     if not (job.compared or job.old_logprobs or job.critic):
         return resident
-    budget = min(run.score_token_budget, max(job.step_row.tokens, job.longest_trained))
-    row = job.row(budget)
+    row = job.row(min(run.score_token_budget, most_tokens(job, place.devices)))
     work = max(
         (score_peak(shape, row, path) for shape in (job.shape, job.critic) if shape is not None),
         key=lambda found: sum(found.values()),
     )
     visiting = {}
     if job.reference and run.offload.reference:
-        visiting["reference"] = job.shape.parameters * job.itemsize // place.shards
-    return resident | visiting | _gathered(job, place) | work
+        visiting["reference"] = reference_bytes(job, place)
+    return resident | visiting | gathered_bytes(job, place) | work
 
 
 def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath) -> dict[str, int]:
-    budget = min(run.token_budget, max(-(-job.step_row.tokens // machine.devices), job.longest_trained))
+    budget = min(run.token_budget, most_tokens(job, machine.devices))
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
     return update_work(job, job.row(budget), path) | rounding
+
+
+def most_tokens(job: Job, devices: int) -> int:
+    """Most tokens of a rank's micro-batch, however large its budget: its share of the step, and a sequence by which it may have
+    more than others."""
+    share = -(-job.step_row.tokens // devices) + (job.longest_trained if devices > 1 else 0)
+    return max(job.longest_trained, min(job.step_row.tokens, share))
 
 
 def embedding_gradient(job: Job, *, first: bool) -> int:
@@ -354,12 +311,16 @@ def embedding_gradient(job: Job, *, first: bool) -> int:
     return 0 if job.rank or (first and job.itemsize >= 4) else job.itemsize * job.shape.table
 
 
-def _improving_critic(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath) -> list[dict[str, int]]:
+def _improving_critic(
+    job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath, place: Placement
+) -> list[dict[str, int]]:
     """A micro-batch of the critic, with its gradients in place of the policy's."""
     if job.critic is None:
         return []
-    trained = {"gradients": _wide(job) * _critic_trained(job)}
-    return [trained | _updating(replace(job, shape=job.critic), machine, run, critic_path(path))]
+    critic = replace(job, shape=job.critic)
+    trained = {"gradients": gradient_bytes(job, critic_trained(job), place)}
+    passing = gathered_bytes(critic, place) | buffer_bytes(critic, place)
+    return [trained | passing | _updating(critic, machine, run, critic_path(path))]
 
 
 def critic_path(path: UpdatePath) -> UpdatePath:
@@ -424,10 +385,10 @@ def parts_of(run: Run, place: Placement = SINGLE_DEVICE) -> int:
     return max(place.tensor, run.rollout.tensor_parallel if run.external else 1)
 
 
-def through_host(job: Job, run: Run) -> bool:
+def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:
     """True where weights reach an outside engine through host memory: experts have other names in a checkpoint, and in place only
-    one device can be read."""
-    return job.shape.has_experts or parts_of(run) > 1
+    one device can be read. Weights that no device has whole are gathered layer by layer for it."""
+    return place.shard != "full" and (job.shape.has_experts or parts_of(run) > 1)
 
 
 def _kv_cut(job: Job, run: Run) -> int:
@@ -439,7 +400,7 @@ def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:
     found = {}
     if run.offload.optimizer:
         # Of a unit of the weight store: a layer, the embedding or the head; all adapters are one.
-        largest = max(job.shape.table, *(block.parameters for block in job.shape.kinds))
+        largest = largest_unit(job.shape)
         piece, pieces = (
             (min(MAX_PIECE_ELEMENTS, job.trained), -(-job.trained // MAX_PIECE_ELEMENTS))
             if job.rank
@@ -447,27 +408,29 @@ def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:
         )
         found["pieces on the way"] = min(PIECES_ON_DEVICE, pieces) * (moment_bytes(job, piece) + 4 * piece)
     if job.eight_bit:
-        found["moments in full"] = min(MOMENT_CHUNK_ELEMENTS, job.trained) * (3 * _wide(job) + 4)
+        found["moments in full"] = min(MOMENT_CHUNK_ELEMENTS, job.trained) * (3 * gradient_itemsize(job) + 4)
     return found
 
 
 def _host(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What the processes of one host hold all the time."""
-    here = min(machine.devices, machine.per_host)
+    here = machine.ranks_per_host
     found = {"processes": here * (CPU_PROCESS_HOST_BYTES if machine.cpu else CUDA_PROCESS_HOST_BYTES)}
+    found["processes"] += CPU_PROCESS_HOST_BYTES if place.devices > 1 else 0  # the driver, which has no device
     if job.generates:
         found["reward workers"] = run.reward_workers * REWARD_WORKER_HOST_BYTES
         if job.environment:
             found["environment workers"] = run.reward_workers * REWARD_WORKER_HOST_BYTES
     if run.external and job.generates:
         each = parts_of(run) + 1 if parts_of(run) > 1 else 1  # each part has a process beside the engine's
-        found[ENGINE] = processes_of(run) * each * (CPU_PROCESS_HOST_BYTES if machine.cpu else CUDA_PROCESS_HOST_BYTES)
-        if machine.cpu or through_host(job, run):
-            found["published weights"] = job.shape.parameters * job.itemsize
+        each *= processes_of(run) * max(1, here // place.tensor)
+        found[ENGINE] = each * (CPU_PROCESS_HOST_BYTES if machine.cpu else CUDA_PROCESS_HOST_BYTES)
+        if machine.cpu or through_host(job, run, place):
+            found["published weights"] = max(1, here // place.tensor) * job.shape.parameters * job.itemsize
     if run.offload.optimizer:
-        found["optimizer state"] = (optimizer_bytes(job) + _critic_state(job)) * here // place.shards
+        found["optimizer state"] = here * waiting_state_bytes(job, place)
     if run.offload.reference and job.reference:
-        found["reference"] = job.shape.parameters * job.itemsize * here // place.shards
+        found["reference"] = here * reference_bytes(job, place)
     if run.offload.activations:
         found["activations"] = here * run.token_budget * job.shape.layers * 4 * job.shape.hidden
     return found
@@ -477,8 +440,8 @@ def _checkpoint_copy(job: Job, machine: Machine, run: ResolvedRun, place: Placem
     """Host memory for a copy of a checkpoint, which is written while training goes on. Decided by states alone: sizes of batches
     follow from it, and must not decide it."""
     taken = sum(size for name, size in _host(job, machine, run, place).items() if name != "activations")
-    taken += sum(_states(job, run, place).values()) if machine.cpu else 0
-    critic = _critic_trained(job) * (4 if job.rank else job.itemsize) + _critic_state(job)
+    taken += machine.ranks_per_host * sum(policy_and_critic(job, run, place).values()) if machine.cpu else 0
+    critic = critic_trained(job) * (4 if job.rank else job.itemsize) + critic_state(job)
     size = (_saved_weights(job) + optimizer_bytes(job) + critic) // machine.hosts
     if not job.checkpoints or size > MAX_COPY_SHARE * (machine.host_memory - taken):
         return {}
@@ -500,9 +463,9 @@ def _phase(name: str, device: dict[str, int], host: dict[str, int]) -> Phase:
     return Phase(name, used | {key: value for key, value in unseen.items() if value}, host)
 
 
-def _on_host(phase: Phase) -> Phase:
-    """The phase on a machine without a device: all of it is host memory."""
-    seen = {key: value for key, value in phase.device.items() if key not in (*NOT_METERED, "workspaces")}
+def _on_host(phase: Phase, ranks: int) -> Phase:
+    """The phase on a machine without a device: all of it is host memory, of all ranks together."""
+    seen = {key: ranks * value for key, value in phase.device.items() if key not in (*NOT_METERED, "workspaces")}
     both = {
         key: phase.host[key] + seen[key] for key in phase.host.keys() & seen.keys()
     }  # what waits there, and what does not

@@ -17,7 +17,8 @@ from typing import Any
 from trimtab.config.known import ResolvedOffload, ResolvedRun
 from trimtab.config.run import Recompute, Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.ledger import SINGLE_DEVICE, Ledger, Placement, build_ledger
+from trimtab.plan.ledger import Ledger, build_ledger
+from trimtab.plan.placement import Placement, pinned_placement
 from trimtab.plan.rules import lends, page_tokens, small_page, useful_budget
 from trimtab.plan.sizes import KV_FIFTHS, SHARED, SMALLEST, WHAT_FITS, Case, Limits, Way, grow, smallest
 from trimtab.plan.times import Times, predict
@@ -79,11 +80,11 @@ def limits_of(machine: Machine, profile: str) -> Limits:
     return Limits(int(machine.device.memory * share), host)
 
 
-def make_plan(
-    run: Run, job: Job, machine: Machine, profile: str = "balanced", place: Placement = SINGLE_DEVICE
-) -> Plan:
-    """The fastest plan that fits; where none does, the one that lacks the least."""
-    machine = within(machine, run)
+def make_plan(run: Run, job: Job, machine: Machine, profile: str = "balanced", place: Placement | None = None) -> Plan:
+    """The fastest plan that fits in one placement; where none does, the one that lacks the least. Without a placement: the one
+    that the run has pinned, or all devices with everything whole. place.py compares placements."""
+    place = place or pinned_placement(run, machine)
+    machine = within(machine, run).on(place.devices)
     if run.engine == "auto" and job.generates:
         return _with_engine(run, job, machine, profile, place)
     case = Case(job, machine, limits_of(machine, profile), place)
@@ -106,7 +107,7 @@ def _fastest(run: Run, case: Case, fill: bool) -> Plan:
             fastest = min(plan.times.total for plan in fitting)
             # The first within a hundredth of the fastest: plans that recompute and offload least come first.
             return next(plan for plan in fitting if plan.times.total <= 1.01 * fastest)
-    return min(plans, key=_lack)
+    return min(plans, key=lack)
 
 
 def _with_other_shares(run: Run, case: Case, ways: list[Way], plans: list[Plan], fill: bool) -> list[Plan]:
@@ -131,8 +132,8 @@ def _whys(plan: Plan) -> set[str]:
     return {choice.why for choice in plan.choices}
 
 
-def _lack(plan: Plan) -> tuple[int, int, int]:
-    """Sort key for plans that do not fit: first the bytes that are missing, then those used. The smallest is shown."""
+def lack(plan: Plan) -> tuple[int, int, int]:
+    """What a plan lacks, and then what it takes: of those that do not fit, the one with the least is told."""
     phases = plan.ledger.phases
     return plan.missing_bytes, sum(p.required_bytes for p in phases), sum(p.host_bytes for p in phases)
 
@@ -162,7 +163,8 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
     faster, start-up included."""
     others = () if machine.cpu else machine.engines
     names = ("native", *others) if place.tensor == 1 else (ENGINE_OVER_DEVICES,)
-    plans = {name: make_plan(run.with_values({"engine": name}), job, machine, profile, place) for name in names}
+    cut = {} if place.tensor == 1 else {"rollout.tensor_parallel": place.tensor}
+    plans = {name: make_plan(run.with_values({"engine": name} | cut), job, machine, profile, place) for name in names}
     fitting = [name for name in names if plans[name].fits] or list(names)
 
     def seconds(name: str) -> float:
@@ -176,7 +178,7 @@ def _with_engine(run: Run, job: Job, machine: Machine, profile: str, place: Plac
     if place.tensor > 1:
         why = f"the model is split over {place.tensor} devices"
     elif len(names) == 1:
-        why = "shares the trainer's weights" if place.shares_weights else "the model fits on one device"
+        why = "shares the trainer's weights" if place.shares_weights else "has a copy of the weights of its own"
     else:
         why = "predicted rollout of a step: " + ", ".join(
             f"{other} {plans[other].times.rollout:.2g} s" for other in names
@@ -249,6 +251,7 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
 
 
 CHOICE_ORDER = (
+    "devices", "shard", "shard_devices",
     *(f"rollout.{key}" for key in ("page_tokens", "lend_memory", "max_sequences", "prefill_tokens", "processes", "kv_memory")),
     "kernels", "threads", "reward_workers", "token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations",
     *(f"offload.{key}" for key in ("optimizer", "reference", "activations")),
@@ -297,19 +300,3 @@ def recompute_when_wider(plan: Plan, now: int, budget: int) -> Recompute:
     planned = max(bytes_(run(now, False)), plan.ledger.fullest.device_bytes)
     room = min(plan.limits.device, int(1.1 * planned))
     return "some" if seconds(some) <= MAX_SLOWDOWN_BY_RECOMPUTING * seconds(whole) and bytes_(some) <= room else False
-
-
-def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced") -> Plan:
-    """The fastest placement on the devices there are: the trainer's states are sharded over all of them, and each rollout copy is
-    cut over as few as hold it."""
-    if machine.devices == 1:
-        return make_plan(run, job, machine, profile)
-    heads = min(block.kv_heads for block in job.shape.kinds)
-    cuts = [
-        n
-        for n in (1, 2, 4, 8)
-        if n <= min(machine.devices, machine.per_host) and heads % n == 0 and machine.devices % n == 0
-    ]
-    plans = [make_plan(run, job, machine, profile, Placement(machine.devices, cut)) for cut in cuts]
-    fitting = [plan for plan in plans if plan.fits]
-    return min(fitting, key=lambda plan: plan.times.total) if fitting else min(plans, key=_lack)

@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.config.run import Run
+from trimtab.config.run import Run, Shard
 from trimtab.plan.cache import applied, recall
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes
 from trimtab.plan.ledger import GIB, MIB, processes_of
-from trimtab.plan.planner import Choice, Plan, make_plan, place_over, within
+from trimtab.plan.place import place_over
+from trimtab.plan.placement import SHARDS, SHARDS_BUILT, Placement
+from trimtab.plan.planner import Choice, Plan, within
+from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.rules import page_tokens, workers_for
 from trimtab.plan.shape import Block
+from trimtab.plan.states import state_bytes
 from trimtab.rollout.external.kinds import VLLM_RANKS
 
 
@@ -27,6 +31,7 @@ def widest(run: Run, job: Job, machine: Machine, profile: str) -> tuple[Plan, st
 
 def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     """The plan of a run that is about to start; raises where nothing fits."""
+    refuse_devices(run, job, machine)
     refuse_small_kv(run, job, machine)
     refuse_what_engines_cannot(run, job, machine)
     plan, profile = widest(run, job, machine, run.profile)
@@ -36,13 +41,20 @@ def plan_here(run: Run, job: Job, machine: Machine) -> Plan:
     return plan
 
 
+def plan_devices(run: Run, job: Job, machine: Machine) -> Plan:
+    """The plan of a run over the devices of this machine, before any rank is started: as many as make a step fastest, or as many
+    as it asks for. `machine` has all that are free (run/machine.py:machine_of_run); the plan's has those that are used."""
+    refuse_devices(run, job, machine)
+    return planned(run, job, machine)
+
+
 def planned(run: Run, job: Job, machine: Machine) -> Plan:
-    """The same, with what `trimtab tune` has found for this job on such a machine, where that fits."""
+    """A plan with what `trimtab tune` has found for this job on such a machine, where that fits."""
     found = recall(job, machine, run)
     if found is None:
         return plan_here(run, job, machine)
     tuned, values = applied(run, found)
-    plan = make_plan(tuned, job, machine, run.profile)
+    plan = place_over(tuned, job, machine, run.profile)
     if not plan.fits:
         return plan_here(run, job, machine)
     why = f"measured by trimtab tune on {found['when']}"
@@ -152,6 +164,7 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
         any(attempt(*change) for change in changes)
 
     sizes = ("token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations")
+    _try_shards(attempt, job, machine, run)
     for key in sizes:
         if getattr(run, key) != "auto":
             attempt(f"leave run.{key} to auto", run.with_values({key: "auto"}), job)
@@ -160,7 +173,7 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
         for key, field in type(section).model_fields.items():
             if field.default == "auto" and getattr(section, key) != "auto":
                 attempt(f"leave run.{name}.{key} to auto", run.with_values({f"{name}.{key}": "auto"}), job)
-    unpinned = Run(device=run.device, profile=run.profile, memory=run.memory)
+    unpinned = Run(device=run.device, devices=run.devices, profile=run.profile, memory=run.memory)
     if run != unpinned:
         attempt("leave all of run to auto", unpinned, job)
     workers = run.reward_workers if run.reward_workers != "auto" else workers_for(machine.cores)
@@ -185,10 +198,34 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
     return found
 
 
+def _try_shards(attempt: Callable[[str, Run, Job], bool], job: Job, machine: Machine, run: Run) -> None:
+    """Another way to hold states than the one that is pinned: the simplest with which it fits."""
+    modes = SHARDS_BUILT if machine.here else SHARDS
+    for mode in modes[modes.index(run.shard) + 1 :] if run.shard in modes and machine.devices > 1 else ():
+        saved = _saved_by(mode, run, job, machine)
+        if attempt(f"run.shard: {mode}{saved}", run.with_values({"shard": mode, "shard_devices": "auto"}), job):
+            return
+    if run.shard_devices not in ("auto", 1):
+        attempt("leave run.shard_devices to auto", run.with_values({"shard_devices": "auto"}), job)
+
+
+def _saved_by(mode: Shard, run: Run, job: Job, machine: Machine) -> str:
+    """What a mode saves of a rank's weights, gradients and optimizer state, in words."""
+    group = machine.ranks_per_host
+
+    def held(shard: Shard, parts: int) -> int:
+        place = Placement(machine.devices, machine.hosts, shard, parts)
+        return state_bytes(job, place)
+
+    before = held(run.shard, group if run.shard_devices == "auto" else run.shard_devices) if run.shard != "auto" else 0
+    saved = before - held(mode, group)
+    return f", which saves {saved / GIB:.1f} GiB on each device" if saved > 0 else ""
+
+
 def _try_machines(
     first: Callable[[Iterable[tuple[str, Run, Job, Machine]]], None], job: Job, machine: Machine, run: Run
 ) -> None:
-    """More memory; and more devices only where the plan is of several already: this version trains on one."""
+    """More memory, and more devices."""
     machine = within(machine, run)
     limited, unlimited = run.memory is not None, run.with_values({"memory": None})
     on_device = "run.memory: {}GiB" if limited else "a device with {} GiB"
@@ -197,8 +234,12 @@ def _try_machines(
     first((on_device.format(gib), unlimited, job, with_memory(machine, gib * GIB)) for gib in sizes)
     hosts = [gib for gib in (8, 16, 32, 64, 128, 256, 512, 1024, 2048) if gib * GIB > machine.host_memory]
     first((on_host.format(gib), unlimited, job, replace(machine, host_memory=gib * GIB)) for gib in hosts)
-    counts = [2**n for n in range(1, 11) if 2**n > machine.devices] if machine.devices > 1 else []
-    first((f"{count} devices", run, job, replace(machine, devices=count)) for count in counts)
+    if machine.cpu:  # more processes on the same host need more of it
+        return
+    counts = [2**n for n in range(1, 11) if 2**n > machine.devices]
+    words = "{} devices" if run.devices == "auto" else "run.devices: {}"
+    more = [(count, run.with_values({"devices": count} if run.devices != "auto" else {})) for count in counts]
+    first((words.format(count), asked, job, machine.on(count)) for count, asked in more)
 
 
 def with_adapters(job: Job, rank: int) -> Job:

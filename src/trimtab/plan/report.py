@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.config.run import Run
 from trimtab.plan.ledger import GIB
-from trimtab.plan.planner import PROFILES, Plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.planner import PROFILES, Plan
 from trimtab.plan.refusal import with_memory
 
 MAX_STEP_RATIO_TO_OFFER = 0.99
@@ -28,6 +29,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "parameters": job.shape.parameters,
         "trained_parameters": job.trained,
         "kv_bytes_per_token": job.shape.kv_elements * job.itemsize,
+        "shard": plan.place.shard,
+        "shard_devices": plan.place.shard_devices,
         "placement": asdict(plan.place),
         "phases": [
             {
@@ -42,6 +45,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         ],
         "choices": [asdict(choice) for choice in plan.choices],
         "step_seconds": plan.times.as_dict() if plan.fits else None,
+        "communication_seconds": asdict(plan.times.waits) if plan.fits else None,
         "start_seconds": plan.times.start if plan.fits else None,
     }
 
@@ -56,26 +60,29 @@ class Offer:
 
 
 def offers(plan: Plan, run: Run, profile: str) -> list[Offer]:
-    """A step with more of the memory filled, where that helps; with a gigabyte more, with half as much again, and, in a plan of
-    several devices, with twice as many: this version trains on one."""
+    """A step with more of the memory filled, where that helps; with a gigabyte more, with half as much again, and with twice as
+    many devices."""
     if plan.machine.cpu or not plan.fits:
         return []
     machine, memory = plan.machine, plan.machine.device.memory
     run = run.with_values({"memory": None})  # which the plan's machine has no more than already
+    placed = {key: getattr(plan.run, key) for key in ("devices", "shard", "shard_devices")}
+    as_now = run.with_values(placed)
     tries = [
-        ("1 GiB more per device", with_memory(machine, memory + GIB)),
-        ("50 % more memory per device", with_memory(machine, memory * 3 // 2)),
+        ("1 GiB more per device", as_now, with_memory(machine, memory + GIB)),
+        ("50 % more memory per device", as_now, with_memory(machine, memory * 3 // 2)),
     ]
-    if machine.devices > 1:
-        tries.append(("twice as many devices", replace(machine, devices=2 * machine.devices)))
+    if run.devices == "auto":
+        twice = 2 * machine.devices
+        tries.append(("twice as many devices", run.with_values({"devices": twice}), machine.on(twice)))
     found = []
-    fuller = place_over(run, plan.job, machine, "max")
+    fuller = place_over(as_now, plan.job, machine, "max")
     if fuller.fits and fuller.times.total < MAX_STEP_RATIO_TO_OFFER * plan.times.total:
         found.append(
             Offer(f"run.profile: max, which fills {PROFILES['max']:.0%}".replace("%", " %"), fuller.times.total)
         )
-    for words, other in tries:
-        better = place_over(run, plan.job, other, profile)
+    for words, asked, other in tries:
+        better = place_over(asked, plan.job, other, profile)
         if better.fits:
             found.append(Offer(words, better.times.total))
     return found

@@ -6,6 +6,7 @@ from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes
 from trimtab.plan.ledger import MIB
+from trimtab.plan.placement import Placement
 from trimtab.plan.times import launch_s, outside_step, product_share
 
 GRAIN_TOKENS = 128
@@ -24,6 +25,17 @@ def why_kernels(job: Job, machine: Machine) -> str:
     if job.fused:
         return "fused layers support this model"
     return "fused layers need a GPU" if machine.cpu else "fused layers do not support this model or dtype"
+
+
+def why_placed(place: Placement, machine: Machine) -> dict[str, str]:
+    """Reasons for a placement that was the only one; where there are several, place.py says why it is this one."""
+    one = "on a CPU one process uses all cores" if machine.cpu else "there is one device"
+    if place.devices == 1:
+        whole = "one device holds everything"
+        return {"devices": one, "shard": whole, "shard_devices": whole}
+    group = "all ranks of a host" if place.shard_devices == machine.ranks_per_host else "the fastest that fits"
+    group = "every rank holds everything" if place.shard == "none" else group
+    return {"devices": "all that there are", "shard": "every rank holds everything", "shard_devices": group}
 
 
 def workers_for(cores: int) -> int:
@@ -70,7 +82,7 @@ def best_processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
     if run.rollout.tensor_parallel > 1:
         return 1, f"one process uses {run.rollout.tensor_parallel} devices"
     room = machine.device.memory // 4 // (job.shape.parameters * job.itemsize)
-    most = max(1, min(MAX_ENGINE_PROCESSES, machine.cores // 3, room))
+    most = max(1, min(MAX_ENGINE_PROCESSES, machine.cores_per_rank // 3, room))
     if run.rollout.kv_memory != "auto":  # each has to hold the longest sequence
         page = page_tokens(run, job, machine)[0]
         most = max(1, min(most, run.rollout.kv_memory // least_kv_bytes(job, run, 1, page)))
@@ -91,9 +103,9 @@ def lends(run: Run, machine: Machine) -> tuple[bool, str]:
     return True, "rollout and update take turns with the same memory"
 
 
-def most_at_once(job: Job, machine: Machine, tensor: int) -> int:
-    """Sequences decoded at once on one device, beyond which a decode step gains nothing."""
-    return min(-(-job.in_flight * tensor // machine.devices), 256 if machine.cpu else 1024)
+def most_at_once(job: Job, machine: Machine, engines: int) -> int:
+    """Sequences that one of so many engines decodes at once, beyond which a decode step gains nothing."""
+    return min(job.of_one_engine(engines), 256 if machine.cpu else 1024)
 
 
 def most_prefilled(machine: Machine) -> int:

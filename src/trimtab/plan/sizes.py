@@ -15,7 +15,8 @@ from trimtab.config.known import ResolvedOffload, ResolvedRollout, ResolvedRun
 from trimtab.config.run import Recompute, Rollout, Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes, shared_kv_bytes, step_kv_bytes
-from trimtab.plan.ledger import GIB, MERGED, MIB, Ledger, Placement, build_ledger, processes_of
+from trimtab.plan.ledger import GIB, MERGED, MIB, Ledger, build_ledger, processes_of
+from trimtab.plan.placement import Placement
 from trimtab.plan.rules import (
     GRAIN_TOKENS,
     best_chunk,
@@ -25,6 +26,7 @@ from trimtab.plan.rules import (
     useful_budget,
     why_away,
     why_kernels,
+    why_placed,
     workers_for,
 )  # fmt: skip
 
@@ -114,17 +116,18 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
     }
     values = {
         "engine": "native",
-        "devices": machine.devices,
-        "shard": "none" if machine.devices == 1 else "optimizer",
-        "shard_devices": min(machine.devices, machine.per_host),
+        "devices": case.place.devices,
+        "shard": case.place.shard,
+        "shard_devices": case.place.shard_devices,
         "prefetch": 1,
         "kernels": "native" if job.fused else "plain",
-        "threads": machine.cores,
+        "threads": machine.cores_per_rank,
         "reward_workers": workers_for(machine.cores),
         "token_budget": job.longest_trained,
         "score_token_budget": job.longest_trained,
         "logprob_chunk": 1,
     }
+    cut = {"tensor_parallel": case.place.tensor} if run.external else {}
     filled = ResolvedRun.model_validate(
         dict(run)
         | _open(run, values)
@@ -132,7 +135,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
             "device": "cpu" if machine.cpu else "cuda",
             "checkpoint_activations": way.recompute,
             "offload": way.offload,
-            "rollout": ResolvedRollout.model_validate(dict(run.rollout) | _open(run.rollout, rollout)),
+            "rollout": ResolvedRollout.model_validate(dict(run.rollout) | _open(run.rollout, rollout) | cut),
         }
     )
     if job.generates and run.rollout.kv_memory == "auto":
@@ -142,7 +145,8 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "rollout.lend_memory": way.lend_memory[1],
         "rollout.processes": why_processes,
         "kernels": why_kernels(job, machine),
-        "threads": "one per physical core",
+        "threads": "one per physical core" if machine.devices == 1 else "the cores, divided among ranks",
+        **why_placed(case.place, machine),
         "reward_workers": "one per core, at most 8",
     }
     return Sizes(run, filled, why, way.kv_fifths)
@@ -276,7 +280,7 @@ class _Batch:
 def _largest_batch(run: ResolvedRun, sizes: Sizes, case: Case) -> _Batch:
     least = run.rollout.max_sequences
     free, best = sizes.free("rollout.max_sequences"), _Batch(0, {}, "")
-    most = most_at_once(case.job, case.machine, case.place.tensor) if free else least
+    most = most_at_once(case.job, case.machine, case.place.engines) if free else least
     for batch in _parts(most, 2) if free else (most,):
         tried = run.with_values({"rollout.max_sequences": batch})
         if batch > least and not case.fits(tried):
@@ -296,29 +300,29 @@ def _largest_batch(run: ResolvedRun, sizes: Sizes, case: Case) -> _Batch:
 
 
 def _sequences_in(kv: int, run: ResolvedRun, case: Case) -> int:
-    """Sequences of a step that fit at once into a KV cache of this many bytes on one device; at least one."""
+    """Sequences of a step that run at once in a KV cache of so many bytes, in one engine; at least one."""
     job, page = case.job, run.rollout.page_tokens
     one = shared_kv_bytes(job, run, job.sequences, job.samples, job.completion, page) / job.sequences
-    return max(1, int(kv * case.place.tensor / one))
+    return max(1, int(kv / one))
 
 
 def _kv_memory(run: ResolvedRun, case: Case, fifths: int) -> tuple[int, str]:
     """Bytes for the KV cache: what the sequences need that may run at once, where that fits. Where memory is lent, all that the
     rest leaves; where it is not, so many fifths of that: micro-batches grow into the remainder."""
-    job, machine, rollout = case.job, case.machine, run.rollout
-    least = rollout.kv_memory
-    at_once = min(job.in_flight, rollout.max_sequences * machine.devices)
-    wanted = int(step_kv_bytes(job, run, at_once, rollout.page_tokens) * KV_HEADROOM) + MIB
-    wanted = max(least, wanted // max(1, machine.devices))
+    job, rollout = case.job, run.rollout
+    least, mine = rollout.kv_memory, job.of_one_engine(case.place.engines)
+    at_once = min(mine, rollout.max_sequences)
+    wanted = max(least, int(step_kv_bytes(job, run, at_once, rollout.page_tokens) * KV_HEADROOM) + MIB)
     whole, lent = _kv_room(run, case), rollout.lend_memory
     room = whole
     if not lent:
         two = least_kv_bytes(job, run, max(2, processes_of(run)), rollout.page_tokens)
         room = max(least, whole * fifths // 5, min(whole, two))
     if wanted <= room:
+        share = " that this engine has" if case.place.engines > 1 else ""
         return (
             wanted,
-            "holds all sequences of a step" if at_once == job.in_flight else "holds all sequences that run at once",
+            f"holds all sequences of a step{share}" if at_once == mine else "holds all sequences that run at once",
         )
     if whole <= least:
         return least, "just holds the longest sequence"

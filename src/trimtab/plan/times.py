@@ -7,13 +7,18 @@ the same elsewhere: good for comparing plans, not for promises.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
+from trimtab.plan.balance import Deal, deal
+from trimtab.plan.communication import NO_COMMUNICATION, Communication, Passes, communication
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import shared_kv_bytes
-from trimtab.plan.ledger import SINGLE_DEVICE, Placement, optimizer_bytes, parts_of, processes_of, through_host
+from trimtab.plan.ledger import parts_of, processes_of, through_host
+from trimtab.plan.links import link_of
+from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.states import reference_bytes, waiting_state_bytes
 
 LAUNCH_LAYER_S = 2.6e-3
 """Seconds that the host needs to launch a layer's forward and backward passes: 2.5 and 2.8 ms on two hosts (docs/log.md)."""
@@ -51,12 +56,15 @@ NARROW_SHARE, HALF_WIDTH = 0.892, 1030.0
 BANDWIDTH_SHARE = 0.80
 DECODE_SHARE = 0.55
 """Share of the matrix rate that decode steps reach."""
-LINK_SHARE = 0.7
 
 
 def product_share(hidden: int) -> float:
     """Share of a device's matrix rate that products reach in a model of this hidden size."""
     return min(WIDE_SHARE, NARROW_SHARE * hidden / (hidden + HALF_WIDTH))
+
+
+PHASES = ("rollout", "score", "update", "publish", "communication")
+"""What the time of a step is the sum of."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +77,23 @@ class Times:
     publish: float
     start: float = 0.0
     """Seconds until another library's engine is ready, before the first step."""
+    waits: Communication = NO_COMMUNICATION
+    """Seconds in which devices wait for each other's bytes."""
+
+    @property
+    def communication(self) -> float:
+        return self.waits.total
 
     @property
     def total(self) -> float:
-        return self.rollout + self.score + self.update + self.publish
+        return sum(getattr(self, name) for name in PHASES)
 
     @property
     def longest(self) -> str:
-        return max(("rollout", "score", "update", "publish"), key=lambda name: getattr(self, name))
+        return max(PHASES, key=lambda name: getattr(self, name))
 
     def as_dict(self) -> dict[str, float]:
-        phases = {name: getattr(self, name) for name in ("rollout", "score", "update", "publish")}
+        phases = {name: getattr(self, name) for name in PHASES}
         return {name: round(value, 6) for name, value in (phases | {"total": self.total}).items()}
 
 
@@ -101,7 +115,7 @@ def outside_step(
 def predict(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SINGLE_DEVICE) -> Times:
     """Seconds of a step of a job whose `run` is known."""
     clock = _Clock(job, machine, run, place)
-    return Times(clock.rollout(), clock.score(), clock.update(), clock.publish(), clock.start())
+    return Times(clock.rollout(), clock.score(), clock.update(), clock.publish(), clock.start(), clock.communication())
 
 
 @dataclass(frozen=True)
@@ -114,16 +128,21 @@ class _Rates:
     place: Placement
 
     @property
+    def _cores(self) -> float:
+        """Cores of each rank of a CPU."""
+        return self.machine.cores / self.machine.ranks_per_host
+
+    @property
     def flops(self) -> float:
         """Operations a second that products reach on one device."""
         if self.machine.cpu:
-            return self.machine.cores * CPU_FLOPS
+            return self._cores * CPU_FLOPS
         return self.machine.device.flops * product_share(self.job.shape.hidden)
 
     @property
     def bandwidth(self) -> float:
         if self.machine.cpu:
-            return self.machine.cores * CPU_BANDWIDTH
+            return self._cores * CPU_BANDWIDTH
         return self.machine.device.bandwidth * BANDWIDTH_SHARE
 
     def device_step(self, batch: float, context: float) -> float:
@@ -131,12 +150,13 @@ class _Rates:
         read = min(shape.parameters, shape.active_parameters * max(1.0, batch)) * job.itemsize / cut
         keys = batch * context * shape.kv_elements * job.itemsize / cut
         logits = 8 * batch * shape.vocabulary / cut
-        rate = self.machine.cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * DECODE_SHARE
+        rate = self._cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * DECODE_SHARE
         products = 2 * batch * shape.active_parameters / cut / rate
         fixed = 2e-3 if self.machine.cpu else DECODE_STEP_S + shape.layers * (DECODE_LAYER_S + self._own_layer)
         exchange = 0.0
         if cut > 1:
-            exchange = shape.layers * 2 * (10e-6 + batch * shape.hidden * job.itemsize / self._link(cut))
+            moved = batch * shape.hidden * job.itemsize
+            exchange = shape.layers * 2 * (10e-6 + moved / link_of(self.machine)[0])
         return fixed + max(read / self.bandwidth, products) + (keys + logits) / self.bandwidth + exchange
 
     @property
@@ -148,19 +168,10 @@ class _Rates:
             return 0.0
         return FORWARD_SHARE_OF_LAUNCH * launch_s(job) if job.shape.has_experts else UNFUSED_LAYER_EXTRA_S
 
-    def _link(self, devices: int) -> float:
-        """Bytes per second between this many devices, over the slowest link."""
-        device = self.machine.device
-        return (device.link if devices <= self.machine.per_host else min(device.link, 50e9)) * LINK_SHARE
-
 
 @dataclass(frozen=True)
 class _Clock(_Rates):
     run: ResolvedRun
-
-    @property
-    def engines(self) -> int:
-        return max(1, self.machine.devices // self.place.tensor)
 
     def start(self) -> float:
         if not self.run.external or not self.job.generates:
@@ -171,10 +182,10 @@ class _Clock(_Rates):
         job, rollout = self.job, self.run.rollout
         if not job.generates:
             return 0.0
-        mine = -(-job.sequences // self.engines)
+        mine = min(job.sequences, -(-job.prompts // self.place.engines) * job.samples)  # the busiest engine's
         tokens = round(job.expected_completion)
         one = shared_kv_bytes(job, self.run, mine, job.samples, tokens, rollout.page_tokens) / mine
-        slots = max(1, min(mine, rollout.max_sequences, int(rollout.kv_memory * self.place.tensor / max(1.0, one))))
+        slots = max(1, min(mine, rollout.max_sequences, int(rollout.kv_memory / max(1.0, one))))
         # Slots that become free are filled while sequences wait; then the batch shrinks.
         full = self._decode_step(slots, job.typical_prompt + job.expected_completion / 2)
         refilled = (mine - slots) / slots * job.expected_completion * full
@@ -206,30 +217,27 @@ class _Clock(_Rates):
         return max(products, passes * self.device_step(1, self.job.typical_prompt)) + 0.01
 
     def score(self) -> float:
-        passes = int(self.job.compared) + int(self.job.old_logprobs) + int(self.job.critic is not None)
-        if not passes:
+        if not self._scorings:
             return 0.0
         moved = 0.0
         if self.job.reference and self.run.offload.reference:
-            moved = self.job.shape.parameters * self.job.itemsize / self.place.shards / self.machine.device.host_link
-        return (
-            passes * self._passes(self.run.score_token_budget, 2.0, FORWARD_SHARE_OF_LAUNCH * launch_s(self.job))
-            + moved
-        )
+            moved = reference_bytes(self.job, self.place) / self.machine.device.host_link
+        return self._scorings * self._one_scoring().total + moved
+
+    @property
+    def _scorings(self) -> int:
+        """Passes over the batch without gradients."""
+        return int(self.job.compared) + int(self.job.old_logprobs) + int(self.job.critic is not None)
+
+    def _one_scoring(self) -> Passes:
+        return self._passes(self.run.score_token_budget, 2.0, FORWARD_SHARE_OF_LAUNCH * launch_s(self.job))
 
     def update(self) -> float:
         """Forward and backward passes, and the optimizer step."""
         run, job = self.run, self.job
         if not job.training:
             return 0.0
-        factor = 4.0 if job.rank else 6.0
-        if run.checkpoint_activations is True:
-            factor += 2.0
-        elif run.checkpoint_activations == "some":
-            factor += 2.0 * self._gate_up_share()
-        if not job.fused and not self.machine.cpu:
-            factor *= 1.35  # the model's own modules: 1.3 to 1.8 (docs/log.md)
-        seconds = self._passes(run.token_budget, factor, launch_s(job))
+        seconds = self._one_update().total
         if run.offload.activations:
             tokens = job.expected_row.tokens / self.machine.devices
             moved = 2 * tokens * job.shape.layers * 4 * job.shape.hidden / self.machine.device.host_link
@@ -239,17 +247,39 @@ class _Clock(_Rates):
             return once
         return once * (1 + job.critic.parameters / job.shape.parameters)  # a critic is trained as the policy is
 
+    def _one_update(self) -> Passes:
+        run, job = self.run, self.job
+        factor = 4.0 if job.rank else 6.0
+        if run.checkpoint_activations is True:
+            factor += 2.0
+        elif run.checkpoint_activations == "some":
+            factor += 2.0 * self._gate_up_share()
+        if not job.fused and not self.machine.cpu:
+            factor *= 1.35  # the model's own modules: 1.3 to 1.8 (docs/log.md)
+        return self._passes(run.token_budget, factor, launch_s(job))
+
+    def communication(self) -> Communication:
+        if self.place.devices == 1:
+            return NO_COMMUNICATION
+        scoring = self._one_scoring()
+        return communication(
+            self.job,
+            self.machine,
+            self.place,
+            self._one_update(),
+            Passes(self._scorings * scoring.count, scoring.seconds),
+        )
+
     def _gate_up_share(self) -> float:
         shape = self.job.shape
         products = sum(n * 2 * shape.hidden * b.used_width for b, n in shape.kinds.items())
         return products / shape.active_parameters
 
-    def _passes(self, budget: int, factor: float, launch: float) -> float:
-        """Seconds to take a step's tokens through the model in micro-batches."""
+    def _passes(self, budget: int, factor: float, launch: float) -> Passes:
+        """A step's tokens on their way through the model in micro-batches, of the rank that has the most."""
         job, shape = self.job, self.job.shape
-        row = job.expected_row
-        tokens = row.tokens / self.machine.devices
-        count = max(1, -(-round(tokens) // budget))
+        row, dealt = job.expected_row, self._dealt(budget)
+        tokens, count = row.tokens / self.machine.devices * dealt.imbalance, dealt.micro_batches
         length = job.typical_prompt + job.expected_completion
         attention = factor * sum(
             n * b.heads * b.head_size * min(length, b.window or length) for b, n in shape.kinds.items()
@@ -258,29 +288,26 @@ class _Clock(_Rates):
         head = shape.table * row.predicted / row.tokens
         work = tokens * (factor * (body + head) + attention)
         seconds = work / self.flops
-        if self.machine.cpu:
-            return seconds
-        seconds = count * max(seconds / count, shape.layers * launch)
-        return seconds + (count * self._gather() if self.place.shards > 1 else 0.0)
+        return Passes(count, seconds / count if self.machine.cpu else max(seconds / count, shape.layers * launch))
 
-    def _gather(self) -> float:
-        """Seconds a micro-batch of gathering layers on every device, twice, and sending gradients back; a third is not hidden."""
-        bytes_moved = 3 * self.job.shape.parameters * self.job.itemsize
-        return 0.33 * bytes_moved / self._link(self.place.shards)
+    def _dealt(self, budget: int) -> Deal:
+        if self.machine.devices == 1:
+            return Deal(1.0, max(1, -(-self.job.expected_row.tokens // budget)))
+        return deal(self.job, self.machine.devices, budget)
 
     def _optimizer_step(self) -> float:
         job = self.job
-        trained = job.trained / self.place.shards
+        trained = job.trained if job.rank else job.trained / self.place.state_parts
         if self.run.offload.optimizer:
-            return 2 * optimizer_bytes(job) / self.place.shards / self.machine.device.host_link
+            return 2 * waiting_state_bytes(replace(job, critic=None), self.place) / self.machine.device.host_link
         # 8-bit moments are read, widened, divided, looked up and written again by a kernel each: counted, not measured.
         return (130 if job.eight_bit else 30) * trained / self.bandwidth
 
     def publish(self) -> float:
-        """Seconds to give rollout its weights: it reads the trainer's own, or gets a copy."""
+        """Seconds to give another library's engine its copy of the weights. The native one reads the trainer's own; under `full`
+        they are gathered for it, which is communication."""
         if self.run.external and not self.machine.cpu:
-            rate = self.machine.device.host_link if through_host(self.job, self.run) else self.bandwidth
-            return 2 * self.job.shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
-        if self.place.shares_weights:
-            return 0.0
-        return self.job.shape.parameters * self.job.itemsize / self._link(self.machine.devices) + 0.05
+            rate = self.machine.device.host_link if through_host(self.job, self.run, self.place) else self.bandwidth
+            held = self.place.tensor if self.place.shard == "full" else 1  # of what is gathered, each keeps its part
+            return 2 * self.job.shape.parameters * self.job.itemsize / held / rate + OUTSIDE_PUBLISH
+        return 0.0

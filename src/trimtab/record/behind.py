@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Done:
+class WriteTime:
     """Work that has ended well, in seconds of `time.perf_counter`."""
 
     begin: float
@@ -30,8 +30,8 @@ class WriteBehind:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._outcome: Done | None = None
-        self._done: list[Done] = []
+        self._outcome: WriteTime | None = None
+        self._done: list[WriteTime] = []
 
     @property
     def busy(self) -> bool:
@@ -61,7 +61,7 @@ class WriteBehind:
         assert self._outcome is not None
         self._done.append(self._outcome)
 
-    def take_done(self) -> list[Done]:
+    def take_done(self) -> list[WriteTime]:
         """The work that was found to have ended well since the last call."""
         done, self._done = self._done, []
         return done
@@ -73,4 +73,4 @@ class WriteBehind:
         except BaseException as error:  # raised by whoever waits
             self._error = error
         else:
-            self._outcome = Done(begin, time.perf_counter())
+            self._outcome = WriteTime(begin, time.perf_counter())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG, PLAN, METRICS_FILE, FINAL, CHECKPOINTS = "config.yaml", "plan.json", "metrics.jsonl", "final", "checkpoints"
+RANK_LOGS = "ranks"
+"""Folder with a log for each rank of a run on several devices."""
 
 
 def samples_file(run: Path, step: int) -> Path:

@@ -1,6 +1,6 @@
 """What one rank saves of a checkpoint: which tensors, in which files, copied and written.
 
-    collect -> Part of live tensors -> refuse_not_finite -> copy_part, where there is room -> write_part -> PartWritten
+    collect -> CheckpointPart of live tensors -> refuse_not_finite -> copy_part, where there is room -> write_part -> PartWritten
 
 Nobody may change live tensors before they are copied, or, without a copy, written.
 
@@ -84,7 +84,7 @@ class TensorFile:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointPart:
     """All that one rank writes."""
 
     files: dict[str, TensorFile]
@@ -126,7 +126,7 @@ def collect(
     other_files: Mapping[str, bytes] | None = None,
     rank: int = 0,
     ranks: int = 1,
-) -> Part:
+) -> CheckpointPart:
     """What a rank saves, all of it still the live tensors. `others`: what is in more files, by name: tensors that every rank has
     whole, or what has state. `other_files`: what the model's folder holds beside weights; one rank is enough to have them."""
     files = dict(_weight_files(model, optimizer.weights, rank, ranks))
@@ -139,10 +139,10 @@ def collect(
         else:
             tensors, tables[whole] = dict(owner.state_tensors()), owner.table()
             files[shard_name(whole, rank, ranks)] = TensorFile(tensors, whole, frozenset(tensors), owner.stretches())
-    return Part(files, tables, other_files or {})
+    return CheckpointPart(files, tables, other_files or {})
 
 
-def refuse_not_finite(part: Part) -> None:
+def refuse_not_finite(part: CheckpointPart) -> None:
     """Raise NotFinite if a part should not be saved as it is."""
     tensors = _unique(part)
     suspected = {id(tensor) for tensor, suspect in zip(tensors, may_be_not_finite(tensors)) if suspect}
@@ -152,7 +152,7 @@ def refuse_not_finite(part: Part) -> None:
                 raise NotFinite("" if file.model is not None else file.whole, name)
 
 
-def copy_part(part: Part, memory: HostCopy) -> Part:
+def copy_part(part: CheckpointPart, memory: HostCopy) -> CheckpointPart:
     """The part as it is now, in memory that has room for it."""
     tensors = _unique(part)
     taken = {id(tensor): copy for tensor, copy in zip(tensors, memory.take(tensors))}
@@ -163,7 +163,7 @@ def copy_part(part: Part, memory: HostCopy) -> Part:
     return replace(part, files=files)
 
 
-def write_part(folder: Path, part: Part, tell: Callable[[str], None] = lambda file: None) -> PartWritten:
+def write_part(folder: Path, part: CheckpointPart, tell: Callable[[str], None] = lambda file: None) -> PartWritten:
     """Write a part's files into a folder; they are on disk when this returns. May run in a thread. `tell`: which file is next."""
     sums: dict[str, Sum] = {}
     weights: dict[str, list[str]] = {}
@@ -243,5 +243,5 @@ def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _unique(part: Part) -> list[torch.Tensor]:
+def _unique(part: CheckpointPart) -> list[torch.Tensor]:
     return list({id(tensor): tensor for file in part.files.values() for tensor in file.tensors.values()}.values())

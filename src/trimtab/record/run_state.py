@@ -32,6 +32,8 @@ class RunState:
     """Wall time of all sessions up to this checkpoint."""
     completion_tokens: int = 0
     oom_recoveries: int = 0
+    rank_restarts: int = 0
+    """Times that ranks were lost and started again."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What running out of memory has taught: `Guard.state`."""
     data_mark: str = ""

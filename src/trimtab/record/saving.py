@@ -35,7 +35,7 @@ from trimtab.record.checkpoint import (
 )
 from trimtab.record.checksums import Sum, sums_of
 from trimtab.record.layout import CONFIG
-from trimtab.record.part import NotFinite, Part, PartWritten, Stateful, collect, refuse_not_finite, write_part
+from trimtab.record.part import CheckpointPart, NotFinite, PartWritten, Stateful, collect, refuse_not_finite, write_part
 from trimtab.record.run_state import RunState
 
 INDEX = f"{WEIGHTS_FILE}.index.json"
@@ -107,7 +107,7 @@ class PendingCheckpoint:
             raise TrainingError(_why_not_written(run_dir, self.step, error)) from error
 
 
-def refuse_diverged(part: Part, run_dir: Path, step: int) -> None:
+def refuse_diverged(part: CheckpointPart, run_dir: Path, step: int) -> None:
     """Values that are not finite replace none that are."""
     try:
         refuse_not_finite(part)
@@ -122,7 +122,7 @@ def refuse_diverged(part: Part, run_dir: Path, step: int) -> None:
         ) from None
 
 
-def write_checkpoint(pending: PendingCheckpoint, part: Part) -> Path:
+def write_checkpoint(pending: PendingCheckpoint, part: CheckpointPart) -> Path:
     """Write a checkpoint that has one part."""
     with pending.explaining():
         return pending.finish([write_part(pending.open(), part)])

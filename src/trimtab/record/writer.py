@@ -24,7 +24,7 @@ import torch
 from trimtab.model.memory import is_out_of_memory
 from trimtab.record.behind import WriteBehind
 from trimtab.record.host_copy import HostCopy
-from trimtab.record.part import Part, copy_part
+from trimtab.record.part import CheckpointPart, copy_part
 from trimtab.record.saving import PendingCheckpoint, refuse_diverged, write_checkpoint
 
 POLL_S = 0.05
@@ -55,7 +55,7 @@ class CheckpointWriter:
         if memory is not None:
             self._preparing.start(lambda: memory.reserve(size))
 
-    def save(self, collect: Callable[[], Part], pending: PendingCheckpoint) -> None:
+    def save(self, collect: Callable[[], CheckpointPart], pending: PendingCheckpoint) -> None:
         """Begin to write what `collect` gives, as it is now. The checkpoint before it is written when this returns."""
         with self._waiting():
             self._settle()
@@ -137,18 +137,18 @@ class CheckpointWriter:
             self._waited_s += time.perf_counter() - begin
 
 
-def _collected(collect: Callable[[], Part], pending: PendingCheckpoint) -> Part:
+def _collected(collect: Callable[[], CheckpointPart], pending: PendingCheckpoint) -> CheckpointPart:
     part = collect()
     refuse_diverged(part, pending.run_dir, pending.step)
     return part
 
 
 def _write(
-    pending: PendingCheckpoint, live: Part, memory: HostCopy | None, read: threading.Event | None
+    pending: PendingCheckpoint, live: CheckpointPart, memory: HostCopy | None, read: threading.Event | None
 ) -> Callable[[], object]:
     """Work that writes a part, or a copy of it, and sets `read` when it needs the live tensors no more. If it is done again, the
     copy is not: by then the tensors may be others."""
-    copied: list[Part] = []
+    copied: list[CheckpointPart] = []
 
     def work() -> None:
         if memory is not None and not copied:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -94,8 +94,9 @@ class Classifier:
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
-    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Cell]:
-        """A score for each completion, or why there is none."""
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any], share: int = 0, shares: int = 1) -> list[Cell]:
+        """A score for each completion, or why there is none. Of several `shares` only one is computed, None for the others; rows
+        are packed as for all of them, so the scores are the same."""
         rows: dict[int, list[int]] = {}
         cells: list[Cell] = [None] * len(prompts)
         for number, (prompt, completion) in enumerate(zip(prompts, completions)):
@@ -104,7 +105,9 @@ class Classifier:
                 cells[number] = found
             else:
                 rows[number] = found
-        for numbers in self._packed(rows):
+        for place, numbers in enumerate(self._packed(rows, self._tokens if shares == 1 else REWARD_ROW_TOKENS)):
+            if place % shares != share:
+                continue
             for number, value in zip(numbers, self._scores([rows[n] for n in numbers])):
                 cells[number] = value + self.shift
         return cells
@@ -126,12 +129,12 @@ class Classifier:
             return Failure("invalid", f"{len(tokens)} tokens exceed the reward model's context of {self._context}")
         return tokens
 
-    def _packed(self, rows: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Numbers of rows that are scored together, by length."""
+    def _packed(self, rows: dict[int, list[int]], most: int) -> Iterator[list[int]]:
+        """Numbers of rows that are scored together, by length: up to so many tokens."""
         chosen: list[int] = []
         room = 0
         for number in sorted(rows, key=lambda n: len(rows[n])):
-            if chosen and room + len(rows[number]) > self._tokens:
+            if chosen and room + len(rows[number]) > most:
                 yield chosen
                 chosen, room = [], 0
             chosen.append(number)
@@ -188,17 +191,27 @@ class Classifier:
             )
 
 
+class AnyClassifier(Protocol):
+    """A reward model, here or on ranks."""
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Cell]: ...
+
+
 class ModelBackend:
     """Takes calls as workers do, and answers them when it is told to."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = list(paths)
         self.needs = [frozenset[str]() for _ in paths]
-        self._models: list[Classifier] = []
+        self._models: list[AnyClassifier] = []
         self._waiting: list[RewardRequest] = []
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         self._models = [Classifier(path, device, dtype) for path in self.paths]
+
+    def use(self, models: Sequence[AnyClassifier]) -> None:
+        """Models that were loaded elsewhere, in the order of the paths."""
+        self._models = list(models)
 
     def call(self, request: RewardRequest) -> None:
         self._waiting.append(request)

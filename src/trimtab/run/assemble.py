@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ class BuiltRun:
     engine: Engine
     trainer: AnyTrainer
     meter: MemoryMeter | RankMeter
+    notes: Sequence[str] = ()
+    """What the user should know of how it runs."""
 
 
 @dataclass(frozen=True)

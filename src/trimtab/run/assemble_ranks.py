@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.mesh import open_store
 from trimtab.cluster.ranks import Ranks
+from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.trainer import RankedTrainer
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
@@ -21,33 +23,74 @@ from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.governor import Governor
+from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import Plan
-from trimtab.plan.refusal import planned
+from trimtab.plan.refusal import plan_devices
 from trimtab.plan.work import job_of
+from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.build import is_automatic
-from trimtab.run.machine import machine_here
+from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
+from trimtab.run.same_ranks import refuse_unequal_software
 from trimtab.run.shapes import shape_of, stated_models
 from trimtab.run.stage import CheckedRun, OnWait, Stage
 from trimtab.update.guard import Guard
 from trimtab.update.shares import Cost
 
-RANK_LOGS = "ranks"
-"""Folder of a run that holds a log for each rank."""
 STALL_STEPS = 5
 """Work that stands still for so many predicted steps hangs."""
 _sets = itertools.count()
 """Sets of ranks that this process has started."""
 
 
-def runs_on_ranks(run: Run, device: torch.device) -> bool:
-    """More than one device is asked for."""
-    return run.devices != "auto" and run.devices > 1
+@dataclass(frozen=True)
+class RankPlan:
+    """A plan for several devices, and which these are."""
+
+    plan: Plan
+    devices: tuple[str, ...]
+    """By rank, as torch names them."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of devices that are left out."""
+
+    @property
+    def backend(self) -> str:
+        """NCCL wants a GPU for each rank."""
+        own_gpus = "cpu" not in self.devices and len(set(self.devices)) == len(self.devices)
+        return "nccl" if own_gpus else "gloo"
+
+
+def plan_ranks(ready: CheckedRun) -> RankPlan | None:
+    """The plan of a run on several devices, from the model's description alone; None where it runs on one."""
+    config = ready.config
+
+    def job(machine: Machine) -> Job:
+        shape = shape_of(config.model.path, config.model.trust_remote_code)
+        models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
+        return job_of(config, models, ready.lengths)
+
+    return plan_over(config.run, ready.device, job)
+
+
+def plan_over(asked: Run, device: torch.device, job: Callable[[Machine], Job]) -> RankPlan | None:
+    """The plan of a job over the devices that may be used; None where it is for one."""
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
+    if asked.devices == 1 or (asked.devices == "auto" and not several):
+        return None
+    machine, chosen = machine_of_run(asked, device)
+    plan = plan_devices(asked, job(machine), machine)
+    count = plan.run.devices
+    if count == 1:
+        return None
+    if chosen is None:
+        return RankPlan(plan, ("cpu",) * count)
+    return RankPlan(plan, tuple(f"cuda:{each.index}" for each in chosen.devices[:count]), tuple(chosen.notes))
 
 
 def assemble_ranks(
+    planned: RankPlan,
     stage: Stage,
     ready: CheckedRun,
     stack: ExitStack,
@@ -57,44 +100,36 @@ def assemble_ranks(
     tell: OnWait,
 ) -> BuiltRun:
     """All of a run on ranks, as it began or as a checkpoint left it."""
-    plan = plan_for_ranks(ready)
-    ranks = _start(stage, ready, plan, checkpoint, folder / RANK_LOGS, recoveries)
+    plan = planned.plan
+    ranks = _start(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
     stack.callback(ranks.close)
     tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
     facts: list[RankFacts] = ranks.wait_until_built()
+    refuse_unequal_software([each.software for each in facts])
+    if (models := stage.reward_models(ready)) is not None:
+        models.use([RankedClassifier(ranks, number) for number in range(len(models.paths))])
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
-    engine = Fleet(ranks, facts[0].engine, [each.lowered for each in facts])
+    engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
     trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
-    return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter)
-
-
-def plan_for_ranks(ready: CheckedRun) -> Plan:
-    """The plan of a run on several devices, from the model's description alone."""
-    config, asked = ready.config, ready.config.run
-    machine = replace(machine_here(ready.device), devices=asked.devices)
-    if machine.cpu:
-        machine = replace(machine, cores=max(1, machine.cores // asked.devices))
-    shape = shape_of(config.model.path, config.model.trust_remote_code)
-    models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
-    return planned(asked, job_of(config, models, ready.lengths), machine)
+    return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes)
 
 
 def _start(
-    stage: Stage, ready: CheckedRun, plan: Plan, checkpoint: Path | None, logs: Path, recoveries: Recoveries
+    planned: RankPlan, stage: Stage, ready: CheckedRun, checkpoint: Path | None, logs: Path, recoveries: Recoveries
 ) -> Ranks:
     """Start a rank for each device."""
-    store, count, cuda = open_store(), plan.run.devices, ready.device.type == "cuda"
+    store, plan, count = open_store(), planned.plan, len(planned.devices)
     known = CheckedRun(ready.config, ready.device, ready.folder, ready.tokenizer, [], ready.lengths, ())
-    prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", "nccl" if cuda else "gloo"
+    models = stage.reward_models(ready)
+    paths = () if models is None else tuple(models.paths)
+    prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", planned.backend
     setups = [
-        RankSetup(
-            rank, count, store.port, prefix, backend, f"cuda:{rank}" if cuda else "cpu", stage, known, plan, checkpoint
-        )
-        for rank in range(count)
+        RankSetup(rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths)
+        for rank, device in enumerate(planned.devices)
     ]
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(plan.run.threads)}
 

@@ -29,6 +29,14 @@ class Inputs:
     verbose: bool = False
     """The start card shows every choice."""
     callbacks: Sequence[Callback] = ()
+    resume_with: str = "the same call and resume=True"
+    """How the user resumes the run, in words or as a command: for messages."""
+    rank_restarts: int = 0
+    """How often ranks of the run were lost and started again so far."""
+    lost: str = ""
+    """Why the latest were lost, if nobody has been told."""
+    restarts_left: int = 0
+    """How often they may still be (restarts.py)."""
 
 
 def given_rows(

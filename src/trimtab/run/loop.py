@@ -36,6 +36,7 @@ def _train(run: Session, saver: StepSaver) -> None:
     while state.step < learn.steps:
         recovered, number = state.oom_recoveries, state.step + 1
         groups, metrics = rollout(run)
+        saver.settle_written()
         with observer.phase("publish"):
             run.generator.lend()
         metrics |= update(run, groups)

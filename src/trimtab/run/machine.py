@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,13 +13,14 @@ import psutil
 import torch
 
 from trimtab.base.errors import ConfigError, MemoryExhausted, Problem
-from trimtab.base.units import GIB
+from trimtab.base.units import GIB, MIB
 from trimtab.config.run import Run
 from trimtab.model.memory import Shortage, attempt, free, host_memory
 from trimtab.plan.devices import Device, nearest
 from trimtab.plan.job import Machine
 from trimtab.plan.ledger import CUDA_CONTEXT_BYTES
 from trimtab.plan.rules import workers_for
+from trimtab.plan.visible import ChosenDevices, VisibleDevice, choose_devices
 from trimtab.rollout.external.find import engines_here
 
 
@@ -87,22 +89,63 @@ def free_memory(device: torch.device) -> int:
 
 
 def machine_here(device: torch.device) -> Machine:
-    """The machine that runs this, with the memory that a plan may count on: what is free and what this process has already."""
+    """The machine that runs this, with one device and the memory that a plan may count on: what is free and what this process has
+    already. `machine_of_run` counts the others."""
     host = free_memory(torch.device("cpu")) + psutil.Process().memory_info().rss
     if device.type != "cuda":
-        return Machine(nearest("CPU", host), 1, host, physical_cores(), cpu=True)
-    return Machine(_device_here(device), 1, host, physical_cores(), engines=engines_here())
+        return Machine(nearest("CPU", host), 1, host, physical_cores(), cpu=True, here=True)
+    return Machine(_device_here(device), 1, host, physical_cores(), engines=engines_here(), here=True)
+
+
+def machine_of_run(run: Run, device: torch.device) -> tuple[Machine, ChosenDevices | None]:
+    """This machine with all the devices that a run may use, and which these are; None where there is no GPU. Looking takes no
+    memory of any: with several devices only their ranks do."""
+    if device.type != "cuda":
+        return machine_here(device), None
+    chosen = choose_devices(run, visible_devices())
+    host = free_memory(torch.device("cpu")) + psutil.Process().memory_info().rss
+    first, count = chosen.devices[0], len(chosen.devices)
+    known = _as_planned(nearest(first.name, chosen.free, first.total), device, first.capability)
+    return Machine(known, count, host, physical_cores(), per_host=count, engines=engines_here(), here=True), chosen
+
+
+def visible_devices() -> list[VisibleDevice]:
+    """Every GPU that this process sees, with what is free of it. Names and sizes take no memory of a device; torch's own count of
+    free bytes would (a context each), so the driver's tool is asked first."""
+    free = _free_by_uuid()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        known = free.get(str(properties.uuid)) if hasattr(properties, "uuid") else None
+        left = int(torch.cuda.mem_get_info(index)[0]) if known is None else known
+        capability = (properties.major, properties.minor)
+        found.append(VisibleDevice(index, properties.name, properties.total_memory, left, capability))
+    return found
+
+
+def _free_by_uuid() -> dict[str, int]:
+    """Free bytes of each GPU as nvidia-smi tells them; empty where it is missing or says something else."""
+    ask = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
+        rows = [line.split(",") for line in told.splitlines() if line.strip()]
+        return {uuid.strip().removeprefix("GPU-"): int(mib) * MIB for uuid, mib in rows}
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
 
 
 def _device_here(device: torch.device) -> Device:
     """The device as a plan sees it, which counts the CUDA context: this process has it already, so what is free lacks it."""
-    from trimtab.rollout.native.arena import why_not_lendable
-
     properties = torch.cuda.get_device_properties(device)
     free = free_memory(device) + torch.cuda.memory_reserved(device)
     share = torch.cuda.get_per_process_memory_fraction(device.index)
     memory = min(free, int(share * properties.total_memory)) + CUDA_CONTEXT_BYTES
     found = nearest(properties.name, memory, properties.total_memory)
-    return replace(
-        found, lends=not why_not_lendable(device), tiled_head=properties.major >= 9, bfloat16=properties.major >= 8
-    )
+    return _as_planned(found, device, (properties.major, properties.minor))
+
+
+def _as_planned(found: Device, device: torch.device, capability: tuple[int, int]) -> Device:
+    from trimtab.rollout.native.arena import why_not_lendable
+
+    major, _ = capability
+    return replace(found, lends=not why_not_lendable(device), tiled_head=major >= 9, bfloat16=major >= 8)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import IO, Any
 
-from trimtab.base.errors import TrimtabError
 from trimtab.base.signals import take_signals
 from trimtab.config.load import Offline, resolved_yaml
 from trimtab.model.load import declared_stops
@@ -17,6 +16,7 @@ from trimtab.run.finish_step import is_due, note_outcome
 from trimtab.run.inputs import Inputs
 from trimtab.run.offline_data import Examples, OfflineStage
 from trimtab.run.open_run import open_run
+from trimtab.run.restarts import telling_how_it_ends, with_restarts
 from trimtab.run.roles import TrainingRun
 from trimtab.run.save_on_stop import StepSaver, save_on_stop
 from trimtab.update.optimizer import learning_rate
@@ -52,17 +52,19 @@ def run_offline(
     stage: OfflineStage, config: Offline, inputs: Inputs, *, resume: bool = False, console_file: IO[str] | None = None
 ) -> dict[str, Any]:
     """Run a validated config; returns the summary."""
-    with take_signals(), own_modes(), ExitStack() as stack:
-        opened = open_run(stage, config, inputs, stack, resume=resume, console_file=console_file)
-        ready, config = opened.ready, opened.config
-        data = Examples(stage, ready, opened.stream, stage.samples(config, ready.held_out))
-        run = OfflineRun(config, ready.folder, opened.state, data, opened.trainer, opened.observer)
-        assert config.learn.steps is not None, "known once the data is counted"
-        try:
-            return train(run, config.learn.steps)
-        except (KeyboardInterrupt, TrimtabError):
-            run.observer.stopped(run.state, config.learn.steps)
-            raise
+
+    def attempt(config: Offline, inputs: Inputs, resume: bool) -> dict[str, Any]:
+        with ExitStack() as stack:
+            opened = open_run(stage, config, inputs, stack, resume=resume, console_file=console_file)
+            ready, config = opened.ready, opened.config
+            data = Examples(stage, ready, opened.stream, stage.samples(config, ready.held_out))
+            run = OfflineRun(config, ready.folder, opened.state, data, opened.trainer, opened.observer)
+            assert config.learn.steps is not None, "known once the data is counted"
+            with telling_how_it_ends(run, config.learn.steps, inputs):
+                return train(run, config.learn.steps)
+
+    with take_signals(), own_modes():
+        return with_restarts(attempt, config, inputs, resume)
 
 
 def train(run: OfflineRun, steps: int) -> dict[str, Any]:

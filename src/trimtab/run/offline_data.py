@@ -137,6 +137,9 @@ class OfflineStage(ABC):
     def load_rewards(self, ready: CheckedExamples, policy: Policy, tell: OnWait) -> None:
         return
 
+    def reward_models(self, ready: Any) -> None:
+        return None
+
     def open_critic(self, config: Offline, policy: Policy, peers: Peers) -> Updater | None:
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -21,10 +21,12 @@ from trimtab.plan.refusal import plan_here
 from trimtab.plan.work import Lengths, evaluation_job_of
 from trimtab.record.checkpoint import RunState
 from trimtab.reward.scorer import Scorer
+from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
 from trimtab.run.build import spare_the_collector
 from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
+from trimtab.run.evaluate_on_ranks import open_fleet, plan_evaluation
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import load_within, machine_here, memory_limit, pick_device
 from trimtab.run.rollout_data import (
@@ -76,16 +78,12 @@ def open_evaluation(
     if note := external_note(config.run):
         console.note(note)
     console.waiting(f"loading {config.model.path}")
-    policy = Policy(load_within(config.run, device, load_model, config.model, device))
-    if scorer.models is not None:
-        scorer.models.load(policy.device, policy.dtype)
     lengths = Lengths(held_out.longest, held_out.longest, len(held_out.prompts))
-    job = evaluation_job_of(config, evaluated_models(config, policy), lengths)
-    plan = plan_here(config.run, job, machine_here(device))
-    torch.set_num_threads(plan.run.threads)
-    console.waiting(f"starting the {plan.run.engine} engine")
-    # What an engine survives is not told: there is no run that it belongs to.
-    plan, engine = open_engine(config, plan, policy, tokenizer, Recoveries(RunState(), lambda line: None))
+    planned = plan_evaluation(config, device, lengths)
+    if planned is not None:
+        engine: Engine = open_fleet(planned, config, tokenizer, scorer.models, stack)
+    else:
+        engine = _engine_here(config, device, tokenizer, lengths, scorer, console)
     stack.callback(engine.close)
     for note in (held_out.note, f"sampling: {eval_in_words(config)}"):
         if note:
@@ -95,3 +93,20 @@ def open_evaluation(
     tasks = None if column is None else Tasks.found(column, [prompt.columns for prompt in held_out.prompts])
     generator = LocalGenerator(engine, sampler_on(engine, environment), lambda what, work: work())
     return Evaluation(config, generator, scorer, held_out.prompts, console, tasks)
+
+
+def _engine_here(
+    config: ResolvedConfig, device: torch.device, tokenizer: Any, lengths: Lengths, scorer: Scorer, console: Console
+) -> Engine:
+    """Load the models, plan with them, and open the engine that the plan names."""
+    policy = Policy(load_within(config.run, device, load_model, config.model, device))
+    if scorer.models is not None:
+        scorer.models.load(policy.device, policy.dtype)
+    job = evaluation_job_of(config, evaluated_models(config, policy), lengths)
+    alone = config.run.with_values({"devices": "auto", "shard": "auto", "shard_devices": "auto"})
+    plan = plan_here(alone, job, machine_here(device))
+    torch.set_num_threads(plan.run.threads)
+    console.waiting(f"starting the {plan.run.engine} engine")
+    # What an engine survives is not told: there is no run that it belongs to.
+    _, engine = open_engine(config, plan, policy, tokenizer, Recoveries(RunState(), lambda line: None))
+    return engine

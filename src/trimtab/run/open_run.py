@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from trimtab.config.load import AnyConfig
@@ -21,7 +22,7 @@ from trimtab.record.folder import begin, claim
 from trimtab.record.sinks import Sinks
 from trimtab.rollout.engine import Engine
 from trimtab.run.assemble import AnyTrainer, BuiltRun, assemble_here
-from trimtab.run.assemble_ranks import assemble_ranks, runs_on_ranks
+from trimtab.run.assemble_ranks import assemble_ranks, plan_ranks
 from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.inputs import Inputs
 from trimtab.run.resume import load_or_init_state
@@ -52,17 +53,21 @@ def open_run(
 ) -> OpenRun:
     """Build a run. Whatever it opens is closed by `stack`, in the right order, also when a later part fails."""
     console = stack.enter_context(Console(asked.learn.steps or 1, file=console_file))
+    if inputs.lost:
+        console.warn(f"{inputs.lost}\nAll ranks start again")
     console.waiting(stage.reading_note)
     ready = stage.check(asked, inputs, stack, resume=resume)
     config, folder = ready.config, ready.folder
     steps = console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
     checkpoint, state, changed = load_or_init_state(config, ready.device, folder, ready.rows, resume, console)
+    state.rank_restarts = max(state.rank_restarts, inputs.rank_restarts)
     stage.init_state(config, state, None if checkpoint is None else changed)
     if ready.before_loading:
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
-    build = assemble_ranks if runs_on_ranks(config.run, ready.device) else assemble_here
+    planned = plan_ranks(ready)
+    build = assemble_here if planned is None else partial(assemble_ranks, planned)
     parts = build(stage, ready, stack, recoveries, checkpoint, folder, console.waiting)
     config, trainer = parts.config, parts.trainer
     parts.engine.publish(state.version)
@@ -106,7 +111,7 @@ def _tell_of_start(
     console.card(card, verbose)
     if example.warning:
         console.warn(example.warning)
-    for note in filter(None, ready.notes):
+    for note in filter(None, (*ready.notes, *parts.notes)):
         console.note(note)
     if state.step >= config.learn.steps:
         console.note(f"all {state.step} steps are done already; exporting the model again")

@@ -16,8 +16,11 @@ from trimtab.config.schema import Config
 from trimtab.plan.devices import find_device, of_size
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
-from trimtab.plan.planner import PROFILES, Plan, place_over
+from trimtab.plan.place import place_over
+from trimtab.plan.placement import SHARDS_BUILT
+from trimtab.plan.planner import PROFILES, Plan
 from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot, widest
+from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.report import as_dict
 from trimtab.plan.source import ASSUMED_EXAMPLE_TOKENS, stated_lengths
 from trimtab.plan.work import job_of
@@ -33,7 +36,7 @@ class PlanOptions:
     """The command's options."""
 
     device: str | None = None
-    devices: int = 1
+    devices: int | None = None
     device_memory: str | None = None
     host_memory: str | None = None
     profile: str | None = None
@@ -82,27 +85,34 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
         notes.append(
             f"Assuming completions as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
         )
-    if config.run.rollout.tensor_parallel > 1:
+    if config.run.rollout.tensor_parallel > 1 and machine.devices == 1:
         parts = config.run.rollout.tensor_parallel
         notes.append(f"vLLM splits its copy of the model over {parts} devices; the plan shows the trainer's device.")
-    if machine.devices > 1:
-        notes.append("This version trains on one device; the plan shows what several would take.")
     if config.run.engine == "sglang" and machine.cpu:
         fix = "Write run.engine: native or vllm, or name a --device."
         raise ConfigError([Problem("run.engine", "SGLang needs a GPU, and the plan is for a CPU", fix)])
     if config.run.kernels in ("native", "liger") and machine.cpu:
         what = f"{config.run.kernels} kernels need a GPU, and the plan is for a CPU"
         raise ConfigError([Problem("run.kernels", what, "Write auto, or name a --device.")])
+    refuse_devices(config.run, job, machine)
     refuse_small_kv(config.run, job, machine)
     refuse_what_engines_cannot(config.run, job, machine)
     if asked.profile is not None:
-        return PlanResult(place_over(config.run, job, machine, profile), config, profile, notes)
+        plan = place_over(config.run, job, machine, profile)
+        return PlanResult(plan, config, profile, [*notes, *_not_built(plan)])
     plan, filled = widest(config.run, job, machine, profile)
     if filled != profile:
         notes.append(
             f"The run does not fit with run.profile: {profile}. This plan uses {filled} instead, as train would."
         )
-    return PlanResult(plan, config, filled, notes)
+    return PlanResult(plan, config, filled, [*notes, *_not_built(plan)])
+
+
+def _not_built(plan: Plan) -> list[str]:
+    """What a plan for another machine shows and a run of this version cannot do yet."""
+    if plan.place.shard in SHARDS_BUILT:
+        return []
+    return [f"This version cannot run run.shard: {plan.place.shard} yet; the plan shows what it would take."]
 
 
 def _job(config: AnyConfig, folder: Path, machine: Machine) -> Job:
@@ -130,34 +140,39 @@ def _profile(name: str) -> str:
 
 
 def _machine(asked: PlanOptions, memory: int | None, run: Run) -> tuple[Machine, list[str]]:
-    """The machine that was asked for. `memory`: of each device."""
+    """The machine that was asked for. `memory`: of each device. One that is not here has as many devices as the run asks for,
+    where nobody says how many."""
     host = _bytes("--host-memory", asked.host_memory)
     cpu = (asked.device or "").lower() == "cpu" or (asked.device is None and memory is None and run.device == "cpu")
     if asked.device is None and memory is None and not cpu:
-        return _here(asked.devices, host)
+        return _here(asked.devices, host, run)
     if cpu:
-        if asked.devices > 1:
-            raise ConfigError([Problem("--devices", "a CPU counts as one device", "Leave it out.")])
-        return _here(1, host, cpu=True)
+        if asked.devices is not None:
+            fix = "Leave it out. To plan for several processes on a CPU, write run.devices=N."
+            raise ConfigError([Problem("--devices", "a CPU counts as one device", fix)])
+        return _here(None, host, run, cpu=True)
     device = of_size(memory or ASSUMED_HOST_BYTES) if asked.device is None else find_device(asked.device, memory)
     notes = [] if host else [f"Assuming {ASSUMED_HOST_BYTES // GIB} GiB of host memory. Set it with --host-memory."]
-    return Machine(device, asked.devices, host or ASSUMED_HOST_BYTES, 16), notes
+    devices = asked.devices or (1 if run.devices == "auto" else run.devices)
+    return Machine(device, devices, host or ASSUMED_HOST_BYTES, 16), notes
 
 
-def _here(devices: int, host: int | None, cpu: bool = False) -> tuple[Machine, list[str]]:
+def _here(devices: int | None, host: int | None, run: Run, cpu: bool = False) -> tuple[Machine, list[str]]:
+    """This machine, with so many of its GPUs, or with more than it has."""
     import torch
 
-    from trimtab.run.machine import machine_here
+    from trimtab.run.machine import machine_of_run
 
-    machine = machine_here(torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu"))
-    if machine.cpu and devices > 1:
+    device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+    if device.type == "cpu" and devices is not None:
         raise ConfigError([Problem("--devices", "this machine has no GPU", "Name one with --device, such as h200.")])
-    notes = (
-        ["This machine has no GPU, so the plan is for its CPU. To plan for a GPU, add --device h200."]
-        if machine.cpu and not cpu
-        else []
-    )
-    return replace(machine, devices=devices, host_memory=host or machine.host_memory), notes
+    machine, chosen = machine_of_run(run if devices is None else run.with_values({"devices": "auto"}), device)
+    notes = [] if chosen is None else [f"{note}." for note in chosen.notes]
+    if machine.cpu and not cpu:
+        notes.append("This machine has no GPU, so the plan is for its CPU. To plan for a GPU, add --device h200.")
+    if devices is not None:
+        machine = replace(machine.on(devices), per_host=max(machine.per_host, min(devices, 8)))
+    return replace(machine, host_memory=host or machine.host_memory), notes
 
 
 def _bytes(option: str, value: str | None) -> int | None:

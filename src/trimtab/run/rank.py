@@ -8,7 +8,7 @@ driver, so all ranks do the same.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,21 +22,22 @@ from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
-from trimtab.model.memory import free, is_out_of_memory
+from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.record.behind import WriteBehind
+from trimtab.record.folder import ENGINE_LOGS
 from trimtab.record.host_copy import HostCopy
-from trimtab.record.part import Part, PartWritten, copy_part, write_part
+from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
-from trimtab.rollout.engine import Engine, Request, RolloutStats
-from trimtab.rollout.trajectory import Group
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.machine import load_within, memory_limit
 from trimtab.run.models import load_policies, load_sharded_policies, put_reference_away
+from trimtab.run.rollout_orders import LinkReports, RolloutOrders, load_classifiers
+from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
 from trimtab.run.stage import CheckedRun, Stage
 from trimtab.update.shares import Share
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
@@ -61,6 +62,8 @@ class RankSetup:
     ready: CheckedRun
     plan: Plan
     checkpoint: Path | None
+    reward_models: tuple[str, ...] = ()
+    """Paths of the models that rewards come from."""
 
 
 @dataclass(frozen=True)
@@ -72,27 +75,21 @@ class RankFacts:
     """How its rollout runs."""
     lowered: dict[str, int]
     updaters: dict[str, UpdaterFacts]
+    software: dict[str, str]
+    """Versions of what computes."""
 
 
-class _Reports:
-    """What an engine survives is the driver's to tell."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def of_engine(self, line: str) -> None:
-        self._link.tell("engine", line)
-
-    def restarted(self, line: str) -> None:
-        self._link.tell("restarted", line)
+class HalfApplied(Exception):
+    """Weights may be between two steps. Not the user's, nor a shortage that is survived: the rank ends."""
 
 
-class Rank:
+class Rank(RolloutOrders):
     """What the driver's orders are carried out on: each public method is one."""
 
     def __init__(self, setup: RankSetup, link: Link) -> None:
         self._link = link
         ready, plan = setup.ready, setup.plan
+        refuse_folder_of_rank(ready.folder, setup.rank)
         device = torch.device(setup.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -108,9 +105,10 @@ class Rank:
         stage, ready, plan, mesh = setup.stage, setup.ready, setup.plan, self._mesh
         asked = ready.config.run
         self._ready, self._rank, self._ranks = ready, setup.rank, setup.ranks
+        logs = ready.folder / ENGINE_LOGS / f"rank-{setup.rank}"
         self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
         self._behind = WriteBehind()
-        self._captured: Part | None = None
+        self._captured: CheckpointPart | None = None
         self._is_copy = False
         self._written: PartWritten | None = None
         if plan.run.shard == "full":
@@ -123,8 +121,8 @@ class Rank:
             )
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
-        _, engine = stage.open_engine(ready, plan, policy, _Reports(self._link), None, lambda what: None)  # type: ignore[arg-type]
-        self._engine: Engine = engine
+        _, engine = stage.open_engine(ready, plan, policy, LinkReports(self._link), logs, lambda what: None)  # type: ignore[arg-type]
+        self._use_engine(engine, load_classifiers(setup.reward_models, policy))
         self._meter = MemoryMeter(device, outside=lambda: engine.non_torch_bytes)
         updater = Updater(
             policy,
@@ -141,7 +139,7 @@ class Rank:
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
         self._trainer = LocalTrainer(
             updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,
-            longest=0, shorter="",
+            longest=0, shorter="", report=lambda recovery: self._link.tell("memory", str(recovery)),
         )  # fmt: skip
         if setup.checkpoint is not None:
             self._trainer.load(setup.checkpoint)
@@ -151,7 +149,7 @@ class Rank:
     def ready(self) -> RankFacts:
         updaters = {name: _facts(updater) for name, updater in self._updaters.items()}
         facts = policy_facts(self._policy, self._ready.tokenizer)
-        return RankFacts(facts, self._engine.description, self._engine.lowered, updaters)
+        return RankFacts(facts, self._engine.description, self._engine.lowered, updaters, software_here())
 
     # The update
 
@@ -191,7 +189,10 @@ class Rank:
         self._updaters[model].prepare()
 
     def apply(self, model: Trained, lr: float) -> Applied:
-        return self._updaters[model].apply(lr)
+        outcome = attempt(self._updaters[model].apply, lr)
+        if isinstance(outcome, Shortage):  # others wait for this rank in a collective: it cannot go on
+            raise HalfApplied(f"the optimizer step was applied in part: {outcome.message}")
+        return outcome
 
     def score(self, model: Trained, by: Scored, share: Share, field: str) -> list[tuple[int, Any]]:
         self._active = self._updaters[model]
@@ -227,27 +228,6 @@ class Rank:
     def communication(self) -> tuple[float, int]:
         """Seconds and bytes of collectives since the last call."""
         return self._mesh.take()
-
-    # The rollout
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[Group | RolloutStats]:
-        yield from self._engine.generate(requests)
-        yield self._engine.stats
-
-    def lend(self) -> None:
-        self._engine.lend()
-
-    def publish(self, version: int) -> None:
-        self._engine.publish(version)
-
-    def shrink(self, least_tokens: int) -> tuple[int, int] | None:
-        return self._engine.shrink(least_tokens)
-
-    def lowered(self) -> dict[str, int]:
-        return self._engine.lowered
-
-    def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
-        self._engine.lower(limits, least_tokens)
 
     # Checkpoints
 
@@ -292,7 +272,7 @@ class Rank:
         assert self._written is not None
         return self._written
 
-    def _part(self) -> Part:
+    def _part(self) -> CheckpointPart:
         return self._trainer.part_of_rank(self._rank, self._ranks)
 
     # The rest
@@ -323,8 +303,7 @@ class Rank:
 
     def _progress(self) -> Any:
         self._mesh.leave_if_asked()
-        at, stats = self._active.progress, self._engine.stats
-        return at.part, at.microbatch, stats.decode_steps, stats.prefill_tokens
+        return self._active.progress.part, self._active.progress.microbatch, *self._rollout_progress()
 
 
 def _facts(updater: Updater) -> UpdaterFacts:

@@ -45,6 +45,11 @@ class Trainer(Protocol):
         ...
 
     @property
+    def lost(self) -> bool:
+        """The weights are gone, with the processes that had them: nothing can be saved, and there is nothing to wait for."""
+        ...
+
+    @property
     def settings(self) -> PassSettings: ...
 
     def end_step(self) -> dict[str, float]:

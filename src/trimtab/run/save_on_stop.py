@@ -70,6 +70,11 @@ class StepSaver:
         refuse_without_folder(self._run)
         raise_waiting()
 
+    def settle_written(self) -> None:
+        """A checkpoint that was written meanwhile is complete now: with several ranks it is the driver that completes it."""
+        with hold_stops():
+            self._settle(wait=False)
+
     def evaluated(self) -> None:
         """The step's evaluation is in the state and in its metrics."""
         self._run.state.eval_due = False
@@ -111,8 +116,10 @@ class StepSaver:
             self._settle()
 
     def keep(self, error: BaseException) -> None:
-        """Save the last whole step, if the weights are still those of it. A failure to save is only a warning."""
+        """Save the last whole step, if the weights are still there and those of it. A failure to save is only a warning."""
         run, step = self._run, self._whole.step
+        if run.trainer.lost:
+            return
         try:
             self._settle()
         except Exception as failure:

@@ -23,6 +23,7 @@ from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
 from trimtab.record.checkpoint import RunState
 from trimtab.record.folder import find_folder, refuse_existing
+from trimtab.reward.models import ModelBackend
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
@@ -150,6 +151,9 @@ class RolloutStage:
         if ready.scorer.models is not None:
             tell("loading the reward models")
             ready.scorer.models.load(policy.device, policy.dtype)
+
+    def reward_models(self, ready: CheckedPrompts) -> ModelBackend | None:
+        return ready.scorer.models
 
     def objective(self, config: ResolvedConfig, policy: Policy) -> PolicyGradient:
         return PolicyGradient(config.learn)

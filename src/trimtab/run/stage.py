@@ -17,6 +17,7 @@ from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.planner import Plan
 from trimtab.plan.work import Lengths
 from trimtab.record.checkpoint import RunState
+from trimtab.reward.models import ModelBackend
 from trimtab.rollout.engine import Engine
 from trimtab.run.inputs import Inputs
 from trimtab.update.batch import Sample
@@ -75,6 +76,10 @@ class Stage(Protocol):
 
     def load_rewards(self, ready: Any, policy: Policy, tell: OnWait) -> None:
         """Load the models that rewards come from."""
+        ...
+
+    def reward_models(self, ready: Any) -> ModelBackend | None:
+        """Where rewards come from models: who asks them."""
         ...
 
     def objective(self, config: Any, policy: Policy) -> Objective:

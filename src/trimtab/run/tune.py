@@ -8,6 +8,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.units import GIB
 from trimtab.config.load import resolved_yaml
 from trimtab.config.resolved import resolve_config, with_plan
@@ -27,6 +28,10 @@ from trimtab.run.tuner import tune
 
 def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
     """Measure, keep, and return the resolved config with what was found."""
+    if config.run.devices not in ("auto", 1):
+        what = f"tune measures one device, and the config asks for {config.run.devices}"
+        fix = "Tune with run.devices=1, and write the token_budget and rollout.max_sequences that it finds into run."
+        raise ConfigError([Problem("run.devices", what, fix)])
     console = Console(file=file, highlight=False)
     prepare()
     with ExitStack() as stack:

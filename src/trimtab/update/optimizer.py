@@ -379,9 +379,14 @@ class MasterAdamW:
         self._settle()
         tensors: dict[str, torch.Tensor] = {}
         for unit in self._units:
-            tensors[f"step/{unit.unit.name}"] = unit.steps
-            tensors |= {f"{kind}/{unit.unit.name}": row for kind, row in unit.rows.items()}
+            if self._writes(unit):
+                tensors[f"step/{unit.unit.name}"] = unit.steps
+                tensors |= {f"{kind}/{unit.unit.name}": row for kind, row in unit.rows.items()}
         return tensors
+
+    def _writes(self, unit: UnitState) -> bool:
+        """One of the ranks that hold the same state is enough to save it."""
+        return self.peers.rank < (self.peers.shards if unit.shared else 1)
 
     def table(self) -> list[Place]:
         """Where each parameter lies in the flat tensors of `state_tensors`."""
@@ -400,7 +405,9 @@ class MasterAdamW:
 
     def stretches(self) -> dict[str, tuple[int, int]]:
         """Of units that other ranks share: the first element whose state is here, and how many are."""
-        return {unit.unit.name: (unit.first, unit.columns) for unit in self._units if unit.shared}
+        return {
+            unit.unit.name: (unit.first, unit.columns) for unit in self._units if unit.shared and self._writes(unit)
+        }
 
     def state_of_parameters(self) -> dict[str, torch.Tensor]:
         """The state as format 1 of checkpoints names it: KIND/PARAMETER."""

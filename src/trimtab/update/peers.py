@@ -14,6 +14,8 @@ import torch
 class Peers(Protocol):
     """What ranks do together."""
 
+    rank: int
+    """Number of this rank."""
     ranks: int
     """Ranks that share the work of a step."""
     shards: int
@@ -42,7 +44,7 @@ class Alone:
     """No other ranks."""
 
     ranks = shards = 1
-    shard = 0
+    rank = shard = 0
 
     def sum(self, values: torch.Tensor) -> None:
         return

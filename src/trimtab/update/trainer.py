@@ -16,7 +16,7 @@ from trimtab.model.folder import other_files
 from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.plan.governor import Governor, Move
 from trimtab.record.checkpoint import RunState, explain_load_errors, load_optimizer, load_part
-from trimtab.record.part import Part, Stateful, collect
+from trimtab.record.part import CheckpointPart, Stateful, collect
 from trimtab.record.saving import PendingCheckpoint
 from trimtab.record.writer import CheckpointWriter
 from trimtab.rollout.engine import Engine
@@ -53,6 +53,10 @@ class GuardedTrainer:
     @property
     def begun(self) -> int:
         return sum(guard.updater.begun for guard in self._guards.values())
+
+    @property
+    def lost(self) -> bool:
+        return False
 
     @property
     def settings(self) -> PassSettings:
@@ -166,13 +170,13 @@ class LocalTrainer(GuardedTrainer):
         else:
             export_model(policy, self._tokenizer, self.guard, folder)
 
-    def _part(self) -> Part:
+    def _part(self) -> CheckpointPart:
         """All that a checkpoint has, as it is now."""
         model = self.updater.policy.model
         self._folder_files = self._folder_files or other_files(model, self._tokenizer)
         return collect(model, self.updater.optimizer, self._other_tensors(), self._folder_files)
 
-    def part_of_rank(self, rank: int, ranks: int) -> Part:
+    def part_of_rank(self, rank: int, ranks: int) -> CheckpointPart:
         """What one of several ranks has of a checkpoint, as it is now."""
         model = self.updater.policy.model
         if rank == 0 and not self._folder_files:

@@ -7,6 +7,7 @@ Importable without torch and pydantic, because every worker imports it.
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 import struct
 from collections import Counter
@@ -101,13 +102,21 @@ class Channel:
     def dumps(self, message: Any) -> bytes:
         return pickle.dumps(message)
 
+    def loads(self, data: bytes) -> Any:
+        return pickle.loads(data)
+
     def send(self, message: Any, timeout_s: float | None = None) -> None:
-        """A TimeoutError where nothing of it is read for so long."""
-        self._end.settimeout(timeout_s)
-        try:
-            send(self._end, self.dumps(message))
-        finally:
-            self._end.settimeout(None)
+        """A TimeoutError where nothing of it is read for so long. The socket stays as it is: another thread may be receiving."""
+        data = self.dumps(message)
+        rest = memoryview(HEADER.pack(len(data)) + data)
+        while rest:
+            try:
+                rest = rest[self._end.send(rest, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                writable = select.poll()
+                writable.register(self._end, select.POLLOUT)
+                if not writable.poll(None if timeout_s is None else 1000 * timeout_s):
+                    raise TimeoutError(f"nothing was read for {timeout_s:g} s") from None
 
     def ready(self, timeout_s: float | None = 0.0) -> bool:
         """Whether there is something to receive, or the end of the stream; None waits for it."""
@@ -115,7 +124,7 @@ class Channel:
 
     def receive(self) -> Any:
         """The next message, waited for; EOFError at the end of the stream."""
-        return pickle.loads(receive(self._end))
+        return self.loads(receive(self._end))
 
     def close(self) -> None:
         self._end.close()

@@ -52,6 +52,7 @@ class ProgramProcess:
         python: Sequence[str] = PYTHON,
     ) -> None:
         self.log = log
+        self._begin_of_log = log.stat().st_size if log.exists() else 0
         ours, theirs = socket.socketpair()
         with self.log.open("ab") as out, theirs:
             self._process = start(
@@ -95,7 +96,7 @@ class ProgramProcess:
 
     def last_lines(self) -> str:
         """What it wrote last."""
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self.log.read_bytes()[self._begin_of_log :].decode(errors="replace").splitlines()
         return "\n".join(line[:400] for line in lines[-LAST_LINES:])
 
     def close(self, patience_s: float = STOP_TIMEOUT_S) -> None:

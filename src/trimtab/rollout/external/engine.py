@@ -21,12 +21,14 @@ import torch
 
 from trimtab.model.adapters import has_adapters
 from trimtab.model.policy import Policy
-from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while, whole_group
+from trimtab.rollout.collect import Collector
+from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while
 from trimtab.rollout.external.agreement import refuse_other_logprobs
 from trimtab.rollout.external.kinds import Kind
 from trimtab.rollout.external.members import Member, Members
 from trimtab.rollout.external.messages import Abort, Ask, Beat, Done, Generate, Sleep
 from trimtab.rollout.external.process import SILENCE_TIMEOUT_S, EngineLost, wait_for
+from trimtab.rollout.feed import Feed, Load
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
 
@@ -139,24 +141,31 @@ class ExternalEngine:
             self.members.tell_all(Sleep(), awake)
             self._lent = True
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
+    def generate(self, requests: Sequence[Request], feed: Feed | None = None) -> Iterator[Group]:
+        """`feed`: further requests, that come from where this engine is one of several (rollout/feed.py)."""
         refuse_while(self._generating, "generate")
         sampling = check_requests(requests, self._context, self._vocab_size)
         self._take_back()
         self.stats = RolloutStats(slots=self.max_sequences)
         self._call, self._sampling = self._call + 1, sampling.model_dump()
-        whose = self._share_out(requests)
-        done: dict[int, list[Trajectory]] = {index: [] for index in range(len(requests))}
+        for member in self.members:
+            member.asks, member.beat = {}, None
+        asked, whose = Collector(self.tokenizer), dict[int, tuple[int, int]]()
         self._generating, began, callers = True, time.perf_counter(), 0.0
         try:
-            for member in self.members:
-                self._ask(member)
-            while any(member.asks for member in self.members):
-                ended = self._next_done()
+            self._begin(requests, asked, whose)
+            while feed is not None or any(member.asks for member in self.members):
+                if feed is not None:
+                    came = time.perf_counter()
+                    if self._exchange(feed, asked, whose):
+                        break
+                    callers += time.perf_counter() - came
+                ended = self._next_done() if feed is None else self._next_done(wait=False)
+                if ended is None:
+                    continue
                 index, sample = whose[ended.id]
-                done[index].append(self._trajectory(requests[index], sample, ended))
-                if len(done[index]) == requests[index].samples:
-                    group = whole_group(requests[index], done.pop(index), index, self.tokenizer)
+                group = asked.put(index, self._trajectory(asked.requests[index], sample, ended))
+                if group is not None:
                     left = time.perf_counter()
                     yield group
                     callers += time.perf_counter() - left
@@ -166,6 +175,19 @@ class ExternalEngine:
             self.stats.restarts, self.members.restarts = self.members.restarts, 0
             self._generating = False
         self.stats.decode_s = time.perf_counter() - began - callers
+
+    def _exchange(self, feed: Feed, asked: Collector, whose: dict[int, tuple[int, int]]) -> bool:
+        """Begin with what has come; True: nobody waits any more. A process keeps what it was given: it starts what it likes."""
+        given = sum(len(member.asks) for member in self.members)
+        running = min(given, self.max_sequences)
+        load = Load(given - running, running, self.max_sequences - running)
+        news = feed.exchange(load)
+        if news.requests:
+            check_requests([*asked.requests[:1], *news.requests], self._context, self._vocab_size)
+            self._begin(news.requests, asked, whose)
+        if news.give_back:
+            feed.returned([], load)
+        return news.last
 
     def shrink(self, least_tokens: int) -> tuple[int, int] | None:
         return None
@@ -188,13 +210,11 @@ class ExternalEngine:
             self._lent = False
             torch.cuda.empty_cache()
 
-    def _share_out(self, requests: Sequence[Request]) -> dict[int, tuple[int, int]]:
-        """Give every member its part, the samples of a prompt to one of them; returns which sample of which request each is."""
-        whose: dict[int, tuple[int, int]] = {}
-        for member in self.members:
-            member.asks, member.beat = {}, None
-        loads = dict.fromkeys(self.members, 0)
-        for index, request in enumerate(requests):
+    def _begin(self, requests: Sequence[Request], asked: Collector, whose: dict[int, tuple[int, int]]) -> None:
+        """Give every member its part, the samples of a prompt to one of them; note which sample of which request each is."""
+        loads = {member: sum(ask.limit for ask in member.asks.values()) for member in self.members}
+        new: dict[Member, dict[int, Ask]] = {member: {} for member in self.members}
+        for index, request in zip(asked.extend(requests), requests):
             member = min(loads, key=lambda member: loads[member])
             loads[member] += sum(request.limits)
             for sample, limit in enumerate(request.limits):
@@ -202,24 +222,30 @@ class ExternalEngine:
                 key = stream_key(request.seed, request.step, request.prompt.id, number, request.first_position)
                 id = len(whose)
                 whose[id] = (index, sample)
-                member.asks[id] = Ask(
-                    id, request.prompt.tokens, limit, key
-                )  # one list: it is sent once for all samples
-        return whose
+                # One list of tokens: it is sent once for all samples.
+                new[member][id] = Ask(id, request.prompt.tokens, limit, key)
+        for member, asks in new.items():
+            fresh = not member.asks
+            member.asks |= asks
+            if asks:
+                self._ask(member, list(asks.values()), fresh)
 
-    def _ask(self, member: Member) -> None:
-        """Send everything that is unfinished, to as many processes as that takes."""
+    def _ask(self, member: Member, asks: Sequence[Ask] | None = None, fresh: bool = True) -> None:
+        """Send these, to as many processes as that takes; by default, and after a loss, everything that is unfinished. `fresh`:
+        the process had nothing to do, so its silence counts from now."""
         while member.asks:
             try:
                 stops = [*self._stop_ids, *self._sampling["stop_token_ids"]]
-                member.running.send(Generate(self._call, list(member.asks.values()), self._sampling, stops))
-                member.heard = time.monotonic()
+                unfinished = list(member.asks.values()) if asks is None else list(asks)
+                member.running.send(Generate(self._call, unfinished, self._sampling, stops))
+                member.heard = time.monotonic() if fresh else member.heard
                 return
             except EngineLost as lost:
                 self.members.recover(member, lost)
+                asks, fresh = None, True
 
-    def _next_done(self) -> Done:
-        """The next sequence that is not assigned yet."""
+    def _next_done(self, wait: bool = True) -> Done | None:
+        """The next sequence that is not assigned yet; without `wait`, None where none comes soon."""
         while True:
             busy = sorted((m for m in self.members if m.asks), key=lambda member: member.heard)
             wait_for([member.running for member in busy])
@@ -241,6 +267,8 @@ class ExternalEngine:
                     member.failures = 0
                     del member.asks[message.id]
                     return message
+            if not wait:
+                return None
 
     def _call_off(self, members: Sequence[Member]) -> None:
         """Nobody listens any more: nothing of this call may come later."""

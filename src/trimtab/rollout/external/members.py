@@ -6,6 +6,7 @@ single sequence ends the run with its own last lines. What a lost one wrote is k
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -163,11 +164,12 @@ class Members:
         """Start processes with the trainer's weights; where kernels are compiled, the first one alone, so that the others find
         them compiled."""
         free(self._device)  # they need room of their own
-        threads = {} if self._settings["cuda"] else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        variables = visible_devices(self._device, self._settings["tensor_parallel"])
+        variables |= {} if self._settings["cuda"] else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         ahead = 1 if self._settings["cuda"] and not self._settings["eager"] else 0
         for together in (members[:ahead], members[ahead:]):
             for member in together:
-                member.process = EngineProcess(self.kind.name, self.python, threads)
+                member.process = EngineProcess(self.kind.name, self.python, variables)
                 member.process.send(EngineSetup(**self._settings, max_sequences=self.each))
                 member.sequences = self.each
             for member in together:
@@ -248,6 +250,15 @@ def keep_log(log: Path, folder: Path, name: str) -> Path:
     target = folder / f"{name}-{max(numbers, default=0) + 1}.log"
     shutil.copyfile(log, target)
     return target
+
+
+def visible_devices(device: torch.device, count: int) -> dict[str, str]:
+    """What makes a library take the trainer's device, and those behind it: libraries begin with the first that they see."""
+    if device.type != "cuda" or not device.index:
+        return {}
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = names.split(",") if names else [str(number) for number in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[device.index : device.index + count])}
 
 
 def _answer(member: Member) -> Settled | Unread:

@@ -28,10 +28,13 @@ from trimtab.config.learn import Sampling
 from trimtab.model.memory import Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape, layer_shapes
-from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while, whole_group
+from trimtab.rollout.collect import Collector
+from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while
+from trimtab.rollout.feed import Bounds, Feed
 from trimtab.rollout.native.cache import PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
+from trimtab.rollout.native.handing_back import hand_back, load_of
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Outputs, Rows
 from trimtab.rollout.native.scheduler import Filling, PromptGroup, Scheduler, Sequence
@@ -194,9 +197,11 @@ class NativeEngine:
         self._decoder.close()
 
     @torch.no_grad()
-    def generate(self, requests: Seq[Request]) -> Iterator[Group]:
+    def generate(self, requests: Seq[Request], feed: Feed | None = None) -> Iterator[Group]:
+        """`feed`: further requests, that come from where this engine is one of several (rollout/feed.py)."""
         refuse_while(self._generating, "generate")
         sampling = self._check(requests)
+        bounds = Bounds.of(requests) if feed is None else feed.bounds
         self.stats = RolloutStats(slots=self.max_sequences, total_pages=self.pool.total)
         self.pool.peak_held = 0
         self._prefills.clear()
@@ -206,32 +211,37 @@ class NativeEngine:
                 self._decoder.reclaim()
             self._lent = False
         stop_token_ids = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
-        rows = self._rows_for(requests, len(stop_token_ids))
+        rows = self._rows_for(bounds, len(stop_token_ids))
         rows.begin(stop_token_ids)
-        longest = max(len(r.prompt.tokens) + max(r.limits) for r in requests)
-        self._decoder.begin(rows, sampling, longest)
+        self._decoder.begin(rows, sampling, bounds.tokens)
         replays = self._decoder.replays
         stops = StopStrings(sampling.stop, self.tokenizer)
         work = Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save)
-        for index, request in enumerate(requests):
-            work.add(PromptGroup(index, request.prompt.tokens, request.limits))
-        done: dict[int, list[Trajectory]] = {index: [] for index in range(len(requests))}
+        asked = Collector(self.tokenizer)
+        _add(requests, asked, work)
         rounds: deque[_Round] = deque()
         ended: _Ended | None = None
         began, callers = time.perf_counter(), 0.0
         self._generating = True
         try:
-            while work.unfinished or rounds or ended:
-                launched = self._launch(work, rows, requests, stops, bool(rounds))
+            while work.unfinished or rounds or ended or feed is not None:
+                whole: list[Group] = []
+                if feed is not None:
+                    came = time.perf_counter()
+                    last, whole = self._exchange(feed, asked, work, bool(rounds or ended))
+                    callers += time.perf_counter() - came
+                    if last:
+                        break
+                launched = self._launch(work, rows, asked.requests, stops, bool(rounds))
                 if launched is not None:
                     rounds.append(launched)
-                for index, trajectory in self._trajectories(ended, requests):
-                    done[index].append(trajectory)
-                    if len(done[index]) == requests[index].samples:
-                        group = whole_group(requests[index], done.pop(index), index, self.tokenizer)
-                        idle, left = not rounds or rounds[-1].idle, time.perf_counter()
-                        yield group
-                        callers += time.perf_counter() - left if idle else 0.0
+                for index, trajectory in self._trajectories(ended, asked.requests):
+                    if (group := asked.put(index, trajectory)) is not None:
+                        whole.append(group)
+                for group in whole:
+                    idle, left = not rounds or rounds[-1].idle, time.perf_counter()
+                    yield group
+                    callers += time.perf_counter() - left if idle else 0.0
                 ended = None
                 if rounds and (launched is None or len(rounds) > self._decoder.rounds_ahead):
                     ended = self._harvest(work, rows, stops, rounds.popleft())
@@ -244,12 +254,24 @@ class NativeEngine:
         self.stats.peak_pages = self.pool.peak_held
         self.stats.graph_steps = self._decoder.replays - replays
 
-    def _rows_for(self, requests: Seq[Request], stops: int) -> Rows:
+    def _exchange(self, feed: Feed, asked: Collector, work: Scheduler, pending: bool) -> tuple[bool, list[Group]]:
+        """Tell the feed what there is to do, and take what it has: whether that was the last, and groups that became whole as
+        others draw the rest. `pending`: some that ended have not been handed over."""
+        news = feed.exchange(load_of(work, pending))
+        if news.requests:
+            self._check([*asked.requests[:1], *news.requests])
+            _add(news.requests, asked, work)
+        if not news.give_back:
+            return news.last, []
+        cuts = hand_back(work, news.give_back)
+        feed.returned(cuts, load_of(work, pending))
+        found = [asked.cut(cut.index, cut.samples) for cut in cuts]
+        return news.last, [group for group in found if group is not None]
+
+    def _rows_for(self, bounds: Bounds, stops: int) -> Rows:
         """The rows of the last call where they suffice: graphs know their addresses."""
-        count = min(self.max_sequences, sum(r.samples for r in requests))
-        limit = max(max(r.limits) for r in requests)
-        width = max(self._pages_for(r) for r in requests)
-        need = (count, limit, width, max(1, stops))
+        width = -(-bounds.tokens // self.pool.page_tokens)
+        need = (min(self.max_sequences, bounds.samples), bounds.new_tokens, width, max(1, stops))
         if self._rows is not None:
             have = (self._rows.count, self._rows.limit, self._rows.width, self._rows.stops)
             if all(n <= h for n, h in zip(need, have)):
@@ -449,6 +471,11 @@ class NativeEngine:
 
     def _pages_for(self, request: Request) -> int:
         return -(-(len(request.prompt.tokens) + max(request.limits)) // self.pool.page_tokens)
+
+
+def _add(requests: Seq[Request], asked: Collector, work: Scheduler) -> None:
+    for index, request in zip(asked.extend(requests), requests):
+        work.add(PromptGroup(index, request.prompt.tokens, request.limits))
 
 
 def _exhausted(what: str, short: Shortage) -> MemoryExhausted:

@@ -112,6 +112,11 @@ class Scheduler:
     def unfinished(self) -> bool:
         return bool(self.waiting or self.filling or self.ready or self.running or self.preempted)
 
+    @property
+    def spare_pages(self) -> int:
+        """Pages that are left when every running sequence that may need one has it."""
+        return self.pool.available - self._growing()
+
     def add(self, group: PromptGroup) -> None:
         self.waiting.append(group)
 

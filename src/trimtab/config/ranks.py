@@ -1,0 +1,63 @@
+"""Contradictions about devices and what each of them holds. Called by config/check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trimtab.config.contradiction import Contradiction, clash
+from trimtab.config.learn import Learn
+from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.run import Run
+from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
+
+
+def ranks(config: Config | SftConfig | RewardModelConfig, learn: Learn | None = None) -> Iterator[Contradiction]:
+    """Parts that nobody shares, and sets of parts that do not add up to all devices."""
+    run = config.run
+    cut = run.shard not in ("auto", "none")
+    if cut and run.devices == 1:
+        yield clash(
+            "run.shard run.devices",
+            f"is {run.shard}, which has no effect on one device",
+            "Leave it out, or set run.devices to more than 1",
+        )
+        return
+    if run.shard_devices == "auto":
+        return
+    if run.shard == "none" and run.shard_devices > 1:
+        yield clash(
+            "run.shard_devices run.shard",
+            "has no effect: with run.shard: none every rank holds everything",
+            "Leave it out, or write run.shard: optimizer",
+        )
+    elif cut and run.shard_devices == 1:
+        yield clash(
+            "run.shard_devices run.shard",
+            f"is 1, so nothing is in parts, but run.shard is {run.shard}",
+            "Leave it out, or write run.shard: none",
+        )
+    elif run.devices != "auto" and run.devices % run.shard_devices:
+        divisors = [str(n) for n in range(2, run.devices + 1) if run.devices % n == 0]
+        yield clash(
+            "run.shard_devices run.devices",
+            f"is {run.shard_devices}, which does not divide the {run.devices} devices into equal sets",
+            f"Write {' or '.join(divisors) or 'auto'}, or leave it out",
+        )
+
+
+def cut_engine(run: Run) -> Iterator[Contradiction]:
+    """An engine over several devices that cannot be."""
+    devices = run.rollout.tensor_parallel
+    if run.engine != "vllm":
+        yield clash(
+            "run.rollout.tensor_parallel run.engine",
+            f"an engine of {run.engine} runs on one device",
+            "Write run.engine: vllm, or leave tensor_parallel out",
+        )
+    elif run.rollout.processes not in ("auto", 1):
+        yield clash(
+            "run.rollout.tensor_parallel run.rollout.processes",
+            f"splits one engine over {devices} devices, which leaves no device for other engine processes",
+            "Leave one of the two out",
+        )

@@ -1,0 +1,105 @@
+"""Seconds that ranks spend telling each other gradients and weights, beyond what computing hides. Only FSDP2 (`full`) hides some.
+
+    none        gradients of all ranks are added up once a step
+    optimizer   they are scattered once a step, after the last backward pass; the stepped weights are gathered
+    gradients   they are scattered in every micro-batch, layer by layer; the stepped weights are gathered
+    full        weights are gathered for every forward and every backward pass, and gradients scattered after it
+
+Where there are several sets of parts, what is scattered inside a set is then added up between them. Adapters are added up whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.links import groups_of
+from trimtab.plan.placement import Placement
+from trimtab.plan.shape import ModelShape
+
+HIDDEN_SHARE = 0.7
+"""Share of a collective that a pass hides which runs at the same time, if the pass takes as long. An estimate."""
+GRADIENT_BYTES = 4
+"""Bytes of an element of the sums that are reduced."""
+BACKWARD_SHARE = 2 / 3
+"""Share of a micro-batch's time that its backward pass takes."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Seconds of a step in which devices wait for each other's bytes."""
+
+    score: float = 0.0
+    update: float = 0.0
+    """In the micro-batches of the update."""
+    optimizer: float = 0.0
+    """Once an optimizer step."""
+    publish: float = 0.0
+    """To give engines weights that no device has whole."""
+
+    @property
+    def total(self) -> float:
+        return self.score + self.update + self.optimizer + self.publish
+
+
+NO_COMMUNICATION = Communication()
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Micro-batches of each rank, and the seconds that one takes."""
+
+    count: int
+    seconds: float
+
+    @property
+    def total(self) -> float:
+        return self.count * self.seconds
+
+
+def communication(job: Job, machine: Machine, place: Placement, update: Passes, scoring: Passes) -> Communication:
+    """`scoring`: all passes without gradients."""
+    if place.devices == 1:
+        return NO_COMMUNICATION
+    found = _of_model(job, job.shape, machine, place, update, scoring)
+    if job.critic is not None:
+        critic = _of_model(job, job.critic, machine, place, update, Passes(0, 0.0))
+        found = Communication(
+            found.score, found.update + critic.update, found.optimizer + critic.optimizer, found.publish
+        )
+    return found
+
+
+def _of_model(
+    job: Job, shape: ModelShape, machine: Machine, place: Placement, update: Passes, scoring: Passes
+) -> Communication:
+    everyone, parts, copies = groups_of(machine, place)
+    calls = shape.layers + (1 if shape.tied else 2)
+    weights = shape.parameters * job.itemsize
+    gradients = GRADIENT_BYTES * (job.adapters if job.rank else shape.parameters)
+    whole = parts.half_s(weights, calls)
+    if place.shard == "full":
+        gathering = _beyond(whole, (1 - BACKWARD_SHARE) * update.seconds)
+        scattered = 0.0 if job.rank else parts.half_s(gradients, calls)
+        gathering += _beyond(whole + scattered, BACKWARD_SHARE * update.seconds)
+        scores = scoring.count * _beyond(whole, scoring.seconds)
+        added = everyone.all_reduce_s(gradients, 1) if job.rank else copies.all_reduce_s(gradients / parts.size, calls)
+        publish = whole if job.generates else 0.0
+        return Communication(scores, job.epochs * update.count * gathering, _once(job, added), publish)
+    if place.shard == "none" or job.rank:
+        return Communication(optimizer=_once(job, everyone.all_reduce_s(gradients, 1 if job.rank else calls)))
+    scattered = parts.half_s(gradients, calls)
+    after = copies.all_reduce_s(gradients / parts.size, calls) + whole
+    if place.shard == "gradients":
+        return Communication(update=job.epochs * update.count * scattered, optimizer=_once(job, after))
+    return Communication(optimizer=_once(job, scattered + after))
+
+
+def _once(job: Job, seconds: float) -> float:
+    """Once an optimizer step, of which every pass over a batch has at least one."""
+    return job.epochs * seconds if job.training else 0.0
+
+
+def _beyond(seconds: float, beside: float) -> float:
+    """What is left of a collective that runs beside a pass."""
+    return seconds - min(HIDDEN_SHARE * seconds, beside)

@@ -1,0 +1,58 @@
+"""Devices and shards that a run asks for and cannot have: one clear error, before any weight is loaded.
+
+What a config alone contradicts is in config/ranks.py; here are the machine and the model.
+"""
+
+from __future__ import annotations
+
+from trimtab.base.errors import ConfigError, Problem
+from trimtab.config.run import Run
+from trimtab.model.sizes import BLOCK
+from trimtab.plan.job import Job, Machine
+from trimtab.plan.placement import SHARDS_BUILT, device_counts, unblocked_row
+
+MAX_RANKS_PER_CORE = 4
+"""Processes that a CPU is asked to run for each of its cores: with more, they only wait for each other."""
+
+
+def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
+    """Raises where this machine, or this model, has no such placement."""
+    refuse_missing_devices(run, machine)
+    most = run.devices if run.devices != "auto" else 1 if machine.cpu else machine.devices
+    if run.shard not in ("auto", "none") and most == 1:
+        where = "a CPU counts as one device" if machine.cpu else f"{_this(machine)} has one GPU"
+        what = f"{run.shard} has no effect on one device, and {where}"
+        raise ConfigError([Problem("run.shard", what, "Leave it out, or set run.devices.")])
+    if run.shard_devices != "auto" and not device_counts(run, machine):
+        what = f"{run.shard_devices} ranks hold one set of parts, but there are only {most} devices"
+        raise ConfigError([Problem("run.shard_devices", what, "Write a divisor of the number of devices, or auto.")])
+    row = unblocked_row(job) if run.shard == "full" else None
+    if row is not None:
+        name, size = row
+        what = (
+            f"full cuts matrices between rows, and 8-bit optimizer states need rows of a multiple of {BLOCK} elements; those of "
+            f"{name} have {size}"
+        )
+        raise ConfigError([Problem("run.shard", what, "Write gradients, or learn.optimizer.states: full.")])
+    if machine.here and run.shard not in ("auto", *SHARDS_BUILT):
+        what = f"this version cannot run {run.shard} yet; `trimtab plan --device NAME --devices N` shows what it would take"
+        raise ConfigError([Problem("run.shard", what, f"Write {', '.join(SHARDS_BUILT[:-1])} or {SHARDS_BUILT[-1]}.")])
+
+
+def refuse_missing_devices(run: Run, machine: Machine) -> None:
+    """Raises where a run asks for more devices than there are."""
+    if run.devices == "auto":
+        return
+    if machine.cpu:
+        most = MAX_RANKS_PER_CORE * machine.cores
+        if run.devices > most:
+            what = f"is {run.devices}, but this machine has {machine.cores} cores: at most {MAX_RANKS_PER_CORE} processes each"
+            raise ConfigError([Problem("run.devices", what, f"Write {most} or less.")])
+    elif run.devices > machine.devices:
+        gpus = "1 GPU" if machine.devices == 1 else f"{machine.devices} GPUs"
+        what = f"is {run.devices}, but {_this(machine)} has {gpus}"
+        raise ConfigError([Problem("run.devices", what, f"Write {machine.devices} or less, or auto.")])
+
+
+def _this(machine: Machine) -> str:
+    return "this machine" if machine.here else "the planned machine"

@@ -1,0 +1,79 @@
+"""What a rank does in a rollout: it generates with an engine of its own, and scores with reward models. Each public method is an
+order of the driver's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from trimtab.cluster.feed import DriverFeed
+from trimtab.cluster.serve import Link
+from trimtab.model.policy import Policy
+from trimtab.reward.models import Classifier
+from trimtab.rollout.engine import Engine, Request, RolloutStats
+from trimtab.rollout.feed import Bounds, FedEngine
+from trimtab.rollout.trajectory import Group
+from trimtab.workers.messages import Cell
+
+
+class LinkReports:
+    """What an engine survives is the driver's to tell."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def of_engine(self, line: str) -> None:
+        self._link.tell("engine", line)
+
+    def restarted(self, line: str) -> None:
+        self._link.tell("restarted", line)
+
+
+def load_classifiers(paths: Sequence[str], policy: Policy) -> list[Classifier]:
+    """The reward models of a run, on the policy's device."""
+    return [Classifier(path, policy.device, policy.dtype) for path in paths]
+
+
+class RolloutOrders:
+    """See above. `_link`, `_rank` and `_ranks` are its subclass's."""
+
+    _link: Link
+    _rank: int
+    _ranks: int
+
+    def _use_engine(self, engine: Engine, classifiers: Sequence[Classifier]) -> None:
+        self._engine, self._classifiers = engine, classifiers
+        self._feed: DriverFeed | None = None
+
+    def generate(self, requests: Sequence[Request], bounds: Bounds) -> Iterator[Group | RolloutStats | dict[str, int]]:
+        """What it is given, and what comes from the driver's queue (cluster/feed.py); then what that took, and what is lower."""
+        engine = cast(FedEngine, self._engine)
+        self._feed = DriverFeed(self._link, bounds, sum(request.samples for request in requests))
+        with self._feed as feed:
+            yield from engine.generate(requests, feed)
+        yield engine.stats
+        yield engine.lowered
+
+    def lend(self) -> None:
+        self._engine.lend()
+
+    def publish(self, version: int) -> None:
+        self._engine.publish(version)
+
+    def shrink(self, least_tokens: int) -> tuple[int, int] | None:
+        return self._engine.shrink(least_tokens)
+
+    def lowered(self) -> dict[str, int]:
+        return self._engine.lowered
+
+    def lower(self, limits: Mapping[str, int], least_tokens: int) -> None:
+        self._engine.lower(limits, least_tokens)
+
+    def score_rewards(self, number: int, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Cell]:
+        """This rank's share of what a reward model has to score."""
+        return self._classifiers[number].score(prompts, completions, self._rank, self._ranks)
+
+    def _rollout_progress(self) -> tuple[int, ...]:
+        """Changes as long as the engine works, or waits for work."""
+        stats, waits = self._engine.stats, 0 if self._feed is None else self._feed.waits
+        return stats.decode_steps, stats.prefill_tokens, waits

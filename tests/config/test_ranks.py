@@ -1,0 +1,44 @@
+"""Contradictions about devices are found in the config alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trimtab.config.check import contradictions
+from trimtab.config.schema import Config
+
+BASE: dict[str, Any] = {
+    "model": {"path": "m"},
+    "data": {"train": "task:arithmetic"},
+    "reward": [{"fn": "task"}],
+    "learn": {"algorithm": "grpo"},
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"devices": 1, "shard": "optimizer"}, "has no effect on one device"),
+        ({"devices": 6, "shard": "optimizer", "shard_devices": 4}, "does not divide the 6 devices"),
+        ({"devices": 4, "shard": "none", "shard_devices": 2}, "every rank holds everything"),
+        ({"devices": 4, "shard": "full", "shard_devices": 1}, "nothing is in parts"),
+    ],
+)
+def test_parts_that_cannot_be(run: dict[str, Any], words: str) -> None:
+    found = contradictions(Config.model_validate(BASE | {"run": run}))
+    assert len(found) == 1 and words in str(found[0])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"devices": 1, "shard": "none", "shard_devices": 1},
+        {"devices": 8, "shard": "optimizer", "shard_devices": 4},
+        {"shard": "gradients"},
+        {"devices": 2},
+    ],
+)
+def test_a_resolved_placement_loads_again(run: dict[str, Any]) -> None:
+    assert not contradictions(Config.model_validate(BASE | {"run": run}))
