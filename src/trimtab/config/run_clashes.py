@@ -43,7 +43,7 @@ def kernels(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
 
 
 def prefetch(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
-    if config.run.prefetch != "auto" and config.run.shard not in ("auto", "full"):
+    if config.run.prefetch not in ("auto", 1) and config.run.shard not in ("auto", "full"):  # 1 is what a plan writes
         yield clash(
             "run.prefetch run.shard",
             f"has no effect with run.shard: {config.run.shard}, which gathers no weights ahead",
