@@ -23,6 +23,7 @@ CASES: dict[str, list[Any]] = {
     "devices": [1],  # several, and what they share, run in processes of their own: test_ranks.py
     "shard": ["auto"],
     "shard_devices": ["auto"],
+    "prefetch": ["auto"],
     "profile": ["safe", "balanced", "max"],
     "memory": ["3GiB"],
     "threads": [1, 2],

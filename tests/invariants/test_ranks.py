@@ -77,14 +77,21 @@ COVER = [
     Case("sft", 2, "gradients", dtype="bfloat16", tied=True, states="8bit", offload=True),
     Case("reward_model", 2, "gradients", token_budget=60),
     Case("reward_model", 4, "optimizer", dtype="bfloat16"),
+    Case("grpo", 2, "full", tied=True, token_budget=45),
+    Case("gspo", 4, "full", shard_devices=2, lora=True),
+    Case("ppo", 2, "full", offload=True, token_budget=45),
+    Case("sft", 2, "full", dtype="bfloat16", tied=True),
+    Case("reward_model", 2, "full", token_budget=60),
 ]
 PRODUCT = [
     Case(stage, devices, shard, dtype=dtype, lora=lora, tied=tied, states=states, offload=offload, token_budget=budget)
     for stage, devices, shard, dtype, lora, tied, states, offload, budget in itertools.product(
-        STAGES, (2, 4), ("none", "optimizer", "gradients"), ("float64", "bfloat16"), (False, True), (False, True),
+        STAGES, (2, 4), ("none", "optimizer", "gradients", "full"), ("float64", "bfloat16"), (False, True), (False, True),
         ("full", "8bit"), (False, True), ("auto", 60),
     )
-    if not (lora and (tied or states == "8bit")) and (dtype == "float64" or stage in ("sft", "reward_model"))
+    if not (lora and (tied or states == "8bit"))
+    and not (shard == "full" and states == "8bit")
+    and (dtype == "float64" or stage in ("sft", "reward_model"))
 ]  # fmt: skip
 
 
@@ -118,6 +125,8 @@ def run(case: Case, model: Path, folder: Path, steps: int = 3, **learn: Any) -> 
     devices: dict[str, Any] = {"devices": case.devices}
     if case.devices > 1:
         devices |= {"shard": case.shard, "shard_devices": case.shard_devices}
+    if case.shard == "full":
+        devices |= {"prefetch": 2}
     arguments: dict[str, Any] = {
         "data": [{"prompt": word} for word in WORDS] if rl else PAIRS,
         "learn": {"steps": steps, "lr": 1e-2, **settings, "optimizer": optimizer, **learn},

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.model.versions import abort_process_group, gather_flat, reduce_flat
 
@@ -100,11 +102,21 @@ class Mesh:
         """Meet the others again, after `abort`."""
         self.leave()
         self._generation += 1
+        vars(self).pop("device_mesh", None)  # its groups are gone
         self._join()
 
     @property
     def _abort_key(self) -> str:
         return f"{self._meeting.prefix}-{self._generation}-aborted"
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The same ranks as FSDP2 sees them: sets of parts, and copies of the set where there are several."""
+        copies = self.ranks // self.shards
+        device = self._meeting.device.type
+        if copies == 1:
+            return init_device_mesh(device, (self.shards,))
+        return init_device_mesh(device, (copies, self.shards), mesh_dim_names=("copies", "parts"))
 
     def sum(self, values: torch.Tensor) -> None:
         self._timed(values, lambda: dist.all_reduce(values))

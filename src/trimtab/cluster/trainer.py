@@ -1,7 +1,7 @@
 """The Trainer of several devices: every rank has the models, and this is what the loop talks to (run/roles.py).
 
 A checkpoint is written by all ranks at once, each its part, behind the training. The driver puts the parts together when all are
-on disk: before that, the checkpoint before it is the newest. Export is done by the first rank, which has the whole weights.
+on disk: before that, the checkpoint before it is the newest. Export is written by the first rank.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RankedTrainer(GuardedTrainer):
             self.settle_saves()
 
     def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:
-        self._ranks.call_one(0, "export", folder, scores)
+        self._ranks.ask("export", folder, scores)
 
     def _before_change(self) -> None:
         """Tensors that are being saved, and not as a copy, may change from here on."""

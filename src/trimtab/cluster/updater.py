@@ -52,9 +52,11 @@ class RankedUpdater:
         together: Together,
         cost: Cost,
         equal: bool = False,
+        equal_scores: bool = False,
     ) -> None:
-        """`equal`: ranks have equally many micro-batches, for they have collectives in them."""
-        self._equal = equal
+        """`equal`: ranks have equally many micro-batches, for they have collectives in them; `equal_scores`: in passes without
+        a gradient, too."""
+        self._equal, self._equal_scores = equal, equal_scores
         self._parted = False
         """Ranks have left their group, so that none waits for another that ran out of memory."""
         self._ranks, self._model, self._together, self._cost = ranks, model, together, cost
@@ -97,7 +99,8 @@ class RankedUpdater:
         return replace(found[0], behind=min(behind) if behind else None)
 
     def score(self, samples: Sequence[Sample], by: Scored, field: str) -> None:
-        shares = deal_samples(self._together, samples, self.score_token_budget, len(self._ranks), self._cost)
+        budget, equal = self.score_token_budget, self._equal_scores
+        shares = deal_samples(self._together, samples, budget, len(self._ranks), self._cost, equal)
         self.progress = Progress()
         for found in self._ask("score", [(self._model, by, share, field) for share in shares]):
             for place, value in found:
@@ -181,5 +184,5 @@ class RankedUpdater:
         except ShortOnRank as short:
             if isinstance(short.facts, Progress):
                 self.progress = short.facts
-            self._parted = self._equal and method == "accumulate"
+            self._parted = (self._equal and method == "accumulate") or (self._equal_scores and method == "score")
             raise

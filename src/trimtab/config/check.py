@@ -20,6 +20,7 @@ from trimtab.config.objectives import judges, normalized, reward_models, tasks
 from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
 from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.run_clashes import kernels, offload, prefetch
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig, SftData
 from trimtab.config.sizes import too_large
@@ -43,7 +44,7 @@ def clashes(config: Config | Offline) -> list[Contradiction]:
     if isinstance(config, Config):
         learn = resolve(config.learn)
         return [clash for check in CHECKS for clash in check(config, learn)]
-    shared = (_offload, _kernels, ranks, _data, _texts, _observe)
+    shared = (offload, kernels, prefetch, ranks, _data, _texts, _observe)
     return [clash for check in shared for clash in check(config, None)] + [*too_large(config), *_supervised(config)]
 
 
@@ -124,29 +125,6 @@ def _updates(config: Config, learn: Learn) -> Iterator[Contradiction]:
                 "has no effect while the importance correction is off",
                 f"Write learn.importance.level: token, or leave {name} out",
             )
-
-
-def _offload(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
-    if config.run.offload.activations is True and config.run.checkpoint_activations in (False, "some"):
-        yield clash(
-            "run.offload.activations run.checkpoint_activations",
-            "needs every layer to recompute its activations, but run.checkpoint_activations excludes some or all",
-            "Write run.checkpoint_activations: true, or leave one of the two out",
-        )
-    unneeded = learn is None or learn.kl.coef == 0 or config.model.lora is not None
-    if config.run.offload.reference is True and unneeded:
-        yield clash(
-            "run.offload.reference learn.kl.coef model.lora",
-            "there is no reference model to move: one is loaded only for a KL penalty without LoRA",
-            "Leave it out",
-        )
-
-
-def _kernels(config: Config | Offline, learn: Learn | None) -> Iterator[Contradiction]:
-    if config.run.kernels in ("native", "liger") and config.run.device == "cpu":
-        yield clash(
-            "run.kernels run.device", f"{config.run.kernels} needs a CUDA device, and run.device is cpu", "Write auto"
-        )
 
 
 def _clip(config: Config, learn: Learn) -> Iterator[Contradiction]:
@@ -462,8 +440,9 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     _groups,
     _critic,
     _updates,
-    _offload,
-    _kernels,
+    offload,
+    kernels,
+    prefetch,
     ranks,
     _clip,
     _kl,

@@ -62,6 +62,7 @@ class ResolvedRun(Run):
     devices: int
     shard: Shard
     shard_devices: int
+    prefetch: int
     threads: int
     engine: Literal["native", "vllm", "sglang"]
     kernels: Literal["native", "liger", "plain"]

@@ -88,6 +88,9 @@ class Run(Section):
     (ZeRO-3, FSDP2). auto: the fastest that fits."""
     shard_devices: PositiveInt | Auto = "auto"
     """Ranks that hold one set of parts together; the next ranks hold a copy of it. auto: all ranks of a host."""
+    prefetch: PositiveInt | Auto = "auto"
+    """Layers whose weights are gathered while the ones before them are computed, with shard: full. Each takes the memory of a
+    layer. auto: 1."""
     profile: Literal["safe", "balanced", "max"] = "balanced"
     """How much of the memory a plan may fill: 80, 90 or 96 %. max also makes micro-batches as large as fit, where the others stop
     at what makes a step faster."""

@@ -148,7 +148,7 @@ def _reduce_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-sum-exp, log-prob and entropy of each token."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    lse, logprobs, entropy = torch.empty((3, hidden.shape[0]), dtype=wide, device=hidden.device)
+    lse, logprobs, entropy = (torch.empty(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(3))
     for part in _chunks(hidden.shape[0], chunk):
         z = head.logits(hidden[part], temperature)
         lse[part] = torch.logsumexp(z, -1)

@@ -13,6 +13,7 @@ from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.run import Kernels
 from trimtab.model import liger
 from trimtab.model.policy import OWN_MODULES, TOLERANCE_NATS, Policy, distance
+from trimtab.model.sharded import ShardedPolicy
 
 
 def use_kernels(policy: Policy, kernels: Kernels) -> None:
@@ -33,6 +34,9 @@ def fuse(policy: Policy) -> None:
     """From now on the policy runs packed rows through kernels made for training, where they serve this model on this device and
     agree with its own modules."""
     if policy.device.type != "cuda" or policy.dtype not in (torch.bfloat16, torch.float16):
+        return
+    if isinstance(policy, ShardedPolicy):
+        policy.description += ": fused layers do not run on weights that ranks hold in parts (run.shard: full)"
         return
     if find_spec("triton") is None:
         policy.description += ": Triton is not installed"

@@ -58,7 +58,7 @@ class Policy:
         self.config = model.config.get_text_config()
         refuse_unsupported(model, self.name, self.config)
         self.body = model.get_decoder()
-        self.weights = WeightStore(model.named_parameters(), shards)
+        self.weights = self._make_store()
         """Where the parameters lie."""
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
@@ -122,6 +122,10 @@ class Policy:
         """Last hidden state of every token of one packed row, [T, E]."""
         if self.fused_forward is not None and isinstance(plan, PackedPlan):
             return self.fused_forward(tokens_T, positions_T, plan.longest, plan)
+        return self._modules(tokens_T, positions_T, plan).squeeze(0)
+
+    def _modules(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """The same through the model's own modules, [1, T, E]."""
         away = self.activation_offload is not None and torch.is_grad_enabled()
         with save_on_cpu(pin_memory=self.device.type == "cuda") if away else nullcontext():
             out = self.body(
@@ -131,7 +135,7 @@ class Policy:
                 use_cache=False,
                 attention_plan=plan,
             )
-        hidden: torch.Tensor = out.last_hidden_state.squeeze(0)
+        hidden: torch.Tensor = out.last_hidden_state
         return hidden
 
     def add_gradients_to(self, gradients: Gradients) -> None:
@@ -166,11 +170,19 @@ class Policy:
         elif self.model.is_gradient_checkpointing:
             self.model.gradient_checkpointing_disable()
 
+    @torch.no_grad()
+    def load_parameter(self, name: str, value: torch.Tensor) -> None:
+        """Make a parameter what it was."""
+        self.weights.parameters[name].copy_(value)
+
     def lay_out_weights(self) -> WeightStore:
         """Where the parameters lie; laid out anew where some were added or put elsewhere."""
         if not self.weights.is_of(self.model):
-            self.weights = WeightStore(self.model.named_parameters(), self._shards)
+            self.weights = self._make_store()
         return self.weights
+
+    def _make_store(self) -> WeightStore:
+        return WeightStore(self.model.named_parameters(), self._shards)
 
     def forget(self) -> None:
         """Keep nothing of where the weights were: they have been put elsewhere."""

@@ -6,6 +6,7 @@ A difference is found by looking for the thing itself, not by a version number, 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,6 +72,49 @@ def reduce_flat(own: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
     reduce(own, whole, group=group)
 
 
+def fsdp_groups(module: Any) -> list[Any]:
+    """What FSDP2 gathers together for a module; torch 2.11 has at most one group."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
 def abort_process_group() -> None:
     """End all collectives that are under way, from another thread; torch has no public name for it."""
     dist.distributed_c10d._abort_process_group()
+
+
+def reset_fsdp(units: Sequence[Any]) -> None:
+    """Forget what FSDP2 knows of a pass that failed half-way, and give up what is gathered; `units` has the root last. torch 2.11
+    has no name for it."""
+    root = units[-1]
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    idle = torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState.IDLE
+    for unit in units:
+        state = unit._get_fsdp_state()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        state._training_state = idle
+        for group in fsdp_groups(unit):
+            group._all_gather_result = group._post_reduce_event = None
+            group._post_forward_indices.clear()
+            group._training_state = idle
+            group._to_sharded()
+
+
+def forget_groups(mesh: Any) -> None:
+    """Let a device mesh hold no process group. torch 2.11 has no registry of its own."""
+    if hasattr(mesh, "_pg_registry"):
+        mesh._pg_registry.clear()
+
+
+def put_groups(mesh: Any, other: Any) -> None:
+    """Make a device mesh use the process groups of another, of the same shape. torch 2.11 has no registry of its own."""
+    mesh._dim_group_names = other._dim_group_names
+    if hasattr(other, "_pg_registry"):
+        mesh._pg_registry.update(other._pg_registry)

@@ -136,6 +136,10 @@ class WeightStore:
     def place(self, parameter: torch.Tensor) -> tuple[Unit, UnitEntry]:
         return self._places[id(parameter)]
 
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the model, whole and in the type that passes compute in (shard_store.py)."""
+        return tensor
+
     def joined(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The weights of several parameters as one matrix (or vector), first to last; None where they do not lie side by side."""
         stretch = self.stretch(parameters)
@@ -204,7 +208,7 @@ def _units(named: Mapping[str, torch.nn.Parameter], multiple: int) -> tuple[Unit
     for together in _side_by_side(named):
         parameter = named[together[0]]
         trained = any(named[member].requires_grad for member in together)
-        kind = (_unit_name(together[0], parameter), parameter.dtype, str(parameter.device), trained)
+        kind = (unit_name(together[0], parameter), parameter.dtype, str(parameter.device), trained)
         members.setdefault(kind, []).append(together)
     units: dict[str, Unit] = {}
     for (name, dtype, device, trained), groups in members.items():
@@ -214,7 +218,7 @@ def _units(named: Mapping[str, torch.nn.Parameter], multiple: int) -> tuple[Unit
     return tuple(units.values())
 
 
-def _unit_name(name: str, parameter: torch.Tensor) -> str:
+def unit_name(name: str, parameter: torch.Tensor) -> str:
     if parameter.ndim < 2:
         return VECTORS
     if ".lora_" in name:

@@ -21,7 +21,7 @@ from trimtab.plan.job import Job, Machine
 
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """All modes, the simplest first."""
-SHARDS_BUILT: tuple[Shard, ...] = ("none", "optimizer", "gradients")
+SHARDS_BUILT: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """Modes that a run of this version can use; plans for other machines show all."""
 TENSOR_CUTS = (2, 4, 8)
 """Devices that an engine's copy may be cut over where it does not fit on one."""

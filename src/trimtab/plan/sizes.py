@@ -119,6 +119,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "devices": case.place.devices,
         "shard": case.place.shard,
         "shard_devices": case.place.shard_devices,
+        "prefetch": 1,
         "kernels": "native" if job.fused else "plain",
         "threads": machine.cores_per_rank,
         "reward_workers": workers_for(machine.cores),

@@ -26,7 +26,8 @@ from trimtab.model.folder import (
     stored_weights,
     weights_file,
 )
-from trimtab.model.weights import Place, WeightStore
+from trimtab.model.shard_store import whole_tensors
+from trimtab.model.weights import Place, WeightStore, unit_name
 from trimtab.record.checksums import Sum, sum_of_bytes
 from trimtab.record.host_copy import HostCopy, is_finite, may_be_not_finite, size_of
 from trimtab.record.tensor_file import write_tensors
@@ -133,7 +134,7 @@ def collect(
     for whole, owner in {OPTIMIZER: optimizer, **(others or {})}.items():
         if isinstance(owner, Mapping):
             dealt = deal({name: tensor.nbytes for name, tensor in owner.items()}, ranks)
-            tensors = {name: tensor for name, tensor in owner.items() if dealt[name] == rank}
+            tensors = whole_tensors(owner, [name for name in owner if dealt[name] == rank])
             files[shard_name(whole, rank, ranks)] = TensorFile(tensors, whole, frozenset(tensors))
         else:
             tensors, tables[whole] = dict(owner.state_tensors()), owner.table()
@@ -211,12 +212,14 @@ def _weight_files(model: Any, store: WeightStore, rank: int, ranks: int) -> Iter
             yield whole, TensorFile(state, whole, trained, model=model)
         return
     # A unit stays together: what a model's loading has joined (experts) is taken apart again within one.
-    units = {name: store.place(value)[0].name if value in store else name for name, value in state.items()}
+    units = {
+        name: store.place(value)[0].name if value in store else unit_name(name, value) for name, value in state.items()
+    }
     sizes: dict[str, int] = {}
     for name, value in state.items():
         sizes[units[name]] = sizes.get(units[name], 0) + value.nbytes
     dealt = deal(sizes, ranks)
-    own = {name: value for name, value in state.items() if dealt[units[name]] == rank}
+    own = whole_tensors(state, [name for name in state if dealt[units[name]] == rank], store)
     yield shard_name(whole, rank, ranks), TensorFile(own, whole, trained & own.keys(), model=model)
 
 

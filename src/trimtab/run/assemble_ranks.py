@@ -162,9 +162,10 @@ def _trainer(
     longest = job.longest_sequence if job.generates else job.longest_trained
     shape = job.shape
     cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
-    equal = plan.run.shard in ("gradients", "full")
+    full = plan.run.shard == "full"
+    equal = full or plan.run.shard == "gradients"
     updaters = {
-        name: RankedUpdater(ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal)  # type: ignore[arg-type]
+        name: RankedUpdater(ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full)  # type: ignore[arg-type]
         for name in facts[0].updaters
     }
     shorter = stage.shorter(config)

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.base.units import GIB
@@ -23,8 +24,9 @@ from trimtab.config.schema import Model, Observe
 from trimtab.model import liger
 from trimtab.model.adapters import add_adapters, load_adapters
 from trimtab.model.kernel_choice import use_kernels
-from trimtab.model.load import load_config, load_model, stop_token_ids
+from trimtab.model.load import load_config, load_model, resolve_dtype, stop_token_ids
 from trimtab.model.policy import Policy
+from trimtab.model.sharded import ShardedPolicy
 from trimtab.plan.planner import Plan
 from trimtab.record.checkpoint import explain_load_errors
 from trimtab.rollout.engine import Engine
@@ -42,26 +44,37 @@ def load_policy(
     kernels: Kernels = "auto",
     checkpoint: Path | None = None,
     shards: int = 1,
+    mesh: DeviceMesh | None = None,
+    prefetch: int = 1,
 ) -> Policy:
     """The model to train, as it came or as a checkpoint left it, with the kernels asked for. `seed` is for new adapters;
-    `shards`: ranks that cut its units."""
+    `shards`: ranks that cut its units. `mesh`: ranks that hold its weights in parts, of which `prefetch` layers are gathered
+    ahead; it is then read into host memory."""
+    home = device
+    if mesh is not None:
+        home, model = torch.device("cpu"), with_known_dtype(model, device)
     if model.lora is not None:
-        base = load_model(model, device)
+        base = load_model(model, home)
         if checkpoint is None:
             found = add_adapters(base, model.lora, seed)
         else:
             with explain_load_errors(checkpoint):
                 found = load_adapters(base, checkpoint)
     elif checkpoint is None:
-        found = load_model(model, device)
+        found = load_model(model, home)
     else:
         source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
         with explain_load_errors(checkpoint):
-            found = load_model(source, device)
+            found = load_model(source, home)
     with nullcontext() if checkpoint is None else explain_load_errors(checkpoint):
-        policy = Policy(found, shards=shards)
+        policy = Policy(found, shards=shards) if mesh is None else ShardedPolicy(found, mesh, device, prefetch=prefetch)
     use_kernels(policy, kernels)
     return policy
+
+
+def with_known_dtype(model: Model, device: torch.device) -> Model:
+    """The same model wherever it is read: `auto` is what it means on `device`."""
+    return model.with_values({"dtype": str(resolve_dtype(model, device)).removeprefix("torch.")})
 
 
 def use_planned_kernels(plan: Plan, *policies: object) -> None:

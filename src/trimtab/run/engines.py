@@ -12,6 +12,7 @@ from trimtab.config.run import Run
 from trimtab.config.schema import Config
 from trimtab.model.load import stop_token_ids
 from trimtab.model.policy import Policy
+from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.planner import Choice, Plan
 from trimtab.plan.refusal import planned
@@ -23,6 +24,7 @@ from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.find import interpreter
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.rollout.native.replica import ReplicaEngine
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def make_engine(
         "on_recovery": recoveries.of_engine,
     }
     if run.engine == "native":
-        return NativeEngine(**settings)
+        return (ReplicaEngine if isinstance(policy, ShardedPolicy) else NativeEngine)(**settings)
+    if isinstance(policy, ShardedPolicy):
+        raise EngineError(f"run.engine: {run.engine} cannot read weights that ranks hold in parts. Write native")
     eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
     python = interpreter(rollout.python)
     settings |= {"longest": longest, "eager": eager, "python": python, "processes": rollout.processes}

@@ -7,6 +7,7 @@ driver, so all ranks do the same.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
+from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
 from trimtab.plan.ledger import CHECKPOINT_COPY
@@ -33,7 +35,7 @@ from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_pa
 from trimtab.record.saving import refuse_diverged
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.machine import load_within, memory_limit
-from trimtab.run.models import load_policies, put_reference_away
+from trimtab.run.models import load_policies, load_sharded_policies, put_reference_away
 from trimtab.run.rollout_orders import LinkReports, RolloutOrders, load_classifiers
 from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
 from trimtab.run.stage import CheckedRun, Stage
@@ -96,7 +98,7 @@ class Rank(RolloutOrders):
         self._stack.enter_context(memory_limit(ready.config.run, device))
         meeting = Meeting(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
         self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
-        self._reduces_early = plan.run.shard == "gradients"
+        self._reduces_early, self._full = plan.run.shard == "gradients", plan.run.shard == "full"
         self._build(setup, device)
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
@@ -109,9 +111,14 @@ class Rank(RolloutOrders):
         self._captured: CheckpointPart | None = None
         self._is_copy = False
         self._written: PartWritten | None = None
-        policy, reference = load_within(
-            asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
-        )
+        if plan.run.shard == "full":
+            policy, reference = load_within(
+                asked, device, load_sharded_policies, ready.config, plan.run, device, setup.checkpoint, mesh.device_mesh
+            )
+        else:
+            policy, reference = load_within(
+                asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
+            )
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
         _, engine = stage.open_engine(ready, plan, policy, LinkReports(self._link), logs, lambda what: None)  # type: ignore[arg-type]
@@ -152,15 +159,18 @@ class Rank(RolloutOrders):
             return self._active.accumulate_share(share, kl_coef).on_host()
 
     @contextmanager
-    def _freeing_others(self) -> Iterator[None]:
+    def _freeing_others(self, in_scores: bool = False) -> Iterator[None]:
         """Where micro-batches have collectives in them, a rank that fails frees those that wait for it, which then say that they
         were freed."""
         try:
             yield
         except Exception as error:
-            if not self._reduces_early:
+            if not (self._full or (self._reduces_early and not in_scores)):
                 raise
             freed = not is_out_of_memory(error) and self._mesh.was_aborted
+            traceback.clear_frames(error.__traceback__)  # they hold groups
+            for model in self._sharded_models():
+                model.ungroup()
             self._mesh.abort()
             if freed:
                 raise GroupBroken from error
@@ -168,6 +178,12 @@ class Rank(RolloutOrders):
 
     def rejoin(self) -> None:
         self._mesh.rejoin()
+        for model in self._sharded_models():
+            model.regroup(self._mesh.device_mesh)
+
+    def _sharded_models(self) -> list[ShardedPolicy]:
+        models = [*(updater.policy for updater in self._updaters.values()), self._reference]
+        return [model for model in models if isinstance(model, ShardedPolicy)]
 
     def prepare(self, model: Trained) -> None:
         self._updaters[model].prepare()
@@ -182,10 +198,12 @@ class Rank(RolloutOrders):
         self._active = self._updaters[model]
         scorer = self._reference if by == "reference" else self._updaters[by].policy
         assert scorer is not None
-        self._active.score_share(share, scorer, field)
+        with self._freeing_others(in_scores=True):
+            self._active.score_share(share, scorer, field)
+        own = len(share.batches) - share.fillers
         return [
             (place, getattr(sample, field))
-            for batch, places in zip(share.batches, share.places)
+            for batch, places in zip(share.batches[:own], share.places[:own])
             for sample, place in zip(batch, places)
         ]
 
@@ -260,8 +278,11 @@ class Rank(RolloutOrders):
     # The rest
 
     def export(self, folder: Path, scores: Mapping[str, Any] | None) -> None:
-        """By one rank: all have the whole weights."""
-        self._trainer.export(folder, scores)
+        """All ranks are asked: where they hold the weights in parts, all are needed. One writes."""
+        writes = self._rank == 0
+        whole = self._policy.whole_copy(writes) if isinstance(self._policy, ShardedPolicy) else self._policy
+        if writes:
+            self._trainer.export(folder, scores, whole)
 
     def free(self) -> None:
         free(self._policy.device)

@@ -16,6 +16,7 @@ from trimtab.data.view import View
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.load import load_config, refuse_without_weights
 from trimtab.model.policy import Policy, refuse_other_layers
+from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
@@ -162,7 +163,10 @@ class RolloutStage:
         if not has_critic(learn):
             return None
         source = config.model.with_values({"path": learn.critic.path or config.model.path})
-        model = load_policy(source, learn.seed, policy.device, run.kernels, shards=peers.shards)
+        mesh = policy.mesh if isinstance(policy, ShardedPolicy) else None
+        model = load_policy(
+            source, learn.seed, policy.device, run.kernels, shards=peers.shards, mesh=mesh, prefetch=run.prefetch
+        )
         return open_critic(model, learn, peers=peers, **update_settings(run))
 
     def shorter(self, config: PlannedConfig) -> str:

@@ -6,7 +6,7 @@ itself. Past the end of a sequence values are 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ def open_critic(policy: Policy, learn: ResolvedLearn, **settings: Any) -> Update
     return Updater(policy, Values(add_value_head(policy), learn.critic.clip), learn, **settings)
 
 
-def critic_files(critic: Updater) -> dict[str, dict[str, torch.Tensor] | Stateful]:
+def critic_files(critic: Updater) -> dict[str, Mapping[str, torch.Tensor] | Stateful]:
     """What a checkpoint keeps of a critic, by file: what is trained of it, and its optimizer's state."""
-    trained = {name: p.detach() for name, p in critic.policy.model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in critic.policy.model.named_parameters() if p.requires_grad}
     return {CRITIC: trained, CRITIC_OPTIMIZER: critic.optimizer}
 
 
@@ -66,5 +66,5 @@ def restore_critic(checkpoint: Path, critic: Updater, load: Load = load_file) ->
     saved = load(checkpoint / CRITIC)
     for name, parameter in critic.policy.model.named_parameters():
         if parameter.requires_grad:
-            parameter.copy_(saved[name])
+            critic.policy.load_parameter(name, saved[name])
     load_optimizer(checkpoint, critic.optimizer, CRITIC_OPTIMIZER)

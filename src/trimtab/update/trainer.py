@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trimtab.model.folder import other_files
-from trimtab.model.policy import AnyPolicy
+from trimtab.model.policy import AnyPolicy, Policy
 from trimtab.plan.governor import Governor, Move
 from trimtab.record.checkpoint import RunState, explain_load_errors, load_optimizer, load_part
 from trimtab.record.part import CheckpointPart, Stateful, collect
@@ -160,14 +160,15 @@ class LocalTrainer(GuardedTrainer):
             with explain_load_errors(checkpoint):
                 restore_critic(checkpoint, self.critic, load_part)
 
-    def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:
-        updater = self.updater
+    def export(self, folder: Path, scores: Mapping[str, Any] | None = None, policy: Policy | None = None) -> None:
+        """`policy`: a copy with the whole weights, where the trained one has only a part."""
+        updater, policy = self.updater, policy or self.updater.policy
         if isinstance(updater.objective, BradleyTerry):
             assert scores is not None
             head = updater.objective.head
-            export_classifier(updater.policy, head, self._tokenizer, self.guard, folder, scores)
+            export_classifier(policy, head, self._tokenizer, self.guard, folder, scores)
         else:
-            export_model(updater.policy, self._tokenizer, self.guard, folder)
+            export_model(policy, self._tokenizer, self.guard, folder)
 
     def _part(self) -> CheckpointPart:
         """All that a checkpoint has, as it is now."""

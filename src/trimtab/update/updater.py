@@ -18,12 +18,14 @@ from trimtab.config.run import Recompute
 from trimtab.model.keep import Keep
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, Policy
+from trimtab.model.sharded import ShardedPolicy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.early_reduction import EarlyReduction
 from trimtab.update.launching import Launching
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.optimizer import AnyLearn, MasterAdamW
 from trimtab.update.peers import ALONE, Peers
+from trimtab.update.sharded import ShardedAdamW
 from trimtab.update.shares import Share, pack_samples
 from trimtab.update.stats import Applied, UpdateStats
 
@@ -146,7 +148,7 @@ class Updater:
         self.token_budget = token_budget
         self.score_token_budget = score_token_budget
         self.logprob_chunk = logprob_chunk if objective.logits else 1
-        self.optimizer = MasterAdamW(policy.weights, learn, offload=offload_optimizer, peers=peers)
+        self.optimizer = _optimizer(policy, learn, offload_optimizer, peers)
         policy.add_gradients_to(self.optimizer.gradients)
         self._early = EarlyReduction(policy, self.optimizer) if reduce_early else None
         policy.offload_activations(offload_activations)
@@ -164,6 +166,8 @@ class Updater:
     def forget_step(self) -> None:
         """Keep nothing of the step so far."""
         self.optimizer.zero_grad()
+        if isinstance(self.policy, ShardedPolicy):
+            self.policy.reset()
         if self._early is not None:
             self._early.clear()
         if self.policy.activation_offload is not None:
@@ -299,7 +303,7 @@ class Updater:
 
     @property
     def trained(self) -> int:
-        return sum(p.numel() for p in self.optimizer.params)
+        return sum(p.numel() for p in self.policy.parameters())
 
     @property
     def parameters(self) -> int:
@@ -328,3 +332,9 @@ class Updater:
         self.progress.part = "backward"
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
+
+
+def _optimizer(policy: Policy, learn: AnyLearn, offload: bool, peers: Peers) -> MasterAdamW:
+    if isinstance(policy, ShardedPolicy):
+        return ShardedAdamW(policy.weights, policy.handed, learn, offload=offload, peers=peers)
+    return MasterAdamW(policy.weights, learn, offload=offload, peers=peers)

@@ -1,0 +1,51 @@
+"""Settings of `run` that contradict each other or would have no effect (check.py has those of the other sections)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trimtab.config.contradiction import Contradiction, clash
+from trimtab.config.learn import Learn
+from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.schema import Config
+from trimtab.config.sft import SftConfig
+
+AnyStage = Config | SftConfig | RewardModelConfig
+
+
+def offload(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
+    if config.run.offload.activations is True and config.run.checkpoint_activations in (False, "some"):
+        yield clash(
+            "run.offload.activations run.checkpoint_activations",
+            "needs every layer to recompute its activations, but run.checkpoint_activations excludes some or all",
+            "Write run.checkpoint_activations: true, or leave one of the two out",
+        )
+    unneeded = learn is None or learn.kl.coef == 0 or config.model.lora is not None
+    if config.run.offload.reference is True and unneeded:
+        yield clash(
+            "run.offload.reference learn.kl.coef model.lora",
+            "there is no reference model to move: one is loaded only for a KL penalty without LoRA",
+            "Leave it out",
+        )
+
+
+def kernels(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
+    if config.run.kernels in ("native", "liger") and config.run.device == "cpu":
+        yield clash(
+            "run.kernels run.device", f"{config.run.kernels} needs a CUDA device, and run.device is cpu", "Write auto"
+        )
+    if config.run.kernels == "native" and config.run.shard == "full":
+        yield clash(
+            "run.kernels run.shard",
+            "fused layers do not run on weights that ranks hold in parts (run.shard: full)",
+            "Write run.kernels: auto, or run.shard: gradients",
+        )
+
+
+def prefetch(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
+    if config.run.prefetch not in ("auto", 1) and config.run.shard not in ("auto", "full"):  # 1 is what a plan writes
+        yield clash(
+            "run.prefetch run.shard",
+            f"has no effect with run.shard: {config.run.shard}, which gathers no weights ahead",
+            "Write run.shard: full, or leave run.prefetch out",
+        )
