@@ -15,6 +15,7 @@ from trimtab.model.policy import Policy
 from trimtab.model.replica import empty_copy, fill
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.rollout.engine import Request
+from trimtab.rollout.feed import Feed
 from trimtab.rollout.native.arena import Arena, piece_bytes
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.trajectory import Group
@@ -50,10 +51,10 @@ class ReplicaEngine(NativeEngine):
         if self._lent:
             self._weights.lend()
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Group]:
+    def generate(self, requests: Sequence[Request], feed: Feed | None = None) -> Iterator[Group]:
         if not self._weights.mapped:
             raise EngineError("the engine has lent its copy of the weights, and none was published since")
-        return super().generate(requests)
+        return super().generate(requests, feed)
 
     def close(self) -> None:
         super().close()
