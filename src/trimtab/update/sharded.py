@@ -33,7 +33,7 @@ class _Whole:
     shards, shard = 1, 0
 
     def __init__(self, peers: Peers) -> None:
-        self.ranks, self.sum = peers.ranks, peers.sum
+        self.rank, self.ranks, self.sum = peers.rank, peers.ranks, peers.sum
         self.sum_into_parts = peers.sum
 
     def sum_of_parts(self, values: torch.Tensor) -> None:
@@ -133,9 +133,17 @@ class ShardedAdamW(MasterAdamW):
 
     # Checkpoints
 
+    def _writes(self, unit: UnitState) -> bool:
+        return self._writes_parts if self.weights.is_sharded(unit.unit) else super()._writes(unit)
+
+    @property
+    def _writes_parts(self) -> bool:
+        """Ranks that hold a copy of a set of parts write none of it."""
+        return self._parts_peers.rank < self._parts_peers.shards
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         found = super().state_tensors()
-        for one in self._sharded:
+        for one in self._sharded if self._writes_parts else ():
             count = one.part.numel()
             for kind in ("exp_avg", "exp_avg_sq"):
                 if count and f"{kind}/{one.name}" in found:
@@ -149,7 +157,8 @@ class ShardedAdamW(MasterAdamW):
         return [*whole, *map(_place, self._sharded)]
 
     def stretches(self) -> dict[str, tuple[int, int]]:
-        return {one.name: (one.first, one.part.numel()) for one in self._sharded if one.part.numel()}
+        held = [one for one in self._sharded if self._writes_parts and one.part.numel()]
+        return {one.name: (one.first, one.part.numel()) for one in held}
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor], table: Sequence[Place] | None) -> None:
