@@ -25,7 +25,7 @@ def test_the_config_is_on_stdout_and_the_table_on_stderr() -> None:
     )
     assert code == 0
     assert yaml.safe_load(out)["learn"]["kl"]["coef"] == 0.01 and "coef: 0.01  # --init_kl_coef" in out
-    assert "--zero_stage 3" in err and "automatic" in err and "learn.clip.high" in err and "looser" in err
+    assert "--zero_stage 3" in err and "automatic" in err and "learn.clip.high" in err and "loosens" in err
     assert "fill in model.path" in err and "3 settings: 2 went into the config, 1 Trimtab decides now." in err
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.running import runs
-from trimtab.rollout.external import process as processes
 from trimtab.rollout.external import worker
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.messages import Failed
@@ -99,8 +98,7 @@ guardian.main(int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
 
 
 @pytest.mark.parametrize("kind", ["hangs", "crashes"])
-def test_nothing_that_a_library_started_is_left(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.1)
+def test_nothing_that_a_library_started_is_left(kind: str, tmp_path: Path) -> None:
     process = EngineProcess(kind, program(tmp_path, STAND_IN), {})
     everything = list(map(psutil.Process, process.receive(60.0)))
     try:
@@ -108,7 +106,7 @@ def test_nothing_that_a_library_started_is_left(kind: str, tmp_path: Path, monke
             process.send("now")
             with pytest.raises(EngineLost, match="SIGKILL"):
                 process.receive(60.0)
-        process.close()
+        process.close(patience_s=0.1)
         assert not any(map(runs, everything))
     finally:
         for one in filter(runs, everything):
