@@ -46,7 +46,7 @@ def test_json_is_as_the_design_says() -> None:
         "value": 64,
         "outcome": "mapped",
         "key": "learn.prompts_per_step",
-        "note": "Counted in prompts, there and here.",
+        "note": "Counted in prompts, as in Trimtab.",
     }
     assert found["config"]["learn"]["samples_per_prompt"] == 8 and found["flags"][2]["outcome"] == "unsupported"
 

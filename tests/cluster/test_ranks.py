@@ -18,7 +18,7 @@ from tests.running import left, wait_for
 from trimtab.base.errors import DataError
 from trimtab.cluster import ranks as module
 from trimtab.cluster.mesh import open_store
-from trimtab.cluster.messages import Answer
+from trimtab.cluster.messages import Answer, Item
 from trimtab.cluster.ranks import RankLost, Ranks, ShortOnRank
 
 pytestmark = pytest.mark.timeout(60)
@@ -67,6 +67,17 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     assert not left(set(psutil.Process().children(recursive=True)) - before, 10.0)
 
 
+def stream(ranks, method: str, args: dict[int, tuple]):
+    """What ranks yield, as it comes; the last of each is its Answer."""
+    ranks.begin(method, args)
+    busy = set(args)
+    while busy:
+        for rank, message in ranks.hear(busy):
+            if isinstance(message, Answer):
+                busy.discard(rank)
+            yield rank, message.value if isinstance(message, Item) else message
+
+
 def test_answers_come_in_the_order_of_ranks(four) -> None:
     ranks, _ = four
     assert len(ranks) == 4
@@ -77,7 +88,7 @@ def test_answers_come_in_the_order_of_ranks(four) -> None:
 
 def test_values_are_yielded_as_they_come_by_those_that_have_work(four) -> None:
     ranks, said = four
-    found = list(ranks.stream("count", [([1, 2],), None, ([],), ([5],)]))
+    found = list(stream(ranks, "count", {0: ([1, 2],), 2: ([],), 3: ([5],)}))
     values = {rank: [v for at, v in found if at == rank and not isinstance(v, Answer)] for rank in range(4)}
     assert values == {0: [1, 2], 1: [], 2: [], 3: [5]}
     assert [at for at, value in found if isinstance(value, Answer)].count(0) == 1
@@ -102,9 +113,9 @@ def test_a_rank_without_memory_says_where_it_was_once_all_have_answered(four) ->
 def test_answers_that_nobody_waits_for_are_not_those_to_the_next_order(four) -> None:
     """Ctrl-C in the middle of an order, after which the run is saved."""
     ranks, _ = four
-    stream = ranks.stream("count", [([1, 2, 3], 0.1)] * 4)
-    next(stream)
-    stream.close()
+    values = stream(ranks, "count", dict.fromkeys(range(4), ([1, 2, 3], 0.1)))
+    next(values)
+    values.close()
     assert ranks.ask("echo", "saved") == ["saved"] * 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "wait_for", _interrupted)
@@ -189,7 +200,7 @@ def test_no_rank_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
                 tmp_path, 2, meet=False, variables={"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
             )
             ranks.wait_until_built()
-            for _ in ranks.stream("start_and_tell", [(str(tmp_path / f"pid-{rank}"),) for rank in range(2)]):
+            for _ in stream(ranks, "start_and_tell", {rank: (str(tmp_path / f"pid-{rank}"),) for rank in range(2)}):
                 pass
         finally:
             os._exit(1)

@@ -127,7 +127,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
 def test_an_engine_that_is_not_there_is_told_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, settings: dict, words: str
 ) -> None:
-    monkeypatch.setattr("trimtab.run.open_run.load_policy", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("trimtab.run.models.load_policy", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match=words):
         run(folder, tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()

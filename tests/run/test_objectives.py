@@ -71,7 +71,7 @@ def test_tasks_without_a_reference_have_no_kl(model_folder: Path, tmp_path: Path
 def test_what_is_wrong_with_tasks_is_said_before_any_weight_is_loaded(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, data: Any, observe: Any, message: str
 ) -> None:
-    monkeypatch.setattr("trimtab.run.open_run.load_model", None)
+    monkeypatch.setattr("trimtab.run.models.load_model", None)
     with pytest.raises((DataError, ConfigError), match=message):
         train(
             model_folder,

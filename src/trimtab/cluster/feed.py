@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from trimtab.cluster.messages import Item
 from trimtab.cluster.serve import Link
 from trimtab.rollout.engine import Request
 from trimtab.rollout.feed import Bounds, CutRequest, Load, News
@@ -80,7 +79,7 @@ class DriverFeed:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self._ended and not isinstance(error, EOFError | ConnectionError):
-            self._link.send(Item(Leaving()))
+            self._link.give(Leaving())
         self._reader.join()
 
     def exchange(self, load: Load) -> News:
@@ -108,12 +107,12 @@ class DriverFeed:
 
     def returned(self, cuts: Sequence[CutRequest], load: Load) -> None:
         self._reported = Report(self._received, load)
-        self._link.send(Item(Returned(list(cuts), self._received, load)))
+        self._link.give(Returned(list(cuts), self._received, load))
 
     def _report(self, report: Report) -> None:
         if report != self._reported:
             self._reported = report
-            self._link.send(Item(report))
+            self._link.give(report)
 
     def _read(self) -> None:
         try:

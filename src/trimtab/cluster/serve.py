@@ -36,6 +36,8 @@ class Link:
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._lock = channel, threading.Lock()
+        self.order = 0
+        """The number of the order that is being carried out."""
         self.progress: Callable[[], Any] = lambda: None
         """How far the work is; may be called from another thread."""
 
@@ -50,6 +52,10 @@ class Link:
         """The driver has said something that is not yet read."""
         return self._channel.ready()
 
+    def give(self, value: Any) -> None:
+        """Send a value of the order that is being carried out, before its answer."""
+        self.send(Item(value, self.order))
+
     def tell(self, kind: str, text: str) -> None:
         self.send(Told(kind, text))
 
@@ -61,13 +67,14 @@ class Link:
 
 def carry_out(link: Link, target: Any, order: Order) -> Any:
     """The answer to an order."""
+    link.order = order.number
 
     def call() -> Any:
         found = getattr(target, order.method)(*order.args, **order.kwargs)
         if not inspect.isgenerator(found):
             return found
         for value in found:
-            link.send(Item(value, order.number))
+            link.give(value)
         return None
 
     try:

@@ -23,7 +23,7 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.process import EngineLost
-from trimtab.rollout.external.vllm.core import NEEDED, USUAL
+from trimtab.rollout.external.vllm.core import NEEDED, QUIET_DEFAULTS
 from trimtab.rollout.native.engine import NativeEngine
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -88,7 +88,7 @@ def warm_python(kind: str) -> str | None:
     found = PYTHONS[kind]()
     if found is None or kind != "vllm" or DEVICE.type != "cpu":
         return found
-    return forking.Warm(found, SLOW_IMPORTS, {**USUAL, **NEEDED, "OMP_NUM_THREADS": "1"}).python
+    return forking.Warm(found, SLOW_IMPORTS, {**QUIET_DEFAULTS, **NEEDED, "OMP_NUM_THREADS": "1"}).python
 
 
 NO_VLLM = "there is no environment with vLLM: run `make vllm`, or name its interpreter in TRIMTAB_VLLM_PYTHON"

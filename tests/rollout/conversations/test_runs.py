@@ -198,7 +198,7 @@ def test_dry_run_names_files_by_their_whole_path(chat_folder, tmp_path) -> None:
 def test_what_cannot_work_is_refused_before_weights_are_loaded(
     chat_folder, tmp_path, monkeypatch, sections: Any, rows: Any, error: str
 ) -> None:
-    monkeypatch.setattr("trimtab.run.open_run.load_policy", None)
+    monkeypatch.setattr("trimtab.run.models.load_policy", None)
     with pytest.raises((EnvError, DataError)) as caught, (tmp_path / "out").open("w") as out:
         dry_run(
             config_from_dict(config(chat_folder, tmp_path, **sections)), Inputs(train_rows=rows, base_dir=HERE), out
