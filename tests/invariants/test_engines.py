@@ -28,7 +28,7 @@ from trimtab.record.jsonl import read_jsonl
 from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.messages import Done
-from trimtab.run import engines, open_run
+from trimtab.run import assemble, engines, models
 
 WORDS = ["12+34=", "7+8=", "reverse abcdef=", "sort 40213=", "9+99="]
 
@@ -137,7 +137,7 @@ def test_an_engine_that_nobody_asked_for_gives_way_where_it_cannot_start(
     folder: Path, tmp_path: Path, native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan is made to want vLLM; that cannot start; the run is the native engine's, and its card says why."""
-    plain = open_run.planned
+    plain = assemble.planned
 
     def wanting(run: Run, job: Job, machine: Machine) -> Plan:
         return plain(run.model_copy(update={"engine": "vllm"}) if run.engine == "auto" else run, job, machine)
@@ -145,7 +145,7 @@ def test_an_engine_that_nobody_asked_for_gives_way_where_it_cannot_start(
     def failing(*_: object, **__: object) -> ExternalEngine:
         raise EngineError("vLLM failed: its process ended.\nand more")
 
-    monkeypatch.setattr(open_run, "planned", wanting)
+    monkeypatch.setattr(assemble, "planned", wanting)
     monkeypatch.setattr(engines, "ExternalEngine", failing)
     found = run(folder, tmp_path / "run")
     assert_same_learned(native, found, folder)
@@ -179,8 +179,8 @@ def test_a_reference_that_waits_on_the_host_is_there_before_an_engine_takes_its_
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    away, make = open_run.FromHost, engines.make_engine
-    monkeypatch.setattr(open_run, "FromHost", lambda policy: (order.append("reference"), away(policy))[1])
+    away, make = models.FromHost, engines.make_engine
+    monkeypatch.setattr(models, "FromHost", lambda policy: (order.append("reference"), away(policy))[1])
     monkeypatch.setattr(engines, "make_engine", lambda *given: (order.append("engine"), make(*given))[1])
     trimtab.train(
         model=str(folder),
