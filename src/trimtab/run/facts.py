@@ -23,8 +23,8 @@ def stage_name(config: AnyConfig) -> str:
 
 
 def run_facts(asked: AnyConfig, config: AnyConfig, parts: BuiltRun, folder: Path, inputs: Inputs) -> dict[str, Any]:
-    """`asked`: the config as the user wrote it. `set` is None where only the first start knows it: one that lost its ranks has its
-    folder's name set."""
+    """`asked`: the config as the user wrote it. `set` is None where only the first start knows it: one after lost
+    ranks has its folder's name set."""
     total = parts.facts.device_total_gib
     return {
         "stage": stage_name(config),
