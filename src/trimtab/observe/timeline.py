@@ -39,7 +39,7 @@ class Timeline:
         spans: SpanLog = log,
         steps: int | None = None,
     ) -> None:
-        """`spans`: what is done within phases, by the same clock. `steps`: of the run; after the last, spans are still that one's."""
+        """`spans`: what is done within phases, by the same clock. `steps`: of the run; after the last, spans are that one's."""
         self.clock = clock
         self._on_phase, self._spans, self._steps = on_phase, spans, steps
         self._open_phase: str | None = None

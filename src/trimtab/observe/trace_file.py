@@ -1,7 +1,7 @@
 """RUN/trace.json, in Chrome's JSON array format, one event a line.
 
-The array is never closed: Perfetto and Chrome accept that, so the file opens after a kill too. A separating comma leads its line, so
-the file plus "]" is plain JSON. A resumed run appends; timestamps are wall clock, so sessions lie one after the other.
+The array is never closed: Perfetto and Chrome accept that, so the file opens after a kill too. A separating comma leads its line,
+so the file plus "]" is plain JSON. A resumed run appends; timestamps are wall clock, so sessions lie one after the other.
 """
 
 from __future__ import annotations

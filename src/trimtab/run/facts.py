@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from trimtab.base.units import GIB
 from trimtab.config.load import AnyConfig
@@ -20,6 +22,11 @@ def stage_name(config: AnyConfig) -> str:
     if isinstance(config, SftConfig):
         return "sft"
     return "reward_model" if isinstance(config, RewardModelConfig) else "rl"
+
+
+def uuids_of(gpus: Sequence[str]) -> list[str]:
+    """What the driver calls GPUs that torch names."""
+    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]
 
 
 def run_facts(asked: AnyConfig, config: AnyConfig, parts: BuiltRun, folder: Path, inputs: Inputs) -> dict[str, Any]:
