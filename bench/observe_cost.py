@@ -103,7 +103,10 @@ def main() -> None:
             shares.append(sum(row["time/observe"] for row in rows) / sum(row["time/total"] for row in rows))
             ratios.append(seconds(found[True]) / seconds(found[False]))
             steps_s.append(seconds(found[True]))
-            print(f"pair {pair + 1}: step {steps_s[-1]:.3f} s, with/without {ratios[-1]:.4f}, time/observe {shares[-1]:.3%}", flush=True)
+            print(
+                f"pair {pair + 1}: step {steps_s[-1]:.3f} s, with/without {ratios[-1]:.4f}, time/observe {shares[-1]:.3%}",
+                flush=True,
+            )
     spread = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
     lines = [
         "| | |",
