@@ -113,12 +113,18 @@ class Rank(RolloutOrders):
         self._written: PartWritten | None = None
         if plan.run.shard == "full":
             policy, reference = load_within(
-                asked, device, load_sharded_policies, ready.config, plan.run, device, setup.checkpoint, mesh.device_mesh
+                asked,
+                device,
+                load_sharded_policies,
+                ready.config,
+                plan.run,
+                device,
+                setup.checkpoint,
+                mesh.device_mesh,
+                mesh,
             )
         else:
-            policy, reference = load_within(
-                asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
-            )
+            policy, reference = load_within(asked, device, load_policies, ready.config, device, setup.checkpoint, mesh)
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
         _, engine = stage.open_engine(ready, plan, policy, LinkReports(self._link), logs, lambda what: None)  # type: ignore[arg-type]
