@@ -26,8 +26,10 @@ from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
+from trimtab.plan.job import Job
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
+from trimtab.plan.trials import Trial
 from trimtab.record.behind import WriteBehind
 from trimtab.record.folder import ENGINE_LOGS
 from trimtab.record.host_copy import HostCopy
@@ -39,6 +41,7 @@ from trimtab.run.models import load_policies, load_sharded_policies, put_referen
 from trimtab.run.rollout_orders import LinkReports, RolloutOrders, load_classifiers
 from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
 from trimtab.run.stage import CheckedRun, Stage
+from trimtab.run.tuner import time_decode, timed_update
 from trimtab.update.shares import Share
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
 from trimtab.update.trainer import LocalTrainer
@@ -190,6 +193,13 @@ class Rank(RolloutOrders):
     def _sharded_models(self) -> list[ShardedPolicy]:
         models = [*(updater.policy for updater in self._updaters.values()), self._reference]
         return [model for model in models if isinstance(model, ShardedPolicy)]
+
+    def time_update(self, job: Job, budget: int) -> Trial:
+        with self._freeing_others():
+            return timed_update(self._updaters["policy"], job, budget)
+
+    def time_decode(self, job: Job, sequences: int) -> Trial:
+        return time_decode(self._engine, job, sequences)
 
     def prepare(self, model: Trained) -> None:
         self._updaters[model].prepare()
