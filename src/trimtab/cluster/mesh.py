@@ -91,6 +91,10 @@ class Mesh:
         self.leave()
 
     @property
+    def joined(self) -> bool:
+        return dist.is_initialized()
+
+    @property
     def was_aborted(self) -> bool:
         """Some rank's work has failed since all joined."""
         return bool(self._watched.check([self._abort_key]))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trimtab.base.errors import TrimtabError
 from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
@@ -82,6 +83,13 @@ class RankFacts:
     """Versions of what computes."""
 
 
+COLLECTIVE: dict[str, frozenset[str]] = {
+    "gradients": frozenset({"accumulate"}),
+    "full": frozenset({"accumulate", "score", "time_update", "publish", "reserve_copy", "capture", "export"}),
+}
+"""Orders in which ranks wait for each other, by `run.shard`. `apply` is one too: a rank that fails there cannot go on."""
+
+
 class HalfApplied(Exception):
     """Weights may be between two steps. Not the user's, nor a shortage that is survived: the rank ends."""
 
@@ -101,7 +109,7 @@ class Rank(RolloutOrders):
         self._stack.enter_context(memory_limit(ready.config.run, device))
         meeting = Meeting(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
         self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
-        self._reduces_early, self._full = plan.run.shard == "gradients", plan.run.shard == "full"
+        self._collective = COLLECTIVE.get(plan.run.shard, frozenset())
         self._build(setup, device)
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
@@ -164,17 +172,18 @@ class Rank(RolloutOrders):
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
         self._active = self._updaters[model]
-        with self._freeing_others():
-            return self._active.accumulate_share(share, kl_coef).on_host()
+        return self._active.accumulate_share(share, kl_coef).on_host()
 
     @contextmanager
-    def _freeing_others(self, in_scores: bool = False) -> Iterator[None]:
-        """Where micro-batches have collectives in them, a rank that fails frees those that wait for it, which then say that they
-        were freed."""
+    def around(self, method: str) -> Iterator[None]:
+        """In orders that have collectives in them, a rank that fails frees those that wait for it, which then say that they were
+        freed."""
         try:
             yield
+        except TrimtabError:
+            raise  # for the user, from all ranks or at a place where none waits
         except Exception as error:
-            if not (self._full or (self._reduces_early and not in_scores)):
+            if method not in self._collective:
                 raise
             freed = not is_out_of_memory(error) and self._mesh.was_aborted
             traceback.clear_frames(error.__traceback__)  # they hold groups
@@ -184,6 +193,10 @@ class Rank(RolloutOrders):
             if freed:
                 raise GroupBroken from error
             raise
+
+    @property
+    def parted(self) -> bool:
+        return not self._mesh.joined
 
     def rejoin(self) -> None:
         self._mesh.rejoin()
@@ -195,8 +208,7 @@ class Rank(RolloutOrders):
         return [model for model in models if isinstance(model, ShardedPolicy)]
 
     def time_update(self, job: Job, budget: int) -> Trial:
-        with self._freeing_others():
-            return timed_update(self._updaters["policy"], job, budget)
+        return timed_update(self._updaters["policy"], job, budget)
 
     def time_decode(self, job: Job, sequences: int) -> Trial:
         return time_decode(self._engine, job, sequences)
@@ -214,8 +226,7 @@ class Rank(RolloutOrders):
         self._active = self._updaters[model]
         scorer = self._reference if by == "reference" else self._updaters[by].policy
         assert scorer is not None
-        with self._freeing_others(in_scores=True):
-            self._active.score_share(share, scorer, field)
+        self._active.score_share(share, scorer, field)
         own = len(share.batches) - share.fillers
         return [
             (place, getattr(sample, field))
