@@ -2,7 +2,7 @@
 
 `reward/mean` is `trimtab_reward_mean{run="..."}`: slashes become underscores, `@` becomes `_at_`, and what Prometheus does not
 allow in a name an underscore. Metrics that only grow are counters, which end in `_total`. `trimtab_run_info` has what a run is
-as labels, `trimtab_last_step_timestamp_seconds` the time of its last row. """
+as labels, `trimtab_last_step_timestamp_seconds` the time of its last row."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Trackers:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._step = step
         if self._wandb:
-            self._wandb.log({"step": step} | scalars)
+            self._wandb.log({"step": step, **scalars})
         if self._trackio:
             self._trackio.log(dict(scalars), step=step)
 
@@ -64,7 +64,12 @@ def _wandb_run(run_dir: Path, project: str, resume_step: int | None) -> Any:
     if resume_step is None or not id_file.exists():
         write_file(id_file, [uuid.uuid4().hex.encode()])
     run = wandb.init(
-        project=project, name=run_dir.name, dir=str(run_dir), id=id_file.read_text(), resume="allow", config=_config(run_dir)
+        project=project,
+        name=run_dir.name,
+        dir=str(run_dir),
+        id=id_file.read_text(),
+        resume="allow",
+        config=_config(run_dir),
     )
     run.define_metric("*", step_metric="step")
     return run
@@ -75,7 +80,13 @@ def _trackio_run(run_dir: Path, project: str, resume_step: int | None) -> Any:
     trackio = _package("trackio")
     resume = "never" if resume_step is None else "allow"
     return trackio.init(
-        project=project, name=run_dir.name, config=_config(run_dir), resume=resume, embed=False, auto_log_gpu=False, auto_log_cpu=False
+        project=project,
+        name=run_dir.name,
+        config=_config(run_dir),
+        resume=resume,
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
     )
 
 

@@ -28,8 +28,8 @@ from trimtab.model.load import load_config, load_model, resolve_dtype, stop_toke
 from trimtab.model.policy import Policy
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.plan.planner import Plan
-from trimtab.record.prometheus import refuse_prometheus
 from trimtab.record.checkpoint import explain_load_errors
+from trimtab.record.prometheus import refuse_prometheus
 from trimtab.rollout.engine import Engine
 from trimtab.run.calibrate import corrected, probe
 from trimtab.update.updater import Updater

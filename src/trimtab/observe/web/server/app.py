@@ -21,7 +21,8 @@ from trimtab.observe.web.server import judged
 from trimtab.observe.web.server.columns import metrics_body
 from trimtab.observe.web.server.explorer import explore, parse_question
 from trimtab.observe.web.server.files import plain_file
-from trimtab.observe.web.server.pages import Pages, Readers
+from trimtab.observe.web.server.looks import Looks
+from trimtab.observe.web.server.pages import Pages
 from trimtab.observe.web.server.samples import KINDS, read_step
 from trimtab.observe.web.server.scan import RunTable
 from trimtab.observe.web.server.search import Query, parse_cursor, search
@@ -46,7 +47,7 @@ class Served:
     ended: Callable[[], bool]
     """Whether the server is about to end: uvicorn's own flag."""
     pages: Pages
-    readers: Readers
+    looks: Looks
     threads: Threads
     planning: Threads
     streams: int = 0
@@ -54,7 +55,7 @@ class Served:
 
 
 def make_app(root: Path, ended: Callable[[], bool]) -> Starlette:
-    served = Served(RunTable(root), ended, Pages(), Readers(), Threads(), Threads(1))
+    served = Served(RunTable(root), ended, Pages(), Looks(), Threads(), Threads(1))
 
     def bound(handler: Callable[[Served, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         return partial(handler, served)
@@ -148,7 +149,7 @@ async def _run(served: Served, request: Request) -> Response:
 
 
 async def _metrics(served: Served, request: Request) -> Response:
-    id, folder = await _folder(served, request)
+    _, folder = await _folder(served, request)
     names = request.query_params.get("names")
     first, last = _number(request, "from"), _number(request, "until")
     points = _number(request, "points")
@@ -156,8 +157,8 @@ async def _metrics(served: Served, request: Request) -> Response:
     def body() -> bytes:
         live = live_id(folder)  # before the rows are read: what comes meanwhile is in both, never in none
         wanted, most = names.split(",") if names else None, None if points is None else int(points)
-        return served.readers.body(
-            id, folder, lambda reader: metrics_body(reader.metrics, wanted, first, last, most, {"live": live})
+        return served.looks.ask(
+            folder, lambda look: metrics_body(look.reader.metrics, wanted, first, last, most, {"live": live})
         )
 
     return Response(await served.threads.run(body), media_type="application/octet-stream")
@@ -209,7 +210,7 @@ async def _events(served: Served, request: Request) -> Response:
     if served.streams >= MAX_STREAMS:
         raise HTTPException(503, f"{MAX_STREAMS} pages are following runs already; close one")
     after = request.headers.get("last-event-id") or request.query_params.get("from")
-    poll = await served.threads.run(Poll, folder, served.table.root, partial(judged.state, folder), after)
+    poll = await served.threads.run(Poll, folder, served.table.root, partial(served.looks.state, folder), after)
 
     async def counted() -> Any:
         served.streams += 1

@@ -3,7 +3,7 @@ the steps and one for each name. NaN is missing.
 
 With `points`, rows are put together so that no more are sent: each stretch of rows becomes two, with the least and the greatest
 value of every metric there, in the order in which they occurred. Nothing that a chart of that width could show is lost: a
-spike of one step stays. """
+spike of one step stays."""
 
 from __future__ import annotations
 

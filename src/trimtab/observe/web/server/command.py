@@ -1,7 +1,7 @@
 """`trimtab serve`: checks what it was given, opens the port, and serves until Ctrl-C.
 
 Ctrl-C ends it within a second, whatever pages are open: streams look at uvicorn's own flag, and work that takes longer is in
-threads that end with the process. """
+threads that end with the process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a page shows of runs, kept while their files stay as they are: reading and judging a run takes longer than asking for it.
 
 A list of runs is answered in about a second, whatever there is: runs that could not be judged until then come with what their
-last lines say, and are judged when the list is asked for again. """
+last lines say, and are judged when the list is asked for again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.observe.web.server.tail import LineTail, parse_line
 from trimtab.record.columns import STEP
 from trimtab.record.layout import CONFIG, EVENTS_FILE, METRICS_FILE, NOW_FILE, PLAN, RUN_FILE
 from trimtab.record.prometheus import LastRow
-from trimtab.record.reader import RunReader, read_object
+from trimtab.record.reader import read_object
 
 WATCHED = (METRICS_FILE, RUN_FILE, NOW_FILE, EVENTS_FILE, CONFIG, PLAN)
 """Files that decide what a page shows. One that changes makes what was kept old."""
@@ -163,22 +163,3 @@ def _time_of(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
-
-
-class Readers:
-    """Metrics of runs as tables, read on from where the last request had come to."""
-
-    def __init__(self, most: int = MAX_RUNS_KEPT) -> None:
-        self._most, self._lock = most, threading.Lock()
-        self._held: OrderedDict[str, tuple[threading.Lock, RunReader]] = OrderedDict()
-
-    def body(self, id: str, folder: Path, make: Callable[[RunReader], bytes]) -> bytes:
-        """What `make` gives for the run as it is now."""
-        with self._lock:
-            lock, reader = self._held.setdefault(id, (threading.Lock(), RunReader(folder)))
-            self._held.move_to_end(id)
-            while len(self._held) > self._most:
-                self._held.popitem(last=False)
-        with lock:
-            reader.update()
-            return make(reader)

@@ -3,7 +3,7 @@
 A request searches for at most two seconds and then says where to go on: the cursor is the place of the next line, so that no line
 is searched twice or left out, whatever is written meanwhile. A text is looked for in the file's bytes, and only lines that
 hold it are parsed. A regular expression is looked for in what was parsed, with a limit on the time for each line: no pattern
-can keep the server busy. Letters from a to z match in either case. """
+can keep the server busy. Letters from a to z match in either case."""
 
 from __future__ import annotations
 
