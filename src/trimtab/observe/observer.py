@@ -188,7 +188,12 @@ class LocalObserver:
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._console.finish(summary)
         self._journal.finished(f"finished after step {summary.get('steps')}")
-        look_back(self._folder, self._console)
+        report = look_back(self._folder, self._console)
+        if report is not None and self._sinks.wants_report:
+            try:
+                self._sinks.attach(report)
+            except Exception as error:  # of a tracker somewhere else: the run is done
+                self._console.warn(f"the report could not be attached: {error}")
 
     def stopped(self, state: RunState, steps: int) -> None:
         self._console.close()

@@ -14,6 +14,7 @@ from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
 from trimtab.observe.device_watch import open_device_watch
 from trimtab.observe.journal import Journal
+from trimtab.observe.look_back import report_of_broken_run
 from trimtab.observe.observer import LocalObserver
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
@@ -65,6 +66,7 @@ def open_run(
     config, folder = ready.config, ready.folder
     steps = console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
+    stack.callback(report_of_broken_run, folder, console)
     stack.push(journal.exit)
     checkpoint, state, changed = load_or_init_state(config, ready.device, folder, ready.rows, resume, console)
     state.rank_restarts = max(state.rank_restarts, inputs.rank_restarts)
