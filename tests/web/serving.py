@@ -120,7 +120,9 @@ class EventReader:
                     name, _, value = line.partition(": ")
                     message[name] = value
                 elif "event" in message:
-                    self._messages.put({"id": message["id"], "event": message["event"], "data": json.loads(message["data"])})
+                    self._messages.put(
+                        {"id": message["id"], "event": message["event"], "data": json.loads(message["data"])}
+                    )
                     message = {}
                 else:
                     message = {}

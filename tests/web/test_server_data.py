@@ -82,10 +82,18 @@ def sampled(run: Path, steps: range, kind: str = "train", rows: int = 4) -> None
     folder.mkdir(parents=True, exist_ok=True)
     for step in steps:
         lines = [
-            {"step": step, "prompt_id": f"p{row}", "sample": row, "prompt": 'say "hi"', "completion": f"Näme\n{step}.{row}<b>"}
+            {
+                "step": step,
+                "prompt_id": f"p{row}",
+                "sample": row,
+                "prompt": 'say "hi"',
+                "completion": f"Näme\n{step}.{row}<b>",
+            }
             for row in range(rows)
         ]
-        (folder / f"step-{step}.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        (folder / f"step-{step}.jsonl").write_text(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        )
 
 
 def test_samples_of_a_step(tmp_path: Path) -> None:
@@ -120,7 +128,9 @@ def test_a_search_gives_every_hit_once_newest_first(tmp_path: Path) -> None:
     assert found == [] and count == 1  # ASCII letters match in either case, others as they are
     found, count = pages(tmp_path, Query("nämE"))
     assert (found, count) == (every, 5)
-    assert pages(tmp_path, Query(r"^n.me\s+\d+\.[12]<b>", is_regex=True))[0] == [hit for hit in every if hit[1] in (1, 2)]
+    assert pages(tmp_path, Query(r"^n.me\s+\d+\.[12]<b>", is_regex=True))[0] == [
+        hit for hit in every if hit[1] in (1, 2)
+    ]
     assert pages(tmp_path, Query('say "hi"'))[0] == every
     assert pages(tmp_path, Query("\n7.3<"))[0] == [(7, 3)]
     assert pages(tmp_path, Query("prompt_id"))[0] == []  # the name of a field is not its text

@@ -8,8 +8,10 @@ would help."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,8 @@ from trimtab.plan.stated import models_of
 from trimtab.plan.times import PHASES
 from trimtab.plan.work import job_of
 from trimtab.record.columns import TRAINED
-from trimtab.record.layout import CONFIG, PLAN
-from trimtab.record.reader import RunReader
+from trimtab.record.layout import CONFIG, METRICS_FILE, PLAN
+from trimtab.record.reader import RunReader, read_object
 
 RECENT_STEPS = 20
 ASSUMED_HOST_BYTES, ASSUMED_CORES = 256 * GIB, 16
@@ -103,7 +105,7 @@ def parse_question(body: Any) -> Question:
 
 def explore(run: Path, asked: Question) -> dict[str, Any]:
     """A plan for the question, and one for the run as it is."""
-    held = _json(run / PLAN)
+    held = read_object(run / PLAN)
     freed = tuple(f"{choice['key']}=auto" for choice in held.get("choices", ()) if isinstance(choice.get("key"), str))
     config, machine, notes = _asked(run, held, asked, freed)
     plan, profile = _plan(config, machine, asked.profile)
@@ -112,7 +114,7 @@ def explore(run: Path, asked: Question) -> dict[str, Any]:
     if (machine.cpu, machine.device.name) != (own.cpu, own.device.name):
         notes.append("Seconds are the planner's own: this run was measured on another device.")
     elif plan.fits:
-        found["measured"] = _scaled(plan, *_scales(run, held))
+        found["measured"] = _scaled(plan, *_scales(run))
     if not plan.fits:
         found |= _what_binds(plan, config, profile)
     return found
@@ -190,9 +192,16 @@ def described(path: str) -> ModelShape:
     return shape
 
 
-def _scales(run: Path, held: Mapping[str, Any]) -> tuple[Measured, dict[str, float]]:
+def _scales(run: Path) -> tuple[Measured, dict[str, float]]:
     """What the run measured, and how that compares with a plan for its own settings, phase by phase."""
-    measured = measure(run)
+    files = tuple((at.st_size, at.st_mtime_ns) for name in (METRICS_FILE, CONFIG, PLAN) if (at := _stat(run / name)))
+    return _scales_of(run, files)
+
+
+@lru_cache(maxsize=64)
+def _scales_of(run: Path, files: object) -> tuple[Measured, dict[str, float]]:
+    """`files`: what they are now. While they stay, so do the scales."""
+    measured, held = measure(run), read_object(run / PLAN)
     try:
         config = load_any(run / CONFIG)
         planned = _plan(config, _own_machine(held, config), None)[0].times.as_dict()
@@ -256,10 +265,8 @@ def _bytes(name: str, value: str | None) -> int | None:
     return found
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none that can be read."""
+def _stat(path: Path) -> os.stat_result | None:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return path.stat()
+    except OSError:
+        return None
