@@ -122,7 +122,7 @@ def test_no_path_leads_out(runs: Path) -> None:
         for path in (
             "/../secret.txt", "/assets/../../secret.txt", "/assets/%2e%2e/%2e%2e/secret.txt", "/assets/..%2f..%2fsecret.txt",
             "/assets/__init__.py", "/assets/data.py", "/api/runs/..", "/api/runs/%2e%2e/samples?step=1", "/api/runs/a%2f..%2fa",
-            "/api/runs/a~final", "/api/runs/a/final/model.safetensors", "/api/runs/a/samples?step=1&kind=../../..", "/api/runs/a%00",
+            "/api/runs/a~final", "/api/runs/a/final/model.safetensors", "/api/runs/a/samples?step=1&kind=../..", "/api/runs/a%00",
             "/api/runs/a/samples?step=..%2f..%2fsecret", "/api/runs/a/samples?step=1e400", "/api/runs/a/samples?step=-1",
             f"/api/runs/{'a' * 5000}", "/api/runs/%ff%fe", "/api/compare?runs=../secret.txt", "/.env", "//etc/passwd",
         ):  # fmt: skip

@@ -179,7 +179,7 @@ def test_plans_are_those_of_trimtab_plan(tmp_path: Path) -> None:
         ({"device": "rtx4090", "devices": 2}, ["learn.max_new_tokens=3000"], PlanOptions(device="rtx4090", devices=2)),
         ({"device": "h100", "device_memory": "40GiB"}, ["run.shard=none"], PlanOptions(device="h100", device_memory="40GiB")),
         ({"device": "a100", "profile": "safe"}, ["model.lora={r: 8}"], PlanOptions(device="a100", profile="safe")),
-        ({"device": "t4", "device_memory": "2GiB"}, ["learn.prompts_per_step=64"], PlanOptions(device="t4", device_memory="2GiB")),
+        ({"device": "t4", "device_memory": "2GiB"}, ["learn.steps=9"], PlanOptions(device="t4", device_memory="2GiB")),
     ]  # fmt: skip
     with serving(tmp_path / "runs") as server:
         for body, overrides, options in cases:
