@@ -190,7 +190,7 @@ def test_plans_are_those_of_trimtab_plan(tmp_path: Path) -> None:
             for key in expected.keys() - {"notes"}:
                 assert found[key] == expected[key], key
             if not found["fits"]:
-                assert found["changes"] and found["missing_bytes"] > 0
+                assert found["changes"] and found["missing_bytes"] > 0 and found["binds"]
         assert found["fits"] is False  # the last one
 
 

@@ -8,10 +8,8 @@ would help."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,8 @@ from trimtab.plan.stated import models_of
 from trimtab.plan.times import PHASES
 from trimtab.plan.work import job_of
 from trimtab.record.columns import TRAINED
-from trimtab.record.layout import CONFIG, METRICS_FILE, PLAN
-from trimtab.record.reader import RunReader, read_object
+from trimtab.record.layout import CONFIG, PLAN
+from trimtab.record.reader import RunReader
 
 RECENT_STEPS = 20
 ASSUMED_HOST_BYTES, ASSUMED_CORES = 256 * GIB, 16
@@ -105,7 +103,7 @@ def parse_question(body: Any) -> Question:
 
 def explore(run: Path, asked: Question) -> dict[str, Any]:
     """A plan for the question, and one for the run as it is."""
-    held = read_object(run / PLAN)
+    held = _json(run / PLAN)
     freed = tuple(f"{choice['key']}=auto" for choice in held.get("choices", ()) if isinstance(choice.get("key"), str))
     config, machine, notes = _asked(run, held, asked, freed)
     plan, profile = _plan(config, machine, asked.profile)
@@ -114,7 +112,7 @@ def explore(run: Path, asked: Question) -> dict[str, Any]:
     if (machine.cpu, machine.device.name) != (own.cpu, own.device.name):
         notes.append("Seconds are the planner's own: this run was measured on another device.")
     elif plan.fits:
-        found["measured"] = _scaled(plan, *_scales(run))
+        found["measured"] = _scaled(plan, *_scales(run, held))
     if not plan.fits:
         found |= _what_binds(plan, config, profile)
     return found
@@ -192,16 +190,9 @@ def described(path: str) -> ModelShape:
     return shape
 
 
-def _scales(run: Path) -> tuple[Measured, dict[str, float]]:
+def _scales(run: Path, held: Mapping[str, Any]) -> tuple[Measured, dict[str, float]]:
     """What the run measured, and how that compares with a plan for its own settings, phase by phase."""
-    files = tuple((at.st_size, at.st_mtime_ns) for name in (METRICS_FILE, CONFIG, PLAN) if (at := _stat(run / name)))
-    return _scales_of(run, files)
-
-
-@lru_cache(maxsize=64)
-def _scales_of(run: Path, files: object) -> tuple[Measured, dict[str, float]]:
-    """`files`: what they are now. While they stay, so do the scales."""
-    measured, held = measure(run), read_object(run / PLAN)
+    measured = measure(run)
     try:
         config = load_any(run / CONFIG)
         planned = _plan(config, _own_machine(held, config), None)[0].times.as_dict()
@@ -246,8 +237,14 @@ def _scaled(plan: Plan, measured: Measured, ratios: Mapping[str, float]) -> dict
 
 def _what_binds(plan: Plan, config: AnyConfig, profile: str) -> dict[str, Any]:
     changes = changes_that_fit(plan.job, plan.machine, config.run, profile)
+    host, device = plan.ledger.fullest_host, plan.ledger.fullest
+    on_host = plan.machine.cpu or host.host_bytes - plan.limits.host > device.required_bytes - plan.limits.device
+    phase, parts = (host, host.host) if on_host else (device, device.device)
+    largest = max(parts, key=lambda name: parts[name])
+    where = "host memory" if on_host else "the device"
     return {
-        "refusal": str(refuse(plan, config.run, profile)),
+        "binds": f"{phase.name}, on {where}: {largest}, {parts[largest] / GIB:.1f} GiB",
+        "refusal": str(refuse(plan, config.run, profile, changes)),
         "missing_bytes": plan.missing_bytes,
         "changes": [{"text": text, "saves_bytes": saved} for text, saved in changes],
     }
@@ -265,8 +262,10 @@ def _bytes(name: str, value: str | None) -> int | None:
     return found
 
 
-def _stat(path: Path) -> os.stat_result | None:
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none that can be read."""
     try:
-        return path.stat()
-    except OSError:
-        return None
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
