@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trimtab.base.errors import TrimtabError
 from trimtab.data.prompt import Prompt
 from trimtab.observe.console import Console
 from trimtab.observe.cost import OwnCost
@@ -23,6 +24,7 @@ from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
+from trimtab.observe.web.report import write_report
 from trimtab.plan.governor import Move
 from trimtab.plan.watch import PlanWatch
 from trimtab.record.checkpoint import RunState, checkpoints
@@ -189,6 +191,16 @@ class LocalObserver:
         self._console.finish(summary)
         self._journal.finished(f"finished after step {summary.get('steps')}")
         look_back(self._folder, self._console)
+        self._attach_report()
+
+    def _attach_report(self) -> None:
+        """W&B and trackio get the report of a run that is finished. That they do not ends no run."""
+        if not self._sinks.wants_report:
+            return
+        try:
+            self._sinks.attach(write_report([self._folder]).path)
+        except (TrimtabError, OSError) as error:
+            self._console.warn(f"the report could not be attached: {error}")
 
     def stopped(self, state: RunState, steps: int) -> None:
         self._console.close()
