@@ -46,6 +46,15 @@ export function percent(share: number | null | undefined, places?: number): stri
   return `${value.toFixed(digits)}\u2009%`;
 }
 
+/** pass@k is a share in whatever chart it stands. */
+export const unitOf = (metric: string, unit: string | null): string | null => (/eval\/pass@/.test(metric) ? "share" : unit);
+
+/** A number on an axis: no digits that say nothing. */
+export function tick(v: number): string {
+  const text = number(Number(v.toPrecision(6)));
+  return /\d\.\d/.test(text) && !text.includes("\u00d7") ? text.replace(/\.?0+(?=[kMB]?$)/, "") : text;
+}
+
 /** The value of a metric in its unit, for a card or a tooltip. */
 export function value(v: number | null | undefined, unit: string | null | undefined): string {
   if (isShare(unit)) return percent(v);

@@ -21,7 +21,8 @@ export const smoothing = (): Smoothing => {
 function spoken(model: Model): string {
   const parts = model.lines.filter((l) => !l.faint).map((line) => {
     const y = line.y.filter((v): v is number => v !== null);
-    return `${line.label} from ${format.value(y[0], model.unit)} to ${format.value(y.at(-1), model.unit)}`;
+    const unit = format.unitOf(line.metric, model.unit);
+    return `${line.label} from ${format.value(y[0], unit)} to ${format.value(y.at(-1), unit)}`;
   });
   if (model.stack) parts.push(`stack of ${model.stack.parts.map((p) => p.name).join(", ")}`);
   return `${model.title}, by ${model.axis}: ${parts.join("; ")}`;
@@ -94,20 +95,21 @@ interface CardProps {
   labels?: boolean;
   class?: string;
   sub?: ComponentChildren;
+  title?: string;
   children?: ComponentChildren;
 }
 
-export function ChartCard({ model, height = 190, labels, sub, children, ...rest }: CardProps): JSX.Element {
+export function ChartCard({ model, height = 190, labels, sub, title, children, ...rest }: CardProps): JSX.Element {
   const [ref, seen] = useSeen<HTMLElement>();
   return (
     <article class={`card chart ${rest.class ?? ""}`} ref={ref} data-chart={model.id} data-state={seen ? "drawn" : "waiting"}>
-      <ChartBody {...{ model, height, labels, sub, seen }} />
+      <ChartBody {...{ model, height, labels, sub, seen, title }} />
       {children}
     </article>
   );
 }
 
-function ChartBody({ model, height, labels, sub, seen }: { model: Model; height: number; labels?: boolean; sub?: ComponentChildren; seen: boolean }): JSX.Element {
+function ChartBody({ model, height, labels, sub, seen, title }: { model: Model; height: number; labels?: boolean; sub?: ComponentChildren; seen: boolean; title?: string }): JSX.Element {
   const log = useSignal(model.log);
   const table = useSignal(false);
   const readout = useRef<HTMLSpanElement>(null);
@@ -119,7 +121,7 @@ function ChartBody({ model, height, labels, sub, seen }: { model: Model; height:
   return (
     <>
       <div class="card-head">
-        <h3>{model.title} <span>{sub ?? unit}</span></h3>
+        <h3 title={title}>{model.title} <span>{sub ?? unit}</span></h3>
         <span class="readout" ref={readout} />
         <ChartMenu model={model} log={log} table={table} />
       </div>

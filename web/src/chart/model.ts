@@ -194,7 +194,7 @@ function stackOf(chart: Chart, run: Run, table: Table, x: Values, place: (step: 
       return [(counts[0] ?? 0) / all, counts.slice(1, -1).reduce((a, b) => a + b, 0) / all, counts.length > 1 ? counts.at(-1)! / all : 0];
     });
     const names = ["all wrong", "mixed", "all right"];
-    const colours = ["metric3", "rollout", "metric"];
+    const colours = ["metric3", "metric2", "metric"];
     return { x: run.distributions!.steps.map(place), parts: names.map((name, k) => ({ name, colour: colours[k], y: shares.map((s) => s[k]) })), share: true };
   }
   const specs = metricsOf(chart, table).filter((spec) => !NOT_PHASES.has(spec.name));

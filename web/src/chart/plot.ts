@@ -97,7 +97,8 @@ export class Plot {
     this.offset = this.data.length - model.lines.length;
     const xs = this.data[0];
     const pad = model.stack ? halfBar(xs as number[]) : 0;
-    this.full = xs.length ? [(xs[0] as number) - pad, (xs[xs.length - 1] as number) + pad] : [0, 1];
+    const seen = model.stack || model.heat ? (xs as number[]) : (xs as number[]).filter((_, i) => this.data.slice(1).some((y) => (y as (number | null)[])[i] != null));
+    this.full = seen.length ? [seen[0] - pad, seen[seen.length - 1] + pad] : [0, 1];
     if (this.full[0] === this.full[1]) this.full = [this.full[0] - 0.5, this.full[1] + 0.5];
     this.plot = new uPlot(this.configure(), this.data, box);
   }
@@ -130,12 +131,12 @@ export class Plot {
   private configure(): uPlot.Options {
     const { palette: colour, small, width, height, log, labels } = this.options;
     const { model } = this;
-    const right = labels ? LABEL_WIDTH : small ? 4 : 14;
+    const right = labels ? LABEL_WIDTH : small ? 2 : 14;
     const axis = { stroke: colour.faint, font: FONT, ticks: { show: false }, grid: { stroke: colour.grid, width: 1 } };
     return {
       width,
       height,
-      padding: [small ? 4 : 8, right, 0, small ? 4 : 0],
+      padding: [small ? 4 : 8, right, 0, small ? 2 : 0],
       legend: { show: false },
       pxAlign: 1,
       scales: {
@@ -145,8 +146,7 @@ export class Plot {
       axes: [
         {
           ...axis, size: small ? 18 : 24, gap: small ? 2 : 4, grid: { show: false }, space: small ? 60 : 70,
-          splits: small ? (u) => ends(u.scales.x.min!, u.scales.x.max!, this.data[0] as number[]) : undefined,
-          values: (u, splits) => splits.map((v) => this.xText(v, u)), incrs: model.axis === "step" ? [1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 25000, 50000, 100000] : undefined,
+          values: (_, splits) => splits.map((v) => (small ? "" : this.xText(v))), incrs: model.axis === "step" ? [1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 25000, 50000, 100000] : undefined,
         },
         {
           ...axis, show: !small, space: 34, gap: 6,
@@ -203,16 +203,15 @@ export class Plot {
     };
   }
 
-  private xText(v: number, u: uPlot): string {
+  private xText(v: number): string {
     if (v === null || v === undefined) return "";
-    if (this.model.axis === "time") return `${format.number(v, 2)} h`;
-    const text = this.model.axis === "step" ? (Number.isInteger(v) ? String(v) : "") : format.number(v, 2);
-    return text && !this.options.small && v === u.scales.x.max && false ? `${text} step` : text;
+    if (this.model.axis === "time") return `${format.tick(v)} h`;
+    return this.model.axis === "step" ? (Number.isInteger(v) ? String(v) : "") : format.tick(v);
   }
 
   private yText(v: number): string {
-    if (format.isShare(this.model.unit)) return v === 0 ? "0" : format.percent(v, Math.abs(v) < 0.0095 ? 2 : Math.abs(v * 100 - Math.round(v * 100)) > 1e-6 ? 1 : 0);
-    return format.number(Number(v.toPrecision(6)));
+    if (format.isShare(this.model.unit) || this.model.stack?.share) return v === 0 ? "0" : format.percent(v, Math.abs(v) < 0.0095 ? 2 : Math.abs(v * 100 - Math.round(v * 100)) > 1e-6 ? 1 : 0);
+    return format.tick(v);
   }
 
   /** What the hover line is on: the row and every value of it. */
@@ -228,7 +227,8 @@ export class Plot {
       const twin = model.lines.some((other) => other !== line && other.metric === line.metric);
       const name = twin ? (line.faint ? "raw" : model.lines.filter((l) => !l.faint).length > 1 ? line.label : "smoothed") : model.lines.length > 1 ? line.label : "";
       const error = line.error?.[idx];
-      parts.push(`${name} ${format.value(v, model.unit)}${error ? ` \u00b1${format.value(error, model.unit)}` : ""}`.trim());
+      const unit = format.unitOf(line.metric, model.unit);
+      parts.push(`${name} ${format.value(v, unit)}${error ? ` \u00b1${format.value(error, unit)}` : ""}`.trim());
     });
     if (model.stack) {
       const at = model.stack.x.indexOf(x as number);
@@ -265,7 +265,7 @@ export class Plot {
     const { ctx } = u;
     ctx.save();
     clip(u);
-    for (const bar of columnsOf(u, stack.x)) {
+    for (const bar of columnsOf(u, stack.x, !stack.share)) {
       let base = 0;
       for (const part of stack.parts) {
         let sum = 0;
@@ -281,6 +281,7 @@ export class Plot {
       if (bar.rows.length > 1 && !stack.share) {
         // Many steps in one bar: it shows their mean, and a tick the slowest of them.
         const most = Math.max(...bar.rows.map((i) => stack.parts.reduce((s, part) => s + (part.y[i] ?? 0), 0)));
+        if (most < base * 1.15) continue;
         ctx.fillStyle = this.options.palette.mut;
         ctx.fillRect(bar.left, u.valToPos(most, "y", true), bar.width, devicePixelRatio);
       }
@@ -295,7 +296,7 @@ export class Plot {
     const most = Math.max(1, ...heat.counts.flat());
     ctx.save();
     clip(u);
-    for (const column of columnsOf(u, heat.x)) {
+    for (const column of columnsOf(u, heat.x, false)) {
       for (let k = 0; k + 1 < heat.edges.length; k++) {
         let total = 0;
         for (const i of column.rows) total += heat.counts[i]?.[k] ?? 0;
@@ -352,8 +353,26 @@ export class Plot {
       }
     }
     ctx.restore();
+    if (small) this.paintEnds(u);
     if (this.options.labels) this.paintLabels(u);
     if (!small) this.paintAxisName(u);
+  }
+
+  /** A small chart has no room for an axis: its line and the two ends. */
+  private paintEnds({ ctx, bbox }: uPlot): void {
+    const dpr = devicePixelRatio;
+    const bottom = bbox.top + bbox.height;
+    ctx.save();
+    ctx.fillStyle = this.options.palette.line;
+    ctx.fillRect(bbox.left, bottom, bbox.width, dpr);
+    ctx.fillStyle = this.options.palette.faint;
+    ctx.font = scaled(FONT);
+    ctx.textBaseline = "top";
+    this.range().forEach((v, k) => {
+      ctx.textAlign = k ? "right" : "left";
+      ctx.fillText(this.xText(this.model.axis === "step" ? Math.round(v) : v), bbox.left + k * bbox.width, bottom + 4 * dpr);
+    });
+    ctx.restore();
   }
 
   private paintAxisName(u: uPlot): void {
@@ -380,8 +399,9 @@ export class Plot {
         if (last === null) return [];
         const twin = this.model.lines.some((other) => other.faint && other.metric === line.metric);
         const error = line.error?.[last];
-        const sub = line.error ? `held out${error ? `, \u00b1${format.isShare(this.model.unit) ? format.percent(error, 1) : format.number(error, 2)}` : ""}` : twin ? "training, smoothed" : "";
-        return [{ text: `${line.label} ${format.value(line.y[last], this.model.unit)}`, sub, colour: palette[line.colour], y: u.valToPos(line.y[last]!, "y", true) }];
+        const unit = format.unitOf(line.metric, this.model.unit);
+        const sub = line.error ? `held out${error ? `, \u00b1${format.isShare(unit) ? format.percent(error, 1) : format.number(error, 2)}` : ""}` : twin ? "training, smoothed" : "";
+        return [{ text: `${sub ? line.label.replace(/, (held out|smoothed)$/, "") : line.label} ${format.isShare(unit) ? format.percent(line.y[last], 1) : format.value(line.y[last], unit)}`, sub, colour: palette[line.colour], y: u.valToPos(line.y[last]!, "y", true) }];
       })
       .sort((a, b) => a.y - b.y);
     const need = (sub: string): number => (sub ? 34 : 20) * dpr;
@@ -420,15 +440,10 @@ const lonely: uPlot.Series.Points.Filter = (u, i) => {
   return found;
 };
 
-const ends = (low: number, high: number, xs: number[]): number[] => {
-  const within = xs.filter((v) => v >= low && v <= high);
-  return within.length ? [...new Set([within[0], within[within.length - 1]])] : [low, high];
-};
-
 const halfBar = (xs: number[]): number => (xs.length > 1 ? (xs[xs.length - 1] - xs[0]) / (xs.length - 1) / 2 : 0.5);
 
 /** Bars at least three pixels wide: with more steps than that, several share one. */
-function columnsOf(u: uPlot, xs: (number | null)[]): { left: number; width: number; rows: number[] }[] {
+function columnsOf(u: uPlot, xs: (number | null)[], gaps: boolean): { left: number; width: number; rows: number[] }[] {
   const [low, high] = [u.scales.x.min!, u.scales.x.max!];
   const seen: number[] = [];
   xs.forEach((v, i) => v !== null && v >= low && v <= high && seen.push(i));
@@ -445,7 +460,7 @@ function columnsOf(u: uPlot, xs: (number | null)[]): { left: number; width: numb
     const half = halfBar(seen.map((i) => xs[i]!));
     const left = u.valToPos(before === null ? first - half : (before + first) / 2, "x", true);
     const right = u.valToPos(after === null ? last + half : (last + after) / 2, "x", true);
-    const gap = right - left > 4 * dpr ? dpr * 0.75 : 0;
+    const gap = gaps && right - left > 4 * dpr ? dpr * 0.75 : 0;
     result.push({ left, width: Math.max(1, right - left - gap), rows });
   }
   return result;

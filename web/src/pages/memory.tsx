@@ -9,13 +9,13 @@ import { Card, Empty, useWidth } from "../ui";
 import { ChartGrid, ChartTools } from "./charts";
 import { Events } from "./overview";
 
-const SHADES = 6;
+const OTHER = 5; // small components share one shade and one name in the legend
 
 /** Components have no colour of their own: shades of one neutral, the same component the same shade in every phase. */
 function shadeOf(phases: MemoryPhase[]): Map<string, number> {
   const totals = new Map<string, number>();
   for (const phase of phases) for (const [name, size] of Object.entries(phase.components ?? {})) totals.set(name, Math.max(totals.get(name) ?? 0, size));
-  return new Map([...totals].sort((a, b) => b[1] - a[1]).map(([name], k) => [name, k % SHADES]));
+  return new Map([...totals].sort((a, b) => b[1] - a[1]).map(([name], k) => [name, Math.min(k, OTHER)]));
 }
 
 function PhaseBars({ run }: { run: Run }): JSX.Element {
@@ -58,7 +58,8 @@ function PhaseBars({ run }: { run: Run }): JSX.Element {
         </svg>
       )}
       <ul class="legend">
-        {[...shades].map(([name, k]) => <li key={name}><i class={`swatch shade${k}`} />{name}</li>)}
+        {[...shades].filter(([, k]) => k < OTHER).map(([name, k]) => <li key={name}><i class={`swatch shade${k}`} />{name}</li>)}
+        {shades.size > OTHER && <li title={[...shades].filter(([, k]) => k === OTHER).map(([name]) => name).join(", ")}><i class={`swatch shade${OTHER}`} />{shades.size - OTHER} smaller</li>}
         {memory.phases.some((p) => p.left_out) && <li><i class="swatch leftout" />not accounted for</li>}
         <li><i class="swatch tick" />measured peak</li>
         {memory.limit && <li><i class="swatch limitline" />limit, {format.bytes(memory.limit)}</li>}

@@ -12,7 +12,7 @@ import { SamplesHead } from "../samples/head";
 import { catalogue, page, type Opened } from "../store";
 import { phaseClass } from "../theme";
 import { Copy, Empty, LevelMark, useSeen } from "../ui";
-import { chartsOf } from "./charts";
+import { Absent, chartsOf } from "./charts";
 import { StepCard } from "./phases";
 
 export function Strip({ run }: { run: Run }): JSX.Element {
@@ -151,7 +151,7 @@ function markBest(model: Model): Model {
   let best = -1;
   line.y.forEach((v, i) => v !== null && (best < 0 || v > line.y[best]!) && (best = i));
   const at = best >= 0 ? line.x[best] : null;
-  if (at === null || line.y.filter((v) => v !== null).length < 3) return model;
+  if (at === null || line.y.filter((v) => v !== null).length < 3 || line.y.slice(best + 1).every((v) => v === null)) return model;
   return { ...model, marks: [...model.marks, { x: at, kind: "best", text: `best: ${model.axis === "step" ? `step ${at}` : format.number(at)}` }] };
 }
 
@@ -173,7 +173,7 @@ function Mini({ chart, opened }: { chart: Chart; opened: Opened }): JSX.Element 
     const spoken = text?.split("  \u00b7  ");
     if (value.current) value.current.textContent = spoken && spoken.length > 1 ? spoken[1].replace(/^(raw|smoothed|mean) /, "") : last;
   };
-  const hint = band?.text || chart.note || "";
+  const hint = band?.text || (chart.note ?? "").split(". ")[0].replace(/\.$/, "");
   return (
     <article class="card mini" ref={ref} data-chart={chart.id} data-state={model ? "drawn" : "explained"}>
       <div class="mt">
@@ -185,7 +185,7 @@ function Mini({ chart, opened }: { chart: Chart; opened: Opened }): JSX.Element 
         <>
           <div class="mv"><b ref={value}>{last}</b> <span>{format.unitText(chart.unit)}</span></div>
           {seen && <ChartView model={model} height={60} small log={log.value} hover={hover} />}
-          <div class="mh" title={hint}>{rule ? rule.title : few ? `${FEWEST_TO_JUDGE} steps are needed to judge` : hint}</div>
+          <div class="mh" title={chart.note ?? hint}>{rule ? rule.title : few ? `${FEWEST_TO_JUDGE} steps are needed to judge` : hint}</div>
         </>
       ) : (
         <Empty title="not recorded">{why(chart, opened)}</Empty>
@@ -246,7 +246,8 @@ export function Overview(): JSX.Element {
   const run = opened.run.value;
   opened.tick.value;
   const charts = chartsOf("overview", opened);
-  const small = charts.filter((c) => c.small);
+  const small = charts.filter((c) => c.small && !replaced(c, opened));
+  const left = charts.filter((c) => c.small && !small.slice(0, 6).includes(c));
   const main = charts.filter((c) => !c.small && c.kind !== "stack");
   const stack = charts.find((c) => c.kind === "stack");
   const started = opened.table.steps.length > 0;
@@ -268,20 +269,26 @@ export function Overview(): JSX.Element {
           </section>
           <section class="minis">{small.slice(0, 6).map((chart) => <Mini key={chart.id} chart={chart} opened={opened} />)}</section>
           {main.length > 1 && <section class="charts">{main.slice(1).map((chart) => <MainChart key={chart.id} chart={chart} opened={opened} />)}</section>}
-          {small.length > 6 && <section class="minis">{small.slice(6).map((chart) => <Mini key={chart.id} chart={chart} opened={opened} />)}</section>}
         </>
       ) : (
         <Starting run={run} />
       )}
       <SamplesHead opened={opened} more={() => go("samples")} />
       <Notes run={{ ...run, damaged: [] }} />
+      {started && <Absent charts={left.filter((c) => !modelOf(c, opened))} opened={opened} />}
       <span hidden data-shown={page.value} />
     </>
   );
 }
 
+/** With a reference its KL takes the place of the engine's distance, with a critic its explained variance that of the length. */
+function replaced(chart: Chart, { table }: Opened): boolean {
+  const [reference, critic] = [table.has("policy/kl_ref"), table.has("value/explained_variance")];
+  return { logprob_gap: reference, kl_ref: !reference, length: critic, explained_variance: !critic }[chart.id] ?? false;
+}
+
 function MainChart({ chart, opened }: { chart: Chart; opened: Opened }): JSX.Element {
   const model = modelOf(chart, opened);
   if (!model) return <article class="card chart" data-chart={chart.id} data-state="explained"><div class="card-head"><h3>{chart.title}</h3></div><Empty title="Not recorded">{why(chart, opened)}</Empty></article>;
-  return <ChartCard model={{ ...markBest(model), note: null }} height={252} labels sub={opened.table.steps.length < FEWEST_TO_JUDGE ? `${FEWEST_TO_JUDGE} steps are needed to judge` : chart.note} />;
+  return <ChartCard model={{ ...markBest(model), note: null }} height={296} labels sub={opened.table.steps.length < FEWEST_TO_JUDGE ? `${FEWEST_TO_JUDGE} steps are needed to judge` : ""} title={chart.note ?? ""} />;
 }

@@ -36,8 +36,8 @@ export function SamplesHead({ opened, more }: { opened: Opened; more: () => void
             const worst = g.samples.find((s) => outcome(s) !== "right") ?? g.samples[0];
             return (
               <tr key={g.id}>
-                <td class="mono line"><a href={href("samples", { kind, step: String(step), group: g.id })}><Shown text={firstLine(g.prompt) || "(empty)"} /></a></td>
-                <td class="mono line"><Shown text={firstLine(worst.failure ? String(worst.failure) : lastLine(worst.completion ?? ""))} /></td>
+                <td class="mono clip"><a href={href("samples", { kind, step: String(step), group: g.id })}><Shown text={firstLine(g.prompt) || "(empty)"} /></a></td>
+                <td class="mono clip"><Shown text={firstLine(worst.failure ? String(worst.failure) : lastLine(worst.completion ?? ""))} /></td>
                 <td><Chips samples={g.samples} /></td>
                 <td class="num">{format.number(g.mean, 2)}</td><td class="num">{format.number(g.tokens)}</td><td>{worst.failure ? "failure" : (worst.finish ?? format.DASH)}</td>
               </tr>

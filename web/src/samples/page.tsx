@@ -36,7 +36,7 @@ function StepBars({ index, step }: { index: SampleIndex[]; step: number }): JSX.
 function GroupRow({ group, on, gain, pick }: { group: Group; on: boolean; gain: number | null; pick: (sample?: number) => void }): JSX.Element {
   return (
     <div class={`group-row ${on ? "on" : ""}`} role="option" aria-selected={on} onClick={() => pick()}>
-      <div class="mono line"><Shown text={firstLine(group.prompt) || "(empty prompt)"} /></div>
+      <div class="mono clip"><Shown text={firstLine(group.prompt) || "(empty prompt)"} /></div>
       <div class="group-meta">
         <Chips samples={group.samples} choose={(k) => pick(k)} chosen={on ? Number(param("sample") ?? 0) : undefined} />
         <span>mean {format.number(group.mean, 2)}</span><span>spread {format.number(group.spread, 2)}</span><span>{format.number(group.tokens)} tokens</span>
@@ -79,8 +79,8 @@ function Hits({ opened, kind, q, regex }: { opened: Opened; kind: string; q: str
         const on = param("group") === String(row.prompt_id) && param("step") === String(row.step) && param("sample") === String(row.sample);
         return (
           <div key={k} class={`group-row ${on ? "on" : ""}`} role="option" aria-selected={on} onClick={() => set({ step: String(row.step), group: String(row.prompt_id), sample: String(row.sample), by: "number" })}>
-            <div class="mono line"><Shown text={firstLine(row.prompt ?? "")} /></div>
-            <div class="group-meta"><Chips samples={[row]} /><span>step {row.step}</span><span class="line mono"><Shown text={firstLine(row.completion ?? "").slice(0, 80)} /></span></div>
+            <div class="mono clip"><Shown text={firstLine(row.prompt ?? "")} /></div>
+            <div class="group-meta"><Chips samples={[row]} /><span>step {row.step}</span><span class="clip mono"><Shown text={firstLine(row.completion ?? "").slice(0, 80)} /></span></div>
           </div>
         );
       }} />

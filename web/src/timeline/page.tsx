@@ -31,7 +31,7 @@ function Timeline({ trace }: { trace: Trace }): JSX.Element {
   const canvas = useRef<HTMLCanvasElement>(null);
   const chosen = useSignal<number | null>(null);
   const asked = (param("at") ?? "").split(",").map((v) => Number(v) * 1e6 + whole[0]);
-  const view = useRef<[number, number]>(asked.length === 2 && asked[1] > asked[0] ? [asked[0], asked[1]] : firstView(steps, whole));
+  const view = useRef<[number, number]>(asked.length === 2 && asked[1] > asked[0] ? [asked[0], asked[1]] : firstView(trace, steps, whole));
   const colours = palette.value;
   const height = heightOf(lanes, Object.keys(trace.counters).length);
   const frame = useRef(0);
@@ -139,9 +139,12 @@ function Timeline({ trace }: { trace: Trace }): JSX.Element {
   );
 }
 
-/** The last few steps: a whole run of hours shows nothing. */
-function firstView(steps: { step: number; start: number; end: number }[], whole: [number, number]): [number, number] {
-  const last = [...steps].sort((a, b) => a.step - b.step).slice(-3);
+/** A few steps, the last that were recorded in detail: a whole run of hours shows nothing. */
+function firstView(trace: Trace, steps: { step: number; start: number; end: number }[], whole: [number, number]): [number, number] {
+  const detailed = new Set(trace.spans.filter((s) => s[4] !== null && !["phases", "events", "checkpoints"].includes(trackName(trace, s[0]))).map((s) => s[4]));
+  const sorted = [...steps].sort((a, b) => a.step - b.step);
+  const at = sorted.findLastIndex((s) => detailed.has(s.step));
+  const last = at < 0 ? sorted.slice(-3) : sorted.slice(Math.max(0, at - 1), at + 2);
   return last.length > 1 ? [last[0].start, last[last.length - 1].end] : whole;
 }
 

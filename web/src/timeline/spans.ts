@@ -43,7 +43,8 @@ export function lanesOf(trace: Trace): Lane[] {
       const [, , start, duration] = trace.spans[i];
       lane.start[k] = start;
       lane.end[k] = start + duration;
-      while (open.length && open[open.length - 1] <= start) open.pop();
+      // Clocks are read one after the other: a span that begins just before its neighbour ends is no child of it.
+      while (open.length && open[open.length - 1] <= start + Math.min(2000, duration / 2)) open.pop();
       lane.level[k] = Math.min(open.length, MOST_LEVELS - 1);
       open.push(start + duration);
       lane.depth = Math.max(lane.depth, lane.level[k] + 1);
