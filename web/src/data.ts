@@ -251,6 +251,7 @@ export interface Run extends RunHead {
   evaluations: { steps: number[]; results: Record<string, Record<string, [boolean | null, number | null, number | null]>> | null };
   trace: Trace | null;
   profile: Profile | null;
+  limit_tokens?: number | null;
   missing: { what: string; text: string }[];
   damaged: { file: string; line: number | null; text: string }[];
 }

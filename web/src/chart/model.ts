@@ -58,6 +58,7 @@ export interface Model {
   marks: Mark[];
   stack: Stack | null;
   heat: Heat | null;
+  spread: { x: number[]; low: number[]; high: number[]; colour: string; text: string } | null;
 }
 
 export type Smoothing = number | "auto";
@@ -114,7 +115,7 @@ function linesOf(run: Run, table: Table, spec: { name: string; label: string; st
   if (spec.style === "dots" || rare) return [{ ...base, y, colour: "metric", width: 1.2, dots: true, joined: true }];
   const window = windowOf(run, metric, rows, smoothing);
   if (spec.style === "thin") return [{ ...base, y, colour: "metric", width: 1, faint: true }];
-  if (window < 2) return [{ ...base, y, colour: "metric", width: 1.8 }];
+  if (window < 2) return [{ ...base, y, colour: "metric", width: 1.6 }];
   const smoothed: Line = { ...base, y: smooth(y, window), colour: "metric", width: 2.2 };
   return thinToo ? [{ ...base, y, colour: "metric", width: 1, faint: true }, smoothed] : [smoothed];
 }
@@ -153,6 +154,9 @@ export function build(chart: Chart, run: Run, table: Table, axis: Axis, smoothin
     model.lines = specs.flatMap((spec) => linesOf(run, table, spec, x, smoothing, !thinNamed.has(spec.name)));
     tellApart(model.lines);
   }
+  if (run.limit_tokens && model.lines.length && specs.some((spec) => spec.name.startsWith("response/length"))) {
+    model.lines.push({ metric: "learn.max_new_tokens", label: "limit", x, y: x.map(() => run.limit_tokens!), colour: "mut", width: 1.2, dash: [4, 3], joined: true });
+  }
   if (chart.kind === "heat") model.heat = heatOf(chart, run, place);
   if (!model.lines.length && !model.stack && !model.heat) return null;
   const banded = specs.map((spec) => run.bands[spec.name]).find(Boolean);
@@ -167,7 +171,7 @@ export function build(chart: Chart, run: Run, table: Table, axis: Axis, smoothin
 export function empty(chart: Chart, axis: Axis): Model {
   return {
     id: chart.id, title: chart.title, unit: chart.unit ?? null, note: chart.note ?? null, axis, log: !!chart.log, zero: !!chart.zero,
-    lines: [], bands: [], bandText: null, marks: [], stack: null, heat: null,
+    lines: [], bands: [], bandText: null, marks: [], stack: null, heat: null, spread: null,
   };
 }
 
@@ -220,8 +224,21 @@ function heatOf(chart: Chart, run: Run, place: (step: number) => number | null):
   return { x: x as number[], edges: histogram.edges, counts: histogram.counts };
 }
 
+/** Runs that differ in the seed alone: their mean as one line and the area between the lowest and the highest. */
+function seedBand(model: Model, ids: string[], text: string): void {
+  const lines = model.lines.filter((line) => !line.faint && ids.some((id) => line.metric.startsWith(`${id} `)));
+  const metric = lines[0]?.metric.split(" ").slice(1).join(" ");
+  const same = lines.filter((line) => line.metric.endsWith(` ${metric}`));
+  if (same.length < 2) return;
+  const at = new Map<number, number[]>();
+  for (const line of same) line.x.forEach((v, i) => v !== null && line.y[i] !== null && at.set(v, [...(at.get(v) ?? []), line.y[i]!]));
+  const rows = [...at].filter(([, list]) => list.length === same.length).sort((a, b) => a[0] - b[0]);
+  if (rows.length < 2) return;
+  model.spread = { x: rows.map(([v]) => v), low: rows.map(([, l]) => Math.min(...l)), high: rows.map(([, l]) => Math.max(...l)), colour: same[0].colour, text };
+}
+
 /** The same chart of several runs: a colour for each run, the metric told apart by dashes. */
-export function buildCompared(chart: Chart, runs: { run: Run; table: Table }[], axis: Axis, smoothing: Smoothing): Model | null {
+export function buildCompared(chart: Chart, runs: { run: Run; table: Table }[], axis: Axis, smoothing: Smoothing, seeds: { runs: string[]; text?: string }[] = []): Model | null {
   const model = empty(chart, axis);
   runs.forEach(({ run, table }, k) => {
     const x = xOf(table, axis);
@@ -233,5 +250,7 @@ export function buildCompared(chart: Chart, runs: { run: Run; table: Table }[], 
       }
     }
   });
+  for (const group of seeds) seedBand(model, group.runs, group.text ?? "seeds");
+  if (model.spread) model.note = [model.note, `shaded: between the ${model.spread.text}`].filter(Boolean).join(" ");
   return model.lines.length ? model : null;
 }

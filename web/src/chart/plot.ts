@@ -171,7 +171,7 @@ export class Plot {
         drawClear: [(u) => this.paintBands(u)],
         drawSeries: [],
         draw: [(u) => this.paintOver(u)],
-        drawAxes: [(u) => (this.paintHeat(u), this.paintStack(u))],
+        drawAxes: [(u) => (this.paintHeat(u), this.paintStack(u), this.paintSpread(u))],
         setCursor: [(u) => this.options.hover(this.readout(u.cursor.idx ?? null, u))],
         setSelect: [
           (u) => {
@@ -286,6 +286,21 @@ export class Plot {
         ctx.fillRect(bar.left, u.valToPos(most, "y", true), bar.width, devicePixelRatio);
       }
     }
+    ctx.restore();
+  }
+
+  private paintSpread(u: uPlot): void {
+    const { spread } = this.model;
+    if (!spread) return;
+    const { ctx } = u;
+    ctx.save();
+    clip(u);
+    ctx.beginPath();
+    spread.x.forEach((v, i) => ctx.lineTo(u.valToPos(v, "x", true), u.valToPos(spread.high[i], "y", true)));
+    for (let i = spread.x.length - 1; i >= 0; i--) ctx.lineTo(u.valToPos(spread.x[i], "x", true), u.valToPos(spread.low[i], "y", true));
+    ctx.closePath();
+    ctx.fillStyle = withAlpha(this.options.palette[spread.colour], 0.15);
+    ctx.fill();
     ctx.restore();
   }
 

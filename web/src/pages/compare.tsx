@@ -102,8 +102,9 @@ export function ComparePage(): JSX.Element {
   const pairs = runs.map((o) => (o.tick.value, { run: o.run.value, table: o.table }));
   const stages = new Set(runs.map((o) => o.run.value.stage));
   const charts = catalogue.value.filter((c) => c.kind === "lines" && (!c.stages?.length || c.stages.some((s) => stages.has(s))));
-  const models = charts.flatMap((chart) => buildCompared(chart, pairs, axis.value, smoothing()) ?? []);
   const compare = answer.value;
+  const seeds = compare?.bands;
+  const models = charts.flatMap((chart) => buildCompared(chart, pairs, axis.value, smoothing(), Array.isArray(seeds) ? seeds : []) ?? []);
   const at = runs.map((o) => compare?.runs.indexOf(o.run.value.id) ?? -1);
   return (
     <>

@@ -34,8 +34,10 @@ export function Strip({ run }: { run: Run }): JSX.Element {
 function Now({ run }: { run: Run }): JSX.Element | null {
   const s = run.state;
   if (!["running", "starting", "quiet"].includes(s.kind)) return null;
+  const told = run.verdict.parts.some((p) => p.id === "state" && p.text.toLowerCase().includes(s.text.toLowerCase()));
   const share = s.done !== null && s.total ? clamp(s.done / s.total, 0, 1) : null;
-  const known = [s.text, share !== null && `${format.count(s.done)} of ${format.count(s.total)} ${s.unit ?? ""}`, s.left_s !== null && `about ${format.duration(s.left_s)} left`];
+  const known = [!told && s.text, share !== null && `${format.count(s.done)} of ${format.count(s.total)} ${s.unit ?? ""}`, s.left_s !== null && `about ${format.duration(s.left_s)} left`];
+  if (!known.some(Boolean)) return null;
   return (
     <div class="now">
       {share !== null && <progress max={1} value={share} aria-label="progress in this phase" />}
@@ -58,6 +60,11 @@ function Sentence({ part, strong }: { part: VerdictPart; strong: boolean }): JSX
   return to ? <a href={to} title={evidence || undefined}>{text} </a> : <span title={evidence || undefined}>{text} </span>;
 }
 
+/** Python writes commands and keys between backticks: here they can be copied. */
+function Ticked({ text }: { text: string }): JSX.Element {
+  return <>{text.split(/`([^`]+)`/).map((part, k) => (k % 2 ? <Copy key={k} text={part} /> : part))}</>;
+}
+
 export function Verdict({ run }: { run: Run }): JSX.Element {
   const said = run.verdict.parts.filter((p) => p.id !== "next" && p.text);
   const next = run.verdict.parts.find((p) => p.id === "next" && p.text);
@@ -66,7 +73,7 @@ export function Verdict({ run }: { run: Run }): JSX.Element {
       <p>{said.length ? said.map((part, k) => <Sentence key={part.id} part={part} strong={k === 0} />) : <b>Nothing to judge yet.</b>}</p>
       {next && (
         <p class="next">
-          <span class="tag">next</span>{next.text} {next.key && <Copy text={next.key} />} {next.gain && <span>{next.gain}</span>}
+          <span class="tag">next</span><Ticked text={next.text} /> {next.key && !next.text.includes(`\`${next.key}\``) && <Copy text={next.key} />} {next.gain && <span>{next.gain}</span>}
         </p>
       )}
     </section>
@@ -133,8 +140,8 @@ function FitsCard({ run }: { run: Run }): JSX.Element {
   return (
     <Question title="Does it fit?" page="memory" note={q?.note ?? "no memory was measured"}>
       <div class="big">
-        {used === null ? (q?.value ?? format.DASH) : format.number(used, used < 1 ? 2 : 3)}
-        {q?.limit ? <small>of {format.number(q.limit)} {unit} that may be used</small> : used !== null && <small>{unit}</small>}
+        {used === null ? (q?.value ?? format.number(q?.planned)) : format.number(used, used < 1 ? 2 : 3)}
+        {q?.limit ? <small>of {format.number(q.limit)} {unit} {used === null && q.planned ? "planned" : "that may be used"}</small> : used !== null && <small>{unit}</small>}
       </div>
       <div class="track">
         {used !== null && <i class="used" style={{ width: `${(100 * used) / full}%` }} title={`measured: ${format.number(used)} ${unit}`} />}
@@ -198,12 +205,13 @@ function Trouble({ run }: { run: Run }): JSX.Element | null {
   const s = run.state;
   const error = typeof s.error === "string" ? s.error : s.error ? `${s.error.type ?? "Error"}: ${s.error.text ?? ""}` : null;
   if (s.kind !== "failed" && !error) return null;
+  const said = run.verdict.parts.map((p) => `${p.text} ${p.key ?? ""}`).join(" ");
   const last = run.events.filter((e) => e.level !== "info" || e.kind === "checkpoint").slice(-4);
   return (
     <section class="alert bad" role="alert">
-      <b>{error ? "The last error" : "It failed"}{run.facts.step !== null ? `, at step ${run.facts.step}` : ""}</b>
-      {error && <pre class="mono">{error}</pre>}
-      {s.resume && <p>Continue with <Copy text={s.resume} /></p>}
+      <b>{error && !said.includes(error) ? "The last error" : "What happened last"}</b>
+      {error && !said.includes(error) && <pre class="mono">{error}</pre>}
+      {s.resume && !said.includes(s.resume) && <p>Continue with <Copy text={s.resume} /></p>}
       {last.length > 0 && <Events events={last} />}
     </section>
   );
@@ -232,7 +240,7 @@ function Starting({ run }: { run: Run }): JSX.Element {
   const choices = run.plan?.choices ?? [];
   return (
     <section class="card starting">
-      <Empty title="No step yet">{run.state.text || "the run has been started and has not written a row"}</Empty>
+      <div class="card-head"><h3>No step yet <span>{choices.length ? "this is what Trimtab chose" : run.state.text}</span></h3></div>
       {choices.length > 0 && (
         <table class="list"><tbody>{choices.slice(0, 12).map((c) => <tr key={c.key}><td class="mono">{c.key}</td><td class="mono">{format.json(c.value)}</td><td>{c.why}</td></tr>)}</tbody></table>
       )}
