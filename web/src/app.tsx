@@ -77,7 +77,7 @@ function Top(): JSX.Element {
       <div class="right">
         {several && run && heads.value.length <= 200 && <Choose label="" value={run.id} options={heads.value.map((h) => [h.id, h.name])} onChange={(id) => set({ run: id, zoom: null })} />}
         {!connected.value && <span class="pill warn"><i />reconnecting</span>}
-        {run && <span class="whenat">{format.when(run.facts.ended_at ?? run.at ?? source.value?.written)}</span>}
+        {run && !several && <span class="whenat">{format.when(run.facts.ended_at ?? run.at ?? source.value?.written)}</span>}
         {run && <Pill run={run} />}
         <button type="button" class="round help" aria-label="Help and keys" title="help (?)" onClick={() => (helpOpen.value = true)}>?</button>
         <ThemeSwitch />

@@ -111,6 +111,7 @@ function linesOf(run: Run, table: Table, spec: { name: string; label: string; st
     const error = deviation?.map((v) => (v === null ? null : 1.96 * v));
     return [{ ...base, y, colour: "eval", width: 1.4, dash: [1, 4], dots: true, joined: true, error }];
   }
+  if (spec.style === "smooth" && rare && !thinToo) return []; // too few to smooth: the raw values stand for themselves
   if (spec.style === "dashed") return [{ ...base, y, colour: "mut", width: 1.4, dash: [4, 3], joined: true }];
   if (spec.style === "dots" || rare) return [{ ...base, y, colour: "metric", width: 1.2, dots: true, joined: true }];
   const window = windowOf(run, metric, rows, smoothing);
@@ -155,7 +156,7 @@ export function build(chart: Chart, run: Run, table: Table, axis: Axis, smoothin
     tellApart(model.lines);
   }
   if (run.limit_tokens && model.lines.length && specs.some((spec) => spec.name.startsWith("response/length"))) {
-    model.lines.push({ metric: "learn.max_new_tokens", label: "limit", x, y: x.map(() => run.limit_tokens!), colour: "mut", width: 1.2, dash: [4, 3], joined: true });
+    model.lines.push({ metric: "learn.max_new_tokens", label: "limit", x, y: (table.get("response/length_mean") ?? x).map((v) => (v === null ? null : run.limit_tokens!)), colour: "mut", width: 1.2, dash: [4, 3], joined: true });
   }
   if (chart.kind === "heat") model.heat = heatOf(chart, run, place);
   if (!model.lines.length && !model.stack && !model.heat) return null;

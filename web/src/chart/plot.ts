@@ -131,7 +131,7 @@ export class Plot {
   private configure(): uPlot.Options {
     const { palette: colour, small, width, height, log, labels } = this.options;
     const { model } = this;
-    const right = labels ? LABEL_WIDTH : small ? 2 : 14;
+    const right = labels ? LABEL_WIDTH : small ? 2 : 20;
     const axis = { stroke: colour.faint, font: FONT, ticks: { show: false }, grid: { stroke: colour.grid, width: 1 } };
     return {
       width,
@@ -199,7 +199,7 @@ export class Plot {
       dash: line.dash,
       cap: line.dash && line.dash[0] <= 1.5 ? "round" : "butt",
       spanGaps: !!line.joined,
-      points: { show: line.dots || few ? true : undefined, size: small ? 5 : 8, width: 1.5, stroke: palette.card, fill: palette[line.colour], space: 0, filter: line.dots || few ? undefined : lonely },
+      points: { show: line.dots || few ? true : undefined, size: small ? 5 : 8, width: small ? 0.01 : 1.5, stroke: palette.card, fill: palette[line.colour], space: 0, filter: line.dots || few ? undefined : lonely },
     };
   }
 
@@ -383,9 +383,12 @@ export class Plot {
     ctx.fillStyle = this.options.palette.faint;
     ctx.font = scaled(FONT);
     ctx.textBaseline = "top";
-    this.range().forEach((v, k) => {
-      ctx.textAlign = k ? "right" : "left";
-      ctx.fillText(this.xText(this.model.axis === "step" ? Math.round(v) : v), bbox.left + k * bbox.width, bottom + 4 * dpr);
+    const [low, high] = this.range().map((v) => (this.model.axis === "step" ? Math.round(v) : v));
+    const only = (this.data[0] as number[]).filter((v) => v >= this.range()[0] && v <= this.range()[1]);
+    // One row has no two ends.
+    (only.length === 1 ? [only[0]] : [low, high]).forEach((v, k, all) => {
+      ctx.textAlign = all.length === 1 ? "center" : k ? "right" : "left";
+      ctx.fillText(this.xText(v), bbox.left + (all.length === 1 ? 0.5 : k) * bbox.width, bottom + 4 * dpr);
     });
     ctx.restore();
   }
@@ -415,7 +418,7 @@ export class Plot {
         const twin = this.model.lines.some((other) => other.faint && other.metric === line.metric);
         const error = line.error?.[last];
         const unit = format.unitOf(line.metric, this.model.unit);
-        const sub = line.error ? `held out${error ? `, \u00b1${format.isShare(unit) ? format.percent(error, 1) : format.number(error, 2)}` : ""}` : twin ? "training, smoothed" : "";
+        const sub = line.error ? `held out${error ? `, \u00b1${format.isShare(unit) ? format.percent(error, 1) : format.number(error, 2)}` : ""}` : twin ? (line.label === "training" ? "smoothed" : "training, smoothed") : "";
         return [{ text: `${sub ? line.label.replace(/, (held out|smoothed)$/, "") : line.label} ${format.isShare(unit) ? format.percent(line.y[last], 1) : format.value(line.y[last], unit)}`, sub, colour: palette[line.colour], y: u.valToPos(line.y[last]!, "y", true) }];
       })
       .sort((a, b) => a.y - b.y);

@@ -54,10 +54,10 @@ export function ChartGrid({ page, opened, without }: Props): JSX.Element {
   );
 }
 
-export function Absent({ charts, opened }: { charts: Chart[]; opened: Opened }): JSX.Element | null {
+export function Absent({ charts, opened, folded }: { charts: Chart[]; opened: Opened; folded?: boolean }): JSX.Element | null {
   if (!charts.length) return null;
   return (
-    <details class="absent" open={charts.length < 4}>
+    <details class="absent" open={!folded && charts.length < 4}>
       <summary>{charts.length === 1 ? "One chart is" : `${charts.length} charts are`} not drawn: this run did not record what they need</summary>
       <ul>{charts.map((chart) => <li key={chart.id} data-chart={chart.id} data-state="explained"><b>{chart.title}</b>: {why(chart, opened)}</li>)}</ul>
     </details>

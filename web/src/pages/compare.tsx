@@ -12,7 +12,7 @@ import { SampleView } from "../samples/sample";
 import { catalogue, chooseRuns, chosen, compared, heads, live, source, type Opened } from "../store";
 import { Card, Choose, Empty } from "../ui";
 import { ChartTools } from "./charts";
-import { PlanBars } from "./phases";
+import { inOrder, PlanBars } from "./phases";
 
 const show = (v: unknown, unit: string | null): string => {
   if (typeof v !== "number") return v === null || v === undefined ? format.DASH : format.json(v);
@@ -84,10 +84,10 @@ function SamePrompt({ runs }: { runs: Opened[] }): JSX.Element | null {
 
 function Phases({ runs }: { runs: Opened[] }): JSX.Element | null {
   const rows = runs.filter((o) => o.run.value.phases).map((o) => {
-    const parts = o.run.value.phases!.rows.filter((r) => r.seconds > 0).map((r) => ({ name: r.name, seconds: r.seconds }));
-    return { label: o.run.value.name.slice(-9), parts, total: parts.reduce((s, p) => s + p.seconds, 0) };
+    const parts = inOrder(o.run.value.phases!.rows).filter((r) => r.seconds > 0).map((r) => ({ name: r.name, seconds: r.seconds }));
+    return { label: o.run.value.name.slice(-22), parts, total: parts.reduce((s, p) => s + p.seconds, 0) };
   });
-  return rows.length ? <Card class="wide" title="Where a step goes" sub="median, seconds"><PlanBars rows={rows} /></Card> : null;
+  return rows.length ? <Card class="wide" title="Where a step goes" sub="median, seconds"><PlanBars rows={rows} left={160} /></Card> : null;
 }
 
 export function ComparePage(): JSX.Element {

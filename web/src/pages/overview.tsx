@@ -283,7 +283,7 @@ export function Overview(): JSX.Element {
       )}
       <SamplesHead opened={opened} more={() => go("samples")} />
       <Notes run={{ ...run, damaged: [] }} />
-      {started && <Absent charts={left.filter((c) => !modelOf(c, opened))} opened={opened} />}
+      {started && <Absent charts={left.filter((c) => !modelOf(c, opened))} opened={opened} folded />}
       <span hidden data-shown={page.value} />
     </>
   );

@@ -14,11 +14,10 @@ interface Row {
   total: number;
 }
 
-const inOrder = (rows: PhaseRow[]): PhaseRow[] => [...rows].sort((a, b) => PHASES.indexOf(phaseClass(a.name)) - PHASES.indexOf(phaseClass(b.name)));
+export const inOrder = (rows: PhaseRow[]): PhaseRow[] => [...rows].sort((a, b) => PHASES.indexOf(phaseClass(a.name)) - PHASES.indexOf(phaseClass(b.name)));
 
-export function PlanBars({ rows, height = 88 }: { rows: Row[]; height?: number }): JSX.Element {
+export function PlanBars({ rows, height = 88, left = 64 }: { rows: Row[]; height?: number; left?: number }): JSX.Element {
   const [ref, width] = useWidth<HTMLDivElement>();
-  const left = 64;
   const most = Math.max(...rows.map((row) => row.total), 1e-9) * 1.04;
   const px = (s: number): number => left + (s / most) * (width - left - 6);
   const barHeight = 22;

@@ -7,7 +7,7 @@ const HIDDEN = /([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200
 
 function named(char: string): string {
   const code = char.charCodeAt(0);
-  if (code < 0x20) return String.fromCharCode(0x2400 + code);
+  if (code < 0x20) return `\\x${code.toString(16).padStart(2, "0")}`;
   return `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
