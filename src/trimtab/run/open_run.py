@@ -12,6 +12,7 @@ from trimtab.config.load import AnyConfig
 from trimtab.data.stream import Stream
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
+from trimtab.observe.device_watch import open_device_watch
 from trimtab.observe.journal import Journal
 from trimtab.observe.observer import LocalObserver
 from trimtab.observe.recoveries import Recoveries
@@ -20,12 +21,13 @@ from trimtab.plan.report import as_dict
 from trimtab.plan.watch import PlanWatch
 from trimtab.record.checkpoint import RunState, prune
 from trimtab.record.folder import begin, claim
+from trimtab.record.record_writer import RecordWriter
 from trimtab.record.sinks import Sinks
 from trimtab.rollout.engine import Engine
 from trimtab.run.assemble import AnyTrainer, BuiltRun, assemble_here
 from trimtab.run.assemble_ranks import assemble_ranks, plan_ranks
 from trimtab.run.build import card_facts, spare_the_collector
-from trimtab.run.facts import run_facts
+from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
 from trimtab.run.resume import load_or_init_state
 from trimtab.run.stage import CheckedRun, Stage
@@ -57,7 +59,7 @@ def open_run(
     console, journal = stack.enter_context(Console(asked.learn.steps or 1, file=console_file)), Journal()
     console.on_event = journal.event
     if inputs.lost:
-        console.warn(f"{inputs.lost}\nAll ranks start again")
+        console.warn(f"{inputs.lost}\nAll ranks start again", "rank")
     console.waiting(stage.reading_note)
     ready = stage.check(asked, inputs, stack, resume=resume)
     config, folder = ready.config, ready.folder
@@ -82,17 +84,35 @@ def open_run(
     stream = stage.stream(config, ready, state.data_position)
     stack.callback(stream.close)
     resumed_from = state.step if checkpoint else None
-    journal.open(folder, resumed_from, steps, run_facts(asked, config, parts, folder, inputs))
+    devices = open_device_watch(uuids_of(parts.gpus)) if parts.gpus else None
+    if devices is not None:
+        stack.callback(devices.close)
+    looks = [each.look for each in (parts.meter.host_peaks, devices) if each is not None]
+    journal.open(folder, resumed_from, steps, run_facts(asked, config, parts, folder, inputs), looks)
     sinks = Sinks(folder, config.observe, resumed_from)
     stack.callback(sinks.close)
     _tell_of_start(stage, ready, parts, state, console, inputs.verbose)
     spare_the_collector(stack)
     trainer.prepare_to_save()
-    timeline = Timeline(folder, on_phase=console.working)
-    trainer.tell_written(timeline.wrote_checkpoint)
     observer = LocalObserver(
-        folder, console, timeline, sinks, parts.meter, PlanWatch(parts.plan), recoveries, journal, inputs.callbacks
+        folder,
+        state,
+        console,
+        Timeline(folder, on_phase=console.working, steps=steps),
+        sinks,
+        RecordWriter(folder, resumed_from),
+        parts.meter,
+        devices,
+        PlanWatch(parts.plan),
+        recoveries,
+        journal,
+        inputs.callbacks,
+        samples_rows=config.observe.samples_rows,
+        seed=config.learn.seed,
+        task_of=stage.task_of(ready),
     )
+    trainer.tell_written(observer.wrote_checkpoint)
+    trainer.on_move = observer.moved
     stack.callback(observer.close)
     if lowered := trainer.recall(state.memory):
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from trimtab.config.resolved import PlannedConfig, ResolvedConfig, eval_in_words, resolve_config
 from trimtab.config.schema import Config
+from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
 from trimtab.data.view import View
 from trimtab.model.adapters import refuse_unknown_targets
@@ -28,7 +29,7 @@ from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
-from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_wandb, update_settings
+from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_sinks, update_settings
 from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import memory_limit, pick_device
@@ -71,7 +72,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     folder = find_folder(asked.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
     refuse_without_engine(asked.run, device)
-    refuse_missing_wandb(asked.observe)
+    refuse_missing_sinks(asked.observe)
     refuse_kernels(asked.run, asked.model, device)
     config = with_found_rewards(resolve_config(asked), inputs)
     tokenizer, limit = read_tokenizer(config)
@@ -186,6 +187,9 @@ class RolloutStage:
 
     def view(self, ready: CheckedPrompts, stop_token_ids: list[int]) -> View:
         return ready.work.view(ready.config, stop_token_ids)
+
+    def task_of(self, ready: CheckedPrompts) -> Callable[[Prompt], str] | None:
+        return None if ready.tasks is None else ready.tasks.of
 
     def card(self, config: PlannedConfig, ready: CheckedPrompts, engine: Engine) -> dict[str, Any]:
         learn, held_out = config.learn, ready.work.eval.prompts

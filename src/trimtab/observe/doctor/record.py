@@ -40,6 +40,7 @@ class Record:
     checkpoint: str | None = None
     """Name of the newest complete checkpoint."""
     _points: dict[str, list[tuple[int, float]]] = field(default_factory=dict, repr=False, compare=False)
+    _values: dict[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
     _trends: dict[tuple[str, int], Trend] = field(default_factory=dict, repr=False, compare=False)
     _shifts: dict[tuple[str, float], Shift | None] = field(default_factory=dict, repr=False, compare=False)
 
@@ -87,7 +88,9 @@ class Record:
         return set(table.steps[table.written(name) & np.isnan(table.column(name))].tolist())
 
     def values(self, name: str) -> list[float]:
-        return [value for _, value in self.points(name)]
+        if name not in self._values:
+            self._values[name] = [value for _, value in self.points(name)]
+        return self._values[name]
 
     def recent(self, name: str, steps: int = RECENT_STEPS) -> list[float]:
         return self.values(name)[-steps:]

@@ -1,7 +1,7 @@
 """Who may ask, and what a browser may do with the answer.
 
-- A browser that another site has sent here under its own name (DNS rebinding) is refused: `Host` must be an address or a name that is
-  known. No name service can answer for an address.
+- A browser that another site has sent here under its own name (DNS rebinding) is refused: `Host` must be an address or a name
+  that is known. No name service can answer for an address.
 - Beyond this machine a token is needed: in the address once, which sets a cookie, or as `Authorization: Bearer TOKEN`.
 - POST is for pages of this server alone: another page's `Origin` is refused, and so is a body that is not JSON.
 - Nothing is shared with other origins; scripts and styles come from files of this server, never from a page's text.
@@ -119,9 +119,7 @@ class AccessGuard:
             # Only this server's own paths: //other.example would be another site.
             path = "/" + scope["path"].lstrip("/")
             answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
-            answer.set_cookie(
-                self.cookie, self.token, max_age=COOKIE_AGE_S, path="/", httponly=True, samesite="strict"
-            )
+            answer.set_cookie(self.cookie, self.token, max_age=COOKIE_AGE_S, path="/", httponly=True, samesite="strict")
             return answer
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         if (kind.lower() == "bearer" and self._right(bearer)) or self._right(self._held(headers)):

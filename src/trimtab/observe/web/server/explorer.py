@@ -1,9 +1,9 @@
 """What a run would take with other settings or on another machine: the planner, without torch, without writing anything.
 
-Keys that Trimtab had chosen for the run are open again, unless they are given. Memory and seconds are what `trimtab plan` says for the
-same config and machine; beside them, seconds of each phase are scaled by what this run measured over what a plan says of it, so that
-the run's own settings give the run's own times. What does not fit says what binds, and which single changes would help.
-"""
+Keys that Trimtab had chosen for the run are open again, unless they are given. Memory and seconds are what `trimtab plan` says
+for the same config and machine; beside them, seconds of each phase are scaled by what this run measured over what a plan says
+of it, so that the run's own settings give the run's own times. What does not fit says what binds, and which single changes
+would help."""
 
 from __future__ import annotations
 
@@ -70,13 +70,19 @@ class Measured:
     steps: int = 0
 
 
+Scales = tuple[Measured, dict[str, float]]
+"""What a run measured, and by phase how that compares with a plan."""
+
+
 def parse_question(body: Any) -> Question:
     """A question as a browser sends it; a ConfigError says what is wrong with it."""
     if not isinstance(body, Mapping):
         raise ConfigError([Problem("", "the body is not a JSON object")])
     overrides = body.get("overrides") or []
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()]
+        overrides = [
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()
+        ]
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
         raise ConfigError([Problem("overrides", "is not a list of texts", 'Write ["learn.max_new_tokens=1024"]')])
     if len(overrides) > MAX_OVERRIDES:
@@ -84,7 +90,9 @@ def parse_question(body: Any) -> Question:
     for override in overrides:
         if not override.strip().startswith(OPEN_KEYS):
             key = override.partition("=")[0].strip()[:80]
-            raise ConfigError([Problem(key, "cannot be tried here", f"Change keys that begin with {', '.join(OPEN_KEYS)}")])
+            raise ConfigError(
+                [Problem(key, "cannot be tried here", f"Change keys that begin with {', '.join(OPEN_KEYS)}")]
+            )
     devices = body.get("devices")
     if devices is not None and (type(devices) is not int or not 1 <= devices <= MAX_DEVICES):
         raise ConfigError([Problem("devices", f"is not a number from 1 to {MAX_DEVICES}")])
@@ -97,8 +105,8 @@ def parse_question(body: Any) -> Question:
     return Question(tuple(overrides), devices=devices, **texts)
 
 
-def explore(run: Path, asked: Question) -> dict[str, Any]:
-    """A plan for the question, and one for the run as it is."""
+def explore(run: Path, asked: Question, scales: Scales | None = None) -> dict[str, Any]:
+    """A plan for the question, in the run's own seconds too. `scales`: what `scales_of` says, for who asks more than once."""
     held = _json(run / PLAN)
     freed = tuple(f"{choice['key']}=auto" for choice in held.get("choices", ()) if isinstance(choice.get("key"), str))
     config, machine, notes = _asked(run, held, asked, freed)
@@ -108,7 +116,7 @@ def explore(run: Path, asked: Question) -> dict[str, Any]:
     if (machine.cpu, machine.device.name) != (own.cpu, own.device.name):
         notes.append("Seconds are the planner's own: this run was measured on another device.")
     elif plan.fits:
-        found["measured"] = _scaled(plan, *_scales(run, held))
+        found["measured"] = _scaled(plan, *(scales or scales_of(run)))
     if not plan.fits:
         found |= _what_binds(plan, config, profile)
     return found
@@ -180,13 +188,17 @@ def described(path: str) -> ModelShape:
         path = str(Path(cached).parent) if isinstance(cached, str) else path
     shape = described_shape(path)
     if shape is None:
-        raise ModelError(f"{path} has to be built to know what it takes, and this server has no torch. Use `trimtab plan`")
+        raise ModelError(
+            f"{path} has to be built to know what it takes, and this server has no torch. Use `trimtab plan`"
+        )
     return shape
 
 
-def _scales(run: Path, held: Mapping[str, Any]) -> tuple[Measured, dict[str, float]]:
-    """What the run measured, and how that compares with a plan for its own settings, phase by phase."""
-    measured = measure(run)
+def scales_of(run: Path, reader: RunReader | None = None) -> Scales:
+    """What the run measured, and how that compares with a plan for its own settings, phase by phase. `reader`: one that has read
+    the run already."""
+    held = _json(run / PLAN)
+    measured = measure(run, reader)
     try:
         config = load_any(run / CONFIG)
         planned = _plan(config, _own_machine(held, config), None)[0].times.as_dict()
@@ -200,9 +212,10 @@ def _scales(run: Path, held: Mapping[str, Any]) -> tuple[Measured, dict[str, flo
     return measured, ratios
 
 
-def measure(run: Path) -> Measured:
-    reader = RunReader(run)
-    reader.update()
+def measure(run: Path, reader: RunReader | None = None) -> Measured:
+    if reader is None:
+        reader = RunReader(run)
+        reader.update()
     trained = reader.metrics.written(TRAINED) & (reader.metrics.steps > 0)
     last = np.flatnonzero(trained)[-RECENT_STEPS:]
     found = {}
@@ -223,7 +236,9 @@ def _scaled(plan: Plan, measured: Measured, ratios: Mapping[str, float]) -> dict
     seconds = {name: value for name, value in plan.times.as_dict().items() if name != "total"}
     phases = {name: value * ratios.get(name, 1.0) for name, value in seconds.items()}
     total = sum(phases.values()) + sum(measured.others.values())
-    words = f"seconds of a plan, times what the run's last {measured.steps} steps measured over what a plan says of them"
+    words = (
+        f"seconds of a plan, times what the run's last {measured.steps} steps measured over what a plan says of them"
+    )
     return {"phases": phases, "others": dict(measured.others), "total": total, "ratios": dict(ratios), "note": words}
 
 
