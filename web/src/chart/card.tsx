@@ -146,9 +146,18 @@ export function ChartMenu({ model, log, table }: { model: Model; log: { value: b
 
 /** The model of a catalogue chart for the run that is open; null where the run did not record it. */
 export function modelOf(chart: Chart, opened: Opened): Model | null {
-  opened.tick.value;
-  return build(chart, opened.run.value, opened.table, axis.value, smoothing());
+  const made = { run: opened.run.value, tick: opened.tick.value, axis: axis.value, smoothing: smoothing() };
+  let models = kept.get(opened);
+  if (!models) kept.set(opened, (models = new Map()));
+  const known = models.get(chart.id);
+  if (known && known.run === made.run && known.tick === made.tick && known.axis === made.axis && known.smoothing === made.smoothing) return known.model;
+  const model = build(chart, made.run, opened.table, made.axis, made.smoothing);
+  models.set(chart.id, { ...made, model });
+  return model;
 }
+
+/** A page is drawn again with every change of the address; its charts only when their numbers change. */
+const kept = new WeakMap<Opened, Map<string, { run: unknown; tick: number; axis: string; smoothing: Smoothing; model: Model | null }>>();
 
 export const why = (chart: Chart, opened: Opened): string => {
   const names = chart.metrics.map((m) => m.name ?? `${m.prefix}\u2026`).slice(0, 4).join(", ");

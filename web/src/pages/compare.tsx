@@ -1,7 +1,7 @@
 // Several runs: results, the keys that differ, the catalogue's charts laid over each other, phases, the same prompt side by side.
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect } from "preact/hooks";
+import { useEffect, useMemo } from "preact/hooks";
 import { ChartCard, smoothing } from "../chart/card";
 import { buildCompared } from "../chart/model";
 import type { Compare, Sample } from "../data";
@@ -99,12 +99,16 @@ export function ComparePage(): JSX.Element {
   }, [ids]);
   if (chosen.value.length < 2) return <Empty title="Choose two runs or more">{live.value ? <>Tick them in the <a href="#/runs">list of runs</a>.</> : "This report holds one."}</Empty>;
   if (runs.length < chosen.value.length) return <Empty title="Opening the runs" />;
+  return <Compared runs={runs} compare={answer.value} />;
+}
+
+function Compared({ runs, compare }: { runs: Opened[]; compare: Compare | null }): JSX.Element {
   const pairs = runs.map((o) => (o.tick.value, { run: o.run.value, table: o.table }));
   const stages = new Set(runs.map((o) => o.run.value.stage));
   const charts = catalogue.value.filter((c) => c.kind === "lines" && (!c.stages?.length || c.stages.some((s) => stages.has(s))));
-  const compare = answer.value;
+  const ids = runs.map((o) => o.run.value.id).join();
   const seeds = compare?.bands;
-  const models = charts.flatMap((chart) => buildCompared(chart, pairs, axis.value, smoothing(), Array.isArray(seeds) ? seeds : []) ?? []);
+  const models = useMemo(() => charts.flatMap((chart) => buildCompared(chart, pairs, axis.value, smoothing(), Array.isArray(seeds) ? seeds : []) ?? []), [ids, runs.map((o) => o.tick.value).join(), axis.value, smoothing(), compare]);
   const at = runs.map((o) => compare?.runs.indexOf(o.run.value.id) ?? -1);
   return (
     <>

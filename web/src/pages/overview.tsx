@@ -1,7 +1,7 @@
 // The first screen: sentence, four numbers, two charts, six small charts, the head of the samples.
 import { useSignal } from "@preact/signals";
 import type { ComponentChildren, JSX } from "preact";
-import { useRef } from "preact/hooks";
+import { useMemo, useRef } from "preact/hooks";
 import { ChartCard, ChartMenu, ChartView, here, modelOf, why } from "../chart/card";
 import type { Chart, Event, Run, VerdictPart } from "../data";
 import * as format from "../format";
@@ -279,7 +279,10 @@ export function Overview(): JSX.Element {
           {main.length > 1 && <section class="charts">{main.slice(1).map((chart) => <MainChart key={chart.id} chart={chart} opened={opened} />)}</section>}
         </>
       ) : (
-        <Starting run={run} />
+        <>
+          <Starting run={run} />
+          <Absent charts={charts} opened={opened} folded />
+        </>
       )}
       <SamplesHead opened={opened} more={() => go("samples")} />
       <Notes run={{ ...run, damaged: [] }} />
@@ -297,6 +300,7 @@ function replaced(chart: Chart, { table }: Opened): boolean {
 
 function MainChart({ chart, opened }: { chart: Chart; opened: Opened }): JSX.Element {
   const model = modelOf(chart, opened);
-  if (!model) return <article class="card chart" data-chart={chart.id} data-state="explained"><div class="card-head"><h3>{chart.title}</h3></div><Empty title="Not recorded">{why(chart, opened)}</Empty></article>;
-  return <ChartCard model={{ ...markBest(model), note: null }} height={296} labels sub={opened.table.steps.length < FEWEST_TO_JUDGE ? `${FEWEST_TO_JUDGE} steps are needed to judge` : ""} title={chart.note ?? ""} />;
+  const marked = useMemo(() => model && { ...markBest(model), note: null }, [model]);
+  if (!marked) return <article class="card chart" data-chart={chart.id} data-state="explained"><div class="card-head"><h3>{chart.title}</h3></div><Empty title="Not recorded">{why(chart, opened)}</Empty></article>;
+  return <ChartCard model={marked} height={296} labels sub={opened.table.steps.length < FEWEST_TO_JUDGE ? `${FEWEST_TO_JUDGE} steps are needed to judge` : ""} title={chart.note ?? ""} />;
 }
