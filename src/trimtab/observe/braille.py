@@ -29,7 +29,7 @@ def braille(
     low: float | None = None,
     high: float | None = None,
 ) -> list[str]:
-    """`height` lines of `width` characters, highest values at the top. `low`, `high`: the ends of the axis; else those of the values."""
+    """`height` lines of `width` characters, the highest value at the top. `low`, `high`: the axis, if not that of the values."""
     data = np.asarray(values, dtype=np.float64)
     found = span_of(data)
     if found is None:

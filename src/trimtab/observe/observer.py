@@ -13,6 +13,7 @@ from trimtab.observe.console import Console
 from trimtab.observe.host import HostWatch
 from trimtab.observe.look_back import look_back, where_it_stands
 from trimtab.observe.meters import MemoryMeter
+from trimtab.observe.profiling.profiler import ProfileWindow
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
@@ -40,10 +41,12 @@ class LocalObserver:
         watch: PlanWatch,
         recoveries: Recoveries,
         callbacks: Sequence[Callback] = (),
+        profile: ProfileWindow | None = None,
     ) -> None:
         self._folder, self._console, self._timeline, self._sinks = folder, console, timeline, sinks
         self._meter, self._watch, self._recoveries, self._callbacks = meter, watch, recoveries, callbacks
         self._host = HostWatch(console.warn)
+        self._profile = profile
 
     def waiting(self, what: str) -> None:
         self._console.waiting(what)
@@ -56,7 +59,8 @@ class LocalObserver:
 
     @contextmanager
     def phase(self, name: str, memory: str | None = None) -> Iterator[None]:
-        with self._timeline.phase(name), nullcontext() if memory is None else self._meter.phase(memory):
+        profiled = nullcontext() if self._profile is None else self._profile.phase(name)
+        with self._timeline.phase(name), nullcontext() if memory is None else self._meter.phase(memory), profiled:
             yield
 
     def saw(self, stats: UpdateStats, settings: PassSettings) -> None:
@@ -75,7 +79,10 @@ class LocalObserver:
 
     def end_phases(self, step: int) -> dict[str, float]:
         self._trace_recoveries()
-        return self._timeline.end_step(step)
+        seconds = self._timeline.end_step(step)
+        if self._profile is not None:
+            self._profile.step_ended(step)
+        return seconds
 
     def measure(self, metrics: dict[str, float], steps_to_go: int) -> None:
         metrics |= self._meter.end_step() | self._host.end_step(steps_to_go)
@@ -111,6 +118,8 @@ class LocalObserver:
 
     def close(self) -> None:
         """Nothing more will be seen."""
+        if self._profile is not None:
+            self._profile.close()
         self._trace_recoveries()
         self._timeline.close()
 

@@ -25,6 +25,7 @@ from trimtab.run.assemble import AnyTrainer, BuiltRun, assemble_here
 from trimtab.run.assemble_ranks import assemble_ranks, plan_ranks
 from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.inputs import Inputs
+from trimtab.run.profile import check_profile, open_profile
 from trimtab.run.resume import load_or_init_state
 from trimtab.run.stage import CheckedRun, Stage
 
@@ -67,6 +68,9 @@ def open_run(
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
     planned = plan_ranks(ready)
+    profiled = check_profile(
+        inputs.profile, state.step, steps, 1 if planned is None else len(planned.devices), console.warn
+    )
     build = assemble_here if planned is None else partial(assemble_ranks, planned)
     parts = build(stage, ready, stack, recoveries, checkpoint, folder, console.waiting)
     config, trainer = parts.config, parts.trainer
@@ -84,8 +88,9 @@ def open_run(
     trainer.prepare_to_save()
     timeline = Timeline(folder, on_phase=console.working)
     trainer.tell_written(timeline.wrote_checkpoint)
+    profile = open_profile(profiled, parts.ranks, folder, ready.device, state.step, console.note)
     observer = LocalObserver(
-        folder, console, timeline, sinks, parts.meter, PlanWatch(parts.plan), recoveries, inputs.callbacks
+        folder, console, timeline, sinks, parts.meter, PlanWatch(parts.plan), recoveries, inputs.callbacks, profile
     )
     stack.callback(observer.close)
     if lowered := trainer.recall(state.memory):
