@@ -25,6 +25,7 @@ from trimtab.observe.notebook import NotebookView, notebook_display
 from trimtab.observe.panel import LivePanel, phase_table, step_line
 from trimtab.observe.signal import SignalWatch
 from trimtab.observe.waiting import Waiting
+from trimtab.record.events import Level
 
 PLAIN_WIDTH = 120
 REFRESHES_A_SECOND = 1
@@ -66,6 +67,8 @@ class Console:
         self._wants_live = terminal if live is None else live
         self._live: Live | None = None
         self._waiting = Waiting(file, terminal)
+        self.on_event: Callable[[Level, str, str], object] = lambda level, kind, text: None
+        """Told of every note and warning: its level, its kind and its text."""
 
     def card(self, card: StartCard, verbose: bool = False) -> None:
         """`verbose`: with every choice, those that are usual too."""
@@ -104,10 +107,13 @@ class Console:
         self.history.last_eval = (step, dict(scores_))
         self._print(Text(f"eval at step {step} | {scores(scores_)}"))
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, kind: str = "note") -> None:
+        self.on_event("info", kind, text)
         self._print(Text(text))
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, kind: str = "warning") -> None:
+        """`kind`: of the event that it is in events.jsonl."""
+        self.on_event("warn", kind, text)
         with self._waiting.free_line():
             self._rich.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 

@@ -11,6 +11,7 @@ import torch
 
 from trimtab.observe.console import Console
 from trimtab.observe.host import HostWatch
+from trimtab.observe.journal import Journal
 from trimtab.observe.look_back import look_back, where_it_stands
 from trimtab.observe.meters import MemoryMeter
 from trimtab.observe.profiling.profiler import ProfileWindow
@@ -40,15 +41,19 @@ class LocalObserver:
         meter: MemoryMeter | RankMeter,
         watch: PlanWatch,
         recoveries: Recoveries,
+        journal: Journal,
         callbacks: Sequence[Callback] = (),
         profile: ProfileWindow | None = None,
     ) -> None:
         self._folder, self._console, self._timeline, self._sinks = folder, console, timeline, sinks
         self._meter, self._watch, self._recoveries, self._callbacks = meter, watch, recoveries, callbacks
+        self._journal = journal
+        self._begun = False
         self._host = HostWatch(console.warn)
         self._profile = profile
 
     def waiting(self, what: str) -> None:
+        self._journal.phase(None, what)
         self._console.waiting(what)
 
     def note(self, text: str) -> None:
@@ -59,9 +64,16 @@ class LocalObserver:
 
     @contextmanager
     def phase(self, name: str, memory: str | None = None) -> Iterator[None]:
+        if not self._begun:
+            self._begun = True
+            self._journal.running()
+        self._journal.phase(name)
         profiled = nullcontext() if self._profile is None else self._profile.phase(name)
-        with self._timeline.phase(name), nullcontext() if memory is None else self._meter.phase(memory), profiled:
-            yield
+        try:
+            with self._timeline.phase(name), nullcontext() if memory is None else self._meter.phase(memory), profiled:
+                yield
+        finally:
+            self._journal.phase(None)
 
     def saw(self, stats: UpdateStats, settings: PassSettings) -> None:
         self._watch.saw(stats.sizes, settings.recompute, settings.logprob_chunk, settings.offload_activations)
@@ -79,6 +91,7 @@ class LocalObserver:
 
     def end_phases(self, step: int) -> dict[str, float]:
         self._trace_recoveries()
+        self._journal.step(step + 1)
         seconds = self._timeline.end_step(step)
         if self._profile is not None:
             self._profile.step_ended(step)
@@ -110,11 +123,15 @@ class LocalObserver:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._console.finish(summary)
+        self._journal.finished(f"finished after step {summary.get('steps')}")
         look_back(self._folder, self._console)
 
     def stopped(self, state: RunState, steps: int) -> None:
         self._console.close()
         self._console.warn(where_it_stands(self._folder, state, steps))
+
+    def restarting(self) -> None:
+        self._journal.restarting()
 
     def close(self) -> None:
         """Nothing more will be seen."""

@@ -14,8 +14,9 @@ class Recoveries:
     """Engine and trainer report to it. It is made before the run folder: what it has heard waits to be taken into the trace."""
 
     def __init__(
-        self, state: RunState, warn: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
+        self, state: RunState, warn: Callable[[str, str], None], clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        """`warn`: called with a line for the user, and the kind of event that it is."""
         self._state, self._warn, self._clock = state, warn, clock
         self._waiting: list[tuple[str, float, str]] = []
 
@@ -41,7 +42,7 @@ class Recoveries:
 
     def restarted(self, line: str) -> None:
         """A process of the engine was lost, and another goes on in its place."""
-        self._tell("engine restarted", line)
+        self._tell("engine restarted", line, "engine")
 
     def take(self) -> list[tuple[str, float, str]]:
         """What has happened since the last call: its name, when, and what it was."""
@@ -50,8 +51,8 @@ class Recoveries:
 
     def _note(self, line: str, counted: bool) -> None:
         self._state.oom_recoveries += counted
-        self._tell("out of memory" if counted else "memory is short", line)
+        self._tell("out of memory" if counted else "memory is short", line, "recovery")
 
-    def _tell(self, name: str, line: str) -> None:
-        self._warn(f"step {self._state.step + 1}: {line}")
+    def _tell(self, name: str, line: str, kind: str) -> None:
+        self._warn(f"step {self._state.step + 1}: {line}", kind)
         self._waiting.append((name, self._clock(), line))

@@ -6,6 +6,7 @@ anywhere else is an error, because neither a kill nor a full disk can cause it.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -33,6 +34,17 @@ def dump_line(row: Mapping[str, Any]) -> bytes:
     """One line, with newline. A lone surrogate becomes its JSON escape: whatever text a data set holds is written."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def append_whole(file: io.FileIO, line: bytes) -> None:
+    """All of a line, or an error and nothing of it: a full disk may take a part."""
+    end, left = file.seek(0, os.SEEK_END), memoryview(line)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 @dataclass(frozen=True)

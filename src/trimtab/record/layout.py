@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG, PLAN, METRICS_FILE, FINAL, CHECKPOINTS = "config.yaml", "plan.json", "metrics.jsonl", "final", "checkpoints"
+RUN_FILE, NOW_FILE, EVENTS_FILE = "run.json", "now.json", "events.jsonl"
+"""Facts of the run and its state; what it does now; what happened."""
+TRACE_FILE, DISTRIBUTIONS_FILE = "trace.json", "distributions.jsonl"
+SAMPLE_INDEX = "samples/index.jsonl"
+"""What files of samples there are, of training and of evaluation."""
 RANK_LOGS = "ranks"
 """Folder with a log for each rank of a run on several devices."""
 
@@ -17,3 +22,8 @@ def samples_file(run: Path, step: int) -> Path:
 def eval_samples_file(run: Path, step: int) -> Path:
     """Completions of the evaluation after a step."""
     return run / "eval" / "samples" / f"step-{step}.jsonl"
+
+
+def eval_results_file(run: Path, step: int) -> Path:
+    """The outcome of every prompt in the evaluation after a step."""
+    return run / "eval" / "results" / f"step-{step}.jsonl"

@@ -6,10 +6,14 @@
 
 A run may be running, killed, resumed, or of another version. A torn last line is left for later; other lines that cannot be read
 are in `damaged`, and the rest is there. A metrics.jsonl that a resume replaced is read again from its beginning.
+
+Every other file is optional: `run`, `now`, `events`, `distributions`, `sample_index`, `eval_results` and `trace` give what can be
+read and nothing where there is nothing; lines of them that cannot be read are in `damaged_elsewhere`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +26,22 @@ import yaml
 from trimtab.base.errors import DataError, first_line
 from trimtab.record.columns import MetricTable
 from trimtab.record.jsonl import Damaged, JsonlTail, read_jsonl
-from trimtab.record.layout import CHECKPOINTS, CONFIG, FINAL, METRICS_FILE, eval_samples_file, samples_file
+from trimtab.record.layout import (
+    CHECKPOINTS,
+    CONFIG,
+    DISTRIBUTIONS_FILE,
+    EVENTS_FILE,
+    FINAL,
+    METRICS_FILE,
+    NOW_FILE,
+    PLAN,
+    RUN_FILE,
+    SAMPLE_INDEX,
+    TRACE_FILE,
+    eval_results_file,
+    eval_samples_file,
+    samples_file,
+)
 
 
 class RunReader:
@@ -32,6 +51,7 @@ class RunReader:
         self.folder = Path(folder)
         self.metrics = MetricTable()
         self._tail = JsonlTail(self.folder / METRICS_FILE)
+        self._damaged: dict[Path, list[Damaged]] = {}
 
     def update(self) -> int | None:
         """Read what was appended to metrics.jsonl; returns the index of the first row that is new or different, or None.
@@ -87,6 +107,50 @@ class RunReader:
         """Completions that were kept of the evaluation after a step; none where there is no file."""
         return read_jsonl(eval_samples_file(self.folder, step))
 
+    def run(self) -> dict[str, Any]:
+        """run.json: facts of the run, its starts and its state; empty where there is none."""
+        return read_object(self.folder / RUN_FILE)
+
+    def now(self) -> dict[str, Any]:
+        """now.json: what it does, or did last; empty where there is none."""
+        return read_object(self.folder / NOW_FILE)
+
+    def plan(self) -> dict[str, Any]:
+        """plan.json; empty where there is none."""
+        return read_object(self.folder / PLAN)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in the order of the file. A resume takes nothing out."""
+        return self._lines(self.folder / EVENTS_FILE)
+
+    def distributions(self) -> list[dict[str, Any]]:
+        """Histograms of each step, in step order; of a step that was repeated, the last."""
+        return _last_of_each(self._lines(self.folder / DISTRIBUTIONS_FILE), ("step",))
+
+    def sample_index(self) -> list[dict[str, Any]]:
+        """What files of samples there are, by kind and step; of one that was written again, the last."""
+        return _last_of_each(self._lines(self.folder / SAMPLE_INDEX), ("kind", "step"))
+
+    def eval_results(self, step: int) -> list[dict[str, Any]]:
+        """The outcome of every prompt in the evaluation after a step; none where there is no file."""
+        return self._lines(eval_results_file(self.folder, step))
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Events of trace.json, in Chrome's format, as far as they can be read."""
+        return list(read_trace(self.folder / TRACE_FILE))
+
+    @property
+    def damaged_elsewhere(self) -> list[Damaged]:
+        """Lines that could not be read when these files were last asked for."""
+        return [line for lines in self._damaged.values() for line in lines]
+
+    def _lines(self, path: Path) -> list[dict[str, Any]]:
+        tail = JsonlTail(path)
+        with readable(path):
+            _, rows = tail.read()
+        self._damaged[path] = tail.damaged
+        return rows
+
 
 def open_run(folder: Path, command: str = "trimtab doctor") -> RunReader:
     """A reader that has read all there is; a DataError that says what is wrong where the folder holds no run."""
@@ -117,6 +181,38 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file with one JSON object; empty where it is missing, damaged or something else. Whoever replaces it does so whole."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_trace(path: Path) -> Iterator[dict[str, Any]]:
+    """One event a line; the array around them is never closed, and the last line may be torn."""
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        for line in file:
+            text = line.strip().lstrip(b"[,").rstrip(b",]")
+            try:
+                event = json.loads(text) if text else None
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def _last_of_each(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The last row of each key, in step order; rows without a step are left out."""
+    found = {tuple(str(row.get(key)) for key in keys): row for row in rows if type(row.get("step")) is int}
+    return sorted(found.values(), key=lambda row: row["step"])
 
 
 def _read_settings(path: Path) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.base.errors import ConfigError, DataError, Problem
 from trimtab.base.files import write_file
 from trimtab.config.schema import Observe
-from trimtab.record.jsonl import dump_line, finite, read_jsonl
+from trimtab.record.jsonl import append_whole, dump_line, finite, read_jsonl
 from trimtab.record.layout import METRICS_FILE
 from trimtab.record.tensorboard import EventFile
 
@@ -46,7 +46,7 @@ class Sinks:
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Record one step. Values that are not finite are null in metrics.jsonl and are left out elsewhere."""
         row = {name: finite(value) for name, value in metrics.items()}
-        _append(self._metrics, dump_line({"step": step} | row))
+        append_whole(self._metrics, dump_line({"step": step} | row))
         scalars = {name: value for name, value in row.items() if value is not None}
         if self._events:
             self._events.write(step, scalars)
@@ -63,17 +63,6 @@ class Sinks:
             self._events.close()
         if self._wandb:
             self._wandb.finish()
-
-
-def _append(file: io.FileIO, line: bytes) -> None:
-    """All of a line, or an error and nothing of it: a full disk may take a part."""
-    end, left = file.seek(0, os.SEEK_END), memoryview(line)
-    try:
-        while left:
-            left = left[file.write(left) :]
-    except OSError:
-        file.truncate(end)
-        raise
 
 
 def _keep_until(path: Path, resume_step: int | None) -> None:

@@ -108,5 +108,5 @@ def _engine_here(
     torch.set_num_threads(plan.run.threads)
     console.waiting(f"starting the {plan.run.engine} engine")
     # What an engine survives is not told: there is no run that it belongs to.
-    _, engine = open_engine(config, plan, policy, tokenizer, Recoveries(RunState(), lambda line: None))
+    _, engine = open_engine(config, plan, policy, tokenizer, Recoveries(RunState(), lambda line, kind: None))
     return engine

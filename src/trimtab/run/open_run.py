@@ -12,6 +12,7 @@ from trimtab.config.load import AnyConfig
 from trimtab.data.stream import Stream
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
+from trimtab.observe.journal import Journal
 from trimtab.observe.observer import LocalObserver
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
@@ -24,6 +25,7 @@ from trimtab.rollout.engine import Engine
 from trimtab.run.assemble import AnyTrainer, BuiltRun, assemble_here
 from trimtab.run.assemble_ranks import assemble_ranks, plan_ranks
 from trimtab.run.build import card_facts, spare_the_collector
+from trimtab.run.facts import run_facts
 from trimtab.run.inputs import Inputs
 from trimtab.run.profile import check_profile, open_profile
 from trimtab.run.resume import load_or_init_state
@@ -53,7 +55,8 @@ def open_run(
     console_file: IO[str] | None = None,
 ) -> OpenRun:
     """Build a run. Whatever it opens is closed by `stack`, in the right order, also when a later part fails."""
-    console = stack.enter_context(Console(asked.learn.steps or 1, file=console_file))
+    console, journal = stack.enter_context(Console(asked.learn.steps or 1, file=console_file)), Journal()
+    console.on_event = journal.event
     if inputs.lost:
         console.warn(f"{inputs.lost}\nAll ranks start again")
     console.waiting(stage.reading_note)
@@ -61,6 +64,7 @@ def open_run(
     config, folder = ready.config, ready.folder
     steps = console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
+    stack.push(journal.exit)
     checkpoint, state, changed = load_or_init_state(config, ready.device, folder, ready.rows, resume, console)
     state.rank_restarts = max(state.rank_restarts, inputs.rank_restarts)
     stage.init_state(config, state, None if checkpoint is None else changed)
@@ -81,7 +85,9 @@ def open_run(
         begin(folder, config, as_dict(parts.plan))
     stream = stage.stream(config, ready, state.data_position)
     stack.callback(stream.close)
-    sinks = Sinks(folder, config.observe, state.step if checkpoint else None)
+    resumed_from = state.step if checkpoint else None
+    journal.open(folder, resumed_from, steps, run_facts(asked, config, parts, folder, inputs))
+    sinks = Sinks(folder, config.observe, resumed_from)
     stack.callback(sinks.close)
     _tell_of_start(stage, ready, parts, state, console, inputs.verbose)
     spare_the_collector(stack)
@@ -90,7 +96,16 @@ def open_run(
     trainer.tell_written(timeline.wrote_checkpoint)
     profile = open_profile(profiled, parts.ranks, folder, ready.device, state.step, console.note)
     observer = LocalObserver(
-        folder, console, timeline, sinks, parts.meter, PlanWatch(parts.plan), recoveries, inputs.callbacks, profile
+        folder,
+        console,
+        timeline,
+        sinks,
+        parts.meter,
+        PlanWatch(parts.plan),
+        recoveries,
+        journal,
+        inputs.callbacks,
+        profile,
     )
     stack.callback(observer.close)
     if lowered := trainer.recall(state.memory):

@@ -184,6 +184,10 @@ class Observer(Protocol):
         """It was stopped, or has failed: say where it stands."""
         ...
 
+    def restarting(self) -> None:
+        """It ends only to begin again."""
+        ...
+
 
 AConfig = TypeVar("AConfig", bound=AnyConfig)
 AData = TypeVar("AData")

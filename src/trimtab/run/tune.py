@@ -37,7 +37,7 @@ def run_tuning(config: Config, inputs: Inputs, file: IO[str]) -> dict[str, Any]:
     with ExitStack() as stack:
         with waiting(file, "reading the data and loading the model"):
             ready = check(config, inputs, stack, resume=True)
-            parts = assemble(RolloutStage(), ready, stack, Recoveries(RunState(), lambda line: None))
+            parts = assemble(RolloutStage(), ready, stack, Recoveries(RunState(), lambda line, kind: None))
         plan = parts.plan
         planned = {choice.key: choice.value for choice in plan.choices}
         console.print(f"{'key':>14}  {'size':>9}  {'tokens/s':>12}  {'peak':>9}")
