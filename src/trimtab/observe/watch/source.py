@@ -1,0 +1,76 @@
+"""A run folder as `trimtab watch` follows it: looked at once a second, read again where something changed.
+
+What costs (the doctor's rules, the verdict) is done again only when there are new rows, and then at most for a tenth of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trimtab.base.errors import DataError
+from trimtab.observe.watch.interim import describe
+from trimtab.observe.watch.view import RunView, newest_values
+from trimtab.record.layout import CONFIG, EVENTS_FILE, FINAL, METRICS_FILE, NOW_FILE, PLAN, RUN_FILE
+from trimtab.record.reader import open_run
+
+FILES = (METRICS_FILE, NOW_FILE, EVENTS_FILE, RUN_FILE, PLAN, CONFIG, FINAL)
+COST_FACTOR = 10
+"""A look that took a second is followed by ten without one."""
+
+
+class RunSource:
+    """The newest view of a run, and its samples."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """Raises a DataError where the folder holds no run."""
+        self._reader = open_run(folder, "trimtab watch")
+        self._clock = clock
+        self._seen: tuple[Any, ...] = ()
+        self._rest_until = 0.0
+        self._samples: dict[int, list[dict[str, Any]]] = {}
+        self.folder = folder
+        self.view = RunView()
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Look at the files; True where the view is another."""
+        now = self._clock()
+        seen = tuple(_stamp(self.folder / name) for name in FILES)
+        changed = seen != self._seen and now >= self._rest_until
+        if changed:
+            self._seen = seen
+            started = time.monotonic()
+            self._reader.update()
+            self.view = RunView(describe(self._reader), self._reader.metrics, newest_values(self._reader.metrics), now)
+            self._rest_until = now + COST_FACTOR * (time.monotonic() - started) - 1.0
+        else:
+            self.view = RunView(self.view.run, self.view.metrics, self.view.last, now)
+        return changed
+
+    def sample_steps(self) -> list[int]:
+        """Steps of which samples were kept."""
+        names = (path.stem.removeprefix("step-") for path in (self.folder / "samples").glob("step-*.jsonl"))
+        return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+    def samples(self, step: int) -> list[Mapping[str, Any]]:
+        """Samples of a step; none where the file cannot be read."""
+        if step not in self._samples:
+            try:
+                found = self._reader.samples(step)
+            except DataError:
+                found = []
+            self._samples = {step: found}  # one step's at a time: they may be large
+        return list(self._samples[step])
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Which file it is, how long, and of when."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
