@@ -73,10 +73,10 @@ def progress_lines(view: RunView, width: int, height: int) -> Lines:
     room = max(MIN_BAR, width - len(head) - len(tail))
     done = round(room * share)
     line = Text.assemble(head, ("━" * done, "cyan"), ("─" * (room - done), "dim"), (tail, "bold"))
-    return [line, Text.assemble(("now: ", "dim"), visible(_doing(view)))][:height]
+    return [line, Text.assemble(("now: ", "dim"), visible(doing(view)))][:height]
 
 
-def _doing(view: RunView) -> str:
+def doing(view: RunView) -> str:
     state = view.state
     words = str(state.get("text") or "")
     if view.has_ended or not state.get("phase"):
@@ -95,8 +95,8 @@ def curve_lines(view: RunView, metric: str, width: int, height: int) -> Lines:
         return [Text("no value yet", style="dim")]
     known = _by_step(steps, values)
     labels = ["".rjust(LABEL_WIDTH)] * height
-    labels[-1] = _value(metric, found[0]).rjust(LABEL_WIDTH)
-    labels[0] = _value(metric, found[1]).rjust(LABEL_WIDTH)
+    labels[-1] = value_text(metric, found[0]).rjust(LABEL_WIDTH)
+    labels[0] = value_text(metric, found[1]).rjust(LABEL_WIDTH)
     drawn = braille(known, max(1, width - LABEL_WIDTH - 1), height)
     return [Text.assemble((f"{label} ", "dim"), (line, "cyan")) for label, line in zip(labels, drawn)]
 
@@ -124,11 +124,11 @@ def _by_step(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _change(metric: str, values: np.ndarray) -> str:
-    first, last = _value(metric, float(values[0])), _value(metric, float(values[-1]))
+    first, last = value_text(metric, float(values[0])), value_text(metric, float(values[-1]))
     return last if len(values) == 1 else f"{first} → {last}"
 
 
-def _value(metric: str, value: float) -> str:
+def value_text(metric: str, value: float) -> str:
     if metric in ("eval/pass@1", "rm/accuracy", "eval/accuracy"):
         return percent(value, 1)
     return count(value) if metric in ("response/length_mean", "throughput/tokens_per_s") else number(value)
