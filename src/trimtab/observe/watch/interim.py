@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 
-from trimtab.observe.doctor.examine import examine
-from trimtab.observe.doctor.record import Record
 from trimtab.observe.history import SHOWN_PHASES
-from trimtab.record.reader import RunReader
+from trimtab.observe.look import RunLook
 
 GIB = 2**30
 
 
-def describe(reader: RunReader) -> dict[str, Any]:
-    run, now, plan, metrics = reader.run(), reader.now(), reader.plan(), reader.metrics
-    settings = dict(reader.settings())
+def describe(look: RunLook) -> dict[str, Any]:
+    run, plan, metrics, settings = look.run, look.plan, look.reader.metrics, look.settings
     steps = metrics.steps
     step = int(steps[-1]) if len(steps) else 0
-    record = Record(settings, metrics, finished=reader.finished, quiet_s=reader.quiet_s())
-    done = examine(record)
-    kind = run.get("state") or ("finished" if reader.finished else "running")
-    if kind == "running" and time.time() - now.get("at", 0) > 120:
-        kind = "quiet"
+    done, kind = look.done, look.state.kind
     totals = metrics.column("time/total")[-20:]
     rows = []
     for name in SHOWN_PHASES:
@@ -33,19 +25,13 @@ def describe(reader: RunReader) -> dict[str, Any]:
         if len(values):
             seconds = float(np.median(values))
             planned = (plan.get("step_seconds") or {}).get(name)
-            rows.append(
-                {"name": name, "seconds": seconds, "share": seconds / float(np.nanmedian(totals)), "planned": planned}
-            )
+            share = seconds / float(np.nanmedian(totals))
+            rows.append({"name": name, "seconds": seconds, "share": share, "planned": planned})
     memory = []
     for phase in plan.get("phases") or []:
         _, peaks = metrics.points(f"memory/{phase['name']}_peak_gib")
-        memory.append(
-            {
-                "name": phase["name"],
-                "predicted": phase["allocated_bytes"],
-                "measured": peaks[-1] * GIB if len(peaks) else None,
-            }
-        )
+        measured = peaks[-1] * GIB if len(peaks) else None
+        memory.append({"name": phase["name"], "predicted": phase["allocated_bytes"], "measured": measured})
     level = "bad" if any(f.level == "bad" for f in done.findings) else "warn" if done.findings else "ok"
     parts = [
         {"id": "state", "text": f"The run is {kind}."},
@@ -54,14 +40,8 @@ def describe(reader: RunReader) -> dict[str, Any]:
         {"id": "next", "text": done.findings[0].remedy if done.findings else "nothing to change"},
     ]
     return {
-        "name": run.get("name") or reader.folder.name,
-        "stage": run.get("stage") or "rl",
-        "state": {
-            "kind": kind,
-            "text": kind,
-            **{k: now.get(k) for k in ("phase", "since", "done", "total", "unit")},
-            "left_s": 300,
-        },
+        "name": look.name,
+        "stage": look.stage,
         "facts": {
             "task": settings["data"]["train"],
             "parameters": run.get("parameters"),
@@ -79,5 +59,5 @@ def describe(reader: RunReader) -> dict[str, Any]:
             "phases": memory,
         },
         "findings": [f.as_json() for f in done.findings],
-        "events": reader.events(),
+        "events": look.events,
     }

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from trimtab.base.errors import DataError
 from trimtab.observe.format import MISSING, duration, gib, number, percent
+from trimtab.observe.look import RunLook
 from trimtab.observe.visible import visible
 from trimtab.observe.watch.fit import Lines, cut
 from trimtab.observe.watch.view import MARKS, STATE_LEVEL
@@ -19,8 +20,6 @@ from trimtab.record.layout import CHECKPOINTS, CONFIG, METRICS_FILE, NOW_FILE
 from trimtab.record.reader import RunReader
 
 MAX_DEPTH = 3
-QUIET_S = 120.0
-"""A run that says nothing for so long may be dead."""
 HEAD = ("run", "state", "step", "learns", "held out", "s a step", "peak", "last sign")
 RIGHT = {2, 3, 4, 5, 6, 7}
 
@@ -49,7 +48,7 @@ class RunsSource:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self.folder, self._clock = folder, clock
-        self._readers: dict[Path, RunReader] = {}
+        self._looks: dict[Path, RunLook] = {}
         self._heads: dict[Path, dict[str, Any]] = {}
         self.refresh()
 
@@ -65,30 +64,21 @@ class RunsSource:
         return sorted(self._heads.values(), key=lambda row: -float(row["sign"]))
 
     def _head(self, path: Path) -> dict[str, Any]:
-        reader = self._readers.setdefault(path, RunReader(path))
+        look = self._looks.setdefault(path, RunLook(RunReader(path), self._clock))
         name = visible(str(path.relative_to(self.folder)))
         try:
-            changed = reader.update()
+            changed = look.refresh()
         except DataError:
             return {"name": name, "kind": "unknown", "sign": 0.0}
         sign = max(_mtime(path / METRICS_FILE), _mtime(path / NOW_FILE), _mtime(path / CONFIG))
         known = self._heads.get(path)
-        facts = known["facts"] if known and "facts" in known and changed is None else _facts(reader)
-        return {"name": name, "kind": _kind(reader, self._clock() - sign), "sign": sign, "facts": facts}
+        facts = known["facts"] if known and "facts" in known and not changed else _facts(look)
+        return {"name": name, "kind": look.state.kind, "sign": sign, "facts": facts}
 
 
-def _kind(reader: RunReader, silent_s: float) -> str:
-    kind = str(reader.run().get("state") or ("finished" if reader.finished else "running"))
-    return "quiet" if kind in ("running", "starting") and silent_s > QUIET_S else kind
-
-
-def _facts(reader: RunReader) -> dict[str, str]:
-    metrics = reader.metrics
+def _facts(look: RunLook) -> dict[str, str]:
+    reader, metrics = look.reader, look.reader.metrics
     steps = metrics.steps
-    try:
-        total = (reader.settings().get("learn") or {}).get("steps")
-    except (DataError, AttributeError):
-        total = None
     learned = next((name for name in ("reward/mean", "sft/loss", "rm/loss") if name in metrics.names), "")
     score = next(
         (name for name in ("eval/pass@1", "eval/score", "eval/accuracy", "eval/loss") if name in metrics.names), ""
@@ -97,7 +87,7 @@ def _facts(reader: RunReader) -> dict[str, str]:
     _, seconds = metrics.points("time/total")
     share = score in ("eval/pass@1", "eval/accuracy")
     return {
-        "step": f"{int(steps[-1]) if len(steps) else 0}/{total if isinstance(total, int) else MISSING}",
+        "step": f"{int(steps[-1]) if len(steps) else 0}/{look.steps or MISSING}",
         "learns": number(_last(reader, learned)),
         "held out": percent(_last(reader, score), 1) if share else number(_last(reader, score)),
         "s a step": duration(float(np.median(seconds[-20:])) if len(seconds) else None),

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import DataError
+from trimtab.observe.look import look_at
 from trimtab.observe.watch.interim import describe
 from trimtab.observe.watch.view import RunView, newest_values
 from trimtab.record.layout import CONFIG, EVENTS_FILE, FINAL, METRICS_FILE, NOW_FILE, PLAN, RUN_FILE
-from trimtab.record.reader import open_run
 
 FILES = (METRICS_FILE, NOW_FILE, EVENTS_FILE, RUN_FILE, PLAN, CONFIG, FINAL)
 COST_FACTOR = 10
@@ -27,28 +27,31 @@ class RunSource:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         """Raises a DataError where the folder holds no run."""
-        self._reader = open_run(folder, "trimtab watch")
+        self._look = look_at(folder, "trimtab watch", clock)
         self._clock = clock
+        self._described: Mapping[str, Any] = {}
         self._seen: tuple[Any, ...] = ()
         self._rest_until = 0.0
+        self._last: dict[str, float] = {}
         self._samples: dict[int, list[dict[str, Any]]] = {}
         self.folder = folder
         self.view = RunView()
         self.refresh()
 
     def refresh(self) -> bool:
-        """Look at the files; True where the view is another."""
+        """Look at the files; True where one of them changed. The state is judged anew in any case: it depends on the clock."""
         now = self._clock()
         seen = tuple(_stamp(self.folder / name) for name in FILES)
         changed = seen != self._seen and now >= self._rest_until
         if changed:
             self._seen = seen
             started = time.monotonic()
-            self._reader.update()
-            self.view = RunView(describe(self._reader), self._reader.metrics, newest_values(self._reader.metrics), now)
+            self._look.refresh()
+            self._described = describe(self._look)
+            self._last = newest_values(self._look.reader.metrics)
             self._rest_until = now + COST_FACTOR * (time.monotonic() - started) - 1.0
-        else:
-            self.view = RunView(self.view.run, self.view.metrics, self.view.last, now)
+        run = {**self._described, "state": self._look.state.as_json()}
+        self.view = RunView(run, self._look.reader.metrics, self._last, now)
         return changed
 
     def sample_steps(self) -> list[int]:
@@ -60,7 +63,7 @@ class RunSource:
         """Samples of a step; none where the file cannot be read."""
         if step not in self._samples:
             try:
-                found = self._reader.samples(step)
+                found = self._look.reader.samples(step)
             except DataError:
                 found = []
             self._samples = {step: found}  # one step's at a time: they may be large

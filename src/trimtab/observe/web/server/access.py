@@ -119,9 +119,7 @@ class AccessGuard:
             # Only this server's own paths: //other.example would be another site.
             path = "/" + scope["path"].lstrip("/")
             answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
-            answer.set_cookie(
-                self.cookie, self.token, max_age=COOKIE_AGE_S, path="/", httponly=True, samesite="strict"
-            )
+            answer.set_cookie(self.cookie, self.token, max_age=COOKIE_AGE_S, path="/", httponly=True, samesite="strict")
             return answer
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         if (kind.lower() == "bearer" and self._right(bearer)) or self._right(self._held(headers)):

@@ -76,7 +76,9 @@ def parse_question(body: Any) -> Question:
         raise ConfigError([Problem("", "the body is not a JSON object")])
     overrides = body.get("overrides") or []
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()]
+        overrides = [
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()
+        ]
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
         raise ConfigError([Problem("overrides", "is not a list of texts", 'Write ["learn.max_new_tokens=1024"]')])
     if len(overrides) > MAX_OVERRIDES:
@@ -84,7 +86,9 @@ def parse_question(body: Any) -> Question:
     for override in overrides:
         if not override.strip().startswith(OPEN_KEYS):
             key = override.partition("=")[0].strip()[:80]
-            raise ConfigError([Problem(key, "cannot be tried here", f"Change keys that begin with {', '.join(OPEN_KEYS)}")])
+            raise ConfigError(
+                [Problem(key, "cannot be tried here", f"Change keys that begin with {', '.join(OPEN_KEYS)}")]
+            )
     devices = body.get("devices")
     if devices is not None and (type(devices) is not int or not 1 <= devices <= MAX_DEVICES):
         raise ConfigError([Problem("devices", f"is not a number from 1 to {MAX_DEVICES}")])
@@ -180,7 +184,9 @@ def described(path: str) -> ModelShape:
         path = str(Path(cached).parent) if isinstance(cached, str) else path
     shape = described_shape(path)
     if shape is None:
-        raise ModelError(f"{path} has to be built to know what it takes, and this server has no torch. Use `trimtab plan`")
+        raise ModelError(
+            f"{path} has to be built to know what it takes, and this server has no torch. Use `trimtab plan`"
+        )
     return shape
 
 
@@ -223,7 +229,9 @@ def _scaled(plan: Plan, measured: Measured, ratios: Mapping[str, float]) -> dict
     seconds = {name: value for name, value in plan.times.as_dict().items() if name != "total"}
     phases = {name: value * ratios.get(name, 1.0) for name, value in seconds.items()}
     total = sum(phases.values()) + sum(measured.others.values())
-    words = f"seconds of a plan, times what the run's last {measured.steps} steps measured over what a plan says of them"
+    words = (
+        f"seconds of a plan, times what the run's last {measured.steps} steps measured over what a plan says of them"
+    )
     return {"phases": phases, "others": dict(measured.others), "total": total, "ratios": dict(ratios), "note": words}
 
 

@@ -53,7 +53,9 @@ def checked_root(folder: Path) -> Path:
     if not folder.exists():
         raise DataError(f"RUNS_DIR: {folder} does not exist. Give the folder that holds run folders, such as runs")
     if not folder.is_dir():
-        raise DataError(f"RUNS_DIR: {folder} is a file, not a folder. Give the folder that holds run folders, such as runs")
+        raise DataError(
+            f"RUNS_DIR: {folder} is a file, not a folder. Give the folder that holds run folders, such as runs"
+        )
     if holder := run_of_checkpoint(folder):
         raise DataError(f"RUNS_DIR: {folder} is a checkpoint, not a run. Give the run's folder: trimtab serve {holder}")
     try:
