@@ -60,9 +60,9 @@ def plant(folder: Path, name: str, seed: int = 0) -> Path:
         found["run/start"][RESUMED_AT - 1 :] = 2
         found["time/at"][RESUMED_AT - 1 :] += 3600
     config = write_config(folder, stage, name, settings)
-    write_plan(folder, config, stage)
+    write_plan(folder, config, stage, settings)
     write_metrics(folder, found, name)
-    write_state(folder, found, config, stage, name, started)
+    write_state(folder, found, config, stage, name, started, list(settings))
     if steps:
         write_rest(folder, found, stage, name, seed)
     ending = {"quiet": 240.0, "running": 3.0}.get(name)
@@ -98,8 +98,10 @@ def write_config(folder: Path, stage: str, name: str, settings: dict[str, Any]) 
     return config
 
 
-def write_plan(folder: Path, config: dict[str, Any], stage: str) -> None:
+def write_plan(folder: Path, config: dict[str, Any], stage: str, pinned: dict[str, Any]) -> None:
+    """`pinned`: keys that the user set, which the plan has not chosen."""
     plan: dict[str, Any] = json.loads((FILES / "plan.json").read_text())
+    plan["choices"] = [choice for choice in plan["choices"] if choice["key"] not in pinned]
     for choice in plan["choices"]:
         value: Any = config
         for part in choice["key"].split("."):
@@ -129,7 +131,9 @@ def write_metrics(folder: Path, found: Columns, name: str) -> None:
     parts.write_lines(folder / "metrics.jsonl", rows)
 
 
-def write_state(folder: Path, found: Columns, config: dict[str, Any], stage: str, name: str, started: float) -> None:
+def write_state(
+    folder: Path, found: Columns, config: dict[str, Any], stage: str, name: str, started: float, pinned: list[str]
+) -> None:
     """run.json, now.json, events.jsonl, and the folders of checkpoints and of the end."""
     steps, total = len(found["time/total"]), config["learn"]["steps"]
     ends = float(found["time/at"][-1]) if steps else started + 20
@@ -143,7 +147,8 @@ def write_state(folder: Path, found: Columns, config: dict[str, Any], stage: str
     run = {
         "version": 1, "stage": stage, "name": f"planted-{name}", "state": state, "error": error if state == "failed" else None,
         "resume": f"{command} --resume" if state == "failed" else None, "command": command,
-        "set": ["model.path", "data.train", "data.eval", "learn.steps", "learn.prompts_per_step", "learn.samples_per_prompt"],
+        "set": ["model.path", "data.train", "data.eval", "learn.steps", "learn.prompts_per_step", "learn.samples_per_prompt",
+                *pinned],
         "trimtab": "0.9.0", "python": "3.12.3", "torch": "2.13.0", "transformers": "5.20.0", "packages": {"numpy": "2.4.0"},
         "host": "planted-host", "device": {"name": "NVIDIA H200", "count": 1, "memory_bytes": 150_109_106_995},
         "git": "0123456789abcdef0123456789abcdef01234567", "starts": starts,

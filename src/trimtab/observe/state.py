@@ -1,7 +1,7 @@
 """What a run does at this moment, from its files: starting, running, quiet, failed, stopped or finished, in words.
 
-A run says how it ended (run.json), and while it runs that it lives (now.json). One that says neither was killed, or is of an earlier
-version: then its last row of metrics is its last sign.
+A run says how it ended (run.json), and while it runs that it lives (now.json). One that says neither was killed, or is of an
+earlier version: then its last row of metrics is its last sign.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def state_of(signs: Signs, at: float) -> RunState:
     if said == "stopped":
         return RunState("stopped", f"stopped at step {signs.step}{of}", resume=resume, **done)
     if said == "finished" or signs.final:
-        return RunState("finished", f"finished after {signs.step} steps", **done)
+        return RunState("finished", f"finished after {signs.step} step{'s' * (signs.step != 1)}", **done)
     return _live(signs, at, of, resume)
 
 
