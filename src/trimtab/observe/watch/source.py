@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import DataError
-from trimtab.observe.look import look_at
-from trimtab.observe.watch.interim import describe
+from trimtab.observe.look import RunLook, look_at
+from trimtab.observe.verdict import judge
 from trimtab.observe.watch.view import RunView, newest_values
+from trimtab.observe.web import sections
+from trimtab.observe.web.data import damaged, findings
+from trimtab.observe.web.facts import head
+from trimtab.observe.web.questions import questions
 from trimtab.record.layout import CONFIG, EVENTS_FILE, FINAL, METRICS_FILE, NOW_FILE, PLAN, RUN_FILE
 
 FILES = (METRICS_FILE, NOW_FILE, EVENTS_FILE, RUN_FILE, PLAN, CONFIG, FINAL)
@@ -68,6 +72,20 @@ class RunSource:
                 found = []
             self._samples = {step: found}  # one step's at a time: they may be large
         return list(self._samples[step])
+
+
+def describe(look: RunLook) -> dict[str, Any]:
+    """What the pages show of a run, as far as a terminal or a notebook shows it, too."""
+    verdict = judge(look)
+    return head(look) | {
+        "verdict": verdict.as_json(),
+        "questions": questions(look, verdict),
+        "phases": sections.phases(look),
+        "memory": sections.memory(look),
+        "findings": findings(look),
+        "events": sections.events(look),
+        "damaged": damaged(look),
+    }
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -1,7 +1,7 @@
 """Who may ask, and what a browser may do with the answer.
 
-- A browser that another site has sent here under its own name (DNS rebinding) is refused: `Host` must be an address or a name that is
-  known. No name service can answer for an address.
+- A browser that another site has sent here under its own name (DNS rebinding) is refused: `Host` must be an address or a name
+  that is known. No name service can answer for an address.
 - Beyond this machine a token is needed: in the address once, which sets a cookie, or as `Authorization: Bearer TOKEN`.
 - POST is for pages of this server alone: another page's `Origin` is refused, and so is a body that is not JSON.
 - Nothing is shared with other origins; scripts and styles come from files of this server, never from a page's text.

@@ -1,12 +1,9 @@
-"""Metrics as a browser gets them: four bytes, the length of a JSON header, little-endian; the header; then a float32 column for the
-steps and one for each name. NaN is missing.
+"""Metrics as a browser gets them: the length of a JSON header in four bytes, little-endian; the header; then a float32 column for
+the steps and one for each name. NaN is missing.
 
 With `points`, rows are put together so that no more are sent: each stretch of rows becomes two, with the least and the greatest
-value of every metric there, in the order in which they occurred. Nothing that a chart of that width could show is lost: a spike of
-one step stays.
-
-Numbers that float32 cannot hold closely enough, such as Unix time, are sent less a `base` that the header names.
-"""
+value of every metric there, in the order in which they occurred. Nothing that a chart of that width could show is lost: a
+spike of one step stays."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from numpy.typing import NDArray
 
 from trimtab.record.columns import MetricTable
 
-BASED = ("time/at",)
-"""Metrics that are sent as the difference from their first value."""
 MIN_POINTS = 8
 
 
@@ -43,12 +38,9 @@ def metrics_body(
     columns = np.stack([table.column(name)[kept] for name in chosen]) if chosen else np.empty((0, int(kept.sum())))
     steps = steps[kept]
     rows = len(steps)
-    base = {name: _base(columns[at]) for at, name in enumerate(chosen) if name in BASED}
-    for at, name in enumerate(chosen):
-        columns[at] -= base.get(name, 0.0)
     if points is not None and rows > max(points, MIN_POINTS):
         steps, columns = envelope(steps, columns, max(points, MIN_POINTS))
-    header = {"steps": rows, "names": chosen, "rows": len(steps), "base": base, **(more or {})}
+    header = {"steps": rows, "names": chosen, "rows": len(steps), **(more or {})}
     return _packed(header, steps, columns)
 
 
@@ -73,11 +65,6 @@ def envelope(
     starts = np.arange(count) * length
     ends = np.minimum(starts + length, rows) - 1
     return np.stack([steps[starts], steps[ends]], axis=1).reshape(-1), pairs.reshape(len(columns), -1)
-
-
-def _base(column: NDArray[np.float64]) -> float:
-    finite = column[np.isfinite(column)]
-    return float(np.floor(finite[0])) if len(finite) else 0.0
 
 
 def _packed(header: Mapping[str, Any], steps: NDArray[np.float64], columns: NDArray[np.float64]) -> bytes:

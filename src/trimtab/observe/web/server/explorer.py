@@ -1,9 +1,9 @@
 """What a run would take with other settings or on another machine: the planner, without torch, without writing anything.
 
-Keys that Trimtab had chosen for the run are open again, unless they are given. Memory and seconds are what `trimtab plan` says for the
-same config and machine; beside them, seconds of each phase are scaled by what this run measured over what a plan says of it, so that
-the run's own settings give the run's own times. What does not fit says what binds, and which single changes would help.
-"""
+Keys that Trimtab had chosen for the run are open again, unless they are given. Memory and seconds are what `trimtab plan` says
+for the same config and machine; beside them, seconds of each phase are scaled by what this run measured over what a plan says
+of it, so that the run's own settings give the run's own times. What does not fit says what binds, and which single changes
+would help."""
 
 from __future__ import annotations
 

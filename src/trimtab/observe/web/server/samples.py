@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from trimtab.observe.web.server.files import plain_file
+from trimtab.observe.web.server.tail import parse_line
 from trimtab.record.layout import eval_samples_file, samples_file
 
 MAX_BYTES = 32 << 20
@@ -31,21 +31,12 @@ def read_step(run: Path, root: Path, kind: str, step: int) -> dict[str, Any] | N
         data = data[: data.rfind(b"\n") + 1]
     rows, damaged = [], 0
     for line in data.split(b"\n"):
-        row = parse_row(line) if line.strip() else {}
+        row = parse_line(line) if line.strip() else {}
         if row:
             rows.append(row)
         elif row is None:
             damaged += 1
     return {"step": step, "kind": kind, "rows": rows, "left_out_bytes": left_out, "damaged": damaged}
-
-
-def parse_row(line: bytes) -> dict[str, Any] | None:
-    """A sample; None where the line is none."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def recorded_steps(run: Path, root: Path, kind: str) -> list[int]:

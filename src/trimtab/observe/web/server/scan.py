@@ -1,9 +1,8 @@
 """Which runs a folder holds: a table from id to folder, made by looking three levels deep.
 
-Guarantees: an id has only letters, digits, dots, dashes, underscores and tildes, whatever the folders are called; it stays the same
-for as long as the folder does; and every folder in the table lies in the folder that was scanned, links followed. A run is not
-looked into, so that its checkpoints, which hold a config too, are no runs.
-"""
+Guarantees: an id has only letters, digits, dots, dashes, underscores and tildes, whatever the folders are called; it stays the
+same for as long as the folder does; and every folder in the table lies in the folder that was scanned, links followed. A run
+is not looked into, so that its checkpoints, which hold a config too, are no runs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Completions that hold a text, newest first, in pages.
 
 A request searches for at most two seconds and then says where to go on: the cursor is the place of the next line, so that no line
-is searched twice or left out, whatever is written meanwhile. A text is looked for in the file's bytes, and only lines that hold it
-are parsed. A regular expression is looked for in what was parsed, with a limit on the time for each line: no pattern can keep the
-server busy. Letters from a to z match in either case.
-"""
+is searched twice or left out, whatever is written meanwhile. A text is looked for in the file's bytes, and only lines that
+hold it are parsed. A regular expression is looked for in what was parsed, with a limit on the time for each line: no pattern
+can keep the server busy. Letters from a to z match in either case."""
 
 from __future__ import annotations
 
@@ -19,12 +18,14 @@ from typing import Any
 import regex
 
 from trimtab.base.errors import DataError
-from trimtab.observe.web.server.samples import KINDS, parse_row, recorded_steps, step_file
+from trimtab.observe.web.server.samples import KINDS, recorded_steps, step_file
+from trimtab.observe.web.server.tail import parse_line
 
 MAX_SECONDS = 2.0
 MIN_MATCH_SECONDS = 0.02
 """Time for a field that is searched when the time is up: its line is not searched again."""
-PAGE_ROWS = 50
+PAGE_ROWS, PAGE_BYTES = 50, 8 << 20
+"""A page ends after so many hits, or so many bytes of them."""
 BLOCK_BYTES = 4 << 20
 SNIPPET_CHARACTERS = 80
 """Characters shown on either side of what was found."""
@@ -89,15 +90,16 @@ def search(
     end = clock() + MAX_SECONDS
     files = _files(run, root, query.kinds, cursor)
     found: list[dict[str, Any]] = []
-    searched, following = 0, None
+    searched, held, following = 0, 0, None
     for number, (step, kind, start) in enumerate(files):
         for offset, line, next_offset in _candidates(step_file(run, kind, step), start, query.needle):
             searched += next_offset - offset
-            row = parse_row(line) if line else None
+            row = parse_line(line) if line else None
             hit = _hit(row, query, lambda: max(MIN_MATCH_SECONDS, end - clock())) if row is not None else None
             if row is not None and hit is not None:
-                found.append({"step": step, "kind": kind, "offset": offset, **_shown(row), "found": hit})
-            if len(found) >= PAGE_ROWS or clock() >= end or stopped():
+                found.append({**row, "step": step, "kind": kind, "offset": offset, "found": hit})
+                held += len(line)
+            if len(found) >= PAGE_ROWS or held >= PAGE_BYTES or clock() >= end or stopped():
                 following = Cursor(step, kind, next_offset)
                 break
         if following:
@@ -109,8 +111,14 @@ def search(
         "rows": found,
         "cursor": str(following) if following else None,
         "searched_bytes": searched,
+        "text": _words(searched, len(files)),
         "left_files": len(files),
     }
+
+
+def _words(searched: int, left: int) -> str:
+    done = f"searched {searched / 1e6:,.1f} MB"
+    return f"{done}; {left:,} file{'s' * (left != 1)} to go" if left else f"{done}, which is all"
 
 
 def _files(run: Path, root: Path, kinds: tuple[str, ...], cursor: Cursor | None) -> list[tuple[int, str, int]]:
@@ -167,8 +175,3 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(filter(None, map(_text, value.values())))
     return "\n".join(filter(None, map(_text, value))) if isinstance(value, list) else ""
-
-
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    kept = ("prompt_id", "sample", "reward", "finish", "tokens", "task", "advantage")
-    return {name: row[name] for name in kept if name in row}

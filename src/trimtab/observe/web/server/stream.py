@@ -1,24 +1,26 @@
 """The events of a run as they happen, as server-sent events: `rows`, `now`, `event`, `restart`.
 
 Files are looked at once a second while somebody reads the stream, by size, time and inode: change notification does not work on
-network file systems. An event's id is the place reached in metrics.jsonl and events.jsonl, so a browser that has lost the connection
-goes on where it was. A metrics.jsonl that a resume replaced sends `restart`, and then its rows from the first on.
+network file systems. An event's id is the place reached in metrics.jsonl and events.jsonl, so a browser that has lost the
+connection goes on where it was. A metrics.jsonl that a resume replaced sends `restart`, and then its rows from the first on.
+
+A step may have several lines, such as its own and its evaluation's: each row that is sent holds all of its step so far.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trimtab.observe.web.server.files import inside
-from trimtab.observe.web.server.tail import LineTail, Mark, parse_mark
+from trimtab.observe.web.server.tail import LineTail, parse_line, parse_mark
 from trimtab.observe.web.server.threads import Threads
-from trimtab.record.jsonl import dump_line, finite
-from trimtab.record.layout import METRICS_FILE
+from trimtab.record.columns import STEP, TRAINED
+from trimtab.record.jsonl import dump_line
+from trimtab.record.layout import EVENTS_FILE, METRICS_FILE
 
 POLL_S = 1.0
 STOP_CHECK_S = 0.1
@@ -27,7 +29,6 @@ HEARTBEAT_S = 15.0
 """A stream that has nothing to say writes a comment this often, so that a connection that is gone is noticed."""
 OVERLAP_BYTES = 64 << 10
 """Bytes of metrics.jsonl, before its end, that a stream without a place starts at: rows that the page may have already."""
-EVENTS_FILE = "events.jsonl"
 StateOf = Callable[[], Mapping[str, Any]]
 
 
@@ -53,6 +54,8 @@ class Poll:
             self.rows.to_end(OVERLAP_BYTES)
             self.events.to_end()
         self._last_state: Mapping[str, Any] | None = None
+        self._last_row: dict[str, Any] = {}
+        self._merged(self.rows.lines_before(OVERLAP_BYTES))
 
     @property
     def id(self) -> str:
@@ -65,11 +68,12 @@ class Poll:
         before = self.rows.mark
         void, lines = self.rows.read()
         sent = self._message("restart", {}) if void else b""
-        if rows := [row for row in map(_parsed, lines) if row is not None]:
-            start = Mark().offset if void else before.offset
+        self._last_row = {} if void else self._last_row
+        if rows := self._merged(lines):
+            start = 0 if void else before.offset
             sent += self._message("rows", {"from": start, "until": self.rows.mark.offset, "rows": rows})
         _, events = self.events.read()
-        for event in map(_parsed, events):
+        for event in map(parse_line, events):
             if event is not None:
                 sent += self._message("event", event)
         state = self._state()
@@ -78,17 +82,23 @@ class Poll:
             sent += self._message("now", state)
         return len(lines) > 0 or len(events) > 0, sent
 
+    def _merged(self, lines: Sequence[bytes]) -> list[dict[str, Any]]:
+        """A row for each step, with what earlier lines of the step had."""
+        rows: list[dict[str, Any]] = []
+        for line in lines:
+            row = parse_line(line)
+            if row is None or type(row.get(STEP)) is not int:
+                continue
+            if row[STEP] == self._last_row.get(STEP) and not (TRAINED in row and TRAINED in self._last_row):
+                row = self._last_row | row
+                if rows:
+                    rows.pop()
+            rows.append(row)
+            self._last_row = row
+        return rows
+
     def _message(self, name: str, data: Mapping[str, Any]) -> bytes:
         return f"id: {self.id}\nevent: {name}\ndata: ".encode() + dump_line(data) + b"\n"
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A line's object; None where it cannot be read: what is damaged is told by the page's data."""
-    try:
-        row = json.loads(line, parse_constant=lambda _: None, parse_float=lambda text: finite(float(text)))
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 async def stream(poll: Poll, threads: Threads, ended: Callable[[], bool]) -> AsyncIterator[bytes]:

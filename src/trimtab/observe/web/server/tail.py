@@ -6,13 +6,16 @@ bytes before the place, is noticed, and is then read from its beginning.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from zlib import crc32
+
+from trimtab.record.jsonl import finite
 
 COMPARED_BYTES = 512
 """Bytes before a place by which a replaced file is told from one that has grown."""
@@ -85,8 +88,29 @@ class LineTail:
         except FileNotFoundError:
             self.mark = Mark()
 
+    def lines_before(self, most_bytes: int) -> list[bytes]:
+        """Whole lines before the place, of at most so many bytes; none where the file has changed or gone."""
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_ino != self.mark.inode or self._before(file) != self.mark.before:
+                    return []
+                start = _line_start(file, self.mark.offset - most_bytes)
+                file.seek(start)
+                return file.read(self.mark.offset - start).split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+
     def _before(self, file: IO[bytes]) -> int:
         return _checksum(file, self.mark.offset)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """A line's object, with None for numbers that are not finite; None where it cannot be read: a run's data tells of damage."""
+    try:
+        row = json.loads(line, parse_constant=lambda _: None, parse_float=lambda text: finite(float(text)))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def _checksum(file: IO[bytes], offset: int) -> int:
