@@ -73,8 +73,9 @@ def _numbers(view: RunView) -> str:
             return _plain_numbers(view)
         unit = str(answer.get("unit") or "")
         value = answer.get("value")
-        shown = MISSING if value is None else number(value) if isinstance(value, float) else str(value)
-        cells.append((question, f"{shown} {unit}".rstrip(), str(answer.get("note") or "")))
+        measured = isinstance(value, float)
+        shown = MISSING if value is None else f"{number(value, 2)} {unit}" if measured else str(value)
+        cells.append((question, shown, str(answer.get("note") or "").rstrip(":")))
     return _cells(cells)
 
 

@@ -22,7 +22,7 @@ from trimtab.observe.watch.sections import (
 from trimtab.observe.watch.view import RunView, mapping
 
 TWO_COLUMNS, THREE_COLUMNS = 120, 160
-MAX_VERDICT, MAX_CURVE, MAX_EVENTS = 5, 9, 200
+MAX_VERDICT, MAX_CURVE, MAX_EVENTS = 6, 9, 200
 GAP = 2
 
 
@@ -66,7 +66,7 @@ def _parts(view: RunView) -> dict[str, ScreenPart]:
     timed = sum(1 for row in phases if mapping(row).get("seconds"))
     planned = len(memory_rows(view))
     events, engine = len(view.rows("events")), any(name in view.last for name in ENGINE_NAMES)
-    findings = max(1, len(view.rows("findings")))
+    findings = max(1, len(view.rows("findings")) + len(view.rows("damaged")))
 
     def curve(metric: str, label: str, rank: int) -> ScreenPart:
         has = bool(len(view.metrics.points(metric)[0]))

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from trimtab.observe.format import get, number
 from trimtab.observe.visible import visible, visible_lines
-from trimtab.observe.watch.fit import Lines, cut, rule
+from trimtab.observe.watch.fit import Lines, cut, rule, wrap
 from trimtab.observe.watch.sections import event_line
 from trimtab.observe.watch.view import RunView
 
@@ -21,8 +21,8 @@ KEYS = (
     ("space b", "further and back in a long sample"),
     ("q", "quit; so does Ctrl-C. The run goes on"),
 )
-MARKED = "✓ healthy or running   ▲ a warning   ✗ bad   ○ not known   ┃ what the plan predicted"
-MAX_TEXT_LINES = 5_000
+MARKED = "✓ healthy or running, ▲ a warning, ✗ bad, ○ not known, ┃ what the plan predicted"
+MAX_CHARACTERS = 100_000
 
 
 def footer(page: int, width: int) -> Text:
@@ -36,8 +36,10 @@ def footer(page: int, width: int) -> Text:
 def help_lines(width: int, height: int) -> Lines:
     lines = [rule("keys", width)]
     lines += [Text.assemble((keys.ljust(9), "bold"), words) for keys, words in KEYS]
-    lines += [rule("marks", width), Text(MARKED), rule("more", width)]
-    lines.append(Text("trimtab doctor RUN says what is wrong and what to change; docs/watch.md explains this screen."))
+    lines += [rule("marks", width), *wrap(MARKED, width, 5), rule("more", width)]
+    lines += wrap(
+        "trimtab doctor RUN says what is wrong and what to change; docs/watch.md explains this screen.", width, 5
+    )
     return [cut(line, width) for line in lines[:height]]
 
 
@@ -45,7 +47,7 @@ def log_lines(view: RunView, back: int, width: int, height: int) -> Lines:
     """Events up to the newest but `back`."""
     events = view.rows("events")
     if not events:
-        return [Text("This run has no events.jsonl: an earlier version of Trimtab wrote it.", style="dim")]
+        return wrap("This run has no events.jsonl: an earlier version of Trimtab wrote it.", width, height, "dim")
     end = max(min(height, len(events)), len(events) - back)
     return [cut(event_line(row), width) for row in events[max(0, end - height) : end]]
 
@@ -62,7 +64,7 @@ def sample_lines(
     """One sample: what it was asked, what it wrote, and what it got for it. `skip`: lines that are left out at the top."""
     if step is None or not rows:
         words = "No samples yet." if not steps else f"Step {step} has no samples that can be read."
-        return [Text(f"{words} observe.samples_every says how often they are written.", style="dim")][:height]
+        return wrap(f"{words} observe.samples_every says how often they are written.", width, height, "dim")
     row = rows[at]
     place = f"step {step} ({list(steps).index(step) + 1} of {len(steps)}), sample {at + 1} of {len(rows)}"
     lines = [Text.assemble((place, "bold"), ("   j k sample, h l step, space b text", "dim")), _facts(row)]
@@ -103,12 +105,10 @@ def _text(value: Any, width: int) -> Lines:
     """Text as it is, line by line, folded at the width."""
     found: Lines = []
     text = value if isinstance(value, str) else "" if value is None else str(value)
-    for line in visible_lines(text):
-        shown = Text(line, no_wrap=False, overflow="fold")
-        for start in range(0, max(1, len(shown)), width):
-            found.append(shown[start : start + width])
-            if len(found) >= MAX_TEXT_LINES:
-                return [*found, Text("… the rest is in the file", style="dim")]
+    for line in visible_lines(text[:MAX_CHARACTERS]):
+        found += [Text(line[start : start + width]) for start in range(0, max(1, len(line)), width)]
+    if len(text) > MAX_CHARACTERS:
+        found.append(Text(f"… {len(text) - MAX_CHARACTERS:,} more characters are in the file", style="dim"))
     return found
 
 

@@ -26,23 +26,25 @@ class StepLines:
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
-        self._rows = self._events = 0
-        self._last = -1
+        self._events = 0
+        self._printed: list[tuple[int, float]] = []
+        """Step and seconds of each row: a row that was repeated took another time."""
 
     def show(self, view: RunView) -> None:
         metrics, steps = view.metrics, view.metrics.steps
-        if self._rows > len(steps) or (self._rows and steps[self._rows - 1] != self._last):
-            self._rows = int(np.searchsorted(steps, self._last)) if len(steps) else 0
-        if self._rows < len(steps):
+        rows = list(zip(steps.tolist(), np.nan_to_num(metrics.column(TRAINED), nan=-1.0).tolist()))
+        known = next((at for at, (new, old) in enumerate(zip(rows, self._printed)) if new != old), None)
+        known = min(len(rows), len(self._printed)) if known is None else known
+        if known < len(rows):
             trained = metrics.written(TRAINED)
             columns = {name: metrics.column(name) for name in metrics.names}
             history = History(int(get(view.facts, "steps") or steps[-1]))
             for row in range(len(steps)):
                 if trained[row]:
                     history.add(int(steps[row]), _row(columns, row))
-                    if row >= self._rows:
+                    if row >= known:
                         self._print(step_line(history))
-            self._rows, self._last = len(steps), int(steps[-1])
+        self._printed = rows
         events = view.rows("events")
         for event in events[self._events :]:
             if event.get("level") in ("warn", "error"):

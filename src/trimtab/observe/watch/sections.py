@@ -51,8 +51,8 @@ def verdict_lines(view: RunView, width: int, height: int) -> Lines:
     }
     said = " ".join(text for name, text in parts.items() if name != "next" and text)
     advice = parts.get("next", "")
-    room = max(1, height - 1) if advice else height
-    lines = wrap(said or "Nothing can be said of this run yet.", width - 2, room)
+    wanted = min(2, len(wrap(f"next: {advice}", width - 2, 2))) if advice else 0
+    lines = wrap(said or "Nothing can be said of this run yet.", width - 2, max(1, height - wanted))
     lines = [Text.assemble((f"{mark} " if not at else "  ", style), line) for at, line in enumerate(lines)]
     if advice:
         told = wrap(f"next: {advice}", width - 2, max(1, height - len(lines)), "cyan")
@@ -209,8 +209,8 @@ def engine_lines(view: RunView, width: int, height: int) -> Lines:
 
 
 def finding_lines(view: RunView, width: int, height: int) -> Lines:
-    """The worst first: what, and what was seen."""
-    lines: Lines = []
+    """The worst first: what, and what was seen. Before them, files that cannot be read."""
+    lines = [_damaged(row) for row in view.rows("damaged")]
     for row in view.rows("findings"):
         mark, style = MARKS.get(str(row.get("level")), MARKS["unknown"])
         seen = visible(str(row.get("evidence") or ""))
@@ -219,6 +219,12 @@ def finding_lines(view: RunView, width: int, height: int) -> Lines:
     if len(lines) > height:
         lines = [*lines[: height - 1], Text(f"and {len(lines) - height + 1} more: trimtab doctor", style="dim")]
     return lines or [Text("nothing found", style="dim")]
+
+
+def _damaged(row: Mapping[str, Any]) -> Text:
+    place = f", line {row['line']}" if row.get("line") else ""
+    words = visible(f"{row.get('file')}{place}: {row.get('text')}")
+    return Text.assemble((f"{MARKS['warn'][0]} ", MARKS["warn"][1]), words)
 
 
 def event_line(row: Mapping[str, Any]) -> Text:
