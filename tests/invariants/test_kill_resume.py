@@ -45,12 +45,15 @@ def reward(completions, **_):  # differs within groups from the first step on, f
 """
 NOT_LEARNING = (
     "time/",
+    "run/start",
+    "update/",
     "checkpoint/",
     "memory/",
     "throughput/",
     "rollout/tokens_per_s",
     "rollout/prefill_s",
     "rollout/decode_s",
+    "rollout/tail_s",
     "reward/latency_max_s",
 )
 

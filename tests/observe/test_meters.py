@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from trimtab.observe.meters import MemoryMeter, device_peak_gib, host_peak_gib, process_tree_rss_gib, reset_device_peak
+from trimtab.observe.process_memory import ProcessTree
 
 
 class FakeDevice:
@@ -106,8 +107,9 @@ def test_the_tree_includes_children():
 
 
 def test_the_peak_of_a_run_without_a_device_counts_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = MemoryMeter("cpu")
+    tree = ProcessTree()
+    meter = MemoryMeter("cpu", tree=tree)
     for here in (1000.0, 900.0):
-        monkeypatch.setattr("trimtab.observe.meters.process_tree_rss_gib", lambda here=here: here)
+        monkeypatch.setattr(tree, "rss_bytes", lambda here=here: int(here * 2**30))
         meter.end_step()
     assert meter.peak_gib == 1000.0

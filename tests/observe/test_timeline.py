@@ -120,7 +120,7 @@ def test_trace_holds_steps_phases_and_events_in_wall_clock_microseconds(tmp_path
         ("prefill", first, 500_000),
     ]
     prefill = load_trace(tmp_path)[-1]
-    assert prefill["args"] == {"tokens": 128}
+    assert prefill["args"] == {"step": 7, "tokens": 128}
     assert prefill["tid"] != load_trace(tmp_path)[-2]["tid"]
 
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trimtab.base.errors import ConfigError, DataError
 from trimtab.config.schema import Observe
-from trimtab.record import sinks as sinks_module
+from trimtab.record import jsonl
 from trimtab.record.jsonl import read_jsonl
 from trimtab.record.sinks import Sinks, read_metrics
 
@@ -165,12 +165,12 @@ class Narrow(io.FileIO):
 
 def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     file = Narrow(tmp_path / "m.jsonl", "a")
-    sinks_module._append(file, b'{"step": 1, "loss": 0.5}\n')
+    jsonl.append_whole(file, b'{"step": 1, "loss": 0.5}\n')
     file.room = 9
     with pytest.raises(OSError, match="No space left"):
-        sinks_module._append(file, b'{"step": 2, "loss": 0.25}\n')
+        jsonl.append_whole(file, b'{"step": 2, "loss": 0.25}\n')
     file.room = 10**9
-    sinks_module._append(file, b'{"step": 3, "loss": 0.125}\n')
+    jsonl.append_whole(file, b'{"step": 3, "loss": 0.125}\n')
     assert [row["step"] for row in read_jsonl(tmp_path / "m.jsonl")] == [1, 3]
 
 

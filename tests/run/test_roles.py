@@ -104,7 +104,7 @@ def run(model_folder: Path, folder: Path, elsewhere: bool, **learn: Any) -> tupl
             session.trainer = Elsewhere(trainer)
         loop.train(session)
         weights = {name: p.detach().clone() for name, p in trainer.updater.policy.model.named_parameters()}
-    unlike = ("time/", "memory/", "throughput/", "rollout/", "reward/latency")
+    unlike = ("time/", "memory/", "throughput/", "rollout/", "reward/latency", "update/")
     return weights, [{k: v for k, v in row.items() if not k.startswith(unlike)} for row in found]
 
 

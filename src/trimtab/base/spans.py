@@ -1,8 +1,8 @@
 """What this process does within a phase: spans and counters for the trace, and how far it has come. Free where nobody listens.
 
-Whoever works (an engine, an updater, a pool of workers) says so here; whoever observes the run (observe/timeline.py, observe/pulse.py)
-takes it at the end of a step. One log a process, as one run a process. Seconds are those of `time.perf_counter`, which all
-processes of a machine share on Linux, so spans of ranks fit the driver's.
+Whoever works (an engine, an updater, a pool of workers) says so here; whoever observes the run takes it at the end of a step
+(observe/timeline.py, observe/pulse.py). One log a process, as one run a process. Seconds are those of `time.perf_counter`, which
+all processes of a machine share on Linux, so spans of ranks fit the driver's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
-MAX_SPANS = 10_000
+MAX_SPANS = 4_000
 """Spans, and values of counters, that are kept of a step; the others are counted."""
 
 

@@ -184,4 +184,5 @@ def side_by_side(found: Sequence[RolloutStats]) -> RolloutStats:
         setattr(whole, name, sum(getattr(stats, name) for stats in found))
     for name in ("prefill_s", "decode_s", "wait_s", "decode_steps"):
         setattr(whole, name, max((getattr(stats, name) for stats in found), default=0))
+    whole.tail_s = max((stats.tail_s for stats in found if stats.tail_s is not None), default=None)
     return whole

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import TrimtabError
+from trimtab.base.spans import Taken, log
 from trimtab.cluster.ranks import Ranks
 from trimtab.plan.governor import Governor
 from trimtab.record.part import PartWritten
@@ -97,7 +98,21 @@ class RankedTrainer(GuardedTrainer):
     def end_step(self) -> dict[str, float]:
         found = {"checkpoint/wait_s": self._waited_s, "checkpoint/write_s": self._written_s}
         self._waited_s = self._written_s = 0.0
-        return super().end_step() | {name: seconds for name, seconds in found.items() if seconds}
+        found = {name: seconds for name, seconds in found.items() if seconds}
+        return super().end_step() | found | self._take_observed()
+
+    def _take_observed(self) -> dict[str, float]:
+        """What ranks have logged goes to the log of this process, each rank on its own track; of seconds, the slowest rank's."""
+        found: dict[str, float] = {}
+        observed: list[tuple[dict[str, float], Taken]] = self._ranks.ask("observed")
+        for rank, (parts, taken) in enumerate(observed):
+            for name, seconds in parts.items():
+                found[name] = max(seconds, found.get(name, 0.0))
+            for span in taken.spans:
+                log.add(f"rank {rank}", span.name, span.begin, span.end, **span.args)
+            for value in taken.counters:
+                log.count(f"{value.name}, rank {rank}", value.at, value.value)
+        return found
 
     def close(self) -> None:
         """What is being saved is on disk, unless the ranks are gone."""

@@ -424,7 +424,9 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
             )
     if config.observe.eval_every and data.eval is None:
         yield clash("observe.eval_every data.eval", "has no effect: there is no evaluation set", NAME_EVAL_SET)
-    idle = [f"observe.{name}" for name in changed(config.observe, "samples_every", "max_failed_rewards")]
+    idle = [
+        f"observe.{name}" for name in changed(config.observe, "samples_every", "samples_rows", "max_failed_rewards")
+    ]
     idle += [f"run.rollout.{name}" for name in changed(run.rollout)]
     idle += ["run.engine"] if run.external and run.rollout.tensor_parallel == 1 else []  # which alone means vllm
     idle += [f"run.{name}" for name in changed(run, "reward_workers")]

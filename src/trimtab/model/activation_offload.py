@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trimtab.model.transfer import HostMemory
+from trimtab.model.waits import waits
 
 
 @dataclass(eq=False)
@@ -71,8 +72,10 @@ class ActivationOffload:
         x, offloaded.fetched = offloaded.fetched, None  # the offloaded lives as long as the graph
         assert x is not None, "taken twice"
         if self._cuda:
-            torch.cuda.current_stream(self._device).wait_event(offloaded.arrived)
-            x.record_stream(torch.cuda.current_stream(self._device))
+            current = torch.cuda.current_stream(self._device)
+            with waits.around(current):
+                current.wait_event(offloaded.arrived)
+            x.record_stream(current)
         self._free.append((offloaded.buffer, offloaded.arrived))
         return x
 

@@ -5,15 +5,18 @@ A gain is told only where the planner can compute it, as "about", rounded to 5 %
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.base.errors import TrimtabError
 from trimtab.observe.look import RunLook
-from trimtab.observe.web.server.explorer import Question, explore
+from trimtab.observe.web.server.explorer import Question, Scales, explore, scales_of
 
 MIN_GAIN, ROUND_TO = 0.05, 0.05
+MAX_SECONDS = 4.0
+"""For all single changes together."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,14 @@ def gain_words(outcome: Outcome | None) -> str | None:
     return f"about {100 * rounded:.0f} % less time a step"
 
 
-def outcome_of(look: RunLook, overrides: Sequence[str], text: str = "") -> Outcome | None:
+def outcome_of(look: RunLook, overrides: Sequence[str], text: str = "", scales: Scales | None = None) -> Outcome | None:
     """What the planner says of a change; None where it cannot say anything: no plan, no steps, a model it does not know."""
     now = look.record.now("time/total")
     if now is None or not look.plan or not overrides:
         return None
     try:
-        found = explore(look.folder, Question(tuple(overrides)))
+        scales = scales or scales_of(look.folder, look.reader)
+        found = explore(look.folder, Question(tuple(overrides)), scales)
     except (TrimtabError, OSError, ValueError, TypeError, KeyError, ArithmeticError):
         return None
     scaled = found.get("measured")
@@ -79,9 +83,19 @@ def outcome_of(look: RunLook, overrides: Sequence[str], text: str = "") -> Outco
 
 
 def single_changes(look: RunLook) -> list[Outcome]:
-    """Ten single changes, of what a user may want to know: other sizes, more or less memory saved, other lengths."""
-    tried = (outcome_of(look, overrides, text) for text, overrides in _candidates(look))
-    return [outcome for outcome in tried if outcome is not None]
+    """Ten single changes, of what a user may want to know: other sizes, more or less memory saved, other lengths; fewer where
+    the planner takes long."""
+    if not look.plan or not look.record.steps:
+        return []
+    found, until = [], time.monotonic() + MAX_SECONDS
+    try:
+        scales = scales_of(look.folder, look.reader)
+    except (TrimtabError, OSError, ValueError, TypeError, KeyError, ArithmeticError):
+        return []
+    for text, overrides in _candidates(look):
+        if time.monotonic() < until and (outcome := outcome_of(look, overrides, text, scales)) is not None:
+            found.append(outcome)
+    return found
 
 
 def _candidates(look: RunLook) -> list[tuple[str, tuple[str, ...]]]:

@@ -1,7 +1,8 @@
 """Peak memory, of the device by phase and of the host, in GiB under the stable `memory/` names.
 
 A device peak is what torch's allocator handed out at most while the phase ran, and what the rollout engine holds beside it
-at its end. Where there is no CUDA device the device metrics are absent: an absent number is honest, a zero is not.
+at its end. Where there is no CUDA device, peaks are those of the process tree (process_memory.py), and the device's own metrics
+are absent: an absent number is honest, a zero is not.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import TYPE_CHECKING
 import psutil
 
 from trimtab.base.units import GIB
+from trimtab.observe.process_memory import HostPeaks, ProcessTree
 
 if TYPE_CHECKING:
     import torch
 
+RESERVED = "reserved"
+"""Among peaks by phase: what the allocator took of the device, in any phase."""
 MEMORY_PHASES = ("rollout", "score", "update", "optimizer")
 
 
@@ -39,6 +43,13 @@ def device_peak_gib(device: torch.device | str) -> float | None:
     import torch
 
     return torch.cuda.max_memory_allocated(device) / GIB if _is_cuda(device) else None
+
+
+def device_reserved_gib(device: torch.device | str) -> float | None:
+    """The most that torch's allocator has taken of the device since `reset_device_peak`; None where it has no such meter."""
+    import torch
+
+    return torch.cuda.max_memory_reserved(device) / GIB if _is_cuda(device) else None
 
 
 def device_state(device: torch.device | str) -> dict[str, float]:
@@ -67,9 +78,13 @@ class MemoryMeter:
         peak_gib: Callable[[torch.device | str], float | None] = device_peak_gib,
         reset: Callable[[torch.device | str], None] = reset_device_peak,
         outside: Callable[[], int] = lambda: 0,
+        tree: ProcessTree | None = None,
     ) -> None:
         """`outside`: bytes held now that torch's allocator does not know of."""
         self._outside = outside
+        self._tree = tree or ProcessTree()
+        self.host_peaks = None if str(device).startswith("cuda") else HostPeaks(self._tree)
+        """Where there is no device: peaks of the process tree."""
         self._device = device
         self._peak_gib = peak_gib
         self._reset = reset
@@ -94,11 +109,15 @@ class MemoryMeter:
         assert name in MEMORY_PHASES, f"unknown memory phase {name!r}; phases are {', '.join(MEMORY_PHASES)}"
         self._turn()
         self._open.append(name)
+        if self.host_peaks is not None:
+            self.host_peaks.begin(name)
 
     def end(self) -> None:
         """The innermost phase has ended."""
         self._turn()
         self._open.pop()
+        if self.host_peaks is not None:
+            self.host_peaks.end()
 
     def take_peaks(self) -> dict[str, float]:
         """Peaks by phase since the last call, in GiB."""
@@ -108,9 +127,12 @@ class MemoryMeter:
     def end_step(self) -> dict[str, float]:
         """`memory/<phase>_peak_gib` of phases since the last call, the device's state, and `memory/host_gib` of all processes."""
         metrics = {f"memory/{name}_peak_gib": peak for name, peak in self.take_peaks().items()}
-        here = process_tree_rss_gib()
+        here = self._tree.rss_bytes() / GIB
         self._processes = max(self._processes, here)
         return metrics | device_state(self._device) | {"memory/host_gib": here}
+
+    def close(self) -> None:
+        self._tree.close()
 
     def _turn(self) -> None:
         """At each boundary the peak so far goes to every open phase and a new one starts."""
@@ -119,6 +141,9 @@ class MemoryMeter:
             return
         peak += self._outside() / GIB
         self._highest = max(self._highest, peak)
+        reserved = device_reserved_gib(self._device)
+        if self._open and reserved is not None:
+            self._peaks[RESERVED] = max(reserved, self._peaks.get(RESERVED, 0.0))
         for name in self._open:
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
         self._reset(self._device)

@@ -17,7 +17,7 @@ from trimtab.update.updater import UpdateStats
 
 def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
     """What all generation of a step came to."""
-    return {
+    metrics = {
         "rollout/tokens": float(stats.generated_tokens),
         "rollout/tokens_per_s": stats.generated_tokens / max(stats.prefill_s + stats.decode_s, 1e-9),
         "rollout/prefill_s": stats.prefill_s,
@@ -28,7 +28,11 @@ def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
         "rollout/parked": float(stats.preempted),
         "rollout/restarts": float(stats.restarts),
         "rollout/cached_prefix_tokens": float(stats.cached_prefix_tokens),
+        "rollout/prefill_tokens": float(stats.prefill_tokens),
+        "rollout/decode_steps": float(stats.decode_steps),
+        "rollout/slots": float(stats.slots),
     }
+    return metrics if stats.tail_s is None else metrics | {"rollout/tail_s": stats.tail_s}
 
 
 def reward_metrics(

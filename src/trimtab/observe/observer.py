@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trimtab.data.prompt import Prompt
 from trimtab.observe.console import Console
+from trimtab.observe.cost import OwnCost
+from trimtab.observe.device_watch import DeviceWatch
+from trimtab.observe.format import scores as in_words
 from trimtab.observe.host import HostWatch
 from trimtab.observe.journal import Journal
 from trimtab.observe.look_back import look_back, where_it_stands
@@ -18,9 +24,11 @@ from trimtab.observe.profiling.profiler import ProfileWindow
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
+from trimtab.plan.governor import Move
 from trimtab.plan.watch import PlanWatch
-from trimtab.record.checkpoint import RunState
-from trimtab.record.samples import write_samples
+from trimtab.record.checkpoint import RunState, checkpoints
+from trimtab.record.record_writer import RecordWriter
+from trimtab.record.samples import Kind, sample_rows
 from trimtab.record.sinks import Sinks
 from trimtab.rollout.trajectory import Group
 from trimtab.update.stats import PassSettings, UpdateStats
@@ -35,20 +43,28 @@ class LocalObserver:
     def __init__(
         self,
         folder: Path,
+        state: RunState,
         console: Console,
         timeline: Timeline,
         sinks: Sinks,
+        records: RecordWriter,
         meter: MemoryMeter | RankMeter,
+        devices: DeviceWatch | None,
         watch: PlanWatch,
         recoveries: Recoveries,
         journal: Journal,
         callbacks: Sequence[Callback] = (),
+        samples_rows: int = 32,
+        seed: int = 0,
+        task_of: Callable[[Prompt], str] | None = None,
         profile: ProfileWindow | None = None,
     ) -> None:
-        self._folder, self._console, self._timeline, self._sinks = folder, console, timeline, sinks
+        self._folder, self._state, self._console, self._timeline, self._sinks = folder, state, console, timeline, sinks
         self._meter, self._watch, self._recoveries, self._callbacks = meter, watch, recoveries, callbacks
-        self._journal = journal
+        self._records, self._devices, self._journal = records, devices, journal
+        self._sample_rows = partial(sample_rows, max_rows=samples_rows, seed=seed, task_of=task_of)
         self._begun = False
+        self._cost = OwnCost()
         self._host = HostWatch(console.warn)
         self._profile = profile
 
@@ -78,36 +94,90 @@ class LocalObserver:
     def saw(self, stats: UpdateStats, settings: PassSettings) -> None:
         self._watch.saw(stats.sizes, settings.recompute, settings.logprob_chunk, settings.offload_activations)
 
-    def samples(self, step: int, groups: Sequence[Group]) -> None:
-        write_samples(self._folder, step, groups)
+    def moved(self, before: Move, after: Move) -> None:
+        """The micro-batches of the next step have another size."""
+        changed = [f"token budget {before.budget:,} -> {after.budget:,}"] if before.budget != after.budget else []
+        if before.recompute != after.recompute:
+            changed.append(f"checkpoint_activations {before.recompute} -> {after.recompute}")
+        data = {"token_budget": after.budget, "before": before.budget, "checkpoint_activations": after.recompute}
+        self._journal.event("info", "budget", ", ".join(changed), data)
 
-    def evaluated(self, step: int, scores: Mapping[str, float], groups: Sequence[Group] | None = None) -> None:
+    def wrote_checkpoint(self, begin: float, end: float) -> None:
+        """A checkpoint was written, in seconds of `time.perf_counter`."""
+        step = max(checkpoints(self._folder), default=None)
+        self._timeline.wrote_checkpoint(begin, end, checkpoint=step)
+        text = f"checkpoint of step {step} is on disk ({end - begin:.1f} s)"
+        self._journal.events.add("info", "checkpoint", text, {"seconds": round(end - begin, 3)}, step)
+
+    def samples(self, step: int, groups: Sequence[Group]) -> None:
+        self._write_samples("train", step, groups)
+
+    def evaluated(
+        self,
+        step: int,
+        scores: Mapping[str, float],
+        groups: Sequence[Group] | None = None,
+        results: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._console.eval(step, scores)
+        self._journal.events.add("info", "evaluation", in_words(scores), {}, step)
         if groups is not None:
-            write_samples(self._folder / "eval", step, groups)
+            self._write_samples("eval", step, groups)
+        if results:
+            self._records.results(step, results)
+
+    def _write_samples(self, kind: Kind, step: int, groups: Sequence[Group]) -> None:
+        with self._cost:
+            self._records.samples(kind, step, self._sample_rows(step, groups))
+
+    def distributed(self, row: Mapping[str, Any]) -> None:
+        with self._cost:
+            self._records.distributions(row)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._sinks.write(step, metrics)
+        with self._cost:
+            self._sinks.write(step, {**self._stamp(), **metrics})
 
     def end_phases(self, step: int) -> dict[str, float]:
-        self._trace_recoveries()
-        self._journal.step(step + 1)
-        seconds = self._timeline.end_step(step)
+        with self._cost:
+            self._trace_recoveries()
+            self._journal.step(step + 1)
+            seconds = self._timeline.end_step(step)
         if self._profile is not None:
             self._profile.step_ended(step)
         return seconds
 
     def measure(self, metrics: dict[str, float], steps_to_go: int) -> None:
-        metrics |= self._meter.end_step() | self._host.end_step(steps_to_go)
-        metrics |= self._watch.end_step(metrics)
+        with self._cost:
+            metrics |= self._meter.end_step() | self._host.end_step(steps_to_go)
+            metrics |= self._watch.end_step(metrics)
 
     def account(self, step: int, metrics: dict[str, float], tokens: float) -> None:
-        metrics |= self.end_phases(step) | self._recoveries.counts()
+        """What no plan and no governor is to see of a CPU's memory is added here, after them."""
+        self._records.raise_if_failed()
+        self._journal.settle()
+        with self._cost:
+            if self._meter.host_peaks is not None:
+                metrics |= {f"memory/{name}_peak_gib": peak for name, peak in self._meter.host_peaks.take().items()}
+            if self._devices is not None:
+                metrics |= self._devices.end_step()
+        spent = self._cost.take_s() + self._journal.take_cost_s() + self._records.take_cost_s()
+        metrics |= self.end_phases(step) | self._recoveries.counts() | self._stamp()
+        metrics["time/observe"] = spent
         metrics["throughput/tokens_per_s"] = tokens / metrics["time/total"]
         metrics |= self._watch.used(metrics["time/update"])
 
+    def _stamp(self) -> dict[str, float]:
+        """What every row has: when it was written, by which start, and how many tokens the run has come to."""
+        return {
+            "time/at": round(time.time(), 3),
+            "run/start": float(self._journal.start),
+            "run/tokens_total": float(self._state.completion_tokens),
+        }
+
     def show(self, step: int, metrics: dict[str, float]) -> None:
-        self._console.step(step, metrics)
+        with self._cost:
+            self._console.step(step, metrics)
 
     def call_back(self, step: int, metrics: Mapping[str, float]) -> None:
         for callback in self._callbacks:
@@ -115,6 +185,7 @@ class LocalObserver:
                 callback(step, dict(metrics))
 
     def flush(self) -> None:
+        self._records.wait()
         self._sinks.flush()
 
     @property
@@ -124,14 +195,20 @@ class LocalObserver:
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._console.finish(summary)
         self._journal.finished(f"finished after step {summary.get('steps')}")
-        look_back(self._folder, self._console)
+        report = look_back(self._folder, self._console)
+        if report is not None and self._sinks.wants_report:
+            try:
+                self._sinks.attach(report)
+            except Exception as error:  # of a tracker somewhere else: the run is done
+                self._console.warn(f"the report could not be attached: {error}")
 
     def stopped(self, state: RunState, steps: int) -> None:
         self._console.close()
         self._console.warn(where_it_stands(self._folder, state, steps))
 
-    def restarting(self) -> None:
+    def restarting(self, text: str) -> None:
         self._journal.restarting()
+        self._console.warn(text, "rank")
 
     def close(self) -> None:
         """Nothing more will be seen."""
@@ -139,6 +216,11 @@ class LocalObserver:
             self._profile.close()
         self._trace_recoveries()
         self._timeline.close()
+        self._meter.close()
+        try:
+            self._records.close()
+        except OSError as error:  # whatever ends the run is told first; samples are not worth more than that
+            self._console.warn(f"cannot write samples: {error}")
 
     def _trace_recoveries(self) -> None:
         for name, at, what in self._recoveries.take():

@@ -178,7 +178,11 @@ def panel_facts(history: History) -> list[tuple[str, str]]:
 
 
 def _memory(metrics: Mapping[str, float]) -> str:
-    peaks = [get(metrics, name) for name in metrics if name.startswith("memory/") and name.endswith("_peak_gib")]
+    """Where there is no device, peaks are the host's, which is told already."""
+    own = [
+        name for name in metrics if name.startswith("memory/") and name.endswith("_peak_gib") and "reserved" not in name
+    ]
+    peaks = [get(metrics, name) for name in own if "memory/device_total_gib" in metrics]
     device = max((peak for peak in peaks if peak is not None), default=None)
     predicted = get(metrics, "memory/update_predicted_gib")
     beside = (

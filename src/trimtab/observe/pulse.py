@@ -1,7 +1,7 @@
 """RUN/now.json: what a run does at this moment, so that slow can be told from dead. A thread replaces it once a second.
 
-The thread also calls whoever wants to look at the machine between steps (`every`). It is a daemon and ends with `close`. No failure
-of it ends a run: a file that cannot be written is written a second later, or not.
+The thread also calls whoever wants to look at the machine between steps (`every`). It is a daemon and ends with `close`. No
+failure of it ends a run: a file that cannot be written is written a second later, or not.
 """
 
 from __future__ import annotations

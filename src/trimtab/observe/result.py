@@ -26,9 +26,7 @@ from trimtab.observe.doctor.record import Record, read_record
 from trimtab.observe.doctor.report import print_report, run_report
 from trimtab.observe.run_html import run_html
 from trimtab.observe.watch.source import RunSource
-from trimtab.record.reader import open_run, readable
-
-REPORT = "report.html"
+from trimtab.record.reader import open_run
 
 
 class Diagnosis(list[Finding]):
@@ -95,10 +93,7 @@ class RunFolder:
         """Write the run as one HTML file that needs no network; without a path, RUN/report.html. Returns where it is."""
         from trimtab.observe.web.report import write_report
 
-        target = self.folder / REPORT if path is None else Path(path)
-        with readable(target):
-            write_report([self.folder], target)
-        return target
+        return write_report([self.folder], None if path is None else Path(path)).path
 
     def _repr_html_(self) -> str:
         """Read anew each time: the run may go on."""

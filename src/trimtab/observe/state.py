@@ -96,7 +96,7 @@ def _live(signs: Signs, at: float, of: str, resume: str | None) -> RunState:
         return RunState("quiet", f"no sign for {duration(silent)}{most}", _text(now.get("phase")), sign, **facts)
     phase, since = _text(now.get("phase")), finite(now.get("since"))
     counted, total, unit = finite(now.get("done")), finite(now.get("total")), _text(now.get("unit"))
-    doing = {"phase": phase, "since": since, "done": counted, "total": total, "unit": unit}
+    doing: dict[str, Any] = {"phase": phase, "since": since, "done": counted, "total": total, "unit": unit}
     lasts = f" for {duration(max(0.0, at - since))}" if phase and since is not None else ""
     if signs.run.get("state") == "starting" or not signs.step:
         return RunState("starting", f"no step yet; {phase or 'starting'}{lasts}", **doing, **facts)

@@ -1,23 +1,30 @@
 """Where the seconds of a step go: every second of wall time belongs to exactly one phase or to idle.
 
 Phases do not nest and do not outlive their step, so `time/total` = sum of `time/<phase>` + `time/idle` by construction.
-The same spans go to RUN/trace.json in Chrome's JSON array format, one event a line, flushed at each step. The array is
-never closed: Perfetto and Chrome accept that, so the file opens after a kill too. A separating comma leads its line, so
-the file plus "]" is plain JSON. A resumed run appends; timestamps are wall clock, so sessions lie one after the other.
+The same spans go to RUN/trace.json (trace_file.py), flushed at each step, and with them what was done within the phases
+(base/spans.py): of the first steps, of every 50th, and of those that took much longer than others.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from trimtab.base.spans import SpanLog, log
+from trimtab.observe.trace_file import CHECKPOINTS_TRACK, EVENTS_TRACK, PHASES_TRACK, TracedSpan, TraceFile
+from trimtab.record.layout import TRACE_FILE
+
 PHASES = ("rollout", "reward", "score", "update", "publish", "checkpoint", "eval")
-PHASE_TRACK, EVENT_TRACK, CHECKPOINT_TRACK = 1, 2, 3
+DETAILED_FIRST_STEPS = 20
+DETAILED_EVERY_STEPS = 50
+SLOW_RATIO = 1.5
+"""A step that takes this many medians of the latest ones is slow."""
+MEDIAN_WINDOW_STEPS, MIN_STEPS_FOR_MEDIAN = 50, 5
 
 
 class Timeline:
@@ -29,14 +36,21 @@ class Timeline:
         on_phase: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
+        spans: SpanLog = log,
+        steps: int | None = None,
     ) -> None:
+        """`spans`: what is done within phases, by the same clock. `steps`: of the run; after the last, spans are that one's."""
         self.clock = clock
-        self._epoch_offset = wall_clock() - clock()
-        self._on_phase = on_phase
+        self._on_phase, self._spans, self._steps = on_phase, spans, steps
         self._open_phase: str | None = None
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._pending: list[str] = []
-        self._file = _open_trace(Path(run_dir) / "trace.json")
+        self._pending: list[TracedSpan] = []
+        self._totals: deque[float] = deque(maxlen=MEDIAN_WINDOW_STEPS)
+        self._step: int | None = None
+        """The step under way, where that is known."""
+        self._file = TraceFile(Path(run_dir) / TRACE_FILE, wall_clock() - clock())
+        self._spans.take()
+        self._spans.on = True
         self._step_start = clock()
 
     @contextmanager
@@ -54,15 +68,15 @@ class Timeline:
             end = self.clock()
             self._open_phase = None
             self._seconds[name] += end - start
-            self._span(name, start, end, PHASE_TRACK, {})
+            self._span(name, start, end, PHASES_TRACK)
 
     def event(self, name: str, start: float, end: float, **args: Any) -> None:
-        """A span for the trace only (a micro-batch, say), in `timeline.clock()` seconds; it counts towards no phase."""
-        self._span(name, start, end, EVENT_TRACK, args)
+        """A span for the trace only, in `timeline.clock()` seconds; it counts towards no phase."""
+        self._span(name, start, end, EVENTS_TRACK, **args)
 
-    def wrote_checkpoint(self, start: float, end: float) -> None:
+    def wrote_checkpoint(self, start: float, end: float, **args: Any) -> None:
         """A checkpoint was written behind the phases, on a track of its own."""
-        self._span("checkpoint", start, end, CHECKPOINT_TRACK, {})
+        self._span("checkpoint", start, end, CHECKPOINTS_TRACK, **args)
 
     def end_step(self, step: int) -> dict[str, float]:
         """Seconds since the last call as `time/<phase>`, `time/idle`, `time/total`; phases that did not run are 0."""
@@ -72,51 +86,40 @@ class Timeline:
         idle = max(0.0, total - sum(self._seconds.values()))  # rounding may leave -1e-17
         metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics |= {"time/idle": idle, "time/total": total}
-        self._span(f"step {step}", self._step_start, now, PHASE_TRACK, {"step": step, "idle_s": round(idle, 6)})
-        self._pending.insert(
-            0, self._pending.pop()
-        )  # viewers nest spans that start together in file order: parent first
-        self._flush()
-        self._step_start = now
+        # Viewers nest spans that start together in file order: parent first.
+        whole = TracedSpan(PHASES_TRACK, f"step {step}", self._step_start, now, {"idle_s": round(idle, 6)})
+        self._pending.insert(0, whole)
+        self._flush(step, self._is_detailed(step, total))
+        self._totals.append(total)
+        self._step_start, self._step = now, step + 1
         self._seconds = dict.fromkeys(PHASES, 0.0)
         return metrics
 
     def close(self) -> None:
         if not self._file.closed:
-            self._flush()
+            step = self._step if self._step is None or self._steps is None else min(self._step, self._steps)
+            self._flush(step, True)
             self._file.close()
+            self._spans.forget()
 
-    def _span(self, name: str, start: float, end: float, track: int, args: dict[str, Any]) -> None:
-        ts, until = self._microseconds(start), self._microseconds(end)
-        span = {"name": name, "ph": "X", "ts": ts, "dur": until - ts, "pid": 1, "tid": track, "args": args}
-        self._pending.append("," + json.dumps(span, default=str) + "\n")
+    def _is_detailed(self, step: int, total: float) -> bool:
+        usual = median(self._totals) if len(self._totals) >= MIN_STEPS_FOR_MEDIAN else total
+        return step <= DETAILED_FIRST_STEPS or step % DETAILED_EVERY_STEPS == 0 or total > SLOW_RATIO * usual
 
-    def _microseconds(self, at: float) -> int:
-        return round((at + self._epoch_offset) * 1e6)
+    def _span(self, name: str, start: float, end: float, track: str, **args: Any) -> None:
+        self._pending.append(TracedSpan(track, name, start, end, args))
 
-    def _flush(self) -> None:
-        self._file.write("".join(self._pending).encode())
-        self._file.flush()
-        self._pending.clear()
-
-
-def _open_trace(path: Path) -> Any:
-    """Open for appending after the last whole line; a new (or headless) file gets the header that names the tracks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("r+b" if path.exists() else "w+b")
-    whole = file.read().rfind(b"\n") + 1
-    header = [
-        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "trimtab"}},
-        {"name": "thread_name", "ph": "M", "pid": 1, "tid": PHASE_TRACK, "args": {"name": "phases"}},
-        {"name": "thread_name", "ph": "M", "pid": 1, "tid": EVENT_TRACK, "args": {"name": "events"}},
-        {"name": "thread_name", "ph": "M", "pid": 1, "tid": CHECKPOINT_TRACK, "args": {"name": "checkpoints"}},
-    ]
-    head = ("[" + ",\n".join(json.dumps(event) for event in header)).encode()
-    file.seek(whole)
-    if whole <= len(head):
-        file.seek(0)
-        file.write(head + b"\n")
-    file.truncate()
-    file.flush()
-    file.seek(0, os.SEEK_END)
-    return file
+    def _flush(self, step: int | None, detailed: bool) -> None:
+        """Write what is pending as of a step, and what was done within it if that is wanted."""
+        inner = self._spans.take()
+        spans = self._pending
+        if detailed:
+            spans = spans + [TracedSpan(*span) for span in inner.spans]
+        if detailed and inner.left_out:
+            spans.append(
+                TracedSpan(EVENTS_TRACK, "spans left out", self.clock(), self.clock(), {"count": inner.left_out})
+            )
+        own = {} if step is None else {"step": step}
+        stamped = [span._replace(args={**own, **span.args}) for span in spans]
+        self._file.write(stamped, inner.counters if detailed else ())
+        self._pending = []

@@ -165,9 +165,7 @@ def _next(look: RunLook, state: RunState, bound: Bound | None, enough: bool, ask
         if bound is not None and bound.finding is finding and bound.cause is not None:
             key = bound.cause.key(look.record)
             gain = _gain(look, key, ask) if bound.cause.safe else None
-        more = f" That is {gain}." if gain else ""
-        text = f"{_capital(finding.remedy)}.{more}"
-        return Part("next", text, "ok", chart=_chart(look, finding), key=key, gain=gain)
+        return Part("next", f"{_capital(finding.remedy)}.", "ok", chart=_chart(look, finding), key=key, gain=gain)
     waste = waste_of(look.record)
     if waste is not None:
         return Part(

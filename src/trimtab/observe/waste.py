@@ -34,7 +34,7 @@ def _groups(record: Record) -> Waste | None:
     text = f"{100 * share:.0f} % of groups teach nothing {solved}".rstrip()
     key = "learn.dynamic_sampling.enabled: true"
     harder = "Take harder prompts" if learned(record) else "Take prompts that it solves sometimes"
-    return Waste(f"{text}. {harder}, or set {key}.", metric, share, key)
+    return Waste(f"{text}. {harder}, or turn dynamic sampling on.", metric, share, key)
 
 
 def _slots(record: Record) -> Waste | None:

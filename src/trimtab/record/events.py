@@ -1,7 +1,8 @@
 """RUN/events.jsonl: what happened in a run, one line for each event, in the order it happened. Nothing is ever taken out.
 
-An event never fails whoever reports it: a line that cannot be written (a full disk) waits, and `settle`, at the end of a step, raises
-what kept it. Events from before there is a run folder wait, too. A kill may tear the last line; the next session removes it.
+An event never fails whoever reports it: a line that cannot be written (a full disk) waits, and `settle`, at the end of a step,
+raises what kept it. Events from before there is a run folder wait, too. A kill may tear the last line; the next session removes
+it.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ def finite(value: Any) -> float | int | None:
     return value if math.isfinite(value) else None
 
 
-def dump_line(row: Mapping[str, Any]) -> bytes:
-    """One line, with newline. A lone surrogate becomes its JSON escape: whatever text a data set holds is written."""
-    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+def dump_line(row: Mapping[str, Any], compact: bool = False) -> bytes:
+    """One line, with newline. A lone surrogate becomes its JSON escape: whatever text a data set holds is written. `compact`:
+    without spaces."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":") if compact else None)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 

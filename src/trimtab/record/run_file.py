@@ -23,7 +23,8 @@ from trimtab.record.layout import RUN_FILE
 FORMAT = 1
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 PACKAGES = (
-    "numpy", "safetensors", "tokenizers", "datasets", "peft", "triton", "vllm", "sglang", "liger-kernel", "flash-attn", "nvidia-ml-py",
+    "numpy", "safetensors", "tokenizers", "datasets", "peft", "triton", "vllm", "sglang", "liger-kernel", "flash-attn",
+    "nvidia-ml-py",
 )  # fmt: skip
 """Packages beside torch and transformers whose versions are of interest."""
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.base.errors import RewardError
+from trimtab.base.spans import log
 from trimtab.base.suggestions import near_or_all
 from trimtab.reward.async_worker import AsyncWorker
 from trimtab.reward.load import CALL_ARGUMENTS, ENVIRONMENT_ARGUMENTS, locate
@@ -292,6 +293,8 @@ class _GroupScores:
 
     def _receive(self, part: int, samples: Sequence[int], reply: Reply) -> None:
         failure = reply.result if isinstance(reply.result, Failure) else None
+        now, facts = time.perf_counter(), {"samples": len(samples)} | ({} if failure is None else {"failed": True})
+        log.add("rewards", self._names[part], now - reply.seconds, now, **facts)
         again = failure is not None and len(samples) > 1
         with self._lock:
             self.seconds.append(reply.seconds)

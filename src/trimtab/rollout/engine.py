@@ -63,6 +63,8 @@ class RolloutStats:
     """Decode steps that were replays of a CUDA graph."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    tail_s: float | None = None
+    """Time of decoding with few sequences left and none to come (native/round_clock.py); None where the engine does not tell."""
     wait_s: float = 0.0
     """Time in which the engine had nothing to do but wait for environments."""
 
@@ -75,6 +77,8 @@ class RolloutStats:
             "graph_steps", "prefill_s", "decode_s", "wait_s",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.tail_s is not None:
+            self.tail_s = (self.tail_s or 0.0) + other.tail_s
 
     @property
     def occupancy(self) -> float:

@@ -62,6 +62,8 @@ class Trajectory:
     """Why there is no reward, if a reward call or the environment failed."""
     failed_in: Literal["reward", "environment"] = "reward"
     """Where, if it did."""
+    advantage: float | None = None
+    """Mean over its tokens, once it is known; None where there is no reward."""
     policy_mask: torch.Tensor | None = None
     """bool, one entry a token: which ones the model drew. None: all."""
     conversation: Conversation | None = None

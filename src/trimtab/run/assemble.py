@@ -56,6 +56,8 @@ class BuiltRun:
     meter: MemoryMeter | RankMeter
     notes: Sequence[str] = ()
     """What the user should know of how it runs."""
+    gpus: Sequence[str] = ()
+    """The GPUs that it runs on, as torch names them."""
     ranks: Ranks | None = None
     """Where it runs on several devices: one of them each."""
 
@@ -92,7 +94,8 @@ def assemble_here(
     if checkpoint is not None:
         trainer.load(checkpoint)
     facts = policy_facts(parts.policy, ready.tokenizer)
-    return BuiltRun(parts.config, parts.plan, facts, parts.engine, trainer, parts.meter)
+    gpus = [str(ready.device)] if ready.device.type == "cuda" else []
+    return BuiltRun(parts.config, parts.plan, facts, parts.engine, trainer, parts.meter, gpus=gpus)
 
 
 def assemble(

@@ -115,7 +115,8 @@ def assemble_ranks(
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
-    return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes, ranks)
+    gpus = sorted({device for device in planned.devices if device != "cpu"})
+    return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes, gpus, ranks)
 
 
 def _start(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from trimtab.config.resolved import eval_max_new_tokens, eval_sampling
 from trimtab.config.schema import Config, Eval
@@ -16,10 +17,12 @@ from trimtab.data.prompt import Prompt
 from trimtab.observe.conversations import conversation_metrics
 from trimtab.observe.judges import judge_metrics
 from trimtab.observe.tasks import Tasks
+from trimtab.record.jsonl import finite
 from trimtab.reward.scorer import check_failures
 from trimtab.rollout.engine import Request
 from trimtab.rollout.trajectory import Group
 from trimtab.run.roles import Generator, Rewarder
+from trimtab.run.rollout_step import counted
 
 EVAL_STEP = 2**40
 """Stands in for the step in sampling keys, so that every evaluation draws the same random numbers."""
@@ -34,12 +37,11 @@ def measure(
     """Scores of the policy that the engine holds, and the completions they come from."""
     settings = config.eval.with_values({"threshold": success_threshold(config, rewarder.names)})
     sampling, limit = eval_sampling(config), eval_max_new_tokens(config)
-    for group in generator.generate(
-        [
-            Request(prompt, settings.samples_per_prompt, limit, sampling, config.learn.seed, EVAL_STEP)
-            for prompt in prompts
-        ]
-    ):
+    requests = [
+        Request(prompt, settings.samples_per_prompt, limit, sampling, config.learn.seed, EVAL_STEP)
+        for prompt in prompts
+    ]
+    for group in counted(generator, requests):
         rewarder.submit(group)
     groups = sorted(rewarder.collect(), key=lambda group: group.index)
     check_failures(groups, config.observe.max_failed_rewards)
@@ -60,6 +62,26 @@ def success_threshold(config: Config, names: Sequence[str]) -> float | None:
     if settings.threshold is not None:
         return settings.threshold
     return None if decides.fn.startswith("model:") else 1.0
+
+
+def outcomes(config: Config, names: Sequence[str], groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """What each prompt came to. `right`: at least half of its completions are; null where none has a score or none says so."""
+    threshold, part = success_threshold(config, names), config.eval.part or names[0]
+    found = []
+    for group in groups:
+        values = [t.rewards[part] for t in group.trajectories if part in t.rewards]
+        rights = None if threshold is None or not values else sum(value >= threshold for value in values)
+        found.append(
+            {
+                "prompt_id": group.prompt.id,
+                "right": None if rights is None else 2 * rights >= len(values),
+                "reward": finite(sum(values) / len(values)) if values else None,
+                "tokens": sum(map(len, group.trajectories)) / len(group.trajectories),
+                "samples": len(group.trajectories),
+                "rights": rights,
+            }
+        )
+    return found
 
 
 def pass_at_k(n: int, successes: int, k: int) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from trimtab.base.units import GIB
 from trimtab.config.load import AnyConfig
@@ -22,9 +24,14 @@ def stage_name(config: AnyConfig) -> str:
     return "reward_model" if isinstance(config, RewardModelConfig) else "rl"
 
 
+def uuids_of(gpus: Sequence[str]) -> list[str]:
+    """What the driver calls GPUs that torch names."""
+    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]
+
+
 def run_facts(asked: AnyConfig, config: AnyConfig, parts: BuiltRun, folder: Path, inputs: Inputs) -> dict[str, Any]:
-    """`asked`: the config as the user wrote it. `set` is None where only the first start knows it: one that lost its ranks has its
-    folder's name set."""
+    """`asked`: the config as the user wrote it. `set` is None where only the first start knows it: one after lost
+    ranks has its folder's name set."""
     total = parts.facts.device_total_gib
     return {
         "stage": stage_name(config),

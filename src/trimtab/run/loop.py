@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.run.evaluation import measure, success_threshold
+from trimtab.run.evaluation import measure, outcomes, success_threshold
 from trimtab.run.finish_step import is_due
 from trimtab.run.roles import Session
 from trimtab.run.rollout_step import rollout
@@ -62,7 +62,7 @@ def evaluate(run: Session) -> dict[str, float]:
     accuracy = result.get("eval/pass@1", result.get("eval/score"))
     if accuracy is not None:
         state.note_accuracy(accuracy)
-    run.observer.evaluated(state.step, result, groups)
+    run.observer.evaluated(state.step, result, groups, outcomes(run.config, run.rewarder.names, groups))
     return result
 
 

@@ -156,6 +156,9 @@ class OfflineStage(ABC):
         encoder = self.encoder(ready.config, ready.tokenizer, "data.train")
         return view_example(self.unit, encoder, ready.rows[0], ready.tokenizer, stop_token_ids)
 
+    def task_of(self, ready: CheckedExamples) -> None:
+        return None
+
     def card(self, config: Offline, ready: CheckedExamples, engine: Engine) -> dict[str, Any]:
         return {
             "algorithm": self.words(config),

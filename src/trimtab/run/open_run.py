@@ -12,7 +12,9 @@ from trimtab.config.load import AnyConfig
 from trimtab.data.stream import Stream
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
+from trimtab.observe.device_watch import open_device_watch
 from trimtab.observe.journal import Journal
+from trimtab.observe.look_back import report_of_broken_run
 from trimtab.observe.observer import LocalObserver
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
@@ -20,12 +22,13 @@ from trimtab.plan.report import as_dict
 from trimtab.plan.watch import PlanWatch
 from trimtab.record.checkpoint import RunState, prune
 from trimtab.record.folder import begin, claim
+from trimtab.record.record_writer import RecordWriter
 from trimtab.record.sinks import Sinks
 from trimtab.rollout.engine import Engine
 from trimtab.run.assemble import AnyTrainer, BuiltRun, assemble_here
 from trimtab.run.assemble_ranks import assemble_ranks, plan_ranks
 from trimtab.run.build import card_facts, spare_the_collector
-from trimtab.run.facts import run_facts
+from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
 from trimtab.run.profile import check_profile, open_profile
 from trimtab.run.resume import load_or_init_state
@@ -58,12 +61,13 @@ def open_run(
     console, journal = stack.enter_context(Console(asked.learn.steps or 1, file=console_file)), Journal()
     console.on_event = journal.event
     if inputs.lost:
-        console.warn(f"{inputs.lost}\nAll ranks start again")
+        console.warn(f"{inputs.lost}\nAll ranks start again", "rank")
     console.waiting(stage.reading_note)
     ready = stage.check(asked, inputs, stack, resume=resume)
     config, folder = ready.config, ready.folder
     steps = console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
+    stack.callback(report_of_broken_run, folder, console)
     stack.push(journal.exit)
     checkpoint, state, changed = load_or_init_state(config, ready.device, folder, ready.rows, resume, console)
     state.rank_restarts = max(state.rank_restarts, inputs.rank_restarts)
@@ -86,27 +90,37 @@ def open_run(
     stream = stage.stream(config, ready, state.data_position)
     stack.callback(stream.close)
     resumed_from = state.step if checkpoint else None
-    journal.open(folder, resumed_from, steps, run_facts(asked, config, parts, folder, inputs))
+    devices = open_device_watch(uuids_of(parts.gpus)) if parts.gpus else None
+    if devices is not None:
+        stack.callback(devices.close)
+    looks = [each.look for each in (parts.meter.host_peaks, devices) if each is not None]
+    journal.open(folder, resumed_from, steps, run_facts(asked, config, parts, folder, inputs), looks)
     sinks = Sinks(folder, config.observe, resumed_from)
     stack.callback(sinks.close)
     _tell_of_start(stage, ready, parts, state, console, inputs.verbose)
     spare_the_collector(stack)
     trainer.prepare_to_save()
-    timeline = Timeline(folder, on_phase=console.working)
-    trainer.tell_written(timeline.wrote_checkpoint)
     profile = open_profile(profiled, parts.ranks, folder, ready.device, state.step, console.note)
     observer = LocalObserver(
         folder,
+        state,
         console,
-        timeline,
+        Timeline(folder, on_phase=console.working, steps=steps),
         sinks,
+        RecordWriter(folder, resumed_from),
         parts.meter,
+        devices,
         PlanWatch(parts.plan),
         recoveries,
         journal,
         inputs.callbacks,
-        profile,
+        samples_rows=config.observe.samples_rows,
+        seed=config.learn.seed,
+        task_of=stage.task_of(ready),
+        profile=profile,
     )
+    trainer.tell_written(observer.wrote_checkpoint)
+    trainer.on_move = observer.moved
     stack.callback(observer.close)
     if lowered := trainer.recall(state.memory):
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trimtab.base.spans import Taken, log
 from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
@@ -89,6 +90,7 @@ class Rank(RolloutOrders, ProfileOrders):
 
     def __init__(self, setup: RankSetup, link: Link) -> None:
         self._link = link
+        log.on = True
         ready, plan = setup.ready, setup.plan
         refuse_folder_of_rank(ready.folder, setup.rank)
         device = torch.device(setup.device)
@@ -297,6 +299,10 @@ class Rank(RolloutOrders, ProfileOrders):
     def peaks(self) -> dict[str, float]:
         """Peaks of device memory by phase since the last call, in GiB."""
         return self._meter.take_peaks()
+
+    def observed(self) -> tuple[dict[str, float], Taken]:
+        """Where the update went since the last call, in seconds, and what was logged."""
+        return self._trainer.update_parts(), log.take()
 
     def facts_of_shortage(self) -> Progress:
         """Where the pass was that ran out of memory."""

@@ -72,8 +72,7 @@ def telling_how_it_ends(run: TrainingRun[Any, Any], steps: int, inputs: Inputs) 
         place = "the beginning" if newest is None else newest.name
         if inputs.restarts_left:
             number = MAX_RANK_RESTARTS - inputs.restarts_left + 1
-            run.observer.restarting()
-            run.observer.warn(
+            run.observer.restarting(
                 f"step {run.state.step + 1}: {lost}\nAll ranks start again from {place} "
                 f"(restart {number} of at most {MAX_RANK_RESTARTS})"
             )

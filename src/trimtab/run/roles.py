@@ -141,8 +141,18 @@ class Observer(Protocol):
         """Keep some completions of a step for the user to read."""
         ...
 
-    def evaluated(self, step: int, scores: Mapping[str, float], groups: Sequence[Group] | None = None) -> None:
-        """Scores on held-out data, and the completions they come from."""
+    def evaluated(
+        self,
+        step: int,
+        scores: Mapping[str, float],
+        groups: Sequence[Group] | None = None,
+        results: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Scores on held-out data, the completions they come from, and what each prompt came to."""
+        ...
+
+    def distributed(self, row: Mapping[str, Any]) -> None:
+        """How lengths, rewards and advantages of a step are spread (record/distributions.py)."""
         ...
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -184,8 +194,8 @@ class Observer(Protocol):
         """It was stopped, or has failed: say where it stands."""
         ...
 
-    def restarting(self) -> None:
-        """It ends only to begin again."""
+    def restarting(self, text: str) -> None:
+        """It ends only to begin again: say why."""
         ...
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from trimtab.base.errors import DivergedError
+from trimtab.base.spans import log
 from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
 from trimtab.learn.parts import Part
@@ -16,7 +18,7 @@ from trimtab.observe.metrics import rollout_metrics
 from trimtab.reward.scorer import check_failures
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.trajectory import Group
-from trimtab.run.roles import Rewarder, Session
+from trimtab.run.roles import Generator, Rewarder, Session
 from trimtab.update.samples import split_signal, usable
 from trimtab.workers.messages import Tally
 
@@ -75,6 +77,16 @@ def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Grou
     return _generate(run, requests)
 
 
+def counted(generator: Generator, requests: Sequence[Request]) -> Iterator[Group]:
+    """What is generated; how much of it is there is told as it comes."""
+    done, total = 0, sum(request.samples for request in requests)
+    log.progress = (done, total, "samples")
+    for group in generator.generate(requests):
+        done += len(group.trajectories)
+        log.progress = (done, total, "samples")
+        yield group
+
+
 def reward_parts(config: Config, rewarder: Rewarder) -> list[Part]:
     """How the reward's parts are summed."""
     return [Part(name, part.weight, part.normalize) for name, part in zip(rewarder.names, config.reward)]
@@ -83,7 +95,7 @@ def reward_parts(config: Config, rewarder: Rewarder) -> list[Part]:
 def _generate(run: Session, requests: list[Request]) -> list[Group]:
     """Reward workers start on a group while others are still decoding."""
     with run.observer.phase("rollout", memory="rollout"):
-        for group in run.generator.generate(requests):
+        for group in counted(run.generator, requests):
             run.rewarder.submit(group)
     with run.observer.phase("reward", memory="rollout"):  # a reward model works beside the engine
         # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from trimtab.config.resolved import PlannedConfig, ResolvedConfig, eval_in_words, resolve_config
 from trimtab.config.schema import Config
+from trimtab.data.prompt import Prompt
 from trimtab.data.stream import PromptStream
 from trimtab.data.view import View
 from trimtab.model.adapters import refuse_unknown_targets
@@ -186,6 +187,9 @@ class RolloutStage:
 
     def view(self, ready: CheckedPrompts, stop_token_ids: list[int]) -> View:
         return ready.work.view(ready.config, stop_token_ids)
+
+    def task_of(self, ready: CheckedPrompts) -> Callable[[Prompt], str] | None:
+        return None if ready.tasks is None else ready.tasks.of
 
     def card(self, config: PlannedConfig, ready: CheckedPrompts, engine: Engine) -> dict[str, Any]:
         learn, held_out = config.learn, ready.work.eval.prompts

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab.data.prompt import Prompt
 from trimtab.data.stream import Stream
 from trimtab.data.view import View
 from trimtab.model.policy import Policy
@@ -100,6 +101,10 @@ class Stage(Protocol):
 
     def view(self, ready: Any, stop_token_ids: list[int]) -> View:
         """The first row as the model reads it."""
+        ...
+
+    def task_of(self, ready: Any) -> Callable[[Prompt], str] | None:
+        """What a prompt's task is called; None where there are no tasks."""
         ...
 
     def card(self, config: Any, ready: Any, engine: Engine) -> dict[str, Any]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import torch
 
 from trimtab.base.signals import newly_waiting
 from trimtab.config.known import ResolvedLearn
 from trimtab.config.learn import KL
 from trimtab.learn.kl import kl_controller
+from trimtab.learn.segments import sum_by
 from trimtab.observe.metrics import reward_metrics, update_metrics, value_metrics
 from trimtab.observe.tasks import task_kl, task_metrics
+from trimtab.record.distributions import distributions
 from trimtab.rollout.trajectory import Group
+from trimtab.run.evaluation import success_threshold
 from trimtab.run.finish_step import note_outcome
 from trimtab.run.roles import Session, Trainer
 from trimtab.run.rollout_step import reward_parts
@@ -21,7 +27,33 @@ from trimtab.update.stats import UpdateStats
 
 
 def update(run: Session, groups: list[Group]) -> dict[str, float]:
-    """Learn from scored groups: one optimizer step for each part of the batch in each epoch."""
+    """Learn from scored groups, and write down how they are spread."""
+    metrics = _learn(run, groups)
+    run.observer.distributed(_spread(run, groups))
+    return metrics
+
+
+def _spread(run: Session, groups: list[Group]) -> dict[str, Any]:
+    """A right completion is one that evaluation would call right."""
+    config, names = run.config, run.rewarder.names
+    threshold, part = success_threshold(config, names), config.eval.part or names[0]
+    everyone = [t for group in groups for t in group.trajectories]
+    rights = None
+    if threshold is not None:
+        rights = [sum(t.rewards.get(part, -math.inf) >= threshold for t in group.trajectories) for group in groups]
+    return distributions(
+        run.state.step + 1,
+        [len(t) for t in everyone],
+        config.learn.max_new_tokens,
+        [t.reward for t in everyone if t.reward is not None],
+        [t.advantage for t in everyone if t.advantage is not None],
+        rights,
+        config.learn.samples_per_prompt,
+    )
+
+
+def _learn(run: Session, groups: list[Group]) -> dict[str, float]:
+    """One optimizer step for each part of the batch in each epoch."""
     learn, state, tasks = run.config.learn, run.state, run.data.tasks
     parts = reward_parts(run.config, run.rewarder)
     batch = sort_out(groups, learn, parts)
@@ -41,6 +73,7 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
     with run.observer.phase("score", memory="score"):
         score(run.trainer, samples, learn)
         set_advantages(batch.groups, batch.samples, learn, state.kl_coef, parts)
+        _note_advantages(batch)
     with run.observer.phase("update", memory="update"):
         steps, valued = _optimize(run, batch)
     done = [stats for _, stats in steps]
@@ -55,6 +88,23 @@ def update(run: Session, groups: list[Group]) -> dict[str, float]:
         last = learn.updates_per_batch - 1
         metrics |= update_metrics(done) | {"policy/lr": learning_rate(learn, state.step, last)}
     return metrics
+
+
+def _note_advantages(batch: Batch) -> None:
+    """Into the completions, for whoever reads samples."""
+    trajectories = [t for group in batch.groups for t in group.trajectories]
+    flat = batch.flat
+    lengths = torch.tensor([sample.advantages.shape[0] for sample in flat])
+    means = segment_mean(torch.cat([sample.advantages for sample in flat]), lengths)
+    for trajectory, mean in zip(trajectories, means, strict=True):
+        trajectory.advantage = mean
+
+
+def segment_mean(values: torch.Tensor, lengths: torch.Tensor) -> list[float]:
+    """The mean of each of several stretches that lie one after the other; 0 of an empty one."""
+    index = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    found: list[float] = (sum_by(values.double(), index, len(lengths)) / lengths.clamp(min=1)).tolist()
+    return found
 
 
 def score(trainer: Trainer, samples: list[Sample], learn: ResolvedLearn) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from trimtab.model.sizes import PIECES_ON_DEVICE
+from trimtab.model.waits import waits
 
 Piece = tuple[torch.Tensor, ...]
 ALIGNMENT_BYTES = 256
@@ -55,7 +56,8 @@ class StateStreamer:
             for index in range(len(pieces)):
                 if index + 1 < len(pieces):
                     fetch(index + 1)
-                current.wait_event(arrived[index])
+                with waits.around(current):
+                    current.wait_event(arrived[index])
                 work(index, here[index])
                 outward.wait_stream(current)
                 with torch.cuda.stream(outward):

@@ -26,6 +26,7 @@ from trimtab.update.critic import critic_files, restore_critic
 from trimtab.update.export import export_classifier, export_model
 from trimtab.update.guard import Guard, Recovery
 from trimtab.update.objectives.preferences import BradleyTerry
+from trimtab.update.pass_clock import update_parts
 from trimtab.update.stats import Applied, PassSettings, Scored, Trained, UpdateStats
 from trimtab.update.updater import Updater
 
@@ -38,6 +39,8 @@ class GuardedTrainer:
     def __init__(self, guard: Guard, governor: Governor, scorers: Mapping[Scored, Any], critic: Guard | None) -> None:
         """`scorers`: what an updater is given to score samples with, by the model's name."""
         self.guard, self._governor, self._scorers = guard, governor, scorers
+        self.on_move: Callable[[Move, Move], object] = lambda before, after: None
+        """Told of each change of the micro-batches' size, before it is made."""
         self._guards: dict[str, Guard] = {"policy": guard} | ({} if critic is None else {"critic": critic})
 
     def score(self, samples: Sequence[Sample], field: str, by: Scored = "policy") -> None:
@@ -73,6 +76,7 @@ class GuardedTrainer:
         now = Move(updater.token_budget, updater.checkpoint_activations)
         move = self._governor.next_move(metrics, now, self.guard.ceiling.get("token_budget"))
         if move is not None:
+            self.on_move(now, move)
             updater.token_budget = move.budget
             updater.recompute(move.recompute)
 
@@ -125,7 +129,12 @@ class LocalTrainer(GuardedTrainer):
         return super().apply(lr, model)
 
     def end_step(self) -> dict[str, float]:
-        return super().end_step() | self.writer.take_metrics()
+        return super().end_step() | self.writer.take_metrics() | self.update_parts()
+
+    def update_parts(self) -> dict[str, float]:
+        """Where the updates since the last call went, in seconds."""
+        updaters = [self.updater, *([] if self.critic is None else [self.critic])]
+        return update_parts([clock for updater in updaters for clock in updater.take_clocks()])
 
     def tell_written(self, on_written: Callable[[float, float], None]) -> None:
         """Have somebody told of each checkpoint: when its write began and ended, in seconds of `time.perf_counter`."""

@@ -7,6 +7,7 @@ it is applied has changed nothing, neither weights nor samples, and can be repea
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from trimtab.base.spans import log
 from trimtab.config.run import Recompute
 from trimtab.model.keep import Keep
 from trimtab.model.memory import free
@@ -24,6 +26,7 @@ from trimtab.update.early_reduction import EarlyReduction
 from trimtab.update.launching import Launching
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.optimizer import AnyLearn, MasterAdamW
+from trimtab.update.pass_clock import PassClock
 from trimtab.update.peers import ALONE, Peers
 from trimtab.update.sharded import ShardedAdamW
 from trimtab.update.shares import Share, pack_samples
@@ -46,6 +49,8 @@ class Progress:
     """Tokens of the largest micro-batch."""
 
 
+MAX_CLOCKS = 1000
+"""Optimizer steps whose times are kept where nobody asks for them."""
 KEEP = {False: Keep.ALL, "some": Keep.SOME, True: Keep.INPUT}
 
 
@@ -156,6 +161,9 @@ class Updater:
         self.recompute(checkpoint_activations)
         self._metered = metered
         self._launching: Launching | None = None
+        self._clock: PassClock | None = None
+        self._clocks: deque[PassClock] = deque(maxlen=MAX_CLOCKS)
+        """Of optimizer steps that were applied, and not asked for."""
         self.progress = Progress()
 
     def recompute(self, activations: Recompute) -> None:
@@ -209,7 +217,7 @@ class Updater:
         self.progress = Progress()
         self.forget_step()
         stats.token_budget = share.cap
-        launching = Launching(self.policy.device)
+        launching, self._clock = Launching(self.policy.device), PassClock(self.policy.device)
         if self._early is not None:
             self._early.begin()
             self.optimizer.reduced = self._early.parts
@@ -220,6 +228,7 @@ class Updater:
             self._backward(self._loss(batch, kl_coef, UpdateStats() if filler else stats))
             if self._early is not None:
                 self._early.end_micro_batch()
+            self._clock.ended(batch.tokens_T.shape[0])
             if filler:
                 continue
             stats.microbatches += 1
@@ -239,10 +248,16 @@ class Updater:
     def apply(self, lr: float) -> Applied:
         """Change the weights by what was accumulated."""
         self.progress.part = "optimizer step"
+        if self._clock is not None:
+            self._clock.applying()
         with self._metered():
             if not self.optimizer.prepared:
                 self.optimizer.prepare()
             outcome = self.optimizer.apply(lr)
+        if self._clock is not None:
+            self._clock.applied()
+            self._clocks.append(self._clock)
+            self._clock = None
         if self._early is not None:
             self._early.clear()
         behind = None if self._launching is None else self._launching.behind(self.progress.microbatches)
@@ -251,6 +266,12 @@ class Updater:
     def step(self, samples: Sequence[Sample], lr: float, kl_coef: float = 0.0) -> UpdateStats:
         """Both halves."""
         return self.accumulate(samples, kl_coef).complete(self.apply(lr))
+
+    def take_clocks(self) -> list[PassClock]:
+        """Of the optimizer steps since the last call."""
+        found = list(self._clocks)
+        self._clocks.clear()
+        return found
 
     @property
     def ranks(self) -> int:
@@ -321,6 +342,7 @@ class Updater:
         loads = share.loads
         for number, (samples, places, load) in enumerate(zip(share.batches, share.places, loads), 1):
             self.progress = Progress("forward", number, len(loads), load, max(loads))
+            log.progress = (number - 1, len(loads), "micro-batches")
             place_of = {id(sample): place for sample, place in zip(samples, places)}
             yield MicroBatch.build(samples, self.policy.device, place_of)
 

@@ -73,7 +73,8 @@ def facts(look: RunLook) -> dict[str, Any]:
     ]
     device, devices = _device(look)
     names = ("trimtab", "python", "torch", "transformers")
-    packages = run.get("packages") if isinstance(run.get("packages"), dict) else {}
+    packages = run.get("packages")
+    more = {str(name): str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}
     return {
         "task": task(look),
         "parameters": finite(run.get("parameters")) or finite(look.plan.get("parameters")),
@@ -91,8 +92,7 @@ def facts(look: RunLook) -> dict[str, Any]:
         "folder": str(look.folder),
         "host": run.get("host"),
         "command": run.get("command"),
-        "versions": {name: str(run[name]) for name in names if run.get(name)}
-        | {k: str(v) for k, v in packages.items()},
+        "versions": {name: str(run[name]) for name in names if run.get(name)} | more,
     }
 
 

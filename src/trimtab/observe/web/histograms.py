@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -33,24 +34,45 @@ def distributions(look: RunLook) -> dict[str, Any] | None:
 
 def _histograms(stretches: list[list[dict[str, Any]]], name: str) -> dict[str, Any] | None:
     """Counts of each stretch in the bins of the widest range; counts of other bins go where their middles are."""
-    known = [pair for stretch in stretches for row in stretch if (pair := _pair(row.get(name)))]
-    if not known:
+    edges, raw = _widest(stretches, name)
+    if edges is None:
         return None
-    edges = max((pair[0] for pair in known), key=lambda e: (float(e[-1] - e[0]), len(e)))
     counts = []
     for stretch in stretches:
-        total = np.zeros(len(edges) - 1)
-        for row in stretch:
-            pair = _pair(row.get(name))
-            if pair is None:
-                continue
-            if len(pair[0]) == len(edges) and np.array_equal(pair[0], edges):
-                total += pair[1]
-            else:
+        values = [value for row in stretch if isinstance(value := row.get(name), dict)]
+        alike = [
+            value["counts"] for value in values if value.get("edges") == raw and _is_row(value.get("counts"), edges)
+        ]
+        total = np.array(alike, dtype=float).sum(axis=0) if alike else np.zeros(len(edges) - 1)
+        for value in values:
+            pair = _pair(value) if value.get("edges") != raw else None
+            if pair is not None:
                 middles = (pair[0][1:] + pair[0][:-1]) / 2
-                total += np.histogram(middles.clip(edges[0], edges[-1]), bins=edges, weights=pair[1])[0]
+                total = total + np.histogram(middles.clip(edges[0], edges[-1]), bins=edges, weights=pair[1])[0]
         counts.append([round(count) for count in total.tolist()])
     return {"edges": [float(edge) for edge in edges], "counts": counts}
+
+
+def _widest(stretches: list[list[dict[str, Any]]], name: str) -> tuple[np.ndarray | None, Any]:
+    """The edges with the widest range, and as they were written."""
+    best, raw, last = None, None, None
+    for stretch in stretches:
+        for row in stretch:
+            value = row.get(name)
+            if not isinstance(value, dict) or value.get("edges") == last:
+                continue
+            pair, last = _pair(value), value.get("edges")
+            if pair is not None and (best is None or pair[0][-1] - pair[0][0] > best[-1] - best[0]):
+                best, raw = pair[0], last
+    return best, raw
+
+
+def _is_row(counts: Any, edges: np.ndarray) -> bool:
+    return (
+        isinstance(counts, list)
+        and len(counts) == len(edges) - 1
+        and all(type(count) in (int, float) and math.isfinite(count) for count in counts)
+    )
 
 
 def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:

@@ -27,19 +27,20 @@ SHOWN = ("step", "kind", "rows", "reward_min", "reward_mean", "reward_max", "cut
 @dataclass
 class Budget:
     rows: int = MOST_ROWS
-    bytes: int = MOST_BYTES
+    size: int = MOST_BYTES
+    """Bytes."""
     taken: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def take(self, key: str, line: bytes) -> bool:
         """Take a line along, if it fits and can be read."""
-        if self.rows <= 0 or len(line) > self.bytes:
+        if self.rows <= 0 or len(line) > self.size:
             return False
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             return True
         if isinstance(row, dict):
-            self.rows, self.bytes = self.rows - 1, self.bytes - len(line)
+            self.rows, self.size = self.rows - 1, self.size - len(line)
             self.taken.setdefault(key, []).append(row)
         return True
 
@@ -52,7 +53,7 @@ def samples(look: RunLook, most_rows: int = MOST_ROWS, most_bytes: int = MOST_BY
         _read(look.folder, entry, budget)
     _failures(look.folder, [entry for entry in rest if entry.get("failed")], budget)
     for entry in rest:
-        if _size(entry) <= budget.bytes and (entry.get("rows") or 1) <= budget.rows:
+        if _size(entry) <= budget.size and (entry.get("rows") or 1) <= budget.rows:
             budget.taken.pop(_key(entry), None)
             _read(look.folder, entry, budget)
     total = sum(int(entry.get("rows") or 0) for entry in index)
@@ -142,7 +143,7 @@ def _read(folder: Path, entry: Mapping[str, Any], budget: Budget) -> None:
     """Lines of a file from its beginning, as far as they fit."""
     try:
         with _path(folder, entry).open("rb") as file:
-            while line := file.readline(budget.bytes + 2):
+            while line := file.readline(budget.size + 2):
                 if line.strip() and not budget.take(_key(entry), line):
                     return
     except OSError:
@@ -151,20 +152,20 @@ def _read(folder: Path, entry: Mapping[str, Any], budget: Budget) -> None:
 
 def _failures(folder: Path, entries: list[dict[str, Any]], budget: Budget) -> None:
     """Samples that failed, of other steps."""
-    spare = Budget(round(FAILURE_SHARE * budget.rows), round(FAILURE_SHARE * budget.bytes))
+    spare = Budget(round(FAILURE_SHARE * budget.rows), round(FAILURE_SHARE * budget.size))
     until = time.monotonic() + SEARCH_S
     for entry in entries:
         if time.monotonic() > until or spare.rows <= 0:
             break
         try:
             with _path(folder, entry).open("rb") as file:
-                while line := file.readline(spare.bytes + 2):
+                while line := file.readline(spare.size + 2):
                     if b'"failure": null' not in line and line.strip():
                         spare.take(_key(entry), line)
         except OSError:
             continue
     budget.rows -= round(FAILURE_SHARE * budget.rows) - spare.rows
-    budget.bytes -= round(FAILURE_SHARE * budget.bytes) - spare.bytes
+    budget.size -= round(FAILURE_SHARE * budget.size) - spare.size
     for key, rows in spare.taken.items():
         failed = [row for row in rows if row.get("failure")]
         if failed:

@@ -38,9 +38,7 @@ def trace(
         at = finite(event.get("ts"))
         if kind == "M" and event.get("name") == "thread_name":
             names[event.get("tid")] = str(args.get("name"))
-        elif at is None or (first is not None and at + (finite(event.get("dur")) or 0) < first * 1e6):
-            continue
-        elif last is not None and at > last * 1e6:
+        elif at is None or not _within(at, finite(event.get("dur")) or 0.0, first, last):
             continue
         elif kind == "X":
             step = args.get("step")
@@ -57,6 +55,11 @@ def trace(
     if not spans and not counters:
         return None
     return _shown(names, spans, counters, left_out, most)
+
+
+def _within(at: float, length: float, first: float | None, last: float | None) -> bool:
+    """Whether a span, in microseconds, touches the seconds that are asked for."""
+    return (first is None or at + length >= first * 1e6) and (last is None or at <= last * 1e6)
 
 
 def _shown(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.errors import EnvError
+from trimtab.base.spans import log
 from trimtab.base.suggestions import near_or_all
 from trimtab.config.schema import Environment
 from trimtab.rollout.conversations.tools import BUILTINS
@@ -207,7 +208,9 @@ class Hosts:
         self._pool.call(EnvironmentCall(asked, self.settings.timeout_s, receive, handle.home))
 
     def _receive(self, tag: Any, handle: ConversationHandle, asked: Reset | Step, reply: Reply) -> None:
-        result = reply.result
+        result, now = reply.result, time.perf_counter()
+        name, failed = "reset" if isinstance(asked, Reset) else "step", isinstance(result, Failure)
+        log.add("environments", name, now - reply.seconds, now, **({"failed": True} if failed else {}))
         if isinstance(result, UnknownConversation):
             assert isinstance(asked, Step)
             if handle.copy is not None:

@@ -36,6 +36,7 @@ from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.handing_back import hand_back, load_of
 from trimtab.rollout.native.pages import PagePool
+from trimtab.rollout.native.round_clock import RoundClock
 from trimtab.rollout.native.rows import Outputs, Rows
 from trimtab.rollout.native.scheduler import Filling, PromptGroup, Scheduler, Sequence
 from trimtab.rollout.sampler import stream_key
@@ -55,6 +56,8 @@ class _Round:
     tokens: torch.Tensor | None
     """What those sequences drew, where stop strings have to be looked for."""
     done: torch.cuda.Event | None
+    launched: int
+    """Pieces of work up to this one."""
 
     @property
     def idle(self) -> bool:
@@ -108,8 +111,7 @@ class NativeEngine:
         self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
         self.page_bytes = page_bytes
         self._rows: Rows | None = None
-        self._prefills: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        """When the device began and ended each prefill of this call."""
+        self._clock = RoundClock(max_sequences)
         self._lends, self._lent, self._generating = lend_memory, False, False
         self._too_many = 0
         """Sequences that could not decode together: when all that was launched has been looked at, they are preempted."""
@@ -204,7 +206,6 @@ class NativeEngine:
         bounds = Bounds.of(requests) if feed is None else feed.bounds
         self.stats = RolloutStats(slots=self.max_sequences, total_pages=self.pool.total)
         self.pool.peak_held = 0
-        self._prefills.clear()
         if self._lent:
             if isinstance(attempt(self._decoder.reclaim), Shortage):
                 free(self.policy.device)
@@ -217,6 +218,7 @@ class NativeEngine:
         replays = self._decoder.replays
         stops = StopStrings(sampling.stop, self.tokenizer)
         work = Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save)
+        self._clock = clock = RoundClock(min(len(work.free_rows), bounds.samples))
         asked = Collector(self.tokenizer)
         _add(requests, asked, work)
         rounds: deque[_Round] = deque()
@@ -248,7 +250,8 @@ class NativeEngine:
         finally:
             self._release(work)
             self._generating, self._too_many = False, 0
-        self.stats.prefill_s += sum(a.elapsed_time(b) for a, b in self._prefills) / 1e3
+        clock.end()
+        self.stats.prefill_s, self.stats.tail_s = clock.prefill_s, clock.tail_s
         self.stats.decode_s = time.perf_counter() - began - callers - self.stats.prefill_s
         self.stats.cached_prefix_tokens = work.cached_tokens
         self.stats.peak_pages = self.pool.peak_held
@@ -288,15 +291,12 @@ class NativeEngine:
             if more:
                 return None
             self._retreat(work)
-        before, started = self._mark(), time.perf_counter()
+        clock, tokens_before = self._clock, self.stats.prefill_tokens
+        clock.began(self._mark() or time.perf_counter())
         begun = self._prefill(work, rows, requests)
         if begun is not None:
-            after = self._mark()
-            if before is None or after is None:
-                self.stats.prefill_s += time.perf_counter() - started
-            else:
-                self._prefills.append((before, after))
-        live = work.live()
+            clock.filled(self._mark() or time.perf_counter(), self.stats.prefill_tokens - tokens_before)
+        live, steps = work.live(), 0
         if live:
             steps = work.steps_ahead(live, self._decoder.most_steps)
             # Pages are short. Look at earlier rounds first: what ended gives pages back; what is preempted must have been seen.
@@ -308,7 +308,10 @@ class NativeEngine:
         index_B = rows.index(asked)
         tokens = rows.ask_tokens(index_B) if stops else None
         facts = rows.ask(index_B)
-        return _Round(asked, facts, tokens, self._mark())
+        done = self._mark()
+        if live:
+            clock.decoded(done or time.perf_counter(), len(live), max(1, steps), work)
+        return _Round(asked, facts, tokens, done, clock.launched)
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event that comes when the device has done all that was launched so far; None where there is no CUDA."""
@@ -412,6 +415,7 @@ class NativeEngine:
     def _harvest(self, work: Scheduler, rows: Rows, stops: StopStrings, round: _Round) -> _Ended | None:
         """Take sequences that ended in a round off their rows."""
         round.wait()
+        self._clock.looked_at(round.launched)
         kept = [i for i, s in enumerate(round.sequences) if s.row >= 0]  # the others ended in a round before
         running = [round.sequences[i] for i in kept]
         rows.note_facts(running, round.facts[:, kept])

@@ -70,6 +70,10 @@ class Measured:
     steps: int = 0
 
 
+Scales = tuple[Measured, dict[str, float]]
+"""What a run measured, and by phase how that compares with a plan."""
+
+
 def parse_question(body: Any) -> Question:
     """A question as a browser sends it; a ConfigError says what is wrong with it."""
     if not isinstance(body, Mapping):
@@ -101,8 +105,8 @@ def parse_question(body: Any) -> Question:
     return Question(tuple(overrides), devices=devices, **texts)
 
 
-def explore(run: Path, asked: Question) -> dict[str, Any]:
-    """A plan for the question, and one for the run as it is."""
+def explore(run: Path, asked: Question, scales: Scales | None = None) -> dict[str, Any]:
+    """A plan for the question, in the run's own seconds too. `scales`: what `scales_of` says, for who asks more than once."""
     held = _json(run / PLAN)
     freed = tuple(f"{choice['key']}=auto" for choice in held.get("choices", ()) if isinstance(choice.get("key"), str))
     config, machine, notes = _asked(run, held, asked, freed)
@@ -112,7 +116,7 @@ def explore(run: Path, asked: Question) -> dict[str, Any]:
     if (machine.cpu, machine.device.name) != (own.cpu, own.device.name):
         notes.append("Seconds are the planner's own: this run was measured on another device.")
     elif plan.fits:
-        found["measured"] = _scaled(plan, *_scales(run, held))
+        found["measured"] = _scaled(plan, *(scales or scales_of(run)))
     if not plan.fits:
         found |= _what_binds(plan, config, profile)
     return found
@@ -190,9 +194,11 @@ def described(path: str) -> ModelShape:
     return shape
 
 
-def _scales(run: Path, held: Mapping[str, Any]) -> tuple[Measured, dict[str, float]]:
-    """What the run measured, and how that compares with a plan for its own settings, phase by phase."""
-    measured = measure(run)
+def scales_of(run: Path, reader: RunReader | None = None) -> Scales:
+    """What the run measured, and how that compares with a plan for its own settings, phase by phase. `reader`: one that has read
+    the run already."""
+    held = _json(run / PLAN)
+    measured = measure(run, reader)
     try:
         config = load_any(run / CONFIG)
         planned = _plan(config, _own_machine(held, config), None)[0].times.as_dict()
@@ -206,9 +212,10 @@ def _scales(run: Path, held: Mapping[str, Any]) -> tuple[Measured, dict[str, flo
     return measured, ratios
 
 
-def measure(run: Path) -> Measured:
-    reader = RunReader(run)
-    reader.update()
+def measure(run: Path, reader: RunReader | None = None) -> Measured:
+    if reader is None:
+        reader = RunReader(run)
+        reader.update()
     trained = reader.metrics.written(TRAINED) & (reader.metrics.steps > 0)
     last = np.flatnonzero(trained)[-RECENT_STEPS:]
     found = {}
