@@ -153,6 +153,8 @@ class Observe(Section):
     """Write sample completions every this many steps; 0: never."""
     samples_rows: PositiveInt = 32
     """Most completions in a file of samples: of the best, the worst and random groups, and some that failed."""
+    report: bool = True
+    """Write RUN/report.html at the end of the run, however it ends."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     wandb: str | None = None

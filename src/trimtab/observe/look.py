@@ -16,7 +16,7 @@ from typing import Any
 
 from trimtab.base.errors import DataError
 from trimtab.observe.doctor.examine import Examination, examine
-from trimtab.observe.doctor.record import Record
+from trimtab.observe.doctor.record import Record, record_of
 from trimtab.observe.state import RunState, Signs, state_of
 from trimtab.record.jsonl import finite
 from trimtab.record.layout import METRICS_FILE
@@ -64,14 +64,7 @@ class RunLook:
 
     @cached_property
     def record(self) -> Record:
-        steps = self.reader.checkpoint_steps
-        return Record(
-            self.settings,
-            self.reader.metrics,
-            finished=self.reader.finished,
-            quiet_s=self.reader.quiet_s(self.clock),
-            checkpoint=f"step-{steps[-1]}" if steps else None,
-        )
+        return record_of(self.reader, self.settings, self.clock)
 
     @cached_property
     def done(self) -> Examination:

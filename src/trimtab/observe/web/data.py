@@ -35,13 +35,15 @@ VERSION = 1
 PROFILE = "profile"
 
 
-def report_document(looks: Sequence[RunLook], private: bool = False, now: float | None = None) -> dict[str, Any]:
+def report_document(
+    looks: Sequence[RunLook], private: bool = False, now: float | None = None, changes: bool = True
+) -> dict[str, Any]:
     """The one document of a report, of one run or of several."""
     taken: set[str] = set()
     ids = [run_id(look.name if not private else look.folder.name, taken) for look in looks]
     runs = []
     for id, look in zip(ids, looks):
-        run = run_data(look, id)
+        run = run_data(look, id, changes=changes)
         runs.append(make_private(run, _host(look)) if private else run)
     found = compare(list(zip(ids, looks))) if len(looks) > 1 else None
     if found is not None and private:
@@ -58,7 +60,7 @@ def report_document(looks: Sequence[RunLook], private: bool = False, now: float 
     }
 
 
-def run_data(look: RunLook, id: str | None = None, whole: bool = True) -> dict[str, Any]:
+def run_data(look: RunLook, id: str | None = None, whole: bool = True, changes: bool = True) -> dict[str, Any]:
     """Run: all that the pages show. `whole`: with columns, samples, trace and what single changes would take, which the server
     hands out by themselves."""
     verdict = judge(look)
@@ -73,7 +75,7 @@ def run_data(look: RunLook, id: str | None = None, whole: bool = True) -> dict[s
         "memory": sections.memory(look),
         "funnel": sections.funnel(look),
         "findings": findings(look),
-        "plan": _plan(look, changes=whole),
+        "plan": _plan(look, whole and changes),
         "config": config(look),
         "events": _part(look, sections.events, []),
         "distributions": _part(look, distributions, None),

@@ -42,8 +42,11 @@ class Written:
         return {"path": str(self.path), "bytes": self.size, "runs": list(self.runs)}
 
 
-def write_report(folders: Sequence[Path], out: Path | None = None, private: bool = False) -> Written:
-    """The report of one run, or of several that are compared. Without `out`: into the run's folder; of several, here."""
+def write_report(
+    folders: Sequence[Path], out: Path | None = None, private: bool = False, changes: bool = True
+) -> Written:
+    """The report of one run, or of several that are compared. Without `out`: into the run's folder; of several, here.
+    `changes`: with what single changes of the settings would take, which costs seconds."""
     runs = list({folder.absolute(): folder for folder in map(Path, folders)}.values())
     if len(runs) > MOST_RUNS:
         raise DataError(f"RUN: {len(runs)} runs were given; a report compares at most {MOST_RUNS}")
@@ -52,7 +55,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None, private: bool
         raise DataError("RUN: no run was given")
     path = out if out is not None else runs[0] / REPORT_FILE if len(runs) == 1 else Path(SEVERAL_FILE)
     _refuse_other_file(path)
-    document = report_document(looks, private)
+    document = report_document(looks, private, changes=changes)
     page = report_page(document, looks[0])
     try:
         write_file(path, [page])
