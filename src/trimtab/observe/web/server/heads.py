@@ -42,8 +42,8 @@ class Heads:
         with self._changed:
             while missing.keys() & self._waiting.keys() and (left := end - self._clock()) > 0:
                 self._changed.wait(left)
-        for id, folder in missing.items():
-            found[id] = self._kept.get_old(id) or cheap_head(id, folder)
+            for id, folder in missing.items():  # while judging waits
+                found[id] = self._kept.get_old(id) or cheap_head(id, folder)
         return [head for head in found.values() if head is not None]
 
     def _order(self, runs: Mapping[str, Path]) -> None:
