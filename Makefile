@@ -57,6 +57,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m trimtab.config.reference --check
 	$(BIN)/python -m trimtab.convert.page --check
+	$(BIN)/python -m trimtab.observe.grafana --check
 
 types: install
 	$(BIN)/mypy
@@ -68,6 +69,7 @@ format: install
 docs: install
 	$(BIN)/python -m trimtab.config.reference
 	$(BIN)/python -m trimtab.convert.page
+	$(BIN)/python -m trimtab.observe.grafana
 
 # The documentation as a site, in build/site. Strict: a broken link or a page outside the navigation is an error.
 site: docs

@@ -20,6 +20,7 @@ STEP = {
     "policy/kl_ref": 0.0021,
     "memory/rollout_peak_gib": 40.0,
     "memory/update_peak_gib": 61.2,
+    "memory/device_total_gib": 139.0,
     "memory/host_gib": 7.3,
     "time/rollout": 1.886,
     "time/reward": 0.06,

@@ -16,7 +16,7 @@ from trimtab.plan.ledger import GIB
 from trimtab.plan.place import place_over
 from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.refusal import widest
-from trimtab.plan.report import offers
+from trimtab.plan.report import as_recorded, offers
 
 LARGE = partial(
     qwen, "llama-3.1-70b", prompts=128, samples=8, longest_prompt=512, typical_prompt=512, completion=1024, reference=True,
@@ -84,3 +84,13 @@ def test_a_fuller_profile_is_offered_where_it_is_faster() -> None:
     assert all("profile" not in offer.words for offer in offers(place_over(Run(), job, A100S, "max"), Run(), "max"))
     roomy = make_plan(Run(), qwen(), h(140))
     assert all("profile" not in offer.words for offer in offers(roomy, Run(), "balanced"))
+
+
+def test_a_recorded_plan_names_its_profile_lengths_and_offers() -> None:
+    roomy = make_plan(Run(), qwen(), h(140))
+    found = as_recorded(roomy, Run())
+    assert found["profile"] == "balanced" and found["fits"]
+    assert found["assumed_lengths"]["completion_limit"] == roomy.job.completion
+    assert [offer["text"] for offer in found["offers"]] == [offer.words for offer in offers(roomy, Run(), "balanced")]
+    filled = place_over(Run(), LARGE(), A100S, "max")
+    assert as_recorded(filled, Run())["profile"] == "max"

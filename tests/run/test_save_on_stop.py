@@ -129,7 +129,7 @@ PLACES: dict[str, tuple[object, str, int, int]] = {
     "publish": (NativeEngine, "publish", 1 + 3, 3),
     "evaluation": (loop, "measure", 2, 2),
     "last evaluation": (loop, "measure", 3, 4),
-    "samples": (observer, "write_samples", 3 + 2, 4),  # of three evaluations, of the first step, and of the last
+    "samples": (observer, "sample_rows", 3 + 2, 4),  # of three evaluations, of the first step, and of the last
     "export": (trainer, "export_model", 1, 4),
 }
 ERRORS: dict[str, Callable[[], object]] = {

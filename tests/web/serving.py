@@ -73,9 +73,10 @@ class Client:
 
     port: int
     headers: dict[str, str] = field(default_factory=dict)
+    patience_s: float = 120.0
 
     def ask(self, path: str, method: str = "GET", body: Any = None, **headers: str) -> Answer:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=self.patience_s)
         sent = self.headers | {name.replace("_", "-"): value for name, value in headers.items()}
         data = None
         if body is not None:
@@ -120,7 +121,9 @@ class EventReader:
                     name, _, value = line.partition(": ")
                     message[name] = value
                 elif "event" in message:
-                    self._messages.put({"id": message["id"], "event": message["event"], "data": json.loads(message["data"])})
+                    self._messages.put(
+                        {"id": message["id"], "event": message["event"], "data": json.loads(message["data"])}
+                    )
                     message = {}
                 else:
                     message = {}

@@ -23,9 +23,24 @@ def runs(tmp_path: Path) -> Path:
 def test_names_that_are_not_known_are_refused(runs: Path) -> None:
     with serving(runs, names=("proxy.example",)) as server:
         port = server.port
-        for host in (f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST", "[::1]:8080", "10.0.0.7", "proxy.example:443"):
+        for host in (
+            f"127.0.0.1:{port}",
+            f"localhost:{port}",
+            "LOCALHOST",
+            "[::1]:8080",
+            "10.0.0.7",
+            "proxy.example:443",
+        ):
             assert server.ask("/api/runs", host=host).status == 200, host
-        evil = ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil.example", "", "a b", "127.0.0.1/x")
+        evil = (
+            "evil.example",
+            f"evil.example:{port}",
+            "127.0.0.1.evil.example",
+            "localhost@evil.example",
+            "",
+            "a b",
+            "127.0.0.1/x",
+        )
         for host in evil:
             answer = server.ask("/api/runs", host=host)
             assert answer.status in (400, 421), host
@@ -59,7 +74,11 @@ def test_nothing_is_shared_with_other_origins_and_nothing_can_be_changed(runs: P
         assert server.ask("/api/runs/a", "POST", {}).status == 405
         assert server.ask("/api/runs", "HEAD").status == 200
         shell = server.ask("/").body.decode()
-        assert "<script>" not in shell and "style=" not in shell and " on" not in shell.split("<body>")[1].split("<noscript>")[0]
+        assert (
+            "<script>" not in shell
+            and "style=" not in shell
+            and " on" not in shell.split("<body>")[1].split("<noscript>")[0]
+        )
 
 
 def test_beyond_this_machine_a_token_is_needed(runs: Path) -> None:
@@ -80,7 +99,9 @@ def test_beyond_this_machine_a_token_is_needed(runs: Path) -> None:
         assert server.ask("/metrics", authorization=f"Bearer {token}").status == 200
         assert held.ask("/api/runs", host="evil.example").status == 421
         away = server.ask(f"//evil.example/?token={token}")
-        assert away.headers.get("location", "/x").startswith("/") and not away.headers.get("location", "/x").startswith("//")
+        assert away.headers.get("location", "/x").startswith("/") and not away.headers.get("location", "/x").startswith(
+            "//"
+        )
 
 
 def test_a_random_token_is_made(runs: Path) -> None:
@@ -101,7 +122,7 @@ def test_no_path_leads_out(runs: Path) -> None:
         for path in (
             "/../secret.txt", "/assets/../../secret.txt", "/assets/%2e%2e/%2e%2e/secret.txt", "/assets/..%2f..%2fsecret.txt",
             "/assets/__init__.py", "/assets/data.py", "/api/runs/..", "/api/runs/%2e%2e/samples?step=1", "/api/runs/a%2f..%2fa",
-            "/api/runs/a~final", "/api/runs/a/final/model.safetensors", "/api/runs/a/samples?step=1&kind=../../..", "/api/runs/a%00",
+            "/api/runs/a~final", "/api/runs/a/final/model.safetensors", "/api/runs/a/samples?step=1&kind=../..", "/api/runs/a%00",
             "/api/runs/a/samples?step=..%2f..%2fsecret", "/api/runs/a/samples?step=1e400", "/api/runs/a/samples?step=-1",
             f"/api/runs/{'a' * 5000}", "/api/runs/%ff%fe", "/api/compare?runs=../secret.txt", "/.env", "//etc/passwd",
         ):  # fmt: skip

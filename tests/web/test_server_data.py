@@ -82,10 +82,18 @@ def sampled(run: Path, steps: range, kind: str = "train", rows: int = 4) -> None
     folder.mkdir(parents=True, exist_ok=True)
     for step in steps:
         lines = [
-            {"step": step, "prompt_id": f"p{row}", "sample": row, "prompt": 'say "hi"', "completion": f"Näme\n{step}.{row}<b>"}
+            {
+                "step": step,
+                "prompt_id": f"p{row}",
+                "sample": row,
+                "prompt": 'say "hi"',
+                "completion": f"Näme\n{step}.{row}<b>",
+            }
             for row in range(rows)
         ]
-        (folder / f"step-{step}.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        (folder / f"step-{step}.jsonl").write_text(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        )
 
 
 def test_samples_of_a_step(tmp_path: Path) -> None:
@@ -120,7 +128,9 @@ def test_a_search_gives_every_hit_once_newest_first(tmp_path: Path) -> None:
     assert found == [] and count == 1  # ASCII letters match in either case, others as they are
     found, count = pages(tmp_path, Query("nämE"))
     assert (found, count) == (every, 5)
-    assert pages(tmp_path, Query(r"^n.me\s+\d+\.[12]<b>", is_regex=True))[0] == [hit for hit in every if hit[1] in (1, 2)]
+    assert pages(tmp_path, Query(r"^n.me\s+\d+\.[12]<b>", is_regex=True))[0] == [
+        hit for hit in every if hit[1] in (1, 2)
+    ]
     assert pages(tmp_path, Query('say "hi"'))[0] == every
     assert pages(tmp_path, Query("\n7.3<"))[0] == [(7, 3)]
     assert pages(tmp_path, Query("prompt_id"))[0] == []  # the name of a field is not its text
@@ -169,7 +179,7 @@ def test_plans_are_those_of_trimtab_plan(tmp_path: Path) -> None:
         ({"device": "rtx4090", "devices": 2}, ["learn.max_new_tokens=3000"], PlanOptions(device="rtx4090", devices=2)),
         ({"device": "h100", "device_memory": "40GiB"}, ["run.shard=none"], PlanOptions(device="h100", device_memory="40GiB")),
         ({"device": "a100", "profile": "safe"}, ["model.lora={r: 8}"], PlanOptions(device="a100", profile="safe")),
-        ({"device": "t4", "device_memory": "2GiB"}, ["learn.prompts_per_step=64"], PlanOptions(device="t4", device_memory="2GiB")),
+        ({"device": "t4", "device_memory": "2GiB"}, ["learn.steps=9"], PlanOptions(device="t4", device_memory="2GiB")),
     ]  # fmt: skip
     with serving(tmp_path / "runs") as server:
         for body, overrides, options in cases:
@@ -180,7 +190,7 @@ def test_plans_are_those_of_trimtab_plan(tmp_path: Path) -> None:
             for key in expected.keys() - {"notes"}:
                 assert found[key] == expected[key], key
             if not found["fits"]:
-                assert found["changes"] and found["missing_bytes"] > 0
+                assert found["changes"] and found["missing_bytes"] > 0 and found["binds"]
         assert found["fits"] is False  # the last one
 
 

@@ -195,12 +195,16 @@ class LocalObserver:
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._console.finish(summary)
         self._journal.finished(f"finished after step {summary.get('steps')}")
-        report = look_back(self._folder, self._console)
-        if report is not None and self._sinks.wants_report:
-            try:
-                self._sinks.attach(report)
-            except Exception as error:  # of a tracker somewhere else: the run is done
-                self._console.warn(f"the report could not be attached: {error}")
+        self._attach(look_back(self._folder, self._console))
+
+    def _attach(self, report: Path | None) -> None:
+        """W&B and trackio get the report of a run that is finished. That they do not ends no run."""
+        if report is None or not self._sinks.wants_report:
+            return
+        try:
+            self._sinks.attach(report)
+        except Exception as error:  # of somebody else's service, say
+            self._console.warn(f"the report could not be attached: {error}")
 
     def stopped(self, state: RunState, steps: int) -> None:
         self._console.close()

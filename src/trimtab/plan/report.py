@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.config.run import Run
 from trimtab.plan.ledger import GIB
 from trimtab.plan.place import place_over
-from trimtab.plan.planner import PROFILES, Plan
+from trimtab.plan.planner import PROFILES, Plan, limits_of
 from trimtab.plan.refusal import with_memory
 
 MAX_STEP_RATIO_TO_OFFER = 0.99
@@ -48,6 +48,25 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "communication_seconds": asdict(plan.times.waits) if plan.fits else None,
         "start_seconds": plan.times.start if plan.fits else None,
     }
+
+
+def as_recorded(plan: Plan, asked: Run) -> dict[str, Any]:
+    """What plan.json says: with the profile that was used, the lengths that were assumed, and what other machines would do.
+    `asked`: the section as the user wrote it."""
+    job = plan.job
+    profile = asked.profile if plan.limits == limits_of(plan.machine, asked.profile) else "max"
+    lengths: dict[str, Any] = {"longest_trained": job.longest_trained}
+    if job.generates:
+        known = "measured" if job.lengths else "all as long as they may be"
+        lengths |= {
+            "longest_prompt": job.longest_prompt,
+            "typical_prompt": job.typical_prompt,
+            "completion_limit": job.completion,
+            "expected_completion": job.expected_completion,
+            "completions": known,
+        }
+    found = [{"text": offer.words, "seconds": offer.seconds} for offer in offers(plan, asked, profile)]
+    return as_dict(plan) | {"profile": profile, "assumed_lengths": lengths, "offers": found}
 
 
 @dataclass(frozen=True)

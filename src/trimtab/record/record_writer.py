@@ -31,6 +31,8 @@ class RecordWriter:
         self._queue: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._busy = False
+        """The thread will look at the queue once more."""
         self._error: BaseException | None = None
         self._cpu_s = 0.0
 
@@ -58,9 +60,9 @@ class RecordWriter:
 
     def wait(self) -> None:
         """All that was begun is on disk. Raises what kept it from that."""
-        thread = self._thread
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         self.raise_if_failed()
 
     def take_cost_s(self) -> float:
@@ -80,8 +82,9 @@ class RecordWriter:
         """Do some work behind whatever comes next, after what was given before."""
         with self._lock:
             self._queue.append(work)
-            if self._thread is not None:
+            if self._busy:
                 return
+            self._busy = True
             self._thread = threading.Thread(target=self._run, name="trimtab-record")
             self._thread.start()
 
@@ -89,15 +92,15 @@ class RecordWriter:
         while True:
             with self._lock:
                 if not self._queue:
-                    self._thread = None
-                    break
+                    self._cpu_s += time.thread_time()
+                    self._busy = False
+                    return
                 work = self._queue.popleft()
             try:
                 work()
             except BaseException as error:  # raised by whoever asks
                 with self._lock:
                     self._error = self._error or error
-        self._cpu_s += time.thread_time()
 
 
 def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

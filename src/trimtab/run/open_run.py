@@ -18,7 +18,7 @@ from trimtab.observe.look_back import report_of_broken_run
 from trimtab.observe.observer import LocalObserver
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
-from trimtab.plan.report import as_dict
+from trimtab.plan.report import as_recorded
 from trimtab.plan.watch import PlanWatch
 from trimtab.record.checkpoint import RunState, prune
 from trimtab.record.folder import begin, claim
@@ -86,7 +86,7 @@ def open_run(
     if checkpoint is not None:
         prune(folder, config.observe.keep_checkpoints, state.best_step)  # a kill may have come before it
     if checkpoint is None or state.step < steps:  # or nothing is learned with these settings
-        begin(folder, config, as_dict(parts.plan))
+        begin(folder, config, as_recorded(parts.plan, asked.run))
     stream = stage.stream(config, ready, state.data_position)
     stack.callback(stream.close)
     resumed_from = state.step if checkpoint else None

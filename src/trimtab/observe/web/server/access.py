@@ -30,7 +30,7 @@ HEADERS = {
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
-    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin-allow-popups",  # Perfetto is handed a trace in a tab of its own
 }
 OPEN_PATHS = ("/healthz",)
 """Answered without a token: they say nothing about runs."""

@@ -55,7 +55,8 @@ class Served:
 
 
 def make_app(root: Path, ended: Callable[[], bool]) -> Starlette:
-    served = Served(RunTable(root), ended, Pages(), Looks(), Threads(), Threads(1))
+    looks = Looks()
+    served = Served(RunTable(root), ended, Pages(looks), looks, Threads(), Threads(1))
 
     def bound(handler: Callable[[Served, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         return partial(handler, served)
@@ -195,7 +196,7 @@ async def _trace(served: Served, request: Request) -> Response:
             raise HTTPException(404, "this run has no trace")
         return StreamingResponse(_raw_trace(path), media_type="application/json")
     first, last = _number(request, "from"), _number(request, "until")
-    return _json(await served.threads.run(judged.trace, folder, first, last))
+    return _json(await served.threads.run(judged.trace_of, folder, first, last))
 
 
 def _raw_trace(path: Path) -> Any:
@@ -228,7 +229,7 @@ async def _compare(served: Served, request: Request) -> Response:
     if not 1 <= len(ids) <= MAX_COMPARED:
         raise DataError(f"compare: write runs=ID,ID with at most {MAX_COMPARED} runs")
     folders = {id: await _find(served, id) for id in ids}
-    return _json(await served.threads.run(judged.compare, folders))
+    return _json(await served.threads.run(judged.compared, folders))
 
 
 async def _plan(served: Served, request: Request) -> Response:

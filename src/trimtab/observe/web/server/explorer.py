@@ -244,8 +244,14 @@ def _scaled(plan: Plan, measured: Measured, ratios: Mapping[str, float]) -> dict
 
 def _what_binds(plan: Plan, config: AnyConfig, profile: str) -> dict[str, Any]:
     changes = changes_that_fit(plan.job, plan.machine, config.run, profile)
+    host, device = plan.ledger.fullest_host, plan.ledger.fullest
+    on_host = plan.machine.cpu or host.host_bytes - plan.limits.host > device.required_bytes - plan.limits.device
+    phase, parts = (host, host.host) if on_host else (device, device.device)
+    largest = max(parts, key=lambda name: parts[name])
+    where = "host memory" if on_host else "the device"
     return {
-        "refusal": str(refuse(plan, config.run, profile)),
+        "binds": f"{phase.name}, on {where}: {largest}, {parts[largest] / GIB:.1f} GiB",
+        "refusal": str(refuse(plan, config.run, profile, changes)),
         "missing_bytes": plan.missing_bytes,
         "changes": [{"text": text, "saves_bytes": saved} for text, saved in changes],
     }

@@ -14,6 +14,9 @@ SHOWN_FILES = (
 )  # fmt: skip
 """What a page is made from. Checkpoints and exported weights are not among it, and may lie on another disk."""
 
+SHOWN_FOLDERS = ("eval", "eval/results", "profile")
+"""Folders whose files are read for a page. Those of samples are looked at one by one, when they are asked for."""
+
 
 def inside(path: Path, root: Path) -> bool:
     """Whether what the path leads to lies in the root, which has no links in it. What does not exist lies where it would be."""
@@ -28,11 +31,17 @@ def leaves(run: Path, root: Path) -> bool:
     if not inside(run, root):
         return True
     try:
-        with os.scandir(run) as entries:
-            links = [entry.name for entry in entries if entry.name in SHOWN_FILES and entry.is_symlink()]
+        links = [entry for entry in _links(run) if entry.name in SHOWN_FILES]
+        for folder in SHOWN_FOLDERS:
+            links += _links(run / folder) if (run / folder).is_dir() and inside(run / folder, root) else []
     except OSError:
         return True
-    return any(not inside(run / name, root) for name in links)
+    return any(not inside(link, root) for link in links)
+
+
+def _links(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return [folder / entry.name for entry in entries if entry.is_symlink()]
 
 
 def plain_file(path: Path, root: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from trimtab.base.errors import TrimtabError
 from trimtab.observe.web.server import judged
+from trimtab.observe.web.server.looks import Looks
 from trimtab.observe.web.server.stream import live_id
 from trimtab.observe.web.server.tail import LineTail, parse_line
 from trimtab.record.columns import STEP
@@ -76,8 +77,8 @@ def _ended(made: Made) -> bool:
 class Pages:
     """Heads, whole runs and last rows. Every function may be called from several threads."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, looks: Looks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._looks, self._clock = looks, clock
         self._heads, self._runs = Kept(10_000, clock), Kept(MAX_RUNS_KEPT, clock)
 
     def heads(self, runs: Mapping[str, Path]) -> list[Made]:
@@ -92,7 +93,7 @@ class Pages:
             return cheap_head(id, folder)
         before = stamp(folder)
         try:
-            made = judged.head(folder) | {"id": id}
+            made = judged.head_of(folder, id)
         except (TrimtabError, OSError) as error:
             made = cheap_head(id, folder) | {"error": str(error)}
         return self._heads.put(id, before, made)
@@ -103,7 +104,8 @@ class Pages:
         if held is not None:
             return held
         before, live = stamp(folder), live_id(folder)
-        return self._runs.put(id, before, judged.run(folder) | {"id": id, "live": live})
+        made = self._looks.ask(folder, lambda look: judged.page_of(look, id))
+        return self._runs.put(id, before, made | {"live": live})
 
     def last_rows(self, runs: Mapping[str, Path]) -> Iterable[LastRow]:
         """For Prometheus."""

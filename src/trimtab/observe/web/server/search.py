@@ -22,8 +22,8 @@ from trimtab.observe.web.server.samples import KINDS, recorded_steps, step_file
 from trimtab.observe.web.server.tail import parse_line
 
 MAX_SECONDS = 2.0
-MIN_MATCH_SECONDS = 0.02
-"""Time for a field that is searched when the time is up: its line is not searched again."""
+MIN_MATCH_SECONDS, MAX_MATCH_SECONDS = 0.02, 0.25
+"""Least and most processor time for a pattern in one field: a line whose time is up is not searched again."""
 PAGE_ROWS, PAGE_BYTES = 50, 8 << 20
 """A page ends after so many hits, or so many bytes of them."""
 BLOCK_BYTES = 4 << 20
@@ -95,7 +95,11 @@ def search(
         for offset, line, next_offset in _candidates(step_file(run, kind, step), start, query.needle):
             searched += next_offset - offset
             row = parse_line(line) if line else None
-            hit = _hit(row, query, lambda: max(MIN_MATCH_SECONDS, end - clock())) if row is not None else None
+            hit = (
+                _hit(row, query, lambda: min(MAX_MATCH_SECONDS, max(MIN_MATCH_SECONDS, end - clock())))
+                if row is not None
+                else None
+            )
             if row is not None and hit is not None:
                 found.append({**row, "step": step, "kind": kind, "offset": offset, "found": hit})
                 held += len(line)
