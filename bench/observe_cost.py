@@ -2,9 +2,9 @@
 
     python bench/observe_cost.py [--pairs 10] [--steps 20] [--model FOLDER] [--out FILE.md]
 
-"Without" leaves out what is observed besides the row of metrics: no pulse, no trace of what is done within phases, no distributions, no
-samples, no device meters. The two runs of a pair follow each other, in alternating order, and the ratio is of the medians of their
-steps. Without --model a small random Llama is trained on arithmetic.
+"Without" leaves out what is observed besides the row of metrics: no pulse, no trace of what is done within phases, no
+distributions, no samples, no meters. The two runs of a pair follow each other, in alternating order, and the ratio is of the
+medians of their steps. Without --model a small random Llama is trained on arithmetic.
 """
 
 from __future__ import annotations
@@ -103,14 +103,18 @@ def main() -> None:
             shares.append(sum(row["time/observe"] for row in rows) / sum(row["time/total"] for row in rows))
             ratios.append(seconds(found[True]) / seconds(found[False]))
             steps_s.append(seconds(found[True]))
-            print(f"pair {pair + 1}: step {steps_s[-1]:.3f} s, with/without {ratios[-1]:.4f}, time/observe {shares[-1]:.3%}", flush=True)
+            print(
+                f"pair {pair + 1}: step {steps_s[-1]:.3f} s, with/without {ratios[-1]:.4f}, time/observe {shares[-1]:.3%}",
+                flush=True,
+            )
     spread = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
     lines = [
         "| | |",
         "|---|---|",
         f"| pairs, steps of each run | {asked.pairs}, {asked.steps} |",
         f"| a step | {statistics.median(steps_s):.2f} s |",
-        f"| with over without, median of pairs | {statistics.median(ratios):.4f} (mean {statistics.mean(ratios):.4f} ± {spread:.4f}) |",
+        f"| with over without, median of pairs | {statistics.median(ratios):.4f} |",
+        f"| with over without, mean of pairs and its standard error | {statistics.mean(ratios):.4f} ± {spread:.4f} |",
         f"| `time/observe` of `time/total`, median of runs | {statistics.median(shares):.2%} (highest {max(shares):.2%}) |",
     ]
     print("\n".join(lines))
