@@ -104,7 +104,7 @@ class RankedTrainer(GuardedTrainer):
     def _take_observed(self) -> dict[str, float]:
         """What ranks have logged goes to the log of this process, each rank on its own track; of seconds, the slowest rank's."""
         found: dict[str, float] = {}
-        observed: list[tuple[dict[str, float], Taken]] = self._ranks.ask("observed")
+        observed: list[tuple[dict[str, float], Taken]] = self.ranks.ask("observed")
         for rank, (parts, taken) in enumerate(observed):
             for name, seconds in parts.items():
                 found[name] = max(seconds, found.get(name, 0.0))

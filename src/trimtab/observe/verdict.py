@@ -17,7 +17,7 @@ from trimtab.observe.charts import chart_of
 from trimtab.observe.doctor.examine import MIN_STEPS_TO_JUDGE
 from trimtab.observe.doctor.finding import Finding, worst
 from trimtab.observe.doctor.record import RECENT_STEPS
-from trimtab.observe.gains import Outcome, gain_words, outcome_of
+from trimtab.observe.gains import Outcome, best_safe_change, gain_words, outcome_of
 from trimtab.observe.learned import Learning, learning_of
 from trimtab.observe.look import RunLook
 from trimtab.observe.state import StateNow
@@ -148,7 +148,7 @@ def _bound(look: RunLook, bound: Bound) -> VerdictPart:
 
 
 def _next(look: RunLook, state: StateNow, bound: Bound | None, enough: bool, ask: Ask | None) -> VerdictPart:
-    """The worst finding's remedy; else the largest waste, as a hint."""
+    """The worst finding's remedy; else the safe change with the largest gain; else the largest waste, as a hint."""
     if state.kind == "failed":
         how = (
             f"Continue it with `{state.resume}`."
@@ -169,6 +169,11 @@ def _next(look: RunLook, state: StateNow, bound: Bound | None, enough: bool, ask
             gain = _gain(look, key, ask) if bound.cause.safe else None
         return VerdictPart(
             "next", f"{_capital(finding.remedy)}.", "ok", chart=_chart(look, finding), key=key, gain=gain
+        )
+    if ask is not None and (best := best_safe_change(look)) is not None:
+        key = best.overrides[0].replace("=", ": ", 1)
+        return VerdictPart(
+            "next", f"{_capital(best.text)}: a step would be shorter.", "ok", key=key, gain=gain_words(best)
         )
     waste = waste_of(look.record)
     if waste is not None:
