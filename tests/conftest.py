@@ -108,9 +108,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture takes most of a second, as long as a tiny run: only tests marked `curve` draw it."""
+    """A picture takes most of a second, as long as a tiny run, and so does a report: only tests marked `curve` draw them."""
     if not request.node.get_closest_marker("curve"):
         monkeypatch.setattr("trimtab.observe.look_back.draw_curve", lambda folder, console: None)
+        monkeypatch.setattr("trimtab.observe.look_back.draw_report", lambda folder, console, changes=True: None)
 
 
 @pytest.fixture(autouse=True)

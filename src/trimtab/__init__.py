@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from trimtab.api import reward_model as reward_model
     from trimtab.api import sft as sft
     from trimtab.api import train as train
+    from trimtab.observe.result import Result as Result
+    from trimtab.observe.result import RunFolder
     from trimtab.rollout.conversations.observation import Observation as Observation
+
+    Run = RunFolder
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from trimtab import api
 
         return getattr(api, name)
+    if name in ("Run", "Result"):
+        from trimtab.observe import result
+
+        return result.RunFolder if name == "Run" else result.Result
     if name == "Observation":
         from trimtab.rollout.conversations.observation import Observation
 

@@ -16,6 +16,7 @@ from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 from trimtab.observe.format import scores
 from trimtab.observe.observer import Callback
+from trimtab.observe.result import Result
 from trimtab.run import loop
 from trimtab.run.build import own_modes, returns_memory
 from trimtab.run.evaluation import measure
@@ -51,8 +52,9 @@ def train(
     resume: bool = False,
     callbacks: Sequence[Callback] | None = None,
     **unknown: Any,
-) -> dict[str, Any]:
-    """Train, and return the summary (`run_dir`, `eval`, `reward_last`, `seconds`, ...).
+) -> Result:
+    """Train, and return the summary (`run_dir`, `eval`, `reward_last`, `seconds`, ...), a dictionary that a notebook shows as
+    the verdict with curves and that has the run's metrics, samples, findings and report (observe/result.py).
 
     Start from a config file or dictionary, from keyword arguments, or both; keywords go over the config. `data` is a file
     name or a task, a list of rows, a data set, or a whole `data` section, in which `train` and `eval` may be rows too;
@@ -64,7 +66,7 @@ def train(
     sections = {"model": model, "learn": learn, "run": run, "eval": eval, "observe": observe, **_unknown(unknown)}
     checked, inputs = _gather(config, sections, data, eval_data, reward, overrides, environment)
     inputs.callbacks = _callable(callbacks)
-    return run_training(checked, inputs, resume=resume)
+    return Result(run_training(checked, inputs, resume=resume))
 
 
 def evaluate(
@@ -109,7 +111,7 @@ def sft(
     resume: bool = False,
     callbacks: Sequence[Callback] | None = None,
     **unknown: Any,
-) -> dict[str, Any]:
+) -> Result:
     """Learn from worked answers, and return the summary (`run_dir`, `loss_last`, `eval`, `seconds`, ...).
 
     Arguments as for `train`; rows are conversations, prompts with completions, or texts.
@@ -117,7 +119,7 @@ def sft(
     sections = {"model": model, "learn": learn, "run": run, "observe": observe, **_unknown(unknown)}
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
     inputs.callbacks = _callable(callbacks)
-    return run_sft(load_as(SftConfig, path, overrides, base, tree), inputs, resume=resume)
+    return Result(run_sft(load_as(SftConfig, path, overrides, base, tree), inputs, resume=resume))
 
 
 def reward_model(
@@ -133,7 +135,7 @@ def reward_model(
     resume: bool = False,
     callbacks: Sequence[Callback] | None = None,
     **unknown: Any,
-) -> dict[str, Any]:
+) -> Result:
     """Learn which of two answers is better, and return the summary (`run_dir`, `accuracy`, `eval`, ...).
 
     Arguments as for `train`; rows are pairs: a prompt, the chosen and the rejected answer.
@@ -141,7 +143,7 @@ def reward_model(
     sections = {"model": model, "learn": learn, "run": run, "observe": observe, **_unknown(unknown)}
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
     inputs.callbacks = _callable(callbacks)
-    return run_reward_model(load_as(RewardModelConfig, path, overrides, base, tree), inputs, resume=resume)
+    return Result(run_reward_model(load_as(RewardModelConfig, path, overrides, base, tree), inputs, resume=resume))
 
 
 @returns_memory

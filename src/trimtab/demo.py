@@ -27,6 +27,7 @@ from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.observe.curve import CURVE_FILE
 from trimtab.observe.waiting import waiting
+from trimtab.observe.web.report import REPORT_FILE
 from trimtab.record.reader import RunReader
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import physical_cores
@@ -174,13 +175,16 @@ def run_demo(
     summary = run_training(config, Inputs(name="demo"), console_file=file)
     run_dir = Path(summary["run_dir"])
     _show_samples(run_dir, config.learn.steps, file)
-    curve = run_dir / CURVE_FILE
+    curve, report = run_dir / CURVE_FILE, run_dir / REPORT_FILE
+    if report.exists():
+        print(f"the whole run in a browser: {report}", file=file)
     return {
         "accuracy_before": summary["eval"]["before"],
         "accuracy_after": summary["eval"]["after"],
         "seconds": round(time.monotonic() - started, 1),
         "run_dir": summary["run_dir"],
         "curve": str(curve) if curve.exists() else None,  # without matplotlib it is not drawn
+        "report": str(report) if report.exists() else None,
     }
 
 

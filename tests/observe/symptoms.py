@@ -66,6 +66,13 @@ LEVELS = {
     "rollout/kv_usage": 0.8,
     "rollout/parked": 0.0,
     "rollout/graph_share": 1.0,
+    "rollout/decode_s": 4.2,
+    "rollout/prefill_s": 0.6,
+    "rollout/tail_s": 0.5,
+    "rollout/slots": 512.0,
+    "rollout/prefill_tokens": 10_000.0,
+    "rollout/cached_prefix_tokens": 70_000.0,
+    "update/offload_wait_s": 0.1,
     "run/token_budget": 16_384.0,
     "run/rank_imbalance": 1.05,
     "run/rank_restarts": 0.0,
@@ -225,6 +232,13 @@ SYMPTOMS: dict[str, Callable[[list[Row]], None]] = {
     "rollout_share": share_of_time("rollout", 30.0),
     "kv_short": put("rollout/parked", 40.0),
     "decode_graphs": put("rollout/graph_share", 0.0),
+    "rollout_tail": put("rollout/tail_s", 2.5),
+    "rollout_batch": together(
+        put("rollout/slots", 32.0), put("rollout/batch_occupancy", 0.95), put("rollout/kv_usage", 0.3)
+    ),
+    "rollout_prefill": together(put("rollout/prefill_s", 3.5), put("rollout/cached_prefix_tokens", 0.0)),
+    "update_offload": put("update/offload_wait_s", 2.0),
+    "update_recompute": put("memory/update_peak_gib", 40.0),
     "reward_share": share_of_time("reward", 4.0),
     "small_microbatches": put("run/token_budget", 2048.0),
     "rank_imbalance": put("run/rank_imbalance", 1.8),
@@ -248,3 +262,8 @@ SYMPTOMS: dict[str, Callable[[list[Row]], None]] = {
     "host_leak": put("memory/host_gib", lambda at: 4 + 8 * at),
 }
 """By rule. `stalled` is not a matter of metrics and has its own test."""
+
+SETTINGS_OF: dict[str, dict[str, Any]] = {
+    "update_recompute": SETTINGS | {"run": SETTINGS["run"] | {"checkpoint_activations": True}}
+}
+"""By rule: settings without which its symptom is none."""

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.observe.symptoms import SETTINGS, STEPS, SYMPTOMS, healthy_rows, put, record, reward, share_of_time, together
+from tests.observe.symptoms import (
+    SETTINGS,
+    SETTINGS_OF,
+    STEPS,
+    SYMPTOMS,
+    healthy_rows,
+    put,
+    record,
+    reward,
+    share_of_time,
+    together,
+)
 from trimtab.config.reference import slot
 from trimtab.observe.doctor.examine import examine
 from trimtab.observe.doctor.finding import Finding, is_healthy
@@ -43,7 +54,7 @@ def test_rules_have_names_of_their_own_and_a_sick_run_each() -> None:
 def test_a_sick_run_is_found(rule: str) -> None:
     rows = healthy_rows()
     SYMPTOMS[rule](rows)
-    finding = found(record(rows))[rule]
+    finding = found(record(rows, SETTINGS_OF.get(rule, SETTINGS)))[rule]
     assert finding.level in ("warn", "bad")
     assert any(character.isdigit() for character in finding.evidence), "evidence has numbers"
     assert finding.unit and finding.healthy and finding.cause and finding.remedy

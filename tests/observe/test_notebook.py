@@ -1,16 +1,20 @@
-"""In a notebook one output is replaced at every step; elsewhere nothing changes."""
+"""In a notebook one output is replaced once a second; elsewhere nothing changes."""
 
 from __future__ import annotations
 
 import io
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.running import wait_for
+from trimtab.observe import notebook
 from trimtab.observe.console import Console
 from trimtab.observe.notebook import notebook_display
+from trimtab.observe.run_html import LIVE_HEIGHT
 
 
 class Handle:
@@ -54,9 +58,37 @@ def test_a_cell_has_one_output_that_is_replaced(displayed: list[Handle], capsys:
             console.step(step, {"reward/mean": 0.5, "time/total": 1.0})
         console.note("a note")
     (handle,) = displayed
-    assert ["step 1/9" in bundle["text/plain"] for bundle in handle.shown] == [True, False, False]
-    assert "step 3/9" in handle.shown[-1]["text/plain"] and "<pre" in handle.shown[-1]["text/html"]
+    assert "step 1/9" in handle.shown[0]["text/plain"] and "step 1/9" in handle.shown[0]["text/html"]
+    assert "step 3/9" in handle.shown[-1]["text/plain"] and "step 3/9" in handle.shown[-1]["text/html"]
+    assert "now: nothing: the run has ended" in handle.shown[-1]["text/html"]
     assert capsys.readouterr().out == "a note\n"
+
+
+def test_a_thread_replaces_it_and_the_height_stays(displayed: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "UPDATE_S", 0.01)
+    with Console(9) as console:
+        console.step(1, {"reward/mean": 0.5, "time/total": 1.0})
+        console.working("rollout")
+        assert wait_for(lambda: "now: rollout" in displayed[0].shown[-1]["text/html"], 10)
+        console.step(2, {"reward/mean": 0.6, "time/total": 1.0})
+        assert wait_for(lambda: "step 2/9" in displayed[0].shown[-1]["text/html"], 10)
+    (handle,) = displayed
+    assert all(f"height:{LIVE_HEIGHT}px;overflow:hidden" in bundle["text/html"] for bundle in handle.shown)
+    ended = len(handle.shown)
+    assert "trimtab-notebook" not in {thread.name for thread in threading.enumerate()}
+    assert len(handle.shown) == ended
+
+
+def test_a_front_end_that_is_gone_does_not_end_the_run(
+    displayed: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(Handle, "update", fail)
+    with Console(2) as console:
+        console.step(1, {"reward/mean": 0.5})
+        console.step(2, {"reward/mean": 0.5})
 
 
 def test_only_a_notebooks_own_output_is_replaced(displayed: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:

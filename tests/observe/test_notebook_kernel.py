@@ -24,7 +24,8 @@ def reward(completions, **_):
 rows = [{{"prompt": f"{{a}}+1="}} for a in range(9)]
 learn = {{"steps": 3, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4}}
 observe = {{"dir": {folder!r}, "tensorboard": False}}
-found = trimtab.train(model={model!r}, data=rows, eval_data=rows[:2], reward=reward, learn=learn, observe=observe)
+result = trimtab.train(model={model!r}, data=rows, eval_data=rows[:2], reward=reward, learn=learn, observe=observe)
+result
 """
 
 
@@ -37,7 +38,10 @@ def test_a_cell_holds_plain_text_and_one_panel(tmp_path: Path, monkeypatch: pyte
     nbclient.NotebookClient(notebook, timeout=180, kernel_name="python3").execute()
     outputs: list[Any] = notebook.cells[0].outputs
     (panel,) = [output["data"] for output in outputs if output.output_type == "display_data"]
-    assert "Trimtab · step 3/3" in panel["text/plain"] and "<pre" in panel["text/html"]
+    assert "Trimtab · step 3/3" in panel["text/plain"] and "step 3/3" in panel["text/html"]
+    (shown,) = [output["data"] for output in outputs if output.output_type == "execute_result"]
+    assert "'run_dir'" in shown["text/plain"] and shown["text/html"].count("<img") == 3
+    assert "<script" not in shown["text/html"] + panel["text/html"]
     printed = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
     assert "\x1b" not in printed + panel["text/plain"] + panel["text/html"] and "\r" not in printed
     for words in ("─ Trimtab ─", "eval at step 0 |", "eval at step 3 |", "Where the time went", "run folder"):

@@ -146,6 +146,7 @@ def test_wandb_resumes_the_run_whose_id_is_in_the_folder(tmp_path, monkeypatch):
     assert ids[0] == ids[1] != ids[2]
     assert {(init["project"], init["resume"]) for init in inits} == {("project", "allow")}
     assert run.logged == [{"step": step, "reward/mean": float(step)} for step in (1, 2, 2, 1)]
+    assert all(init["config"] == {} for init in inits)  # no config.yaml was there
     assert run.defined[0] == ("*", "step")
     assert run.finished
 

@@ -8,7 +8,21 @@ import typer
 
 from trimtab.base.package import VERSION
 from trimtab.base.signals import take_signals
-from trimtab.cli import convert, demo, doctor, evaluate, export, plan, reward_model, sft, train, tune
+from trimtab.cli import (
+    convert,
+    demo,
+    doctor,
+    evaluate,
+    export,
+    plan,
+    report,
+    reward_model,
+    serve,
+    sft,
+    train,
+    tune,
+    watch,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -50,3 +64,6 @@ app.command("export")(export.export)
 app.command("convert")(convert.convert)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("watch")(watch.watch)
+app.command("report")(report.report)
+app.command("serve")(serve.serve)

@@ -30,19 +30,25 @@ def doctor(
 
 
 def _run(folder: Path, strict: bool, as_json: bool) -> bool:
-    from trimtab.observe.doctor.examine import examine
     from trimtab.observe.doctor.finding import is_healthy
-    from trimtab.observe.doctor.record import read_record
-    from trimtab.observe.doctor.report import print_report, run_report
+    from trimtab.observe.doctor.record import refuse_what_cannot_be_judged
+    from trimtab.observe.doctor.report import print_report, run_report, verdict_report
+    from trimtab.observe.look import look_at
+    from trimtab.observe.verdict import judge
 
-    record = read_record(folder)
-    done = examine(record)
+    look = look_at(folder, "trimtab doctor")
+    look.reader.settings()  # or say why they cannot be read
+    record = look.record
+    refuse_what_cannot_be_judged(look.reader, record)
+    done, verdict = look.done, judge(look)
     healthy = is_healthy(done.findings, strict)
-    print_report(console_file(as_json), run_report(folder, record, done))
+    parts = [(part.id, part.text, part.key, part.gain, part.level) for part in verdict.parts]
+    print_report(console_file(as_json), [verdict_report(parts), *run_report(folder, record, done)])
     if as_json:
         print_json(
             {
                 "healthy": healthy,
+                "verdict": verdict.as_json(),
                 "findings": [finding.as_json() for finding in done.findings],
                 "run": {"folder": str(folder), "steps": len(record.steps), "finished": record.finished},
                 "rules_healthy": done.healthy,

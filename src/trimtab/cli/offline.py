@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from trimtab.cli.output import console_file, loading, print_json, resume_command, user_errors
+from trimtab.observe.profiling.request import parse_request
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.lr=1e-5.")]
@@ -16,6 +17,12 @@ Resume = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check config and data, print the resolved config and exit.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show every choice that Trimtab made, also the usual ones.")]
+ProfileSteps = Annotated[
+    str | None, typer.Option("--profile-steps", help="Steps to profile, such as 3:5; writes RUN/profile.")
+]
+ProfileRanks = Annotated[
+    str | None, typer.Option("--profile-ranks", help="With several devices: ranks to profile, such as 0,1. Default: 0.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
@@ -27,8 +34,11 @@ def run_stage(
     dry_run: bool,
     verbose: bool,
     as_json: bool,
+    profile: tuple[str | None, str | None] = (None, None),
 ) -> None:
+    """`profile`: --profile-steps and --profile-ranks."""
     with user_errors(as_json):
+        profiled = parse_request(*profile)
         with loading(as_json, aside=dry_run):
             from trimtab.config.load import Offline, load_as
             from trimtab.config.reward_model import RewardModelConfig
@@ -46,7 +56,7 @@ def run_stage(
 
         kind = Supervised() if stage == "sft" else Preferences()
         inputs = Inputs(base_dir=file.absolute().parent, name=file.stem, verbose=verbose)
-        inputs.resume_with = resume_command(stage, file, overrides)
+        inputs.resume_with, inputs.profile = resume_command(stage, file, overrides), profiled
         if dry_run:
             with loading(as_json, "checking the model and the data", aside=True):
                 result = offline.dry_run(kind, config, inputs, console_file(as_json), resume=resume)

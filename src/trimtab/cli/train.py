@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.offline import ProfileRanks, ProfileSteps
 from trimtab.cli.output import console_file, loading, print_json, resume_command, user_errors
+from trimtab.observe.profiling.request import parse_request
 
 
 def train(
@@ -23,10 +25,13 @@ def train(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show every choice that Trimtab made, also the usual ones.")
     ] = False,
+    profile_steps: ProfileSteps = None,
+    profile_ranks: ProfileRanks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Train a model with reinforcement learning."""
     with user_errors(as_json):
+        profiled = parse_request(profile_steps, profile_ranks)
         with loading(as_json, aside=dry_run):
             from trimtab.config.load import load_config
 
@@ -35,7 +40,7 @@ def train(
             from trimtab.run.inputs import Inputs
 
         inputs = Inputs(base_dir=config.absolute().parent, name=config.stem, verbose=verbose)
-        inputs.resume_with = resume_command("train", config, overrides)
+        inputs.resume_with, inputs.profile = resume_command("train", config, overrides), profiled
         if dry_run:
             from trimtab.run.dry_run import dry_run as look
 

@@ -28,7 +28,7 @@ MIN_STALL_S = 120.0
 """Work that stands still for less is not called a hang."""
 DISK_STALL_S = 1800.0
 """The same for orders that wait for a disk, which say nothing of how far they are."""
-DISK_ORDERS = ("begin_write", "end_write", "export")
+DISK_ORDERS = ("begin_write", "end_write", "export", "stop_profile")
 ERROR_PATIENCE_S = 30.0
 """How long ranks may take to answer after another has raised an error: they may wait for it in a collective."""
 START_ERROR_PATIENCE_S = 0.5

@@ -153,10 +153,18 @@ class Observe(Section):
     """Write sample completions every this many steps; 0: never."""
     samples_rows: PositiveInt = 32
     """Most completions in a file of samples: of the best, the worst and random groups, and some that failed."""
+    report: bool = True
+    """Write RUN/report.html at the end of the run, however it ends."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     wandb: str | None = None
-    """Weights & Biases project to log to; needs trimtab[wandb]."""
+    """Weights & Biases project to log to; needs trimtab[wandb]. The report is attached at the end."""
+    trackio: str | None = None
+    """trackio project to log to, on this machine; needs trimtab[trackio]. The report is attached at the end."""
+    prometheus: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port at which Prometheus can read the last row while the run trains, as http://HOST:PORT/metrics; needs trimtab[serve]."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that this port is opened at; 0.0.0.0 for a Prometheus on another machine."""
     max_failed_rewards: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Stop the run when more than this fraction of a step's samples has no reward because reward calls, or its
     environment, failed."""

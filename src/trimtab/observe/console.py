@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
@@ -52,7 +53,6 @@ class Console:
     ) -> None:
         """`live`: redraw in place; None: when `file` is a terminal. `file`: None is stdout."""
         display = notebook_display(sys.stdout if file is None else file)
-        self._notebook = NotebookView(display) if display is not None and live is None else None
         file = outlet(sys.stdout if file is None else file)
         terminal = file.isatty()
         width = None if terminal else PLAIN_WIDTH
@@ -63,6 +63,8 @@ class Console:
         )  # fmt: skip
         self.history = History(total_steps)
         self._panel = LivePanel(self.history, clock)
+        notebook = display is not None and live is None
+        self._notebook = NotebookView(display, self.history, self._panel) if notebook else None
         self._signal = SignalWatch()
         self._wants_live = terminal if live is None else live
         self._live: Live | None = None
@@ -72,12 +74,14 @@ class Console:
 
     def card(self, card: StartCard, verbose: bool = False) -> None:
         """`verbose`: with every choice, those that are usual too."""
+        if self._notebook:
+            self._notebook.name = Path(card.run_dir).name
         self._waiting.done()
         self._print(card.view(verbose))
 
     def working(self, phase: str) -> None:
         """The phase that runs now, for the live view; `Timeline(on_phase=console.working)` calls it."""
-        self._panel.working(phase)
+        self._now(phase)
         self._show_live()
         # In a log, the first line takes longest; after it the steps themselves are the sign of life.
         if self._live is None and (phase == "eval" or not self.history.step):
@@ -85,7 +89,7 @@ class Console:
 
     def waiting(self, what: str) -> None:
         """What is being waited for from now on, until something else is shown."""
-        self._panel.working(what)
+        self._now(what)
         if self._live is None:
             self._waiting.on(what)
 
@@ -93,7 +97,7 @@ class Console:
         self._waiting.done()
         self.history.add(step, metrics)
         if self._notebook:
-            self._notebook.show(self._panel)
+            self._notebook.step(step, metrics)
         elif self._wants_live:
             self._show_live()
         else:
@@ -131,6 +135,8 @@ class Console:
         self._print(grid)
 
     def close(self) -> None:
+        if self._notebook:
+            self._notebook.close()
         if self._live:
             self._live.stop()
             self._live = None
@@ -143,6 +149,11 @@ class Console:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _now(self, phase: str) -> None:
+        self._panel.working(phase)
+        if self._notebook:
+            self._notebook.working(phase)
 
     def _print(self, thing: Any) -> None:
         with self._waiting.free_line():

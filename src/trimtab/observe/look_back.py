@@ -1,4 +1,4 @@
-"""What to tell of a run that has ended: where it stands, its learning curve, what the doctor finds."""
+"""What to tell of a run that has ended: where it stands, its learning curve, its report, what the doctor finds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from trimtab.observe.console import Console
 from trimtab.observe.curve import CURVE_FILE, plot_curve
 from trimtab.observe.doctor.examine import examine
 from trimtab.observe.doctor.record import read_record
+from trimtab.observe.web.report import write_report
 from trimtab.record.checkpoint import RunState, newest_checkpoint
+from trimtab.record.reader import RunReader
 
 MAX_FINDINGS_NAMED = 3
 
@@ -26,11 +28,41 @@ def where_it_stands(folder: Path, state: RunState, steps: int) -> str:
     return f"{folder} stopped after step {state.step} of {steps}; {kept}{f'. {found}' if found else ''}"
 
 
-def look_back(folder: Path, console: Console) -> None:
-    """The learning curve of a run that has ended, and whether the doctor finds something. Neither can fail the run."""
+def look_back(folder: Path, console: Console) -> Path | None:
+    """The learning curve of a run that has ended, its report, and whether the doctor finds something. None of them can fail the
+    run. Returns the report, if there is one."""
     draw_curve(folder, console)
+    report = draw_report(folder, console)
     if found := doctor_words(folder):
         console.note(found)
+    return report
+
+
+def draw_report(folder: Path, console: Console, changes: bool = True) -> Path | None:
+    """Write RUN/report.html, unless observe.report says no. `changes`: with what single changes would take."""
+    try:
+        observe = RunReader(folder).settings().get("observe")
+        if isinstance(observe, dict) and observe.get("report") is False:
+            return None
+        path = write_report([folder], changes=changes).path
+    except Exception as error:  # as above
+        console.warn(f"cannot write the report: {error}")
+        return None
+    console.note(f"report: {path}")
+    return path
+
+
+def report_of_broken_run(folder: Path, console: Console) -> None:
+    """The report of a run that has failed or was stopped, if it has come as far as a step. For an ExitStack: after run.json says
+    how it ended."""
+    try:
+        reader = RunReader(folder)
+        reader.update()
+        ended = reader.run().get("state") in ("failed", "stopped") and len(reader.metrics) > 0
+    except Exception:  # what ended the run is told, and matters more
+        return
+    if ended:
+        draw_report(folder, console, changes=False)
 
 
 def draw_curve(folder: Path, console: Console) -> None:

@@ -20,6 +20,7 @@ from trimtab.observe.host import HostWatch
 from trimtab.observe.journal import Journal
 from trimtab.observe.look_back import look_back, where_it_stands
 from trimtab.observe.meters import MemoryMeter
+from trimtab.observe.profiling.profiler import ProfileWindow
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
@@ -56,6 +57,7 @@ class LocalObserver:
         samples_rows: int = 32,
         seed: int = 0,
         task_of: Callable[[Prompt], str] | None = None,
+        profile: ProfileWindow | None = None,
     ) -> None:
         self._folder, self._state, self._console, self._timeline, self._sinks = folder, state, console, timeline, sinks
         self._meter, self._watch, self._recoveries, self._callbacks = meter, watch, recoveries, callbacks
@@ -64,6 +66,7 @@ class LocalObserver:
         self._begun = False
         self._cost = OwnCost()
         self._host = HostWatch(console.warn)
+        self._profile = profile
 
     def waiting(self, what: str) -> None:
         self._journal.phase(None, what)
@@ -81,8 +84,9 @@ class LocalObserver:
             self._begun = True
             self._journal.running()
         self._journal.phase(name)
+        profiled = nullcontext() if self._profile is None else self._profile.phase(name)
         try:
-            with self._timeline.phase(name), nullcontext() if memory is None else self._meter.phase(memory):
+            with self._timeline.phase(name), nullcontext() if memory is None else self._meter.phase(memory), profiled:
                 yield
         finally:
             self._journal.phase(None)
@@ -138,7 +142,10 @@ class LocalObserver:
         with self._cost:
             self._trace_recoveries()
             self._journal.step(step + 1)
-            return self._timeline.end_step(step)
+            seconds = self._timeline.end_step(step)
+        if self._profile is not None:
+            self._profile.step_ended(step)
+        return seconds
 
     def measure(self, metrics: dict[str, float], steps_to_go: int) -> None:
         with self._cost:
@@ -188,7 +195,16 @@ class LocalObserver:
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._console.finish(summary)
         self._journal.finished(f"finished after step {summary.get('steps')}")
-        look_back(self._folder, self._console)
+        self._attach(look_back(self._folder, self._console))
+
+    def _attach(self, report: Path | None) -> None:
+        """W&B and trackio get the report of a run that is finished. That they do not ends no run."""
+        if report is None or not self._sinks.wants_report:
+            return
+        try:
+            self._sinks.attach(report)
+        except Exception as error:  # of somebody else's service, say
+            self._console.warn(f"the report could not be attached: {error}")
 
     def stopped(self, state: RunState, steps: int) -> None:
         self._console.close()
@@ -200,6 +216,8 @@ class LocalObserver:
 
     def close(self) -> None:
         """Nothing more will be seen."""
+        if self._profile is not None:
+            self._profile.close()
         self._trace_recoveries()
         self._timeline.close()
         self._meter.close()

@@ -117,9 +117,10 @@ def refuse_uneven_cut(run: Run, job: Job) -> None:
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}.")])
 
 
-def refuse(plan: Plan, run: Run, profile: str) -> ConfigError:
-    """Why nothing fits, and the first few of the changes that would."""
+def refuse(plan: Plan, run: Run, profile: str, changes: list[tuple[str, int]] | None = None) -> ConfigError:
+    """Why nothing fits, and the first few of the changes that would. `changes`: those of `changes_that_fit`, where they are known."""
     job, machine = plan.job, plan.machine
+    changes = changes_that_fit(job, machine, run, profile) if changes is None else changes
     host, device = plan.ledger.fullest_host, plan.ledger.fullest
     on_host = machine.cpu or host.host_bytes - plan.limits.host > device.required_bytes - plan.limits.device
     fullest, parts = (host, host.host) if on_host else (device, device.device)
@@ -131,7 +132,7 @@ def refuse(plan: Plan, run: Run, profile: str) -> ConfigError:
         f"and the limit is {have / GIB:.1f} GiB ({limit_words(plan, run, profile, on_host)}). Bottleneck: {largest}, "
         f"{parts[largest] / GIB:.1f} GiB"
     )
-    fixes = [words for words, _ in changes_that_fit(job, machine, run, profile)]
+    fixes = [words for words, _ in changes]
     fix = "Any one of these changes would fit: " + "; ".join(fixes[:4]) if fixes else "No single change helps"
     return ConfigError([Problem("run", what, fix + ".")])
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 import io
 import math
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.base.errors import ConfigError, DataError, Problem
+from trimtab.base.errors import DataError
 from trimtab.base.files import write_file
 from trimtab.config.schema import Observe
 from trimtab.record.jsonl import append_whole, dump_line, finite, read_jsonl
 from trimtab.record.layout import METRICS_FILE
+from trimtab.record.prometheus import PrometheusPort
 from trimtab.record.tensorboard import EventFile
-
-WANDB_ID_FILE = "wandb-id.txt"
+from trimtab.record.trackers import Trackers
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -37,11 +36,13 @@ class Sinks:
         """`resume_step`: the last step that is kept from earlier sessions. None: a new run, nothing is kept."""
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._wandb = _wandb_run(run_dir, observe.wandb, resume_step) if observe.wandb else None
+        self._trackers = Trackers(run_dir, observe, resume_step)
         _keep_until(run_dir / METRICS_FILE, resume_step)
         self._metrics = io.FileIO(run_dir / METRICS_FILE, "a")
         first_step = 0 if resume_step is None else resume_step + 1
         self._events = EventFile(run_dir / "tensorboard", first_step) if observe.tensorboard else None
+        port, host = observe.prometheus, observe.prometheus_host
+        self._prometheus = PrometheusPort(port, host, run_dir.name) if port is not None else None
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Record one step. Values that are not finite are null in metrics.jsonl and are left out elsewhere."""
@@ -50,8 +51,17 @@ class Sinks:
         scalars = {name: value for name, value in row.items() if value is not None}
         if self._events:
             self._events.write(step, scalars)
-        if self._wandb:
-            self._wandb.log({"step": step} | scalars)
+        self._trackers.write(step, scalars)
+        if self._prometheus:
+            self._prometheus.write(step, scalars)
+
+    @property
+    def wants_report(self) -> bool:
+        """Whether the report of a finished run goes somewhere."""
+        return self._trackers.any
+
+    def attach(self, report: Path) -> None:
+        self._trackers.attach(report)
 
     def flush(self) -> None:
         """metrics.jsonl as far as it is written is on disk, where it outlives the machine's end."""
@@ -61,8 +71,9 @@ class Sinks:
         self._metrics.close()
         if self._events:
             self._events.close()
-        if self._wandb:
-            self._wandb.finish()
+        self._trackers.close()
+        if self._prometheus:
+            self._prometheus.close()
 
 
 def _keep_until(path: Path, resume_step: int | None) -> None:
@@ -74,25 +85,3 @@ def _keep_until(path: Path, resume_step: int | None) -> None:
             raise DataError(f"{path}: {what}. Remove the line, or move the file away")
     kept = [row for row in found if resume_step is not None and row.get("step", math.inf) <= resume_step]
     write_file(path, map(dump_line, kept))
-
-
-def _wandb_run(run_dir: Path, project: str, resume_step: int | None) -> Any:
-    """Start or continue the W&B run whose id lies in the run folder.
-
-    Steps are logged as a metric of their own: W&B's counter only rises and would discard what a resumed run repeats.
-    """
-    try:
-        import wandb
-    except ImportError as error:
-        problem = Problem(
-            "observe.wandb",
-            "the wandb package is not installed",
-            "Install it with: pip install 'trimtab[wandb]', or remove the key",
-        )
-        raise ConfigError([problem]) from error
-    id_file = run_dir / WANDB_ID_FILE
-    if resume_step is None or not id_file.exists():
-        write_file(id_file, [uuid.uuid4().hex.encode()])
-    run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=id_file.read_text(), resume="allow")
-    run.define_metric("*", step_metric="step")
-    return run

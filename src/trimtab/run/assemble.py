@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.trainer import RankedTrainer
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.model.policy import AnyPolicy, Policy
@@ -57,6 +58,8 @@ class BuiltRun:
     """What the user should know of how it runs."""
     gpus: Sequence[str] = ()
     """The GPUs that it runs on, as torch names them."""
+    ranks: Ranks | None = None
+    """Where it runs on several devices: one of them each."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def assemble_ranks(
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
     gpus = sorted({device for device in planned.devices if device != "cpu"})
-    return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes, gpus)
+    return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes, gpus, ranks)
 
 
 def _start(

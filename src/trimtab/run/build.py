@@ -29,6 +29,7 @@ from trimtab.model.policy import Policy
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.plan.planner import Plan
 from trimtab.record.checkpoint import explain_load_errors
+from trimtab.record.prometheus import refuse_prometheus
 from trimtab.rollout.engine import Engine
 from trimtab.run.calibrate import corrected, probe
 from trimtab.run.read_once import WeightReader
@@ -207,10 +208,13 @@ def refuse_kernels(run: Run, model: Model, device: torch.device) -> None:
         raise ConfigError([Problem("run.kernels", what, "Write auto.")])
 
 
-def refuse_missing_wandb(observe: Observe) -> None:
-    if observe.wandb and importlib.util.find_spec("wandb") is None:
-        fix = "Install it with: pip install 'trimtab[wandb]', or remove the key."
-        raise ConfigError([Problem("observe.wandb", "the wandb package is not installed", fix)])
+def refuse_missing_sinks(observe: Observe) -> None:
+    """Where metrics shall go and cannot: a package that is missing, a port that is taken."""
+    for name, asked in (("wandb", observe.wandb), ("trackio", observe.trackio)):
+        if asked and importlib.util.find_spec(name) is None:
+            fix = f"Install it with: pip install 'trimtab[{name}]', or remove the key."
+            raise ConfigError([Problem(f"observe.{name}", f"the {name} package is not installed", fix)])
+    refuse_prometheus(observe)
 
 
 def spare_the_collector(stack: ExitStack) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from trimtab.base.errors import DataError
 from trimtab.observe.observer import Callback
+from trimtab.observe.profiling.request import ProfileRequest
 
 GIVEN_ROWS = "object:rows"
 """Stands for rows that were handed over from Python."""
@@ -29,6 +30,8 @@ class Inputs:
     verbose: bool = False
     """The start card shows every choice."""
     callbacks: Sequence[Callback] = ()
+    profile: ProfileRequest | None = None
+    """Steps to profile."""
     resume_with: str = "the same call and resume=True"
     """How the user resumes the run, in words or as a command: for messages."""
     rank_restarts: int = 0

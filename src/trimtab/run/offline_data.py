@@ -29,7 +29,7 @@ from trimtab.record.checkpoint import RunState
 from trimtab.record.folder import find_folder, refuse_existing
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
-from trimtab.run.build import refuse_kernels, refuse_missing_wandb
+from trimtab.run.build import refuse_kernels, refuse_missing_sinks
 from trimtab.run.inputs import Inputs, given_rows
 from trimtab.run.machine import memory_limit, pick_device
 from trimtab.run.roles import Trainer
@@ -176,7 +176,7 @@ def check(stage: OfflineStage, config: Offline, inputs: Inputs, stack: ExitStack
     stack.enter_context(memory_limit(config.run, device))
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
-    refuse_missing_wandb(config.observe)
+    refuse_missing_sinks(config.observe)
     refuse_kernels(config.run, config.model, device)
     stage.refuse(config)
     limit = _limit(config)

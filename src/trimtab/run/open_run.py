@@ -14,6 +14,7 @@ from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
 from trimtab.observe.device_watch import open_device_watch
 from trimtab.observe.journal import Journal
+from trimtab.observe.look_back import report_of_broken_run
 from trimtab.observe.observer import LocalObserver
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
@@ -29,6 +30,7 @@ from trimtab.run.assemble_ranks import assemble_ranks, plan_ranks
 from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
+from trimtab.run.profile import check_profile, open_profile
 from trimtab.run.resume import load_or_init_state
 from trimtab.run.stage import CheckedRun, Stage
 
@@ -65,6 +67,7 @@ def open_run(
     config, folder = ready.config, ready.folder
     steps = console.history.total_steps = config.learn.steps
     stack.enter_context(claim(folder, resume))
+    stack.callback(report_of_broken_run, folder, console)
     stack.push(journal.exit)
     checkpoint, state, changed = load_or_init_state(config, ready.device, folder, ready.rows, resume, console)
     state.rank_restarts = max(state.rank_restarts, inputs.rank_restarts)
@@ -73,6 +76,9 @@ def open_run(
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
     planned = plan_ranks(ready)
+    profiled = check_profile(
+        inputs.profile, state.step, steps, 1 if planned is None else len(planned.devices), console.warn
+    )
     build = assemble_here if planned is None else partial(assemble_ranks, planned)
     parts = build(stage, ready, stack, recoveries, checkpoint, folder, console.waiting)
     config, trainer = parts.config, parts.trainer
@@ -94,6 +100,7 @@ def open_run(
     _tell_of_start(stage, ready, parts, state, console, inputs.verbose)
     spare_the_collector(stack)
     trainer.prepare_to_save()
+    profile = open_profile(profiled, parts.ranks, folder, ready.device, state.step, console.note)
     observer = LocalObserver(
         folder,
         state,
@@ -110,6 +117,7 @@ def open_run(
         samples_rows=config.observe.samples_rows,
         seed=config.learn.seed,
         task_of=stage.task_of(ready),
+        profile=profile,
     )
     trainer.tell_written(observer.wrote_checkpoint)
     trainer.on_move = observer.moved

@@ -40,6 +40,7 @@ from trimtab.record.saving import refuse_diverged
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.machine import load_within, memory_limit
 from trimtab.run.models import load_policies, load_sharded_policies, put_reference_away
+from trimtab.run.profile import ProfileOrders
 from trimtab.run.rollout_orders import LinkReports, RolloutOrders, load_classifiers
 from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
 from trimtab.run.stage import CheckedRun, Stage
@@ -95,7 +96,7 @@ class HalfApplied(Exception):
     """Weights may be between two steps. Not the user's, nor a shortage that is survived: the rank ends."""
 
 
-class Rank(RolloutOrders):
+class Rank(RolloutOrders, ProfileOrders):
     """What the driver's orders are carried out on: each public method is one."""
 
     def __init__(self, setup: RankSetup, link: Link) -> None:

@@ -29,7 +29,7 @@ from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
-from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_wandb, update_settings
+from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_sinks, update_settings
 from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import memory_limit, pick_device
@@ -72,7 +72,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     folder = find_folder(asked.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
     refuse_without_engine(asked.run, device)
-    refuse_missing_wandb(asked.observe)
+    refuse_missing_sinks(asked.observe)
     refuse_kernels(asked.run, asked.model, device)
     config = with_found_rewards(resolve_config(asked), inputs)
     tokenizer, limit = read_tokenizer(config)

@@ -10,14 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.base.errors import ModelError
-from trimtab.config.contradiction import REWARD_MODEL
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.config.schema import Model
 from trimtab.model.context import config_of_layer, context_of
-from trimtab.model.sizes import FUSED_FAMILIES
 from trimtab.plan.shape import Block, ModelShape, read_shape
-from trimtab.plan.source import ITEMSIZE, described_shape, stated_adapters, stated_dtype
+from trimtab.plan.source import described_shape
+from trimtab.plan.stated import critic_of, models_of, reward_models_of
 from trimtab.plan.work import Models
 
 if TYPE_CHECKING:
@@ -33,44 +32,20 @@ def loaded_models(config: AnyConfig, policy: Policy) -> Models:
         adapters=sum(p.numel() for p in policy.parameters()) if config.model.lora else 0,
         fused=policy.fused,
         tiled_head=policy.tiled_head,
-        critic=_critic(config, shape),
-        reward_models=_reward_models(config),
+        critic=critic_of(config, shape, shape_of),
+        reward_models=reward_models_of(config, shape_of),
     )
 
 
 def evaluated_models(config: ResolvedConfig, policy: Policy) -> Models:
     """The models of an evaluation: nothing is trained, so there is no critic, and adapters are no more than weights."""
     shape, itemsize = shape_of_model(policy.model), policy.dtype.itemsize
-    return Models(shape, itemsize, reward_models=_reward_models(config))
+    return Models(shape, itemsize, reward_models=reward_models_of(config, shape_of))
 
 
 def stated_models(config: AnyConfig, shape: ModelShape, cpu: bool = False, tiled_head: bool = True) -> Models:
     """The models of a run that a config describes, on a CPU or on a device that has kernels for a tiled head."""
-    dtype = stated_dtype(config, cpu)
-    native = not cpu and dtype == "bfloat16"
-    return Models(
-        shape=shape,
-        itemsize=ITEMSIZE[dtype],
-        adapters=stated_adapters(config, shape),
-        fused=native and shape.kind in FUSED_FAMILIES and config.run.kernels in ("auto", "native"),
-        tiled_head=native and tiled_head and shape.hidden % 8 == 0,
-        critic=_critic(config, shape),
-        reward_models=_reward_models(config),
-    )
-
-
-def _critic(config: AnyConfig, policy: ModelShape) -> ModelShape | None:
-    if not isinstance(config, ResolvedConfig) or config.learn.advantage != "gae":
-        return None
-    path = config.learn.critic.path
-    return policy if path is None else shape_of(path, config.model.trust_remote_code)
-
-
-def _reward_models(config: AnyConfig) -> tuple[ModelShape, ...]:
-    if not isinstance(config, ResolvedConfig):
-        return ()
-    names = [part.fn for part in config.reward if part.fn.startswith(REWARD_MODEL)]
-    return tuple(shape_of(name.removeprefix(REWARD_MODEL)) for name in names)
+    return models_of(config, shape, shape_of, cpu, tiled_head)
 
 
 def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:

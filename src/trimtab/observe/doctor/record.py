@@ -16,7 +16,7 @@ from trimtab.observe.doctor.shift import Shift, lasting_change
 from trimtab.observe.doctor.trend import Trend, trend
 from trimtab.record.columns import TRAINED, MetricTable
 from trimtab.record.layout import METRICS_FILE
-from trimtab.record.reader import open_run
+from trimtab.record.reader import RunReader, open_run
 
 RECENT_STEPS = 20
 """Last steps that count as "now"."""
@@ -40,6 +40,7 @@ class Record:
     checkpoint: str | None = None
     """Name of the newest complete checkpoint."""
     _points: dict[str, list[tuple[int, float]]] = field(default_factory=dict, repr=False, compare=False)
+    _values: dict[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
     _trends: dict[tuple[str, int], Trend] = field(default_factory=dict, repr=False, compare=False)
     _shifts: dict[tuple[str, float], Shift | None] = field(default_factory=dict, repr=False, compare=False)
 
@@ -87,7 +88,9 @@ class Record:
         return set(table.steps[table.written(name) & np.isnan(table.column(name))].tolist())
 
     def values(self, name: str) -> list[float]:
-        return [value for _, value in self.points(name)]
+        if name not in self._values:
+            self._values[name] = [value for _, value in self.points(name)]
+        return self._values[name]
 
     def recent(self, name: str, steps: int = RECENT_STEPS) -> list[float]:
         return self.values(name)[-steps:]
@@ -141,18 +144,28 @@ class Record:
 def read_record(folder: Path, clock: Callable[[], float] = time.time) -> Record:
     """Reads the record of a run folder, or raises a DataError that says what is missing."""
     reader = open_run(folder)
-    reader.refuse_damaged()
+    record = record_of(reader, reader.settings(), clock)
+    refuse_what_cannot_be_judged(reader, record)
+    return record
+
+
+def record_of(reader: RunReader, settings: Mapping[str, Any], clock: Callable[[], float] = time.time) -> Record:
+    """The record of a run that was read, whatever became of its files."""
     checkpoints = reader.checkpoint_steps
-    record = Record(
-        reader.settings(),
+    return Record(
+        settings,
         reader.metrics,
         finished=reader.finished,
         quiet_s=reader.quiet_s(clock),
         checkpoint=f"step-{checkpoints[-1]}" if checkpoints else None,
     )
+
+
+def refuse_what_cannot_be_judged(reader: RunReader, record: Record) -> None:
+    """A DataError where lines of metrics.jsonl cannot be read, or where all of them are lost."""
+    reader.refuse_damaged()
     if not record.steps:
-        _refuse_lost(folder / METRICS_FILE, record)
-    return record
+        _refuse_lost(reader.folder / METRICS_FILE, record)
 
 
 def _refuse_lost(metrics: Path, record: Record) -> None:

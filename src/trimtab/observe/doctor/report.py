@@ -40,6 +40,19 @@ def machine_report(machine: MachineReport, findings: Sequence[Finding]) -> list[
     return [_facts(_machine_facts(machine)), *map(_finding, findings), Text(), _verdict(findings, [])]
 
 
+def verdict_report(parts: Sequence[tuple[str, str, str | None, str | None, str]]) -> RenderableType:
+    """The verdict (observe/verdict.py) as a sentence, and what to do next. Each part: id, text, key, gain, level."""
+    said = Text()
+    for place, (_, text, _, _, level) in enumerate(part for part in parts if part[0] != "next"):
+        said.append(text if place == 0 else f" {text}", style=f"bold {STYLE.get(level, '')}" if place == 0 else "")
+    lines = [said]
+    for id, text, key, gain, _ in parts:
+        if id == "next":
+            more = f" {gain[0].upper()}{gain[1:]}." if gain else ""
+            lines.append(Text(f"next: {text}{more}" + (f"  {key}" if key and key not in text else "")))
+    return Group(*lines, Text())
+
+
 def run_report(folder: Path, record: Record, done: Examination) -> list[RenderableType]:
     steps = len(record.steps)
     few = Text(

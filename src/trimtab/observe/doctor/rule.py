@@ -26,6 +26,37 @@ class Symptom:
 
 
 @dataclass(frozen=True)
+class BandSpan:
+    """Where a metric is healthy between two steps; None: no limit on that side."""
+
+    first: int
+    last: int
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Band:
+    """The healthy values of a metric over a run, for shading a chart."""
+
+    metric: str
+    text: str
+    spans: tuple[BandSpan, ...]
+
+
+def steady_band(
+    metric: str, text: str, low: float | None = None, high: float | None = None
+) -> Callable[[Record], Band]:
+    """The same limits all the time."""
+
+    def band(record: Record) -> Band:
+        steps = record.steps or [0]
+        return Band(metric, text, (BandSpan(steps[0], steps[-1], low, high),))
+
+    return band
+
+
+@dataclass(frozen=True)
 class DoctorRule:
     """When something is wrong, and what to do about it."""
 
@@ -47,6 +78,8 @@ class DoctorRule:
     """Why it does not apply to this run; None where it does."""
     sudden: Callable[[Record], Symptom | None] = lambda record: None
     """Finds what happens at once and lasts. It needs fewer values (`SUDDEN_STEPS`), so it judges shorter runs, too."""
+    band: Callable[[Record], Band | None] = lambda record: None
+    """Where its metric is healthy; None where no limit can be drawn."""
 
     def not_judged(self, record: Record) -> str | None:
         """Why the rule has nothing to say about this run; None where it can judge."""

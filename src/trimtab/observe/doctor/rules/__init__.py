@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trimtab.observe.doctor.rule import DoctorRule
 from trimtab.observe.doctor.rules import (
+    causes,
     conversations,
     critic,
     learning,
@@ -23,6 +24,7 @@ RULES: tuple[DoctorRule, ...] = (
     *critic.RULES,
     *objectives.RULES,
     *speed.RULES,
+    *causes.RULES,
     *ranks.RULES,
     *memory.RULES,
 )

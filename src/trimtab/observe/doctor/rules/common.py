@@ -111,11 +111,16 @@ def reward_words(record: Record) -> str:
     return f"the reward {way} ({record.early('reward/mean') or 0.0:.3g} to {record.now('reward/mean') or 0.0:.3g})"
 
 
-def success_rate(record: Record) -> float | None:
-    """Share of samples that succeed, where rewards are 0 or 1 (their std follows from their mean); else the latest pass@1."""
+def rewards_are_rates(record: Record) -> bool:
+    """Rewards are 0 or 1: their std follows from their mean."""
     pairs = list(zip(record.recent("reward/mean"), record.recent("reward/std")))
-    if pairs and median(abs(std**2 - mean * (1 - mean)) for mean, std in pairs) < 1e-3:
-        return median(mean for mean, _ in pairs)
+    return bool(pairs) and median(abs(std**2 - mean * (1 - mean)) for mean, std in pairs) < 1e-3
+
+
+def success_rate(record: Record) -> float | None:
+    """Share of samples that succeed, where rewards are 0 or 1; else the latest pass@1."""
+    if rewards_are_rates(record):
+        return median(record.recent("reward/mean"))
     scores = record.values("eval/pass@1")
     return scores[-1] if scores else None
 
@@ -123,6 +128,17 @@ def success_rate(record: Record) -> float | None:
 def learned(record: Record) -> bool:
     rate = success_rate(record)
     return rate is not None and rate >= LEARNED_SUCCESS_RATE
+
+
+def learned_since(record: Record) -> int | None:
+    """The step from which on the success rate is that of a learned task; None where it is not learned."""
+    if not learned(record):
+        return None
+    name, width = ("reward/mean", 10) if rewards_are_rates(record) else ("eval/pass@1", 1)
+    points = record.points(name)
+    width = max(1, min(width, len(points) // 10))
+    medians = ((step, median(value for _, value in points[at : at + width])) for at, (step, _) in enumerate(points))
+    return next((step for step, level in medians if level >= LEARNED_SUCCESS_RATE), None)
 
 
 def on_policy(record: Record) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.observe.doctor.record import RECENT_STEPS, Record
-from trimtab.observe.doctor.rule import DoctorRule, Symptom
+from trimtab.observe.doctor.rule import DoctorRule, Symptom, steady_band
 from trimtab.observe.doctor.rules.common import reward_words
 from trimtab.observe.format import number
 
@@ -61,6 +61,7 @@ RULES = (
         remedy="lower learn.critic.lr; raise learn.critic.warmup_steps; bound the reward with learn.reward_clip; lower learn.lr",
         kind="advice",
         check=critic_worse,
+        band=steady_band(EXPLAINED, "above 0 after its warm-up", low=0.0),
         needs=(EXPLAINED,),
         steps=20,
         unless=_no_critic,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trimtab.observe.doctor.record import RECENT_STEPS, Record
-from trimtab.observe.doctor.rule import DoctorRule, Symptom
+from trimtab.observe.doctor.rule import DoctorRule, Symptom, steady_band
 from trimtab.observe.doctor.rules.common import total
 from trimtab.observe.format import gib, number, percent
 
@@ -181,6 +181,7 @@ RULES = (
         remedy="set run.token_budget yourself for now, and report the model, the device and this number",
         kind="safe",
         check=prediction,
+        band=steady_band(PREDICTION, "0.98 to 1.5", low=0.98, high=1.5),
         needs=(PREDICTION,),
     ),
     DoctorRule(

@@ -10,7 +10,7 @@ from statistics import median
 
 from trimtab.observe.doctor.finding import Level
 from trimtab.observe.doctor.record import RECENT_STEPS, Record
-from trimtab.observe.doctor.rule import DoctorRule, Symptom
+from trimtab.observe.doctor.rule import Band, BandSpan, DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import (
     ENTROPY,
     entropy_shift,
@@ -204,9 +204,48 @@ def skipped(record: Record) -> Symptom | None:
     return Symptom("bad" if many else "warn", seen)
 
 
+def _limits(record: Record) -> tuple[str, float, float]:
+    """The precision, and a distance between engine and trainer that is too much, and one that is far too much."""
+    return ("bfloat16", 0.08, 0.2) if record.half_precision else ("float32", 1e-3, 1e-2)
+
+
+def _whole(record: Record, metric: str, text: str, low: float | None = None, high: float | None = None) -> Band | None:
+    """A band over all steps."""
+    steps = record.steps
+    return Band(metric, text, (BandSpan(steps[0], steps[-1], low, high),)) if steps else None
+
+
+def gap_band(record: Record) -> Band | None:
+    kind, much, _ = _limits(record)
+    return _whole(record, GAP, f"{kind}: below {much:g}", high=much)
+
+
+def norm_band(record: Record) -> Band | None:
+    usual = record.now(NORM)
+    return _whole(record, NORM, "no spikes of 10 × its median", high=10 * usual) if usual else None
+
+
+def entropy_band(record: Record) -> Band | None:
+    early = record.early(ENTROPY)
+    if not early or learned(record):
+        return None
+    return _whole(record, ENTROPY, "above a quarter of its beginning, or the reward rises", low=min(0.25 * early, 0.3))
+
+
+def clip_band(record: Record) -> Band | None:
+    if record.updates_per_batch == 1:
+        return None
+    much = CLIP_LIMITS.get(record.setting("learn.loss", "clip"), CLIP_LIMITS["clip"])[0]
+    return _whole(record, CLIPPED, f"below {percent(much).replace('%', ' %')}", high=much)
+
+
+def old_band(record: Record) -> Band | None:
+    return _whole(record, KL_OLD, "below 0.02", high=0.02) if record.updates_per_batch > 1 else None
+
+
 def mismatch(record: Record) -> Symptom | None:
     """Mean |difference of log-probs|. In bfloat16 0.01 to 0.05 is rounding (docs/log.md); in float32 1e-7 is."""
-    kind, much, far_too_much = ("bfloat16", 0.08, 0.2) if record.half_precision else ("float32", 1e-3, 1e-2)
+    kind, much, far_too_much = _limits(record)
     now, line = record.now(GAP) or 0.0, record.trend(GAP)
     grows = line.rises(max(abs(line.start), much / 8))
     if now <= much and not grows:
@@ -231,6 +270,7 @@ RULES = (
         " a small learn.entropy_coef",
         kind="advice",
         check=entropy_collapse,
+        band=entropy_band,
         sudden=sudden_entropy_loss,
         needs=(ENTROPY, "reward/mean"),
         steps=30,
@@ -275,6 +315,7 @@ RULES = (
         remedy="lower learn.lr, learn.updates_per_step or learn.epochs_per_step",
         kind="advice",
         check=step_size,
+        band=old_band,
         needs=(KL_OLD,),
         unless=on_policy,
     ),
@@ -301,6 +342,7 @@ RULES = (
         remedy="lower learn.lr, learn.updates_per_step or learn.epochs_per_step",
         kind="advice",
         check=clipping,
+        band=clip_band,
         needs=(CLIPPED,),
         unless=on_policy,
     ),
@@ -315,6 +357,7 @@ RULES = (
         remedy="lower learn.lr; set learn.max_grad_norm to 0.5; read RUN/samples of those steps",
         kind="advice",
         check=gradient_spikes,
+        band=norm_band,
         unless=_no_gradient,
         needs=(NORM,),
         steps=25,
@@ -358,6 +401,7 @@ RULES = (
         "report it",
         kind="advice",
         check=mismatch,
+        band=gap_band,
         needs=(GAP,),
     ),
 )

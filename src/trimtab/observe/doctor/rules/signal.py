@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from trimtab.observe.doctor.finding import Level
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.rule import DoctorRule, Symptom
+from trimtab.observe.doctor.rule import Band, BandSpan, DoctorRule, Symptom, steady_band
 from trimtab.observe.doctor.rules.common import (
     ENTROPY,
     learned,
+    learned_since,
     never_differed,
     nothing_gained,
     reward_falls,
@@ -42,6 +43,19 @@ def zero_signal(record: Record) -> Symptom | None:
         side = "hard" if rate < 0.5 else "easy"
         return Symptom(level, seen, f"prompts are too {side} for groups of {size}")
     return Symptom(level, seen, "prompts differ: some are always solved, some never")
+
+
+def signal_band(record: Record) -> Band | None:
+    """70 % while the reward rises, 50 % while it does not; 90 % from the step on at which the task is learned."""
+    if not record.steps:
+        return None
+    first, last = record.steps[0], record.steps[-1]
+    now = 0.7 if reward_rises(record) or learned(record) else 0.5
+    text, since = f"below {percent(now).replace('%', ' %')}", learned_since(record)
+    if since is None:
+        return Band(ZERO, text, (BandSpan(first, last, high=now),))
+    spans = (BandSpan(first, since, high=now), BandSpan(since, last, high=0.9))
+    return Band(ZERO, f"{text}; once solved, 90 %", spans if since > first else spans[1:])
 
 
 def _lost(record: Record) -> tuple[str, str, str] | None:
@@ -157,6 +171,7 @@ RULES = (
         "learn.dynamic_sampling.enabled: true; sample at temperature 1",
         kind="advice",
         check=zero_signal,
+        band=signal_band,
         needs=(ZERO,),
         unless=_not_compared,
     ),
@@ -209,6 +224,7 @@ RULES = (
         remedy="raise learn.max_new_tokens (memory is planned again); set learn.sampling.stop; or learn.overlong, a soft penalty",
         kind="advice",
         check=truncation,
+        band=steady_band(CUT, "below 5 % and not rising", high=0.05),
         needs=(CUT,),
     ),
     DoctorRule(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import fmean
 
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.rule import DoctorRule, Symptom
+from trimtab.observe.doctor.rule import DoctorRule, Symptom, steady_band
 from trimtab.observe.doctor.rules.common import total
 from trimtab.observe.format import count, duration, number, percent
 
@@ -183,6 +183,7 @@ RULES = (
         remedy="no setting changes it; a model with fused layers is faster",
         kind="advice",
         check=decode_graphs,
+        band=steady_band("rollout/graph_share", "above 90 %", low=0.9),
         needs=("rollout/graph_share",),
         unless=_on_cpu,
     ),
@@ -221,6 +222,7 @@ RULES = (
         remedy="double run.token_budget (with run.checkpoint_activations: some if memory is short), or leave both on auto",
         kind="safe",
         check=waits_for_host,
+        band=steady_band("run/device_behind", "above 0.1", low=0.1),
         needs=("run/device_behind", "run/microbatches"),
         unless=_on_cpu,
     ),
@@ -250,6 +252,7 @@ RULES = (
         remedy="raise run.token_budget to several times the longest sequence",
         kind="safe",
         check=packing,
+        band=steady_band("run/packing_fill", "at least 70 %", low=0.7),
         needs=("run/packing_fill", "run/microbatches"),
     ),
     DoctorRule(
