@@ -16,7 +16,7 @@ endif
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 NEWEST := .venv-newest
 
-.PHONY: install demo test test-newest lint format types docs site slow vllm clean
+.PHONY: install demo test test-newest lint format types docs site slow vllm web clean
 
 install: $(STAMP)
 
@@ -75,6 +75,10 @@ docs: install
 site: docs
 	$(BIN)/python -c 'import material' 2> /dev/null || $(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# The pages of report and server. What is built is committed, so that nobody else needs node.
+web:
+	cd web && npm ci --no-audit --no-fund && npm run check && npm run build
 
 slow: install
 	$(BIN)/python -m pytest -m slow

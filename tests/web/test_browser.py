@@ -5,7 +5,6 @@ The quick suite opens fourteen folders, each in every width and both schemes; `-
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ import pytest
 
 from tests.observe.planted import NAMES, plant
 from tests.web.browser import PAGES, Watched, launched, watched
-from tests.web.page import page as page_of
+from trimtab.observe.look import look_at
+from trimtab.observe.web import data
+from trimtab.observe.web.report import report_page
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -23,7 +24,12 @@ QUICK = (
     "old_version", "quiet", "starting", "damaged",
 )  # fmt: skip
 VIEWS = [(width, scheme) for width in (1440, 1024, 390) for scheme in ("light", "dark")]
-SUBSTITUTES = {"logprob_gap": "kl_ref", "kl_ref": "logprob_gap", "length": "explained_variance", "explained_variance": "length"}
+SUBSTITUTES = {
+    "logprob_gap": "kl_ref",
+    "kl_ref": "logprob_gap",
+    "length": "explained_variance",
+    "explained_variance": "length",
+}
 """Small charts of the first screen of which one stands for the other."""
 
 
@@ -40,18 +46,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     written: dict[str, tuple[Path, dict[str, Any]]] = {}
 
     def make(*names: str) -> tuple[Path, dict[str, Any]]:
-        from trimtab.observe.look import look_at
-        from trimtab.observe.web.data import report_document
-
         key = "+".join(names)
         if key not in written:
             runs = [folder / name for name in names]
             for run in runs:
                 if not run.exists():
                     plant(run, run.name)
-            document = report_document([look_at(run) for run in runs])
+            looks = [look_at(run) for run in runs]
+            with pytest.MonkeyPatch.context() as patch:
+                if names != ("healthy",):  # ten plans take seconds, and are the same for all of them
+                    patch.setattr(data, "single_changes", lambda look: [])
+                document = data.report_document(looks)
             path = folder / f"{key}.html"
-            path.write_text(page_of(json.loads(json.dumps(document))))
+            path.write_bytes(report_page(document, looks[0]))
             written[key] = path, document
         return written[key]
 
@@ -74,7 +81,7 @@ def explained(page: Watched, document: dict[str, Any], place: str) -> None:
 def test_folder_in_all_widths_and_schemes(browser: Any, report: Any, name: str) -> None:
     path, document = report(name)
     level = document["runs"][0]["verdict"]["level"]
-    # Every folder with every width and scheme, and every width with every scheme, but not all three together: that is the slow test.
+    # Every folder in every width and scheme, every width in every scheme; all three together are the slow test.
     schemes = ("light", "dark") if QUICK.index(name) % 2 else ("dark", "light")
     with watched(browser, scheme=schemes[0]) as page:
         page.open(path)
@@ -109,7 +116,9 @@ def first_screen(page: Watched, document: dict[str, Any], level: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), VIEWS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_page_of_every_folder_in_every_view(browser: Any, report: Any, name: str, width: int, scheme: str) -> None:
+def test_every_page_of_every_folder_in_every_view(
+    browser: Any, report: Any, name: str, width: int, scheme: str
+) -> None:
     path, document = report(name)
     with watched(browser, width, 900, scheme) as page:
         page.open(path)
@@ -125,13 +134,15 @@ def test_first_screen_needs_no_scrolling(browser: Any, report: Any) -> None:
     path, _ = report("healthy")
     with watched(browser) as page:
         page.open(path)
-        bottoms = page.page.evaluate("() => ['.verdict', '.cards', '.two', '.minis'].map((s) => document.querySelector(s).getBoundingClientRect().bottom)")
+        bottoms = page.page.evaluate(
+            "() => ['.verdict', '.cards', '.two', '.minis'].map((s) => document.querySelector(s).getBoundingClientRect().bottom)"
+        )
         assert max(bottoms) <= 900
         assert page.page.evaluate("() => document.querySelector('.samples-head').getBoundingClientRect().top") < 900
 
 
 def test_hostile_text_stays_text(browser: Any, report: Any) -> None:
-    path, document = report("hostile")
+    path, _ = report("hostile")
     with watched(browser) as page:
         page.open(path)
         scripts = page.page.evaluate("() => document.scripts.length")
@@ -143,7 +154,8 @@ def test_hostile_text_stays_text(browser: Any, report: Any) -> None:
         for _ in range(12):
             page.page.keyboard.press("j")
         page.check()
-        assert page.page.evaluate("() => [window.planted ?? null, document.scripts.length, document.querySelectorAll('main img, main iframe, main a[href^=http]').length]") == [None, scripts, 0]
+        assert page.page.evaluate("() => [window.planted ?? null, document.scripts.length]") == [None, scripts]
+        assert page.page.locator("main img, main iframe, main a[href^=http]").count() == 0
         assert page.page.locator(".ctl").count() > 0  # marks that reorder text are shown by name
         bidi = "[\\u202a-\\u202e\\u2066-\\u2069]"
         assert page.page.evaluate(f"() => /{bidi}/.test(document.querySelector('main').innerText)") is False
@@ -262,7 +274,7 @@ def test_same_prompt_over_time_is_compared_word_by_word(browser: Any, report: An
 
 
 def test_compare(browser: Any, report: Any) -> None:
-    path, document = report("healthy", "rollout_tail")
+    path, _ = report("healthy", "rollout_tail")
     with watched(browser) as page:
         page.open(path)
         page.page.wait_for_selector("text=Keys that differ")
@@ -277,10 +289,10 @@ def test_compare(browser: Any, report: Any) -> None:
 
 
 def test_twenty_thousand_spans_are_drawn_within_a_frame(browser: Any, report: Any, tmp_path: Path) -> None:
-    _, document = report("one_step")
+    written, document = report("one_step")
     run = document["runs"][0] | {"trace": many_spans(20_000)}
     path = tmp_path / "spans.html"
-    path.write_text(page_of(json.loads(json.dumps(document | {"runs": [run]}))))
+    path.write_bytes(report_page(document | {"runs": [run]}, look_at(written.with_suffix(""))))
     with watched(browser) as page:
         page.open(path, "timeline")
         page.page.get_by_role("button", name="Whole run").click()
@@ -297,7 +309,12 @@ def test_twenty_thousand_spans_are_drawn_within_a_frame(browser: Any, report: An
 def many_spans(count: int) -> dict[str, Any]:
     spans = [[0, f"step {n}", n * 1_000_000, 990_000, n, None] for n in range(count // 20)]
     spans += [[1, "decode", n * 50_000, 45_000, n // 20, {"tokens": n}] for n in range(count)]
-    return {"spans": spans, "tracks": ["phases", "engine"], "counters": {"running sequences": [[n * 50_000, n % 64] for n in range(count)]}, "left_out": 0}
+    return {
+        "spans": spans,
+        "tracks": ["phases", "engine"],
+        "counters": {"running sequences": [[n * 50_000, n % 64] for n in range(count)]},
+        "left_out": 0,
+    }
 
 
 def test_prints_on_a4(browser: Any, report: Any) -> None:

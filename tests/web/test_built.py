@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.web.page import WEB
+from trimtab.observe.web.report import ASSETS as WEB
 
 SOURCES = Path(__file__).resolve().parents[2] / "web"
 SVG_NAMESPACE = "http://www.w3.org/2000/svg"
@@ -39,4 +39,6 @@ def test_sources_build_the_same_bytes(tmp_path: Path) -> None:
         pytest.skip("node or web/node_modules is missing: run npm ci in web/")
     subprocess.run([node, "build.mjs", str(tmp_path)], cwd=SOURCES, check=True, capture_output=True, timeout=120)
     for name in ("app.js", "app.css", "THIRD_PARTY_LICENSES"):
-        assert (tmp_path / name).read_bytes() == (WEB / name).read_bytes(), f"{name} is not what web/ builds: run make web"
+        assert (tmp_path / name).read_bytes() == (WEB / name).read_bytes(), (
+            f"{name} is not what web/ builds: run make web"
+        )

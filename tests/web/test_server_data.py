@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.observe.planted import NAMES, plant
-from tests.web.serving import Client, serving, write_run
+from tests.web.serving import Client, serving, wait_for, write_run
 from trimtab.observe.web.server import search as search_module
 from trimtab.observe.web.server.columns import metrics_body
 from trimtab.observe.web.server.search import Query, parse_cursor, search
@@ -251,10 +253,14 @@ def _ids(client: Client) -> list[str]:
 
 @pytest.mark.slow
 def test_two_hundred_runs_are_listed_within_a_second(tmp_path: Path) -> None:
+    kinds = [plant(tmp_path / name, name) for name in ("healthy", "running", "failed", "sft")]
     for number in range(200):
-        plant(tmp_path / "runs" / f"run-{number}", "healthy" if number % 2 else "one_step", seed=number)
+        shutil.copytree(kinds[number % 4], tmp_path / "runs" / f"run-{number}", copy_function=os.link)
     with serving(tmp_path / "runs") as server:
-        for _ in range(3):
+        took = []
+        for _ in range(5):
             started = time.monotonic()
             assert len(_ids(server)) == 200
-            assert time.monotonic() - started < 1.5  # a second, and what a busy machine adds
+            took.append(time.monotonic() - started)
+        assert min(took) < 1.0, took  # other work on the machine may take its time
+        wait_for(lambda: not any(run.get("partial") for run in server.ask("/api/runs").json["runs"]), 120)

@@ -90,12 +90,16 @@ async function fetchTable(id: string): Promise<Table> {
 }
 
 export async function serverSource(): Promise<Source> {
-  const first = await get<{ runs: RunHead[]; catalogue?: Chart[]; written?: number }>("/api/runs");
+  const first: { runs: RunHead[] | null; catalogue?: Chart[] } = await get("/api/runs");
   const source: Source = {
     mode: "serve",
     written: null,
     catalogue: first.catalogue ?? [],
-    heads: async () => (await get<{ runs: RunHead[] }>("/api/runs")).runs.map(completeHead),
+    heads: async () => {
+      const runs = (first.runs ?? (await get<{ runs: RunHead[] }>("/api/runs")).runs).map(completeHead);
+      first.runs = null; // the first list came with the catalogue; later ones are asked for
+      return runs;
+    },
     open: async (id) => {
       const path = `/api/runs/${encodeURIComponent(id)}`;
       const [raw, table] = await Promise.all([get<Partial<Run> & { catalogue?: Chart[] }>(path), fetchTable(id)]);

@@ -247,7 +247,7 @@ export function buildCompared(chart: Chart, runs: { run: Run; table: Table }[], 
     const specs = metricsOf(chart, table).filter((spec) => spec.style !== "thin" && spec.style !== "dashed");
     for (const spec of specs.slice(0, 2)) {
       for (const line of linesOf(run, table, spec, x, smoothing, runs.length < 3)) {
-        model.lines.push({ ...line, colour: `run${k + 1}`, label: specs.length > 1 ? `${run.name}, ${spec.label}` : run.name, metric: `${run.id} ${line.metric}` });
+        model.lines.push({ ...line, colour: `run${k + 1}`, label: specs.length > 1 ? `${run.name}, ${spec.label.replace(/, (smoothed|held out)$/, "")}` : run.name, metric: `${run.id} ${line.metric}` });
       }
     }
   });

@@ -1,7 +1,7 @@
 // One chart on one canvas: uPlot draws lines, axes and the hover line; bands, marks, stacks and heat maps are painted in its hooks.
 import uPlot from "uplot";
 import * as format from "../format";
-import { clamp } from "../math";
+import { clamp, lowerBound } from "../math";
 import { zoomTo } from "../route";
 import type { Palette } from "../theme";
 import type { Line, Model } from "./model";
@@ -119,9 +119,11 @@ export class Plot {
 
   /** Moves the hover line by rows: the keyboard's way to read a value. */
   move(by: number): void {
-    const xs = this.data[0];
-    const at = clamp((this.plot.cursor.idx ?? (by > 0 ? -1 : xs.length)) + by, 0, xs.length - 1);
-    this.plot.setCursor({ left: this.plot.valToPos(xs[at] as number, "x"), top: 10 }, true);
+    const xs = this.data[0] as number[];
+    const [low, high] = this.range();
+    const [first, last] = [lowerBound(xs, low), lowerBound(xs, high + 1e-9) - 1];
+    const at = clamp((this.plot.cursor.idx ?? (by > 0 ? first - 1 : last + 1)) + by, first, last);
+    this.plot.setCursor({ left: this.plot.valToPos(xs[at], "x"), top: 10 }, true);
   }
 
   private range(): [number, number] {

@@ -9,31 +9,32 @@ import { phaseClass } from "../theme";
 import { Card, Copy } from "../ui";
 
 const KEYS = [
-  "learn.prompts_per_step", "learn.samples_per_prompt", "learn.max_new_tokens", "model.lora.rank",
+  "learn.prompts_per_step", "learn.samples_per_prompt", "learn.max_new_tokens", "model.lora",
   "run.token_budget", "run.checkpoint_activations", "run.offload", "run.precision", "run.rollout.max_sequences", "run.rollout.kv_memory", "run.rollout.prefill_tokens", "run.reward_workers", "run.engine",
 ];
 const MACHINE: [string, string][] = [["device", "device, for example H100"], ["devices", "number of devices"], ["device_memory", "memory of a device, for example 80GiB"]];
 
 interface Answer {
   fits?: boolean;
-  step_seconds?: Record<string, number> | number | null;
-  measured?: Record<string, unknown> | null;
-  phases?: { name: string; predicted?: number; total?: number; bytes?: number; components?: Record<string, number> }[];
+  step_seconds?: Record<string, number> | null;
+  measured?: { phases: Record<string, number>; others: Record<string, number>; note?: string } | null; // scaled by what this run measured
+  phases?: { name: string; device_bytes?: number; host_bytes?: number; components?: Record<string, number> }[];
+  limit?: { device?: number; host?: number } | null;
   notes?: string[];
-  binds?: unknown;
+  binds?: string | null;
   changes?: unknown[];
   error?: string;
   [more: string]: unknown;
 }
 
 function secondsOf(answer: Answer | null): { parts: [string, number][]; scaled: boolean } {
-  const scaled = (answer?.measured as { seconds?: Record<string, number>; phases?: Record<string, number> } | null) ?? null;
-  const found = scaled?.seconds ?? scaled?.phases ?? answer?.step_seconds;
-  if (typeof found === "number") return { parts: [["step", found]], scaled: !!scaled };
-  return { parts: Object.entries(found ?? {}).filter(([k, v]) => typeof v === "number" && k !== "total") as [string, number][], scaled: !!scaled };
+  const scaled = answer?.measured ?? null;
+  const found = scaled ? { ...scaled.phases, ...scaled.others } : (answer?.step_seconds ?? {});
+  // Communication is part of the phases that it falls into.
+  return { parts: Object.entries(found).filter(([k, v]) => typeof v === "number" && v > 0 && k !== "total" && k !== "communication"), scaled: !!scaled };
 }
 
-const peakOf = (phase: NonNullable<Answer["phases"]>[number]): number => phase.predicted ?? phase.total ?? phase.bytes ?? Object.values(phase.components ?? {}).reduce((a, b) => a + b, 0);
+const peakOf = (phase: NonNullable<Answer["phases"]>[number]): number => phase.device_bytes || phase.host_bytes || Object.values(phase.components ?? {}).reduce((a, b) => a + b, 0);
 
 /** A row of bars; the outline is what the run has now. */
 function Bars({ rows, text }: { rows: { name: string; now: number | null; asked: number | null; colour: string }[]; text: (v: number) => string }): JSX.Element {
@@ -95,11 +96,11 @@ export function Explorer({ run }: { run: Run }): JSX.Element {
           {problem.value && <div class="alert bad">{problem.value}</div>}
           {answer.value && !problem.value && (
             <>
-              <p class="lead">{answer.value.fits === false ? <><b>It does not fit.</b> {answer.value.binds ? `Bottleneck: ${typeof answer.value.binds === "string" ? answer.value.binds : JSON.stringify(answer.value.binds)}` : ""}</> : <><b>{format.seconds(total(asked.parts))} a step</b>{was.parts.length > 0 && overrides.length > 0 && `, now ${format.seconds(total(was.parts))}`}</>}</p>
+              <p class="lead">{answer.value.fits === false ? <><b>It does not fit.</b> {answer.value.binds ? `Bottleneck: ${answer.value.binds}` : ""}</> : <><b>{format.seconds(total(asked.parts))} a step</b>{was.parts.length > 0 && overrides.length > 0 && `, now ${format.seconds(total(was.parts))}`}</>}</p>
               <Bars rows={names.map((n) => ({ name: n, now: get(was.parts, n), asked: get(asked.parts, n), colour: phaseClass(n) }))} text={format.seconds} />
-              {phases.length > 0 && <><h4>memory of each phase</h4><Bars rows={phases.map((p) => ({ name: p.name, asked: peakOf(p), now: now.value?.phases?.find((o) => o.name === p.name) ? peakOf(now.value!.phases!.find((o) => o.name === p.name)!) : null, colour: "metric2" }))} text={format.bytes} /></>}
+              {phases.length > 0 && <><h4>memory of each phase{answer.value.limit?.device ? `, of ${format.bytes(answer.value.limit.device)} that may be used` : ""}</h4><Bars rows={phases.map((p) => ({ name: p.name, asked: peakOf(p), now: now.value?.phases?.find((o) => o.name === p.name) ? peakOf(now.value!.phases!.find((o) => o.name === p.name)!) : null, colour: "metric2" }))} text={format.bytes} /></>}
               {(answer.value.changes ?? []).length > 0 && <><h4>single changes that would fit</h4><ul class="offers">{answer.value.changes!.map((c, k) => <li key={k}>{typeof c === "string" ? c : String((c as { text?: string }).text ?? JSON.stringify(c))}</li>)}</ul></>}
-              <p class="note">{asked.scaled ? "Seconds are scaled by what this run measured over what was planned, phase by phase. " : ""}{(answer.value.notes ?? []).join(" ")} Outlines: the run as it is.</p>
+              <p class="note">{asked.scaled ? `Seconds: ${answer.value.measured?.note ?? "scaled by what this run measured over what was planned"}. ` : ""}{(answer.value.notes ?? []).join(" ")} Outlines: the run as it is.</p>
             </>
           )}
           {overrides.length > 0 && <p class="toolbar">Copy as overrides <Copy text={overrides.join(" ")} /></p>}

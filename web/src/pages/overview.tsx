@@ -34,7 +34,7 @@ export function Strip({ run }: { run: Run }): JSX.Element {
 function Now({ run }: { run: Run }): JSX.Element | null {
   const s = run.state;
   if (!["running", "starting", "quiet"].includes(s.kind)) return null;
-  const told = run.verdict.parts.some((p) => p.id === "state" && p.text.toLowerCase().includes(s.text.toLowerCase()));
+  const told = s.kind !== "running" && run.verdict.parts.length > 0; // the verdict begins with it
   const share = s.done !== null && s.total ? clamp(s.done / s.total, 0, 1) : null;
   const known = [!told && s.text, share !== null && `${format.count(s.done)} of ${format.count(s.total)} ${s.unit ?? ""}`, s.left_s !== null && `about ${format.duration(s.left_s)} left`];
   if (!known.some(Boolean)) return null;

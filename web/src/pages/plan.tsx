@@ -81,7 +81,9 @@ function Choices({ run }: { run: Run }): JSX.Element | null {
 
 function offerText(offer: Record<string, unknown> | string): string {
   if (typeof offer === "string") return offer;
-  return String(offer.text ?? Object.entries(offer).filter(([, v]) => typeof v !== "object").map(([k, v]) => `${k}: ${v}`).join(", "));
+  const words = offer.text ?? offer.words;
+  if (words) return typeof offer.seconds === "number" ? `${words}: ${format.seconds(offer.seconds)} a step` : String(words);
+  return String(Object.entries(offer).filter(([, v]) => typeof v !== "object").map(([k, v]) => `${k}: ${v}`).join(", "));
 }
 
 /** A report cannot compute: it holds the offers and ten single changes, computed when it was written. */

@@ -18,6 +18,7 @@ PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
+<meta name="perfetto" content="https://ui.perfetto.dev">
 <link rel="icon" href="data:,">
 <link rel="stylesheet" href="/assets/app.css">
 <title>Trimtab</title>
