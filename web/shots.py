@@ -1,6 +1,6 @@
 """Pictures of a report for the documentation: `python web/shots.py RUN/report.html`, from the repository's root.
 
-Writes docs/images/report-light.png, -dark.png (1440 wide) and -phone.png (390 wide), each of 256 colours, so that they stay small.
+Writes docs/images/report-light.png, -dark.png (1440 wide) and -phone.png (390 wide), each of 256 colours: small files.
 """
 
 from __future__ import annotations
