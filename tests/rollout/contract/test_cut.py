@@ -22,7 +22,7 @@ pytestmark = [
 
 def test_a_model_in_two_parts_gives_the_tokens_of_the_whole() -> None:
     policy = Policy(tiny_model("qwen2", tie_word_embeddings=True, **SHAPE | {"num_key_value_heads": 2}))
-    engine = make_engine("vllm", policy, tensor_parallel=2)
+    engine = make_engine("vllm", policy, tensor_parallel=2, python=PYTHONS["vllm"]())  # whose processes are looked at
     assert isinstance(engine, ExternalEngine)
     native = make_engine("native", policy)
     requests = ask(prompts(4, shared=20), samples=3)
