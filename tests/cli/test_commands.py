@@ -36,6 +36,10 @@ def test_train_leaves_the_run_folder_of_the_design(trimtab: Trimtab, here: Path)
     assert there == {
         "config.yaml",
         "plan.json",
+        "run.json",
+        "now.json",
+        "events.jsonl",
+        "distributions.jsonl",
         "metrics.jsonl",
         "trace.json",
         "samples",
