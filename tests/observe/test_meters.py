@@ -6,7 +6,7 @@ import sys
 import psutil
 import pytest
 
-from trimtab.observe.meters import MemoryMeter, device_peak_gib, host_peak_gib, process_tree_rss_gib, reset_device_peak
+from trimtab.observe.meters import MemoryMeter, device_peak_gib, host_peak_gib, reset_device_peak
 from trimtab.observe.process_memory import ProcessTree
 
 
@@ -35,6 +35,14 @@ def device():
 @pytest.fixture
 def meter(device):
     return MemoryMeter("cuda", peak_gib=device.peak, reset=device.reset)
+
+
+def tree_gib():
+    tree = ProcessTree()
+    try:
+        return tree.rss_bytes() / 2**30
+    finally:
+        tree.close()
 
 
 def device_metrics(meter):
@@ -91,16 +99,16 @@ def test_unknown_phases_are_refused(meter):
 
 
 def test_host_peak_is_at_least_what_is_resident_now():
-    assert 0.01 < process_tree_rss_gib() < 64
+    assert 0.01 < tree_gib() < 64
     assert host_peak_gib() > 0.01
 
 
 def test_the_tree_includes_children():
-    alone = process_tree_rss_gib()
+    alone = tree_gib()
     program = "data = bytearray(b'x') * (64 << 20); print('ready', flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     child.stdout.readline()
-    with_child, child_only = process_tree_rss_gib(), psutil.Process(child.pid).memory_info().rss / 2**30
+    with_child, child_only = tree_gib(), psutil.Process(child.pid).memory_info().rss / 2**30
     child.communicate(b"\n")
     assert child_only > 64 / 1024
     assert with_child == pytest.approx(alone + child_only, abs=0.05)

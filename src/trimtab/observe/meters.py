@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import psutil
-
 from trimtab.base.units import GIB
 from trimtab.observe.process_memory import HostPeaks, ProcessTree
 
@@ -30,12 +28,6 @@ def host_peak_gib() -> float:
     """The most resident memory this process ever had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
-
-
-def process_tree_rss_gib() -> float:
-    """Resident memory of this process and its descendants, now. Shared pages count once a process."""
-    root = psutil.Process()
-    return sum(map(_rss_bytes, [root, *root.children(recursive=True)])) / GIB
 
 
 def device_peak_gib(device: torch.device | str) -> float | None:
@@ -147,13 +139,6 @@ class MemoryMeter:
         for name in self._open:
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
         self._reset(self._device)
-
-
-def _rss_bytes(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except psutil.NoSuchProcess:  # a reward worker may end between the listing and the reading
-        return 0
 
 
 def _is_cuda(device: torch.device | str) -> bool:
