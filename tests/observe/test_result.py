@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import trimtab
 from tests.observe.planted import NAMES, plant
 from trimtab.base.errors import ConfigError, DataError
+from trimtab.cli import app
 from trimtab.observe.result import Result
 from trimtab.observe.svg import curve_svg, phases_svg, thinned
 
@@ -101,9 +103,11 @@ def test_samples_of_training_and_of_evaluation(tmp_path: Path) -> None:
 
 
 def test_the_doctor_prints_what_the_command_prints(tmp_path: Path) -> None:
-    found = trimtab.Run(plant(tmp_path / "run", "rollout_kv")).doctor()
-    assert str(found) == repr(found) and f"{tmp_path / 'run'}" in str(found).replace("\n", "")
-    assert all(finding.rule for finding in found)
+    run = plant(tmp_path / "run", "rollout_kv")
+    found = trimtab.Run(run).doctor()
+    printed = CliRunner().invoke(app, ["doctor", str(run)]).stdout
+    assert str(found) == repr(found) and str(found).split() == printed.split()
+    assert [finding.rule for finding in found]
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.base.errors import ConfigError, DataError, Problem
-from trimtab.observe.doctor.examine import Examination, examine
 from trimtab.observe.doctor.finding import Finding
-from trimtab.observe.doctor.record import Record, read_record
-from trimtab.observe.doctor.report import print_report, run_report
+from trimtab.observe.doctor.record import refuse_what_cannot_be_judged
+from trimtab.observe.doctor.report import print_report, run_report, verdict_report
+from trimtab.observe.look import RunLook, look_at
 from trimtab.observe.run_html import run_html
+from trimtab.observe.verdict import judge
 from trimtab.observe.watch.source import RunSource
 from trimtab.record.reader import open_run
 
@@ -32,14 +33,15 @@ from trimtab.record.reader import open_run
 class Diagnosis(list[Finding]):
     """What the doctor found, the worst first; printed, it is what `trimtab doctor` prints."""
 
-    def __init__(self, folder: Path, record: Record, done: Examination) -> None:
-        super().__init__(done.findings)
-        self._folder, self._record, self._done = folder, record, done
+    def __init__(self, look: RunLook) -> None:
+        super().__init__(look.done.findings)
+        parts = [(part.id, part.text, part.key, part.gain, part.level) for part in judge(look).parts]
+        out = io.StringIO()
+        print_report(out, [verdict_report(parts), *run_report(look.folder, look.record, look.done)])
+        self._text = out.getvalue().rstrip()
 
     def __repr__(self) -> str:
-        out = io.StringIO()
-        print_report(out, run_report(self._folder, self._record, self._done))
-        return out.getvalue().rstrip()
+        return self._text
 
     __str__ = __repr__
 
@@ -86,8 +88,9 @@ class RunFolder:
 
     def doctor(self) -> Diagnosis:
         """What is wrong with the run and what to change, the worst first; empty where nothing is."""
-        record = read_record(self.folder)
-        return Diagnosis(self.folder, record, examine(record))
+        look = look_at(self.folder, "trimtab.Run")
+        refuse_what_cannot_be_judged(look.reader, look.record)
+        return Diagnosis(look)
 
     def report(self, path: str | PathLike[str] | None = None) -> Path:
         """Write the run as one HTML file that needs no network; without a path, RUN/report.html. Returns where it is."""
