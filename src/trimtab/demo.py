@@ -26,8 +26,8 @@ from trimtab.data.tasks import TASKS
 from trimtab.model.load import save_model
 from trimtab.model.policy import Policy
 from trimtab.observe.curve import CURVE_FILE
-from trimtab.observe.web.report import REPORT_FILE
 from trimtab.observe.waiting import waiting
+from trimtab.observe.web.report import REPORT_FILE
 from trimtab.record.reader import RunReader
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import physical_cores

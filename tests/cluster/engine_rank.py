@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from trimtab.cluster.feed import DriverFeed
-from trimtab.cluster.serve import Link, serve
+from trimtab.cluster.serve import Link, Orders, serve
 from trimtab.model.policy import Policy
 from trimtab.rollout.engine import Request
 from trimtab.rollout.feed import Bounds
@@ -22,7 +22,7 @@ def make_engine(policy: Policy, **changes: Any) -> NativeEngine:
     return NativeEngine(policy, tiny_tokenizer(), [2], **settings)
 
 
-class EngineRank:
+class EngineRank(Orders):
     """Each public method is an order."""
 
     def __init__(self, setup: Any, link: Link) -> None:

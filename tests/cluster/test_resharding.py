@@ -35,7 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "8 bits": {"model": {"dtype": "bfloat16"}, "learn": {"optimizer": {"states": "8bit"}}},
     "a critic": {"learn": {"algorithm": "ppo"}},
 }
-LAYOUTS: list[Layout] = [(1, "none"), (2, "none"), (2, "optimizer"), (4, "none"), (4, "optimizer")]
+LAYOUTS: list[Layout] = [(1, "none")] + [
+    (ranks, shard) for shard in ("none", "optimizer", "gradients", "full") for ranks in (2, 4)
+]
+WITHOUT_FULL = "8 bits"  # the tiny model's rows are shorter than a block of 256
 
 
 def config(model: Path, folder: Path, kind: str, layout: Layout) -> Any:
@@ -128,6 +131,8 @@ def check(kind: str, saves: Layout, reads: list[Layout], tmp_path: Path, tokeniz
     [
         ("8 bits", (4, "optimizer"), [(2, "optimizer"), (1, "none")]),
         ("a critic", (1, "none"), [(2, "optimizer")]),
+        ("bfloat16 with masters, tied", (2, "full"), [(1, "none"), (2, "gradients")]),
+        ("adapters", (1, "none"), [(2, "full")]),
     ],
 )
 def test_other_ranks_read_what_ranks_saved(
@@ -146,5 +151,12 @@ def test_ranks_read_a_checkpoint_of_format_1(tmp_path: Path, tokenizer, monkeypa
 @pytest.mark.parametrize("saves", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_ranks_read_what_any_saved(kind: str, saves: Layout, tmp_path: Path, tokenizer, monkeypatch) -> None:
+    """Every third of the layouts, another third for each that saves: all pairs are seen by one kind or another."""
     fork_ranks(monkeypatch)
-    check(kind, saves, LAYOUTS, tmp_path, tokenizer)
+    turn = list(KINDS).index(kind) + LAYOUTS.index(saves)
+    reads = LAYOUTS[turn % 3 :: 3]
+    if kind == WITHOUT_FULL:
+        if saves[1] == "full":
+            pytest.skip(f"{kind} under full: rows of the tiny model are shorter than a block")
+        reads = [layout for layout in reads if layout[1] != "full"]
+    check(kind, saves, reads, tmp_path, tokenizer)

@@ -13,10 +13,10 @@ import torch
 
 from trimtab.base.errors import DataError
 from trimtab.cluster.mesh import Meeting, Mesh
-from trimtab.cluster.serve import Link, serve
+from trimtab.cluster.serve import Link, Orders, serve
 
 
-class Toy:
+class Toy(Orders):
     """`setup`: rank, ranks, port of the store and a prefix; None for the port: ranks do not meet."""
 
     def __init__(self, setup: tuple[int, int, int | None, str], link: Link) -> None:

@@ -23,6 +23,7 @@ from trimtab.rollout.native.cache import DecodePlan
 from trimtab.run.rank import Rank
 from trimtab.update import export
 from trimtab.update.optimizer import MasterAdamW
+from trimtab.update.updater import Updater
 
 pytestmark = pytest.mark.timeout(120)
 USUAL: dict[str, Any] = {
@@ -86,14 +87,18 @@ FAULTS = {
     "forward": at_call(Policy, "hidden", 1, 2, with_gradient),
     "backward": in_backward(0, 1),
     "backward of the second step": in_backward(1, 3),
-    "prepare": at_call(MasterAdamW, "prepare", 1, 2),
+    "prepare": at_call(Updater, "prepare", 1, 2),
     "generate": at_call(Policy, "hidden", 1, 3, lambda *given: isinstance(given[3], DecodePlan)),
     "publish": at_call(Rank, "publish", 0, 3),
     "copy of a checkpoint": at_call(HostCopy, "take", 1, 1),
     "checkpoint": at_call(Rank, "capture", 1, 2),
     "export": at_call(export, "save_model", 0, 1),
 }
-QUICK = ("forward", "backward of the second step", "prepare", "checkpoint")
+SHARDS = ("none", "optimizer", "gradients", "full")
+QUICK = {
+    ("optimizer", "forward"), ("optimizer", "backward of the second step"), ("optimizer", "prepare"),
+    ("optimizer", "checkpoint"), ("gradients", "backward of the second step"), ("full", "forward"), ("full", "prepare"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -105,19 +110,25 @@ def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
+    ("shard", "name"),
+    [
+        pytest.param(shard, name, marks=() if (shard, name) in QUICK else pytest.mark.slow)
+        for shard in SHARDS
+        for name in FAULTS
+    ],
 )
 def test_memory_that_runs_out_on_one_rank(
     model_folder: Path,
     tmp_path: Path,
     whole: dict[str, torch.Tensor],
+    shard: str,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys,
 ) -> None:
     fork_ranks(monkeypatch)
     FAULTS[name](monkeypatch)
-    found = train(model_folder, tmp_path / "run")
+    found = train(model_folder, tmp_path / "run", run={"shard": shard})
     weights = load_file(found.folder / "final/model.safetensors")
     for key, expected in whole.items():
         torch.testing.assert_close(weights[key], expected, atol=1e-7, rtol=0)

@@ -22,6 +22,7 @@ from tiny import tiny_model
 
 from tests.forked_ranks import fork_ranks
 from trimtab.model.load import save_model
+from trimtab.record.reader import RunReader
 
 TOLERANCE = 2e-5
 """transformers' norms compute in float32 even in a float64 model, and ranks cut groups of samples elsewhere."""
@@ -145,7 +146,7 @@ def run(case: Case, model: Path, folder: Path, steps: int = 3, **learn: Any) -> 
     weights: dict[str, torch.Tensor] = {}
     for file in sorted((done.folder / "final").glob("*.safetensors")):
         weights |= load_file(file)
-    samples = [json.loads(line) for file in sorted((done.folder / "samples").glob("*")) for line in file.open()]
+    samples = [json.loads(line) for file in sorted((done.folder / "samples").glob("step-*")) for line in file.open()]
     return Outcome(weights, [(s["prompt"], s["completion"]) for s in samples], done.metrics)
 
 
@@ -179,6 +180,22 @@ def test_ranks_learn_what_one_process_learns(case: Case, models: dict[bool, Path
     one, many = (run(each, model, tmp_path / str(each.devices)) for each in (case.alone, case))
     assert_same(case, one, many, model)
     assert all(row["run/rank_imbalance"] >= 1 for row in many.metrics if "run/rank_imbalance" in row)
+
+
+@pytest.mark.timeout(240)
+def test_ranks_are_in_the_record(models: dict[bool, Path], tmp_path: Path) -> None:
+    """Each on its own track, and their seconds are the slowest one's."""
+    found = run(Case("grpo", 2, "optimizer"), models[False], tmp_path / "a", 2)
+    reader = RunReader(tmp_path / "a")
+    trace = reader.trace()
+    names = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    spans = {(names[event["tid"]], event["name"]) for event in trace if event["ph"] == "X"}
+    for rank in (0, 1):
+        assert {(f"rank {rank}", name) for name in ("prefill", "decode", "micro-batch", "optimizer step")} <= spans
+    assert {"running sequences, rank 0", "KV pages, rank 1"} <= {e["name"] for e in trace if e["ph"] == "C"}
+    last = found.metrics[-1]
+    assert last["update/forward_backward_s"] > 0 and last["rollout/tail_s"] >= 0 and last["memory/update_peak_gib"] > 0
+    assert (reader.run()["state"], reader.run()["device"]["count"]) == ("finished", 2)
 
 
 @pytest.mark.timeout(240)

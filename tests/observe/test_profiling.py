@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.base.errors import ConfigError
-from trimtab.observe.profiling.kernels import BETWEEN, Span, reduce_kernels
+from trimtab.observe.profiling.kernels import BETWEEN, KernelSpan, reduce_kernels
 from trimtab.observe.profiling.memory import BEFORE, NO_FRAME, reduce_memory
 from trimtab.observe.profiling.request import ProfileRequest, parse_request
 
@@ -52,13 +52,13 @@ def test_what_the_run_does_not_have_is_refused_and_what_is_done_is_left_out() ->
 
 def test_an_operator_has_its_own_seconds_and_its_phase() -> None:
     spans = [
-        Span("matmul", 0, 1_000_000),
-        Span("mm", 100_000, 800_000),
-        Span("copy", 200_000, 100_000),
-        Span("mm", 2_000_000, 500_000),
-        Span("mm", 3_000_000, 500_000, track=7),
+        KernelSpan("matmul", 0, 1_000_000),
+        KernelSpan("mm", 100_000, 800_000),
+        KernelSpan("copy", 200_000, 100_000),
+        KernelSpan("mm", 2_000_000, 500_000),
+        KernelSpan("mm", 3_000_000, 500_000, track=7),
     ]
-    phases = [Span("update", 1_900_000, 700_000), Span("rollout", 0, 1_500_000)]
+    phases = [KernelSpan("update", 1_900_000, 700_000), KernelSpan("rollout", 0, 1_500_000)]
     found = reduce_kernels(spans, phases)
     rows = {(row["name"], row["phase"]): (row["seconds"], row["calls"]) for row in found["kernels"]}
     assert rows == {

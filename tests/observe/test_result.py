@@ -134,3 +134,12 @@ def test_pictures_keep_spikes_and_stay_small() -> None:
     assert "<circle" in curve_svg((np.array([1.0]), np.array([2.0])), nothing, 300, 100)
     bar = phases_svg({"rollout": 3.0, "update": 1.0, "<b>": 4.0, "eval": 0.0}, 400, 20)
     assert bar.count("<rect") == 3 and "<b>" not in bar and "rollout 38%" in bar
+
+
+def test_a_report_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("app.js", "app.css"):
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr("trimtab.observe.web.report.ASSETS", tmp_path)
+    run = trimtab.Run(plant(tmp_path / "run", "one_step"))
+    assert run.report() == run.folder / "report.html"
+    assert run.report(tmp_path / "mine.html").read_bytes().startswith(b"<!doctype html>")

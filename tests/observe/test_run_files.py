@@ -15,10 +15,13 @@ from running import letters, train
 from trimtab.base.spans import MAX_SPANS, SpanLog, log
 from trimtab.observe.device_watch import DeviceWatch, open_device_watch
 from trimtab.observe.journal import Journal
+from trimtab.observe.observer import LocalObserver
 from trimtab.observe.process_memory import HostPeaks, ProcessTree
 from trimtab.observe.pulse import Pulse
 from trimtab.observe.timeline import Timeline
+from trimtab.plan.governor import Move
 from trimtab.record.reader import RunReader
+from trimtab.rollout.native.round_clock import RoundClock
 
 USUAL: dict[str, Any] = {
     "data": [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(8)],
@@ -339,3 +342,44 @@ def test_devices_are_sampled_and_what_they_do_not_tell_is_absent(monkeypatch: py
     assert watch.end_step() == pytest.approx(expected)
     assert watch.end_step() == pytest.approx(expected), "a short step has the sample before"
     assert open_device_watch(["no such device"]) is None
+
+
+def test_budget_moves_and_lost_ranks_are_events(tmp_path: Path) -> None:
+    journal = Journal()
+    journal.open(tmp_path, 4, 9, {"set": []})
+    observer: Any = SimpleNamespace(_journal=journal)
+    LocalObserver.moved(observer, Move(4096, False), Move(8192, "some"))
+    journal.restarting()
+    journal.exit(RuntimeError, RuntimeError("again"), None)
+    reader = RunReader(tmp_path)
+    budget = next(event for event in reader.events() if event["kind"] == "budget")
+    assert budget["text"] == "token budget 4,096 -> 8,192, checkpoint_activations False -> some"
+    assert (budget["step"], budget["data"]["token_budget"]) == (5, 8192)
+    assert (reader.run()["state"], reader.run()["ended_at"], reader.run()["error"]) == ("starting", None, None)
+
+
+@pytest.mark.parametrize("prefills", [0, 1])
+def test_the_tail_is_decoding_with_few_sequences_and_none_to_come(prefills: int) -> None:
+    work: Any = SimpleNamespace(pool=SimpleNamespace(held=7), waiting=[], filling=[], ready=[], preempted=[])
+    log.take()
+    log.on = True
+    clock = RoundClock(usable=16)
+    for at, sequences in enumerate((16, 16, 3, 3, 2)):
+        clock.began(float(at))
+        if at < prefills:
+            clock.filled(at + 0.25, 64)
+        work.waiting = [1] if at == 2 else []
+        clock.decoded(at + 1.0, sequences, 4, work)
+        clock.looked_at(clock.launched)
+    clock.end()
+    taken = log.take()
+    log.forget()
+    assert clock.tail_s == 2.0 and clock.prefill_s == 0.25 * prefills
+    decodes = [(span.begin, span.end, span.args) for span in taken.spans if span.name == "decode"]
+    assert [(end, facts["sequences"], facts["steps"]) for _, end, facts in decodes] == [
+        (2.0, 16, 8),
+        (4.0, 3, 8),
+        (5.0, 2, 4),
+    ]
+    running = [(value.at, value.value) for value in taken.counters if value.name == "running sequences"]
+    assert running[-1] == (5.0, 0) and [value for _, value in running] == [16, 3, 2, 0]

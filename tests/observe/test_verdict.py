@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.planted import plant
+from tests.observe.planted_parts import write_lines
 from tests.observe.planted_rows import BOUNDS
 from trimtab.observe.charts import CHARTS
 from trimtab.observe.gains import Outcome, gain_words
@@ -66,6 +68,18 @@ def test_each_planted_bound_is_named(name: str, seed: int, tmp_path: Path) -> No
 def test_gains_are_told_where_the_planner_knows_them(name: str, tmp_path: Path) -> None:
     part = verdict(tmp_path, name).part("next")
     assert part is not None and part.gain == f"about {GAINS[name]} % less time a step"
+
+
+def test_a_key_that_costs_time_is_told_where_nothing_is_wrong(tmp_path: Path) -> None:
+    """Memory is too full to call recomputing a fault, and yet it need not be."""
+    folder = plant(tmp_path / "run", "update_recompute")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(folder / "metrics.jsonl", [row | {"memory/update_peak_gib": 90.0} for row in rows])
+    look = look_at(folder)
+    part = judge(look).part("next")
+    assert look.done.findings == [] and part is not None
+    assert part.key == "run.checkpoint_activations: auto" and part.gain == "about 15 % less time a step"
+    assert judge(look, ask=None).part("next") != part
 
 
 def test_a_gain_of_advice_is_not_told(tmp_path: Path) -> None:

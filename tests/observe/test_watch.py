@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from tests.observe.planted import plant
-from trimtab.observe.watch.app import Place
+from trimtab.observe.watch.app import ReaderPlace
 from trimtab.observe.watch.keys import Keys, split_keys
-from trimtab.observe.watch.plain import StepLines, follow
+from trimtab.observe.watch.plain import StepPrinter, follow
 from trimtab.observe.watch.source import RunSource
 from trimtab.observe.watch.view import RunView
 from trimtab.record.columns import MetricTable
@@ -207,7 +207,7 @@ def test_lines_follow_a_run_until_it_ends(tmp_path: Path) -> None:
 
 def test_steps_that_a_resume_repeats_are_printed_again() -> None:
     out = io.StringIO()
-    lines = StepLines(out)
+    lines = StepPrinter(out)
     table = MetricTable({"step": step, "time/total": 1.0, "reward/mean": 0.1} for step in (1, 2, 3))
     lines.show(RunView({"facts": {"steps": 9}}, table))
     lines.show(RunView({"facts": {"steps": 9}}, table))
@@ -229,7 +229,7 @@ def test_keys_are_read_one_by_one() -> None:
 
 
 def test_places_stay_within_what_there_is() -> None:
-    place = Place()
+    place = ReaderPlace()
     assert place.press("2", [], 0, 0, 10) and place.page == 2
     for key in "kkjjjj":
         assert place.press(key, [1, 10], 3, 0, 10)

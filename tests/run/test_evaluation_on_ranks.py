@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,6 @@ from tiny import VOCABULARY, tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 import trimtab
-from trimtab.base.errors import ConfigError
-from trimtab.config.schema import Config
-from trimtab.run.inputs import Inputs
-from trimtab.run.tune import run_tuning
 
 
 def double(number: int) -> int:
@@ -60,17 +55,3 @@ def test_two_ranks_score_as_one_device_with_tools_and_a_reward_model(folder: Pat
     one, two = scores(1), scores(2)
     names = [name for name in one if "wait" not in name and "seconds" not in name]
     assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names})
-
-
-def test_tune_says_that_it_measures_one_device(folder: Path) -> None:
-    config = Config.model_validate(
-        {
-            "model": {"path": str(folder / "model")},
-            "data": {"train": "arithmetic"},
-            "reward": [{"fn": "exact"}],
-            "learn": {"algorithm": "grpo"},
-            "run": {"device": "cpu", "devices": 2},
-        }
-    )
-    with pytest.raises(ConfigError, match=r"run.devices: tune measures one device"):
-        run_tuning(config, Inputs(), io.StringIO())

@@ -306,6 +306,25 @@ def test_a_run_ends_with_its_curve_and_with_what_the_doctor_finds(model_folder, 
 
 
 @pytest.mark.curve
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_run_ends_with_its_report_unless_that_is_off(wanted: bool, model_folder, tmp_path, capsys) -> None:
+    folder, _ = train(model_folder, tmp_path, learn={"steps": 1, "max_new_tokens": 2}, observe={"report": wanted})
+    assert (folder / "report.html").exists() is wanted
+    assert (f"report: {folder / 'report.html'}" in " ".join(capsys.readouterr().out.split())) is wanted
+
+
+@pytest.mark.curve
+def test_no_report_can_fail_a_run(model_folder, tmp_path, capsys, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trimtab.observe.look_back.write_report", fail)
+    folder, _ = train(model_folder, tmp_path, learn={"steps": 1, "max_new_tokens": 2})
+    assert (folder / "final").exists() and not (folder / "report.html").exists()
+    assert "warning: cannot write the report: [Errno 28] No space left" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.curve
 def test_no_picture_can_fail_a_run(model_folder, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     folder, _ = train(model_folder, tmp_path, learn={"steps": 1, "max_new_tokens": 2})

@@ -257,8 +257,10 @@ def test_two_hundred_runs_are_listed_within_a_second(tmp_path: Path) -> None:
     for number in range(200):
         shutil.copytree(kinds[number % 4], tmp_path / "runs" / f"run-{number}", copy_function=os.link)
     with serving(tmp_path / "runs") as server:
-        for _ in range(3):
+        took = []
+        for _ in range(5):
             started = time.monotonic()
             assert len(_ids(server)) == 200
-            assert time.monotonic() - started < 1.5  # a second, and what a busy machine adds
+            took.append(time.monotonic() - started)
+        assert min(took) < 1.0, took  # other work on the machine may take its time
         wait_for(lambda: not any(run.get("partial") for run in server.ask("/api/runs").json["runs"]), 120)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.model.versions import abort_process_group, gather_flat, reduce_flat
 
+T = TypeVar("T")
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other: they load models at different speed."""
 STORE_TIMEOUT = timedelta(seconds=60)
@@ -89,6 +91,10 @@ class Mesh:
         self.leave()
 
     @property
+    def joined(self) -> bool:
+        return dist.is_initialized()
+
+    @property
     def was_aborted(self) -> bool:
         """Some rank's work has failed since all joined."""
         return bool(self._watched.check([self._abort_key]))
@@ -138,6 +144,15 @@ class Mesh:
         if self.shards > 1:
             own = self._own(flat)
             self._timed(flat, lambda: gather_flat(flat, own, self._set))
+
+    def send(self, values: torch.Tensor) -> None:
+        self._timed(values, lambda: dist.broadcast(values, src=0))
+
+    def tell(self, thing: T | None) -> T:
+        told = [thing]
+        dist.broadcast_object_list(told, src=0)
+        assert told[0] is not None
+        return told[0]
 
     def take(self) -> tuple[float, int]:
         """Seconds and bytes of collectives since the last call."""

@@ -47,6 +47,8 @@ class Short:
     facts: Any = None
     """What the rank says of where it was."""
     order: int = 0
+    parted: bool = False
+    """It has left the group, so that no rank waits for it in a collective."""
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,11 @@ class Ranks:
         """An order with arguments of its own for each rank."""
         self._order([(rank, Order(method, own, kwargs)) for rank, own in zip(self._ranks, args, strict=True)])
         found = self._answers(list(self._ranks), self._patience(method))
-        for rank, (_, short) in zip(self._ranks, found):
-            if short is not None:
-                raise ShortOnRank(rank.number, short)
+        shortages = [(rank.number, short) for rank, (_, short) in zip(self._ranks, found) if short is not None]
+        if any(short.parted for _, short in shortages):
+            self.ask("rejoin")
+        if shortages:
+            raise ShortOnRank(*shortages[0])
         for rank, (value, _) in zip(self._ranks, found):
             if isinstance(value, Broken):
                 raise self._end(rank, "another rank broke off a collective, and none says why")

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from trimtab.base.errors import TrimtabError, cut
@@ -65,17 +66,39 @@ class Link:
                 self.send(Heartbeat(self.progress()))
 
 
-def carry_out(link: Link, target: Any, order: Order) -> Any:
+class Orders:
+    """What a rank has built: each public method of a subclass is an order."""
+
+    @property
+    def parted(self) -> bool:
+        """It has left the group of all ranks, and has to meet them again."""
+        return False
+
+    def ready(self) -> Any:
+        """What the driver is told once all is built."""
+        return None
+
+    def around(self, method: str) -> AbstractContextManager[None]:
+        """Entered while an order is carried out."""
+        return nullcontext()
+
+    def facts_of_shortage(self) -> Any:
+        """Where the work was that ran out of memory."""
+        return None
+
+
+def carry_out(link: Link, target: Orders, order: Order) -> Any:
     """The answer to an order."""
     link.order = order.number
 
     def call() -> Any:
-        found = getattr(target, order.method)(*order.args, **order.kwargs)
-        if not inspect.isgenerator(found):
-            return found
-        for value in found:
-            link.give(value)
-        return None
+        with target.around(order.method):
+            found = getattr(target, order.method)(*order.args, **order.kwargs)
+            if not inspect.isgenerator(found):
+                return found
+            for value in found:
+                link.give(value)
+            return None
 
     try:
         outcome = attempt(call)
@@ -84,11 +107,11 @@ def carry_out(link: Link, target: Any, order: Order) -> Any:
     except GroupBroken:
         return Broken(order.number)
     if isinstance(outcome, Shortage):
-        return Short(outcome.message, target.facts_of_shortage(), order.number)
+        return Short(outcome.message, target.facts_of_shortage(), order.number, target.parted)
     return Answer(outcome, order.number)
 
 
-def serve(descriptor: str, build: Callable[[Any, Link], Any]) -> None:
+def serve(descriptor: str, build: Callable[[Any, Link], Orders]) -> None:
     """The main program of a rank. The driver's first message is what `build` makes the target of all orders from."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

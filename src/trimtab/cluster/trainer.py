@@ -39,7 +39,7 @@ class RankedTrainer(GuardedTrainer):
 
     def __init__(self, ranks: Ranks, guard: Guard, governor: Governor, critic: Guard | None) -> None:
         super().__init__(guard, governor, SCORERS, critic)
-        self._ranks = ranks
+        self.ranks = ranks
         self._pending: PendingCheckpoint | None = None
         """What is being written."""
         self._reads_live_tensors = False
@@ -50,13 +50,13 @@ class RankedTrainer(GuardedTrainer):
 
     @property
     def lost(self) -> bool:
-        return self._ranks.closed
+        return self.ranks.closed
 
     def tell_written(self, on_written: Callable[[float, float], None]) -> None:
         self._on_written = on_written
 
     def prepare_to_save(self) -> None:
-        self._ranks.ask("reserve_copy")
+        self.ranks.ask("reserve_copy")
 
     def apply(self, lr: float, model: Trained = "policy") -> Applied:
         self._before_change()
@@ -68,25 +68,25 @@ class RankedTrainer(GuardedTrainer):
         pending = PendingCheckpoint(folder, state, keep)
 
         def capture() -> list[bool]:
-            found: list[bool] = self._ranks.ask("capture", folder, state.step)
+            found: list[bool] = self.ranks.ask("capture", folder, state.step)
             return found
 
         copies = self.guard.run("checkpoint", capture)
         self._reads_live_tensors = not all(copies)
         with pending.explaining():
             aside = pending.open()
-            self._ranks.ask("begin_write", aside)
+            self.ranks.ask("begin_write", aside)
         self._pending, self._began = pending, started
         self._waited_s += time.perf_counter() - started
 
     def settle_saves(self, wait: bool = True) -> None:
         pending = self._pending
-        if pending is None or (not wait and not all(self._ranks.ask("is_written"))):
+        if pending is None or (not wait and not all(self.ranks.ask("is_written"))):
             return
         started, self._pending, self._reads_live_tensors = time.perf_counter(), None, False
         with pending.explaining():
             try:
-                parts: list[PartWritten] = self._ranks.ask("end_write")
+                parts: list[PartWritten] = self.ranks.ask("end_write")
             except WriteFailed as failed:
                 raise OSError(failed.number, failed.why) from failed
             pending.finish(parts)
@@ -104,7 +104,7 @@ class RankedTrainer(GuardedTrainer):
     def _take_observed(self) -> dict[str, float]:
         """What ranks have logged goes to the log of this process, each rank on its own track; of seconds, the slowest rank's."""
         found: dict[str, float] = {}
-        observed: list[tuple[dict[str, float], Taken]] = self._ranks.ask("observed")
+        observed: list[tuple[dict[str, float], Taken]] = self.ranks.ask("observed")
         for rank, (parts, taken) in enumerate(observed):
             for name, seconds in parts.items():
                 found[name] = max(seconds, found.get(name, 0.0))
@@ -116,11 +116,11 @@ class RankedTrainer(GuardedTrainer):
 
     def close(self) -> None:
         """What is being saved is on disk, unless the ranks are gone."""
-        if not self._ranks.closed:
+        if not self.ranks.closed:
             self.settle_saves()
 
     def export(self, folder: Path, scores: Mapping[str, Any] | None = None) -> None:
-        self._ranks.ask("export", folder, scores)
+        self.ranks.ask("export", folder, scores)
 
     def _before_change(self) -> None:
         """Tensors that are being saved, and not as a copy, may change from here on."""

@@ -57,8 +57,6 @@ class RankedUpdater:
         """`equal`: ranks have equally many micro-batches, for they have collectives in them; `equal_scores`: in passes without
         a gradient, too."""
         self._equal, self._equal_scores = equal, equal_scores
-        self._parted = False
-        """Ranks have left their group, so that none waits for another that ran out of memory."""
         self._ranks, self._model, self._together, self._cost = ranks, model, together, cost
         self._facts = facts[0]
         self._state_bytes = sum(each.state_bytes for each in facts)
@@ -107,9 +105,6 @@ class RankedUpdater:
                 setattr(samples[place], field, value)
 
     def abandon(self) -> None:
-        if self._parted:
-            self._ranks.ask("rejoin")
-            self._parted = False
         self._ranks.ask("abandon", self._model)
 
     @property
@@ -184,5 +179,4 @@ class RankedUpdater:
         except ShortOnRank as short:
             if isinstance(short.facts, Progress):
                 self.progress = short.facts
-            self._parted = (self._equal and method == "accumulate") or (self._equal_scores and method == "score")
             raise

@@ -13,7 +13,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -41,6 +41,7 @@ from trimtab.model.shard_store import ShardStore
 from trimtab.model.versions import forget_groups, fsdp_groups, put_groups, reset_fsdp
 from trimtab.model.weights import ADAPTERS, VECTORS, unit_name
 
+Fetch = Callable[[Sequence[torch.nn.Parameter], torch.device], None]
 HIDDEN, TOKEN_STATS, LOGITS = "trimtab_hidden", "trimtab_token_stats", "trimtab_logits"
 """Methods that are added to modules: FSDP2 gathers weights before them and gives them up after, as it does for `forward`."""
 
@@ -59,13 +60,15 @@ class ShardedPolicy(Policy):
         check: bool = True,
         on_host: bool = False,
         prefetch: int = 1,
+        fetch: Fetch | None = None,
     ) -> None:
-        """The model may be in host memory. `mesh`: over the ranks that hold one set of parts, with copies of the set as its
-        first dimension where there are several. `on_host`: parts wait in host memory. `prefetch`: units gathered ahead."""
+        """The model may be in host memory; `fetch` puts some of its parameters on the device. `mesh`: over the ranks that hold
+        one set of parts, with copies of the set as its first dimension where there are several. `on_host`: parts wait in host
+        memory. `prefetch`: units gathered ahead."""
         self.mesh, self._device, self._dtype = mesh, device, model.get_output_embeddings().weight.dtype
         self.skeleton = skeleton_of(model)
         """The model without weights, to make whole copies from (replica.py)."""
-        self.units = _shard(model, mesh, device, self._dtype, on_host)
+        self.units = _shard(model, mesh, device, self._dtype, on_host, fetch or _move)
         """What is gathered as one, in the order of use; the root last."""
         _prefetch(self.units[:-1], prefetch)
         super().__init__(model, check=False)
@@ -226,25 +229,35 @@ def _logits(head: ShardedHead, *args: Any) -> torch.Tensor:
     return head.gathered.logits(*args)
 
 
-def _shard(model: Any, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, on_host: bool) -> list[FSDPModule]:
+def _move(parameters: Sequence[torch.nn.Parameter], device: torch.device) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data.to(device)
+
+
+def _shard(
+    model: Any, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, on_host: bool, fetch: Fetch
+) -> list[FSDPModule]:
     """Cut a model's matrices, a unit at a time: no more than one is whole on the device."""
     named = dict(model.named_parameters())
-    apart = {p for name, p in named.items() if unit_name(name, p) in (VECTORS, ADAPTERS)}
-    for parameter in apart:
-        parameter.data = parameter.data.to(device)
+    apart = {
+        p: None for name, p in named.items() if unit_name(name, p) in (VECTORS, ADAPTERS)
+    }  # in the same order everywhere
+    fetch(list(apart), device)
     wide = torch.promote_types(dtype, torch.float32)
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False),
-        "ignored_params": apart,
+        "ignored_params": set(apart),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
     }
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding.weight is head.weight
     units: list[FSDPModule] = []
     for module in [*([] if tied else [embedding]), *_layers(model), *([] if tied else [head]), model]:
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter not in apart and type(parameter.data) is torch.Tensor:
+        uncut = [p for p in module.parameters() if p not in apart and type(p.data) is torch.Tensor]
+        fetch(uncut, device)
+        for parameter in uncut:
+            if parameter.requires_grad:
                 parameter.data = parameter.data.to(wide)
         fully_shard(module, **settings)
         module.set_gradient_divide_factor(1.0)

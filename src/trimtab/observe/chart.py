@@ -15,7 +15,7 @@ ALL, GIVEN = (RL, SFT, RM), (SFT, RM)
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A metric in a chart; or, with `prefix`, one line for every metric whose name begins with it and has no further slash. A
     star in a prefix stands for one part of a whole name: `reward/*/wait_s`."""
 
@@ -56,7 +56,7 @@ class Chart:
     id: str
     title: str
     page: Page
-    metrics: tuple[Line, ...]
+    metrics: tuple[ChartLine, ...]
     unit: str
     """Of the vertical axis; `share` is shown in per cent."""
     note: str
@@ -69,7 +69,7 @@ class Chart:
     small: bool = False
     order: int = 0
 
-    def lines_of(self, metrics: Sequence[str]) -> list[tuple[str, Line]]:
+    def lines_of(self, metrics: Sequence[str]) -> list[tuple[str, ChartLine]]:
         """The metrics of a run that it shows, each with its line."""
         return [(name, line) for line in self.metrics for name in metrics if line.shows(name)]
 
@@ -83,11 +83,11 @@ class Chart:
         return rest | {"metrics": lines, "stages": list(self.stages)}
 
 
-def lines(*names: str, style: Style = "line") -> tuple[Line, ...]:
+def lines(*names: str, style: Style = "line") -> tuple[ChartLine, ...]:
     """`name=label`, or a name alone."""
     parts = [name.partition("=") for name in names]
-    return tuple(Line(name, label or name.split("/", 1)[1].replace("_", " "), style) for name, _, label in parts)
+    return tuple(ChartLine(name, label or name.split("/", 1)[1].replace("_", " "), style) for name, _, label in parts)
 
 
-def raw_and_smooth(name: str, label: str) -> tuple[Line, ...]:
-    return Line(name, label, "thin"), Line(name, f"{label}, smoothed", "smooth")
+def raw_and_smooth(name: str, label: str) -> tuple[ChartLine, ...]:
+    return ChartLine(name, label, "thin"), ChartLine(name, f"{label}, smoothed", "smooth")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trimtab.observe.chart import GIVEN, RL, RM, SFT, Chart, Line, Page
+from trimtab.observe.chart import GIVEN, RL, RM, SFT, Chart, ChartLine, Page
 from trimtab.observe.chart import lines as _lines
 from trimtab.observe.chart import raw_and_smooth as _raw_and_smooth
 
@@ -25,24 +25,24 @@ PHASES = ("rollout", "reward", "score", "update", "publish", "checkpoint", "eval
 OVERVIEW = (
     Chart(
         "objective", "Reward and held-out score", "overview",
-        (*_raw_and_smooth("reward/mean", "reward"), Line("eval/pass@1", "pass@1, held out", "dots"),
-         Line("eval/score", "score, held out", "dots")),
+        (*_raw_and_smooth("reward/mean", "reward"), ChartLine("eval/pass@1", "pass@1, held out", "dots"),
+         ChartLine("eval/score", "score, held out", "dots")),
         "", "Held-out scores have whiskers of 95 %. A reward that rises while they do not is a reward that is being gamed.",
         stages=(RL,),
     ),
     Chart(
         "sft_objective", "Loss, training and held out", "overview",
-        (*_raw_and_smooth("sft/loss", "training"), Line("eval/loss", "held out", "dots")),
+        (*_raw_and_smooth("sft/loss", "training"), ChartLine("eval/loss", "held out", "dots")),
         "nats a token", "A held-out loss that rises again while the training loss falls is overfitting.", stages=(SFT,),
     ),
     Chart(
         "rm_objective", "Pairs ranked right", "overview",
-        (*_raw_and_smooth("rm/accuracy", "training"), Line("eval/accuracy", "held out", "dots")),
+        (*_raw_and_smooth("rm/accuracy", "training"), ChartLine("eval/accuracy", "held out", "dots")),
         "share", "Share of pairs whose better answer has the higher score; 50 % is chance.", stages=(RM,),
     ),
     Chart(
         "phases", "Where a step goes", "overview",
-        tuple(Line(f"time/{name}", name) for name in PHASES),
+        tuple(ChartLine(f"time/{name}", name) for name in PHASES),
         "s", "Seconds of every step by phase; they add up to the step.", "stack", zero=True,
     ),
     Chart("entropy", "Entropy", "overview", _lines("policy/entropy"), "nats a token",
@@ -79,12 +79,12 @@ OVERVIEW = (
 
 LEARNING = (
     Chart("reward_parts", "Parts of the reward", "learning",
-          (Line(None, prefix="reward/", without=NOT_PARTS), Line("reward/mean", "all, weighted", "dashed")), "",
+          (ChartLine(None, prefix="reward/", without=NOT_PARTS), ChartLine("reward/mean", "all, weighted", "dashed")), "",
           "Mean of each part before weighting. One part that rises at the cost of another is worth a look at the samples.",
           stages=(RL,)),
     Chart("reward_std", "Spread of rewards", "learning", _lines("reward/std=of all samples"), "", "Standard deviation.",
           stages=(RL,), zero=True),
-    Chart("task_rewards", "Reward by task", "learning", (Line(None, prefix="reward/task/*/mean"),), "",
+    Chart("task_rewards", "Reward by task", "learning", (ChartLine(None, prefix="reward/task/*/mean"),), "",
           "Where data.task names tasks.", stages=(RL,)),
     Chart("groups", "Groups: all wrong, mixed, all right", "learning", (), "groups",
           "Only mixed groups teach anything. From distributions.jsonl.", "stack", stages=(RL,)),
@@ -99,7 +99,7 @@ LEARNING = (
           stages=(RL,), zero=True),
     Chart("kl", "KL to the reference, and its weight", "learning", _lines("policy/kl_ref=KL", "policy/kl_coef=weight"),
           "nats a token", "With learn.kl.coef.", stages=(RL,), zero=True),
-    Chart("task_kl", "KL to the reference by task", "learning", (Line(None, prefix="policy/task/*/kl_ref"),),
+    Chart("task_kl", "KL to the reference by task", "learning", (ChartLine(None, prefix="policy/task/*/kl_ref"),),
           "nats a token", "Healthy bands are those of observe.kl_bands.", stages=(RL,), zero=True),
     Chart("kl_old", "KL to the policy that sampled", "learning", _lines("policy/kl_old"), "nats a token",
           "How far the updates of one batch lead; 0 with one update a batch.", stages=(RL,), zero=True),
@@ -128,12 +128,13 @@ LEARNING = (
                  "environment/tool_malformed_share=tool calls that cannot be read"), "share", "", stages=(RL,), zero=True),
     Chart("environment_tokens", "Tokens of the environment", "learning", _lines("environment/tokens_mean=a completion"),
           "tokens", "", stages=(RL,), zero=True),
-    Chart("evaluations", "Evaluations: solved", "learning", (Line(None, style="dots", prefix="eval/pass@"),), "share",
+    Chart("evaluations", "Evaluations: solved", "learning", (ChartLine(None, style="dots", prefix="eval/pass@"),), "share",
           "Held-out prompts that were solved in one of K tries.", stages=(RL,), zero=True),
     Chart("eval_length", "Evaluations: length", "learning", _lines("eval/length_mean=mean", style="dots"), "tokens", "",
           stages=(RL,), zero=True),
     Chart("eval_tasks", "Evaluations by task", "learning",
-          (Line(None, style="dots", prefix="eval/task/*/pass@1"), Line(None, style="dots", prefix="eval/task/*/score")), "", "",
+          (ChartLine(None, style="dots", prefix="eval/task/*/pass@1"),
+           ChartLine(None, style="dots", prefix="eval/task/*/score")), "", "",
           stages=(RL,)),
     Chart("sft_loss", "Loss", "learning", _lines("sft/loss=training", "eval/loss=held out"), "nats a token", "",
           stages=(SFT,)),
@@ -179,10 +180,10 @@ SPEED = (
           _lines("reward/failed=samples without a reward", "reward/repeated=calls repeated", "environment/failed"), "", "",
           stages=(RL,), zero=True),
     Chart("judge", "Judge: seconds of a request", "speed",
-          (Line(None, prefix="reward/*/latency_p50_s"), Line(None, prefix="reward/*/latency_p95_s"),
-           Line(None, prefix="reward/*/wait_s")), "s", "", stages=(RL,), zero=True),
+          (ChartLine(None, prefix="reward/*/latency_p50_s"), ChartLine(None, prefix="reward/*/latency_p95_s"),
+           ChartLine(None, prefix="reward/*/wait_s")), "s", "", stages=(RL,), zero=True),
     Chart("useful", "Useful work: samples", "speed",
-          (*_lines("run/samples=sampled", "run/samples_trained=trained"), Line(None, prefix="run/dropped_")), "samples",
+          (*_lines("run/samples=sampled", "run/samples_trained=trained"), ChartLine(None, prefix="run/dropped_")), "samples",
           "Sampled = trained + dropped.", stages=(RL,), zero=True),
     Chart("throughput", "Tokens per second of a whole step", "speed", _lines("throughput/tokens_per_s"), "tokens/s", "",
           zero=True),
@@ -200,16 +201,17 @@ SPEED = (
 
 MEMORY = (
     Chart("update_memory", "Update: measured and predicted", "memory",
-          (Line("memory/update_peak_gib", "measured"), Line("memory/update_predicted_gib", "predicted", "dashed"),
-           Line("memory/optimizer_peak_gib", "optimizer step")), "GiB", "", zero=True),
+          (ChartLine("memory/update_peak_gib", "measured"), ChartLine("memory/update_predicted_gib", "predicted", "dashed"),
+           ChartLine("memory/optimizer_peak_gib", "optimizer step")), "GiB", "", zero=True),
     Chart("rollout_memory", "Rollout: measured and predicted", "memory",
-          (Line("memory/rollout_peak_gib", "measured"), Line("memory/rollout_predicted_gib", "predicted", "dashed")), "GiB", "",
+          (ChartLine("memory/rollout_peak_gib", "measured"),
+           ChartLine("memory/rollout_predicted_gib", "predicted", "dashed")), "GiB", "",
           stages=(RL,), zero=True),
     Chart("prediction", "Predicted over measured", "memory", _lines("memory/predicted_over_measured"), "",
           "1 is exact; below it the run takes more than planned."),
     Chart("device_memory", "Device", "memory",
           (*_lines("memory/device_used_gib=in use, by the driver", "memory/reserved_peak_gib=reserved by torch"),
-           Line("memory/device_total_gib", "all there is", "dashed")), "GiB", "", zero=True),
+           ChartLine("memory/device_total_gib", "all there is", "dashed")), "GiB", "", zero=True),
     Chart("phase_memory", "Peak of each phase", "memory",
           _lines("memory/rollout_peak_gib=rollout", "memory/reward_peak_gib=reward", "memory/score_peak_gib=score",
                  "memory/update_peak_gib=update", "memory/optimizer_peak_gib=optimizer", "memory/publish_peak_gib=publish",
@@ -218,7 +220,7 @@ MEMORY = (
           zero=True),
     Chart("host_slope", "Host: growth", "memory", _lines("memory/host_slope_mib_per_step"), "MiB a step",
           "What stays above 0 is a leak."),
-    Chart("rank_memory", "Peak of each rank", "memory", (Line(None, prefix="memory/*/update_peak_gib"),), "GiB",
+    Chart("rank_memory", "Peak of each rank", "memory", (ChartLine(None, prefix="memory/*/update_peak_gib"),), "GiB",
           "With several devices.", zero=True),
     Chart("memory_trouble", "Ran out and recovered", "memory",
           _lines("run/oom_recoveries=recoveries, so far", "run/alloc_retries=allocations repeated",

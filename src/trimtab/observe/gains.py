@@ -15,6 +15,10 @@ from trimtab.observe.look import RunLook
 from trimtab.observe.web.server.explorer import Question, Scales, explore, scales_of
 
 MIN_GAIN, ROUND_TO = 0.05, 0.05
+OPENED = ("run.token_budget", "run.checkpoint_activations", "run.offload.", "run.rollout.max_sequences", "run.rollout.kv_memory",
+          "run.rollout.prefill_tokens", "run.kernels", "run.engine")  # fmt: skip
+"""Keys that Trimtab would choose, and that decide how long a step takes."""
+MOST_KEYS = 6
 MAX_SECONDS = 4.0
 """For all single changes together."""
 
@@ -80,6 +84,16 @@ def outcome_of(look: RunLook, overrides: Sequence[str], text: str = "", scales: 
         peak,
         bool(found["fits"]),
     )
+
+
+def best_safe_change(look: RunLook) -> Outcome | None:
+    """Of the keys of `run` that the user set, the one whose setting costs the most time: left to Trimtab, a step is shorter. None
+    where none gains more than 5 %."""
+    said = look.run.get("set")
+    keys = [key for key in said if isinstance(key, str) and key.startswith(OPENED)] if isinstance(said, list) else []
+    tried = [outcome_of(look, [f"{key}=auto"], f"leave {key} to Trimtab") for key in keys[:MOST_KEYS]]
+    found = [outcome for outcome in tried if outcome is not None and outcome.gain > MIN_GAIN]
+    return max(found, key=lambda outcome: outcome.gain, default=None)
 
 
 def single_changes(look: RunLook) -> list[Outcome]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.base.files import write_text
-from trimtab.observe.chart import Chart, Line
+from trimtab.observe.chart import Chart, ChartLine
 from trimtab.observe.charts import CHARTS
 from trimtab.record.prometheus import LAST_STEP, PREFIX, STEP_NAME, prometheus_name
 
@@ -67,7 +67,7 @@ def targets_of(chart: Chart) -> list[dict[str, Any]]:
     return [target | {"refId": _letters(number)} for number, target in enumerate(found.values())]
 
 
-def query_of(line: Line) -> str:
+def query_of(line: ChartLine) -> str:
     if line.name is not None:
         return f"{prometheus_name(line.name)}{{{RUN}}}"
     prefix = line.prefix or ""
@@ -80,7 +80,7 @@ def query_of(line: Line) -> str:
     return f'{{__name__=~"{pattern}"{but}, {RUN}}}'
 
 
-def _legend(line: Line) -> str:
+def _legend(line: ChartLine) -> str:
     return "{{run}} {{__name__}}" if line.name is None else f"{{{{run}}}} {line.label}"
 
 

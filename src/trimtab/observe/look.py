@@ -17,7 +17,7 @@ from typing import Any
 from trimtab.base.errors import DataError
 from trimtab.observe.doctor.examine import Examination, examine
 from trimtab.observe.doctor.record import Record, record_of
-from trimtab.observe.state import RunState, Signs, state_of
+from trimtab.observe.state import Signs, StateNow, state_of
 from trimtab.record.jsonl import finite
 from trimtab.record.layout import METRICS_FILE
 from trimtab.record.reader import RunReader, open_run
@@ -95,7 +95,7 @@ class RunLook:
         return None
 
     @property
-    def state(self) -> RunState:
+    def state(self) -> StateNow:
         record = self.record
         rows = self.folder / METRICS_FILE
         try:

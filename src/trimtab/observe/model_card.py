@@ -92,7 +92,7 @@ def _results(metrics: MetricTable, step: int) -> str:
         values = values[steps <= step]
         if len(values):
             shown = [percent(value, 1) if share else number(value) for value in (values[0], values[-1])]
-            rows.append((label, shown[0], shown[1] + (_error(metrics, step) if metric.startswith("eval/pass") else "")))
+            rows.append((label, shown[0], shown[1] + (_error(metrics, step) if metric == "eval/pass@1" else "")))
     if not rows:
         return ""
     lines = ["## Results\n", "| | before | after |", "|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in rows)]

@@ -16,7 +16,7 @@ import psutil
 from trimtab.base.spans import SpanLog, log
 from trimtab.base.units import GIB
 
-REFRESH_EVERY_S = 5.0
+REFRESH_EVERY_S = 10.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -36,7 +36,9 @@ class Pulse:
         clock: Callable[[], float] = time.time,
         spans: SpanLog = log,
     ) -> None:
-        self._path, self._steps, self._start, self._every = folder / NOW_FILE, steps, start, every
+        self._path, self._aside = str(folder / NOW_FILE), str(folder / f".{NOW_FILE}.writing")
+        self._steps, self._start, self._every = steps, start, every
+        self._process = {"pid": os.getpid(), "host": socket.gethostname()}
         self._clock, self._spans = clock, spans
         self._doing: tuple[str | None, float, str | None] = ("starting", clock(), None)
         self.step = 0
@@ -70,18 +72,20 @@ class Pulse:
         return spent
 
     def write(self) -> None:
-        aside = self._path.with_name(f".{self._path.name}.writing")
         with suppress(OSError):
-            aside.write_text(json.dumps(self.state()) + "\n")
-            os.replace(aside, self._path)  # not on disk when this returns: a second later there is another
+            file = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                os.write(file, json.dumps(self.state()).encode() + b"\n")
+            finally:
+                os.close(file)
+            os.replace(self._aside, self._path)  # not on disk when this returns: a second later there is another
 
     def state(self) -> dict[str, Any]:
         (phase, since, what), progress = self._doing, self._spans.progress
         done, total, unit = progress if progress is not None and phase != "idle" else (None, None, None)
         return {
             "at": round(self._clock(), 3),
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
+            **self._process,
             "step": self.step,
             "steps": self._steps,
             "phase": phase,

@@ -23,7 +23,7 @@ LONGEST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class RunState:
+class StateNow:
     """`text` says it all; the rest is for whoever shows it in another way."""
 
     kind: Kind
@@ -64,7 +64,7 @@ class Signs:
     """When metrics were last written."""
 
 
-def state_of(signs: Signs, at: float) -> RunState:
+def state_of(signs: Signs, at: float) -> StateNow:
     """`at`: Unix seconds of now."""
     said = signs.run.get("state")
     of = f" of {signs.steps}" if signs.steps else ""
@@ -72,15 +72,15 @@ def state_of(signs: Signs, at: float) -> RunState:
     resume = _text(signs.run.get("resume"))
     if said == "failed":
         error = _error(signs.run)
-        return RunState("failed", f"failed at step {signs.step}{of}: {error}", error=error, resume=resume, **done)
+        return StateNow("failed", f"failed at step {signs.step}{of}: {error}", error=error, resume=resume, **done)
     if said == "stopped":
-        return RunState("stopped", f"stopped at step {signs.step}{of}", resume=resume, **done)
+        return StateNow("stopped", f"stopped at step {signs.step}{of}", resume=resume, **done)
     if said == "finished" or signs.final:
-        return RunState("finished", f"finished after {signs.step} step{'s' * (signs.step != 1)}", **done)
+        return StateNow("finished", f"finished after {signs.step} step{'s' * (signs.step != 1)}", **done)
     return _live(signs, at, of, resume)
 
 
-def _live(signs: Signs, at: float, of: str, resume: str | None) -> RunState:
+def _live(signs: Signs, at: float, of: str, resume: str | None) -> StateNow:
     """A run that does not say that it has ended."""
     now = signs.now
     sign = max((time for time in (finite(now.get("at")), signs.last_row_at) if time is not None), default=None)
@@ -88,18 +88,18 @@ def _live(signs: Signs, at: float, of: str, resume: str | None) -> RunState:
     silent = None if sign is None else max(0.0, at - sign)
     if _gone(now) and (silent or 0.0) > 5:
         text = f"its process is gone since step {signs.step}{of}, without a word"
-        return RunState("failed", text, error="the process ended without a word: killed, or out of memory", **facts)
+        return StateNow("failed", text, error="the process ended without a word: killed, or out of memory", **facts)
     longest = max(signs.step_seconds, default=0.0)
     limit = QUIET_AFTER_S if now else QUIET_AFTER_S + LONGEST_STEPS * longest
     if silent is not None and silent > limit:
         most = f"; a step took {duration(longest)} at most so far" if longest else ""
-        return RunState("quiet", f"no sign for {duration(silent)}{most}", _text(now.get("phase")), sign, **facts)
+        return StateNow("quiet", f"no sign for {duration(silent)}{most}", _text(now.get("phase")), sign, **facts)
     phase, since = _text(now.get("phase")), finite(now.get("since"))
     counted, total, unit = finite(now.get("done")), finite(now.get("total")), _text(now.get("unit"))
     doing: dict[str, Any] = {"phase": phase, "since": since, "done": counted, "total": total, "unit": unit}
     lasts = f" for {duration(max(0.0, at - since))}" if phase and since is not None else ""
     if signs.run.get("state") == "starting" or not signs.step:
-        return RunState("starting", f"no step yet; {phase or 'starting'}{lasts}", **doing, **facts)
+        return StateNow("starting", f"no step yet; {phase or 'starting'}{lasts}", **doing, **facts)
     words = f"step {now.get('step') or signs.step}{of}"
     if phase:
         words += f": {phase}{lasts}"
@@ -107,7 +107,7 @@ def _live(signs: Signs, at: float, of: str, resume: str | None) -> RunState:
         words += f", {counted:,.0f} of {total:,.0f} {unit or ''}".rstrip()
     recent = (signs.step_seconds[1:] or signs.step_seconds)[-20:]
     left = (signs.steps - signs.step) * sum(recent) / len(recent) if recent and signs.steps else None
-    return RunState("running", words, **doing, left_s=left, **facts)
+    return StateNow("running", words, **doing, left_s=left, **facts)
 
 
 def _gone(now: Mapping[str, Any]) -> bool:

@@ -17,10 +17,10 @@ from trimtab.observe.charts import chart_of
 from trimtab.observe.doctor.examine import MIN_STEPS_TO_JUDGE
 from trimtab.observe.doctor.finding import Finding, worst
 from trimtab.observe.doctor.record import RECENT_STEPS
-from trimtab.observe.gains import Outcome, gain_words, outcome_of
+from trimtab.observe.gains import Outcome, best_safe_change, gain_words, outcome_of
 from trimtab.observe.learned import Learning, learning_of
 from trimtab.observe.look import RunLook
-from trimtab.observe.state import RunState
+from trimtab.observe.state import StateNow
 from trimtab.observe.waste import waste_of
 
 Level = Literal["ok", "warn", "bad", "unknown"]
@@ -41,7 +41,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Part:
+class VerdictPart:
     """`state`, `learning`, `bound` or `next`."""
 
     id: str
@@ -57,12 +57,12 @@ class Part:
 @dataclass(frozen=True)
 class Verdict:
     level: Level
-    parts: tuple[Part, ...]
-    state: RunState
+    parts: tuple[VerdictPart, ...]
+    state: StateNow
     learning: Learning
     bound: Bound | None = field(default=None)
 
-    def part(self, id: str) -> Part | None:
+    def part(self, id: str) -> VerdictPart | None:
         return next((part for part in self.parts if part.id == id), None)
 
     @property
@@ -86,7 +86,7 @@ def judge(look: RunLook, ask: Ask | None = outcome_of) -> Verdict:
     parts = [_state(look, state, learning, enough)]
     if learning.text:
         chart = chart_of(learning.metric, look.stage) if learning.metric else None
-        parts.append(Part("learning", learning.text, learning.level, _evidence(look, learning.metrics), chart))
+        parts.append(VerdictPart("learning", learning.text, learning.level, _evidence(look, learning.metrics), chart))
     if bound is not None:
         parts.append(_bound(look, bound))
     advice = _next(look, state, bound, enough, ask)
@@ -94,32 +94,34 @@ def judge(look: RunLook, ask: Ask | None = outcome_of) -> Verdict:
     return Verdict(_worst(parts), tuple(parts), state, learning, bound)
 
 
-def _worst(parts: list[Part]) -> Level:
+def _worst(parts: list[VerdictPart]) -> Level:
     return max((part.level for part in parts), key=ORDER.index)
 
 
-def _state(look: RunLook, state: RunState, learning: Learning, enough: bool) -> Part:
+def _state(look: RunLook, state: StateNow, learning: Learning, enough: bool) -> VerdictPart:
     """What became of the run, or how it is."""
     text = state.text[0].upper() + state.text[1:] + "."
     if state.kind == "failed":
-        return Part("state", text, "bad")
+        return VerdictPart("state", text, "bad")
     if state.kind == "quiet":
-        return Part("state", text, "warn", chart="step_time")
+        return VerdictPart("state", text, "warn", chart="step_time")
     if state.kind == "starting":
-        return Part("state", f"Starting: {state.text}.", "unknown")
+        return VerdictPart("state", f"Starting: {state.text}.", "unknown")
     if not enough:
         steps = len(look.record.steps)
-        return Part("state", f"{text} Too few steps to judge: {steps} of {MIN_STEPS_TO_JUDGE}.", "unknown")
+        return VerdictPart("state", f"{text} Too few steps to judge: {steps} of {MIN_STEPS_TO_JUDGE}.", "unknown")
     found, level = look.done.findings, worst(look.done.findings)
     ended = f"Stopped at step {state.step}, " if state.kind == "stopped" else ""
     if level == "bad":
-        return Part("state", _capital(f"{ended}not healthy: {found[0].title}."), "bad", chart=_chart(look, found[0]))
+        return VerdictPart(
+            "state", _capital(f"{ended}not healthy: {found[0].title}."), "bad", chart=_chart(look, found[0])
+        )
     if level == "warn":
         count = f"{len(found)} warnings" if len(found) > 1 else "one warning"
-        return Part("state", _capital(f"{ended}{count}: {_first(look, found).title}."), "warn")
+        return VerdictPart("state", _capital(f"{ended}{count}: {_first(look, found).title}."), "warn")
     so_far = " so far" if state.live else ""
     words = f"{ended}healthy{so_far}: it learned the task." if learning.learned else f"{ended}healthy{so_far}."
-    return Part("state", _capital(words), "ok")
+    return VerdictPart("state", _capital(words), "ok")
 
 
 def _first(look: RunLook, findings: list[Finding]) -> Finding:
@@ -134,30 +136,30 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _bound(look: RunLook, bound: Bound) -> Part:
+def _bound(look: RunLook, bound: Bound) -> VerdictPart:
     cause = bound.cause
     metrics = cause.metrics if cause else (f"time/{bound.phase}",)
     found = _evidence(look, tuple(dict.fromkeys((*metrics, f"time/{bound.phase}"))))
     known = [metric for metric in metrics if look.record.values(metric)]
     chart = chart_of(known[0], look.stage) if known and cause else "phases"
-    return Part(
+    return VerdictPart(
         "bound", bound.words, "warn" if cause else "ok", found, chart, cause.key(look.record) if cause else None
     )
 
 
-def _next(look: RunLook, state: RunState, bound: Bound | None, enough: bool, ask: Ask | None) -> Part:
-    """The worst finding's remedy; else the largest waste, as a hint."""
+def _next(look: RunLook, state: StateNow, bound: Bound | None, enough: bool, ask: Ask | None) -> VerdictPart:
+    """The worst finding's remedy; else the safe change with the largest gain; else the largest waste, as a hint."""
     if state.kind == "failed":
         how = (
             f"Continue it with `{state.resume}`."
             if state.resume
             else "Read its output, and start it again with --resume."
         )
-        return Part("next", how, "ok", key=state.resume)
+        return VerdictPart("next", how, "ok", key=state.resume)
     if state.kind == "quiet":
-        return Part("next", "See whether its process still runs; if not, continue it with --resume.", "ok")
+        return VerdictPart("next", "See whether its process still runs; if not, continue it with --resume.", "ok")
     if not enough:
-        return Part("next", WAIT if state.live else "There is too little to advise on.", "unknown")
+        return VerdictPart("next", WAIT if state.live else "There is too little to advise on.", "unknown")
     findings = look.done.findings
     if findings:
         finding = _first(look, findings)
@@ -165,13 +167,20 @@ def _next(look: RunLook, state: RunState, bound: Bound | None, enough: bool, ask
         if bound is not None and bound.finding is finding and bound.cause is not None:
             key = bound.cause.key(look.record)
             gain = _gain(look, key, ask) if bound.cause.safe else None
-        return Part("next", f"{_capital(finding.remedy)}.", "ok", chart=_chart(look, finding), key=key, gain=gain)
+        return VerdictPart(
+            "next", f"{_capital(finding.remedy)}.", "ok", chart=_chart(look, finding), key=key, gain=gain
+        )
+    if ask is not None and (best := best_safe_change(look)) is not None:
+        key = best.overrides[0].replace("=", ": ", 1)
+        return VerdictPart(
+            "next", f"{_capital(best.text)}: a step would be shorter.", "ok", key=key, gain=gain_words(best)
+        )
     waste = waste_of(look.record)
     if waste is not None:
-        return Part(
+        return VerdictPart(
             "next", waste.text, "ok", _evidence(look, (waste.metric,)), chart_of(waste.metric, look.stage), waste.key
         )
-    return Part("next", "Nothing to change.", "ok")
+    return VerdictPart("next", "Nothing to change.", "ok")
 
 
 def _gain(look: RunLook, key: str | None, ask: Ask | None) -> str | None:

@@ -147,6 +147,9 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "kernels": why_kernels(job, machine),
         "threads": "one per physical core" if machine.devices == 1 else "the cores, divided among ranks",
         **why_placed(case.place, machine),
+        "prefetch": "one layer is gathered while another runs"
+        if case.place.shard == "full"
+        else "no layer is gathered",
         "reward_workers": "one per core, at most 8",
     }
     return Sizes(run, filled, why, way.kv_fifths)

@@ -52,6 +52,8 @@ class RankPlan:
     plan: Plan
     devices: tuple[str, ...]
     """By rank, as torch names them."""
+    machine: Machine
+    """All that could be used."""
     notes: tuple[str, ...] = ()
     """What the user should know of devices that are left out."""
 
@@ -85,8 +87,9 @@ def plan_over(asked: Run, device: torch.device, job: Callable[[Machine], Job]) -
     if count == 1:
         return None
     if chosen is None:
-        return RankPlan(plan, ("cpu",) * count)
-    return RankPlan(plan, tuple(f"cuda:{each.index}" for each in chosen.devices[:count]), tuple(chosen.notes))
+        return RankPlan(plan, ("cpu",) * count, machine)
+    used = tuple(f"cuda:{each.index}" for each in chosen.devices[:count])
+    return RankPlan(plan, used, machine, tuple(chosen.notes))
 
 
 def assemble_ranks(

@@ -32,6 +32,8 @@ from trimtab.record.checkpoint import explain_load_errors
 from trimtab.record.prometheus import refuse_prometheus
 from trimtab.rollout.engine import Engine
 from trimtab.run.calibrate import corrected, probe
+from trimtab.run.read_once import WeightReader
+from trimtab.update.peers import ALONE, Peers
 from trimtab.update.updater import Updater
 
 Arguments = ParamSpec("Arguments")
@@ -47,30 +49,37 @@ def load_policy(
     shards: int = 1,
     mesh: DeviceMesh | None = None,
     prefetch: int = 1,
+    peers: Peers = ALONE,
 ) -> Policy:
     """The model to train, as it came or as a checkpoint left it, with the kernels asked for. `seed` is for new adapters;
     `shards`: ranks that cut its units. `mesh`: ranks that hold its weights in parts, of which `prefetch` layers are gathered
-    ahead; it is then read into host memory."""
-    home = device
-    if mesh is not None:
-        home, model = torch.device("cpu"), with_known_dtype(model, device)
-    if model.lora is not None:
-        base = load_model(model, home)
-        if checkpoint is None:
-            found = add_adapters(base, model.lora, seed)
-        else:
-            with explain_load_errors(checkpoint):
-                found = load_adapters(base, checkpoint)
-    elif checkpoint is None:
-        found = load_model(model, home)
-    else:
-        source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
-        with explain_load_errors(checkpoint):
-            found = load_model(source, home)
+    ahead; it is then read into host memory. `peers`: ranks that load it, too, of which one reads it."""
+    reader = WeightReader(peers, model.trust_remote_code)
     with nullcontext() if checkpoint is None else explain_load_errors(checkpoint):
-        policy = Policy(found, shards=shards) if mesh is None else ShardedPolicy(found, mesh, device, prefetch=prefetch)
+        if mesh is None:
+            found = reader.whole(lambda: read_trained(model, seed, device, checkpoint), device)
+            policy = Policy(found, shards=shards)
+        else:
+            known, home = with_known_dtype(model, device), torch.device("cpu")
+            found = reader.without_values(lambda: read_trained(known, seed, home, checkpoint))
+            policy = ShardedPolicy(found, mesh, device, prefetch=prefetch, fetch=reader.fetch)
     use_kernels(policy, kernels)
     return policy
+
+
+def read_trained(model: Model, seed: int, device: torch.device, checkpoint: Path | None) -> Any:
+    """The model to train from its files, with its adapters where it has some."""
+    if model.lora is not None:
+        base = load_model(model, device)
+        if checkpoint is None:
+            return add_adapters(base, model.lora, seed)
+        with explain_load_errors(checkpoint):
+            return load_adapters(base, checkpoint)
+    if checkpoint is None:
+        return load_model(model, device)
+    source = Model(path=str(checkpoint), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+    with explain_load_errors(checkpoint):
+        return load_model(source, device)
 
 
 def with_known_dtype(model: Model, device: torch.device) -> Model:

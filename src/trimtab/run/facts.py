@@ -25,8 +25,9 @@ def stage_name(config: AnyConfig) -> str:
 
 
 def uuids_of(gpus: Sequence[str]) -> list[str]:
-    """What the driver calls GPUs that torch names."""
-    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]
+    """What the driver calls GPUs that torch names; empty where torch does not tell."""
+    found = [getattr(torch.cuda.get_device_properties(gpu), "uuid", None) for gpu in gpus]
+    return [str(uuid) for uuid in found if uuid is not None]
 
 
 def run_facts(asked: AnyConfig, config: AnyConfig, parts: BuiltRun, folder: Path, inputs: Inputs) -> dict[str, Any]:

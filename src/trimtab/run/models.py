@@ -16,37 +16,44 @@ from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, FromHost, Policy, WithoutAdapters
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.run.build import load_policy, with_known_dtype
+from trimtab.run.read_once import WeightReader
+from trimtab.update.peers import ALONE, Peers
 from trimtab.update.samples import has_reference
 
 
 def load_policies(
-    config: AnyConfig, device: torch.device, checkpoint: Path | None, shards: int = 1
+    config: AnyConfig, device: torch.device, checkpoint: Path | None, peers: Peers = ALONE
 ) -> tuple[Policy, AnyPolicy | None]:
-    """The policy, and the model that it began as where they are compared. `shards`: ranks that cut the policy's units."""
-    policy = load_policy(config.model, config.learn.seed, device, config.run.kernels, checkpoint, shards)
-    if not (isinstance(config, ResolvedConfig) and has_reference(config.learn)):
-        return policy, None
-    if config.model.lora is not None:
-        return policy, WithoutAdapters(policy)
-    reference = Policy(load_model(config.model, device).requires_grad_(False), check=False)
-    use_kernels(reference, config.run.kernels)
-    return policy, reference
-
-
-def load_sharded_policies(
-    config: AnyConfig, run: ResolvedRun, device: torch.device, checkpoint: Path | None, mesh: DeviceMesh
-) -> tuple[Policy, AnyPolicy | None]:
-    """The same for ranks that hold weights in parts. All ranks load together; parts of the reference wait in host memory where
-    the plan has them there."""
-    model = config.model
-    policy = load_policy(model, config.learn.seed, device, run.kernels, checkpoint, mesh=mesh, prefetch=run.prefetch)
+    """The policy, and the model that it began as where they are compared. `peers`: ranks that load the same together, and may
+    cut the policy's units."""
+    model, seed, kernels = config.model, config.learn.seed, config.run.kernels
+    policy = load_policy(model, seed, device, kernels, checkpoint, peers.shards, peers=peers)
     if not (isinstance(config, ResolvedConfig) and has_reference(config.learn)):
         return policy, None
     if model.lora is not None:
         return policy, WithoutAdapters(policy)
-    whole = load_model(with_known_dtype(model, device), torch.device("cpu")).requires_grad_(False)
+    reader = WeightReader(peers, model.trust_remote_code)
+    whole = reader.whole(lambda: load_model(model, device).requires_grad_(False), device)
+    reference = Policy(whole, check=False)
+    use_kernels(reference, kernels)
+    return policy, reference
+
+
+def load_sharded_policies(
+    config: AnyConfig, run: ResolvedRun, device: torch.device, checkpoint: Path | None, mesh: DeviceMesh, peers: Peers
+) -> tuple[Policy, AnyPolicy | None]:
+    """The same for ranks that hold weights in parts. All ranks load together; parts of the reference wait in host memory where
+    the plan has them there."""
+    model, seed, ahead = config.model, config.learn.seed, run.prefetch
+    policy = load_policy(model, seed, device, run.kernels, checkpoint, mesh=mesh, prefetch=ahead, peers=peers)
+    if not (isinstance(config, ResolvedConfig) and has_reference(config.learn)):
+        return policy, None
+    if model.lora is not None:
+        return policy, WithoutAdapters(policy)
+    reader, known = WeightReader(peers, model.trust_remote_code), with_known_dtype(model, device)
+    whole = reader.without_values(lambda: load_model(known, torch.device("cpu")).requires_grad_(False))
     on_host = run.offload.reference
-    return policy, ShardedPolicy(whole, mesh, device, check=False, on_host=on_host, prefetch=run.prefetch)
+    return policy, ShardedPolicy(whole, mesh, device, check=False, on_host=on_host, prefetch=ahead, fetch=reader.fetch)
 
 
 def put_reference_away(reference: AnyPolicy | None, run: ResolvedRun) -> AnyPolicy | None:

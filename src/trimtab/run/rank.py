@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trimtab.base.errors import TrimtabError
 from trimtab.base.spans import Taken, log
 from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
@@ -27,8 +28,10 @@ from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
+from trimtab.plan.job import Job
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
+from trimtab.plan.trials import Trial
 from trimtab.record.behind import WriteBehind
 from trimtab.record.folder import ENGINE_LOGS
 from trimtab.record.host_copy import HostCopy
@@ -41,6 +44,7 @@ from trimtab.run.profile import ProfileOrders
 from trimtab.run.rollout_orders import LinkReports, RolloutOrders, load_classifiers
 from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
 from trimtab.run.stage import CheckedRun, Stage
+from trimtab.run.tuner import time_decode, timed_update
 from trimtab.update.shares import Share
 from trimtab.update.stats import Applied, Scored, Trained, UpdateStats
 from trimtab.update.trainer import LocalTrainer
@@ -81,6 +85,13 @@ class RankFacts:
     """Versions of what computes."""
 
 
+COLLECTIVE: dict[str, frozenset[str]] = {
+    "gradients": frozenset({"accumulate"}),
+    "full": frozenset({"accumulate", "score", "time_update", "publish", "reserve_copy", "capture", "export"}),
+}
+"""Orders in which ranks wait for each other, by `run.shard`. `apply` is one too: a rank that fails there cannot go on."""
+
+
 class HalfApplied(Exception):
     """Weights may be between two steps. Not the user's, nor a shortage that is survived: the rank ends."""
 
@@ -101,7 +112,7 @@ class Rank(RolloutOrders, ProfileOrders):
         self._stack.enter_context(memory_limit(ready.config.run, device))
         meeting = Meeting(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
         self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
-        self._reduces_early, self._full = plan.run.shard == "gradients", plan.run.shard == "full"
+        self._collective = COLLECTIVE.get(plan.run.shard, frozenset())
         self._build(setup, device)
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
@@ -116,12 +127,18 @@ class Rank(RolloutOrders, ProfileOrders):
         self._written: PartWritten | None = None
         if plan.run.shard == "full":
             policy, reference = load_within(
-                asked, device, load_sharded_policies, ready.config, plan.run, device, setup.checkpoint, mesh.device_mesh
+                asked,
+                device,
+                load_sharded_policies,
+                ready.config,
+                plan.run,
+                device,
+                setup.checkpoint,
+                mesh.device_mesh,
+                mesh,
             )
         else:
-            policy, reference = load_within(
-                asked, device, load_policies, ready.config, device, setup.checkpoint, mesh.shards
-            )
+            policy, reference = load_within(asked, device, load_policies, ready.config, device, setup.checkpoint, mesh)
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
         _, engine = stage.open_engine(ready, plan, policy, LinkReports(self._link), logs, lambda what: None)  # type: ignore[arg-type]
@@ -158,17 +175,18 @@ class Rank(RolloutOrders, ProfileOrders):
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
         self._active = self._updaters[model]
-        with self._freeing_others():
-            return self._active.accumulate_share(share, kl_coef).on_host()
+        return self._active.accumulate_share(share, kl_coef).on_host()
 
     @contextmanager
-    def _freeing_others(self, in_scores: bool = False) -> Iterator[None]:
-        """Where micro-batches have collectives in them, a rank that fails frees those that wait for it, which then say that they
-        were freed."""
+    def around(self, method: str) -> Iterator[None]:
+        """In orders that have collectives in them, a rank that fails frees those that wait for it, which then say that they were
+        freed."""
         try:
             yield
+        except TrimtabError:
+            raise  # for the user, from all ranks or at a place where none waits
         except Exception as error:
-            if not (self._full or (self._reduces_early and not in_scores)):
+            if method not in self._collective:
                 raise
             freed = not is_out_of_memory(error) and self._mesh.was_aborted
             traceback.clear_frames(error.__traceback__)  # they hold groups
@@ -179,6 +197,10 @@ class Rank(RolloutOrders, ProfileOrders):
                 raise GroupBroken from error
             raise
 
+    @property
+    def parted(self) -> bool:
+        return not self._mesh.joined
+
     def rejoin(self) -> None:
         self._mesh.rejoin()
         for model in self._sharded_models():
@@ -187,6 +209,12 @@ class Rank(RolloutOrders, ProfileOrders):
     def _sharded_models(self) -> list[ShardedPolicy]:
         models = [*(updater.policy for updater in self._updaters.values()), self._reference]
         return [model for model in models if isinstance(model, ShardedPolicy)]
+
+    def time_update(self, job: Job, budget: int) -> Trial:
+        return timed_update(self._updaters["policy"], job, budget)
+
+    def time_decode(self, job: Job, sequences: int) -> Trial:
+        return time_decode(self._engine, job, sequences)
 
     def prepare(self, model: Trained) -> None:
         self._updaters[model].prepare()
@@ -201,8 +229,7 @@ class Rank(RolloutOrders, ProfileOrders):
         self._active = self._updaters[model]
         scorer = self._reference if by == "reference" else self._updaters[by].policy
         assert scorer is not None
-        with self._freeing_others(in_scores=True):
-            self._active.score_share(share, scorer, field)
+        self._active.score_share(share, scorer, field)
         own = len(share.batches) - share.fillers
         return [
             (place, getattr(sample, field))

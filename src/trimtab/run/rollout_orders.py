@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from trimtab.cluster.feed import DriverFeed
-from trimtab.cluster.serve import Link
+from trimtab.cluster.serve import Link, Orders
 from trimtab.model.policy import Policy
 from trimtab.reward.models import Classifier
 from trimtab.rollout.engine import Engine, Request, RolloutStats
@@ -34,7 +34,7 @@ def load_classifiers(paths: Sequence[str], policy: Policy) -> list[Classifier]:
     return [Classifier(path, policy.device, policy.dtype) for path in paths]
 
 
-class RolloutOrders:
+class RolloutOrders(Orders):
     """See above. `_link`, `_rank` and `_ranks` are its subclass's."""
 
     _link: Link

@@ -166,8 +166,9 @@ class RolloutStage:
         source = config.model.with_values({"path": learn.critic.path or config.model.path})
         mesh = policy.mesh if isinstance(policy, ShardedPolicy) else None
         model = load_policy(
-            source, learn.seed, policy.device, run.kernels, shards=peers.shards, mesh=mesh, prefetch=run.prefetch
-        )
+            source, learn.seed, policy.device, run.kernels, shards=peers.shards, mesh=mesh, prefetch=run.prefetch,
+            peers=peers,
+        )  # fmt: skip
         return open_critic(model, learn, peers=peers, **update_settings(run))
 
     def shorter(self, config: PlannedConfig) -> str:

@@ -8,10 +8,14 @@ of memory ends a try and nothing else. Of sizes within a hundredth of the fastes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 
+from trimtab.cluster.ranks import Ranks
+from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.learn import Sampling
 from trimtab.data.prompt import Prompt
 from trimtab.model.memory import Shortage, attempt, free
@@ -31,13 +35,58 @@ DECODED_TOKENS = 32
 """Tokens of each sequence when decoding is timed."""
 
 
-def tune(
-    updater: Updater,
-    engine: Engine,
-    job: Job,
-    most_sequences: int,
-    report: Callable[[Trial], None] = lambda trial: None,
-) -> Tuned:
+class Tries(Protocol):
+    """What can be tried, on one device or on all ranks at once."""
+
+    engine: Engine
+    token_budget: int
+    """The updater's own."""
+
+    def update(self, budget: int) -> Trial:
+        """Micro-batches of so many tokens. Changes no weight."""
+        ...
+
+    def decode(self, sequences: int) -> Trial:
+        """So many sequences at a time, on each device."""
+        ...
+
+
+class LocalTries:
+    """Tries on the device of this process."""
+
+    def __init__(self, updater: Updater, engine: Engine, job: Job) -> None:
+        self.engine, self.token_budget = engine, updater.token_budget
+        self.update = partial(time_update, updater, job)
+        self.decode = partial(time_decode, engine, job)
+
+
+class RankTries:
+    """Tries on all ranks at once; a size is as fast as on the slowest of them, and fits if it fits on all."""
+
+    def __init__(self, ranks: Ranks, updater: RankedUpdater, engine: Engine, job: Job) -> None:
+        self.engine, self.token_budget = engine, updater.token_budget
+        self._ranks, self._updater, self._job = ranks, updater, job
+
+    def update(self, budget: int) -> Trial:
+        outcome = attempt(self._ranks.ask, "time_update", self._job, budget)
+        self._updater.abandon()
+        if isinstance(outcome, Shortage):
+            return Trial("token_budget", budget, None, None)
+        return slowest(outcome)
+
+    def decode(self, sequences: int) -> Trial:
+        return slowest(self._ranks.ask("time_decode", self._job, sequences))
+
+
+def slowest(trials: Sequence[Trial]) -> Trial:
+    """The same try on several ranks as one."""
+    rates = [trial.rate for trial in trials]
+    peaks = [trial.peak for trial in trials if trial.peak is not None]
+    rate = None if None in rates else min(rate for rate in rates if rate is not None)
+    return Trial(trials[0].key, trials[0].value, rate, max(peaks, default=None))
+
+
+def tune(tries: Tries, job: Job, most_sequences: int, report: Callable[[Trial], None] = lambda trial: None) -> Tuned:
     """Try budgets from the updater's own, and batches from `most_sequences`; sets nothing."""
     trials: list[Trial] = []
 
@@ -46,15 +95,11 @@ def tune(
         report(trial)
         return trial
 
-    engine.publish(0)
-    batches = climb(
-        most_sequences, max(1, most_sequences // 8), most_sequences, lambda n: noted(time_decode(engine, job, n))
-    )
-    engine.lend()
+    tries.engine.publish(0)
+    batches = climb(most_sequences, max(1, most_sequences // 8), most_sequences, lambda n: noted(tries.decode(n)))
+    tries.engine.lend()
     whole = max(job.longest_trained, job.step_row.tokens)
-    budgets = climb(
-        min(updater.token_budget, whole), job.longest_trained, whole, lambda n: noted(time_update(updater, job, n))
-    )
+    budgets = climb(min(tries.token_budget, whole), job.longest_trained, whole, lambda n: noted(tries.update(n)))
     return Tuned(fastest(budgets), fastest(batches), tuple(trials))
 
 
@@ -91,6 +136,18 @@ def fastest(trials: list[Trial]) -> int:
 
 
 def time_update(updater: Updater, job: Job, budget: int) -> Trial:
+    """Micro-batches of so many tokens, or that they do not fit. Gradients are gone afterwards."""
+    outcome = attempt(timed_update, updater, job, budget)
+    updater.abandon()
+    if isinstance(outcome, Shortage):
+        device = updater.policy.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        free(device)
+        return Trial("token_budget", budget, None, peak)
+    return outcome
+
+
+def timed_update(updater: Updater, job: Job, budget: int) -> Trial:
     """Tokens a second of full micro-batches one after the other, with gradients already there, as in a step: the host prepares
     one while the device works on another. The best of a few, as others may use the machine too."""
     device = updater.policy.device
@@ -104,19 +161,12 @@ def time_update(updater: Updater, job: Job, budget: int) -> Trial:
         settle(device)
         return (time.perf_counter() - started) / MICROBATCHES_TIMED_TOGETHER
 
-    def work() -> float:
-        updater.rehearse(samples)  # compiles, and leaves gradients
-        settle(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        return min(once() for _ in range(UPDATES_TIMED))
-
-    seconds = attempt(work)
+    updater.rehearse(samples)  # compiles, and leaves gradients
+    settle(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = min([once() for _ in range(UPDATES_TIMED)])
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    updater.abandon()
-    if isinstance(seconds, Shortage):
-        free(device)
-        return Trial("token_budget", budget, None, peak)
     return Trial("token_budget", budget, tokens / seconds, peak)
 
 

@@ -6,9 +6,11 @@ calls in the same order. None of them allocates memory in proportion to what it 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Peers(Protocol):
@@ -39,6 +41,14 @@ class Peers(Protocol):
         """In place: each stretch of `flat` becomes what its holder has there."""
         ...
 
+    def send(self, values: torch.Tensor) -> None:
+        """In place: rank 0's values on all ranks."""
+        ...
+
+    def tell(self, thing: T | None) -> T:
+        """Rank 0's thing on all ranks, pickled on the way."""
+        ...
+
 
 class Alone:
     """No other ranks."""
@@ -49,7 +59,11 @@ class Alone:
     def sum(self, values: torch.Tensor) -> None:
         return
 
-    sum_into_parts = sum_of_parts = gather = sum
+    sum_into_parts = sum_of_parts = gather = send = sum
+
+    def tell(self, thing: T | None) -> T:
+        assert thing is not None
+        return thing
 
 
 ALONE = Alone()

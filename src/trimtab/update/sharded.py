@@ -34,7 +34,7 @@ class _Whole:
 
     def __init__(self, peers: Peers) -> None:
         self.rank, self.ranks, self.sum = peers.rank, peers.ranks, peers.sum
-        self.sum_into_parts = peers.sum
+        self.sum_into_parts, self.send, self.tell = peers.sum, peers.send, peers.tell
 
     def sum_of_parts(self, values: torch.Tensor) -> None:
         return

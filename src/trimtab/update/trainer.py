@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from trimtab.model.adapters import has_adapters
 from trimtab.model.folder import other_files
 from trimtab.model.policy import AnyPolicy, Policy
+from trimtab.model.sharded import ShardedPolicy
 from trimtab.plan.governor import Governor, Move
 from trimtab.record.checkpoint import RunState, explain_load_errors, load_optimizer, load_part
 from trimtab.record.part import CheckpointPart, Stateful, collect
@@ -189,7 +191,10 @@ class LocalTrainer(GuardedTrainer):
         """What one of several ranks has of a checkpoint, as it is now."""
         model = self.updater.policy.model
         if rank == 0 and not self._folder_files:
-            self._folder_files = other_files(model, self._tokenizer)
+            policy = self.updater.policy
+            # Parts of a model are masters: it would say that it computes in their type.
+            described = policy.skeleton if isinstance(policy, ShardedPolicy) and not has_adapters(model) else model
+            self._folder_files = other_files(described, self._tokenizer)
         return collect(model, self.updater.optimizer, self._other_tensors(), self._folder_files, rank, ranks)
 
     def _other_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor] | Stateful]:

@@ -8,12 +8,13 @@ from typing import Any
 from trimtab.observe.doctor.conflicts import TORCH, conflicts
 from trimtab.observe.doctor.environment import Surroundings, environment_findings
 from trimtab.observe.doctor.finding import LEVELS, Finding, Level
+from trimtab.observe.doctor.links import link_findings
 from trimtab.observe.doctor.machine import MachineReport
 from trimtab.observe.format import gib, percent
 from trimtab.rollout.external.kinds import KINDS
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
-BAD_BEWARN_BELOW_DISK_GIB, WARN_BELOW_DISK_GIB = 2.0, 20.0
+BAD_BELOW_DISK_GIB, WARN_BELOW_DISK_GIB = 2.0, 20.0
 WARN_BELOW_HOST_GIB = 4.0
 MAX_USED_SHARE = 0.1
 
@@ -25,6 +26,7 @@ def machine_findings(machine: MachineReport) -> list[Finding]:
         *_driver(machine),
         *_torch(machine),
         *(finding for index, gpu in enumerate(machine.gpus) for finding in _gpu(index, gpu)),
+        *link_findings(machine.gpus, machine.torch),
         *_host(machine),
         *_disks(machine),
         *conflicts(dict(machine.packages)),
@@ -191,7 +193,7 @@ def _disks(machine: MachineReport) -> Iterator[Finding]:
         if disk.free_gib < WARN_BELOW_DISK_GIB:
             yield _found(
                 "disk",
-                "bad" if disk.free_gib < BAD_BEWARN_BELOW_DISK_GIB else "warn",
+                "bad" if disk.free_gib < BAD_BELOW_DISK_GIB else "warn",
                 f"little disk space for {disk.what}",
                 "GiB",
                 f"{gib(WARN_BELOW_DISK_GIB)} or more",

@@ -17,6 +17,7 @@ from trimtab.base.package import VERSION
 from trimtab.base.units import GIB
 from trimtab.observe.doctor.conflicts import SHOWN, installed_packages
 from trimtab.observe.doctor.environment import reported_variables
+from trimtab.observe.doctor.links import driver_links
 from trimtab.observe.doctor.probe import ask_torch
 
 
@@ -39,6 +40,8 @@ class Driver:
     """One entry per GPU: name, total_gib, and used_gib over all processes."""
     error: str | None = None
     """Why the driver could not be queried."""
+    links: Mapping[str, Any] = field(default_factory=dict)
+    """What GPUs talk to each other over (links.py), where there are several."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ def ask_driver() -> Driver:
     try:
         number = pynvml.nvmlSystemGetCudaDriverVersion()
         gpus = [_driver_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return Driver(pynvml.nvmlSystemGetDriverVersion(), f"{number // 1000}.{number % 1000 // 10}", gpus)
+        cuda = f"{number // 1000}.{number % 1000 // 10}"
+        return Driver(pynvml.nvmlSystemGetDriverVersion(), cuda, gpus, links=driver_links(pynvml))
     except pynvml.NVMLError as error:
         return Driver(error=str(error))
     finally:

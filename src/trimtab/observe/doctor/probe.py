@@ -12,6 +12,7 @@ from typing import Any
 
 from trimtab.base.errors import first_line
 from trimtab.base.units import GIB
+from trimtab.observe.doctor.links import torch_links
 
 TIMEOUT_S = 120.0
 MODULE = "trimtab.observe.doctor.probe"
@@ -38,6 +39,7 @@ def torch_facts() -> dict[str, Any]:
     facts["available"] = torch.cuda.is_available()
     if facts["available"]:
         facts["gpus"] = [_gpu_facts(index) for index in range(torch.cuda.device_count())]
+        facts |= torch_links()
     return facts
 
 

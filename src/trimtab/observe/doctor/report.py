@@ -15,6 +15,7 @@ from rich.text import Text
 from trimtab.observe.console import PLAIN_WIDTH
 from trimtab.observe.doctor.examine import MIN_STEPS_TO_JUDGE, Examination
 from trimtab.observe.doctor.finding import Finding
+from trimtab.observe.doctor.links import links_in_words
 from trimtab.observe.doctor.machine import MachineReport
 from trimtab.observe.doctor.record import Record
 from trimtab.observe.doctor.rule import DoctorRule
@@ -167,6 +168,7 @@ def _machine_facts(machine: MachineReport) -> list[tuple[str, str]]:
         *[("disk", f"{gib(disk.free_gib)} free for {disk.what}: {disk.path}") for disk in machine.disks],
         ("driver", _driver(machine)),
         *_gpus(machine),
+        *([("links", links_in_words(machine.torch, machine.driver.links))] if len(machine.gpus) > 1 else []),
         ("packages", ", ".join(f"{name} {value}" for name, value in packages.items()) or "none known"),
         *([("variables", ", ".join(f"{name}={value}" for name, value in variables.items()))] if variables else []),
     ]

@@ -26,7 +26,7 @@ class Symptom:
 
 
 @dataclass(frozen=True)
-class Span:
+class BandSpan:
     """Where a metric is healthy between two steps; None: no limit on that side."""
 
     first: int
@@ -41,7 +41,7 @@ class Band:
 
     metric: str
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[BandSpan, ...]
 
 
 def steady_band(
@@ -51,7 +51,7 @@ def steady_band(
 
     def band(record: Record) -> Band:
         steps = record.steps or [0]
-        return Band(metric, text, (Span(steps[0], steps[-1], low, high),))
+        return Band(metric, text, (BandSpan(steps[0], steps[-1], low, high),))
 
     return band
 

@@ -17,7 +17,7 @@ NS = 1e-9
 
 
 @dataclass(frozen=True)
-class Span:
+class KernelSpan:
     """Something that ran, and where: a thread of the host, or a device."""
 
     name: str
@@ -36,7 +36,7 @@ class _Sum:
     calls: int = 0
 
 
-def reduce_kernels(spans: Sequence[Span], phases: Sequence[Span]) -> dict[str, Any]:
+def reduce_kernels(spans: Sequence[KernelSpan], phases: Sequence[KernelSpan]) -> dict[str, Any]:
     """`kernels` and `gaps` of RUN/profile/kernels.json. `phases`: those of the step, one after the other."""
     phases = sorted(phases, key=lambda span: span.start_ns)
     sums: dict[tuple[str, str], _Sum] = {}
@@ -53,9 +53,9 @@ def reduce_kernels(spans: Sequence[Span], phases: Sequence[Span]) -> dict[str, A
     return {"kernels": kernels, "kernels_left_out": max(0, len(ordered) - MAX_KERNELS), "gaps": _gaps(spans, phases)}
 
 
-def own_times(spans: Iterable[Span]) -> Iterable[tuple[Span, int]]:
+def own_times(spans: Iterable[KernelSpan]) -> Iterable[tuple[KernelSpan, int]]:
     """Every span with the nanoseconds that none of the spans inside it took, track by track."""
-    tracks: dict[int, list[Span]] = {}
+    tracks: dict[int, list[KernelSpan]] = {}
     for span in spans:
         tracks.setdefault(span.track, []).append(span)
     for found in tracks.values():
@@ -73,14 +73,14 @@ def own_times(spans: Iterable[Span]) -> Iterable[tuple[Span, int]]:
 
 @dataclass
 class _Open:
-    span: Span
+    span: KernelSpan
     own_ns: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.own_ns = self.span.duration_ns
 
 
-def phase_at(at_ns: int, phases: Sequence[Span]) -> str:
+def phase_at(at_ns: int, phases: Sequence[KernelSpan]) -> str:
     """The phase in which something began. `phases` are in order."""
     low, high = 0, len(phases)
     while low < high:
@@ -89,11 +89,11 @@ def phase_at(at_ns: int, phases: Sequence[Span]) -> str:
     return phases[low - 1].name if low and at_ns < phases[low - 1].end_ns else BETWEEN
 
 
-def _gaps(spans: Sequence[Span], phases: Sequence[Span]) -> list[dict[str, Any]]:
+def _gaps(spans: Sequence[KernelSpan], phases: Sequence[KernelSpan]) -> list[dict[str, Any]]:
     """The longest times in which nothing ran: after what, since when (seconds from the first span), and in which phase."""
     found = []
     first: int | None = None
-    latest: Span | None = None
+    latest: KernelSpan | None = None
     for span in sorted(spans, key=lambda span: span.start_ns):
         first = span.start_ns if first is None else first
         if latest is not None and (span.start_ns - latest.end_ns) * NS > MIN_GAP_S:

@@ -22,7 +22,7 @@ MAX_POINTS, MAX_BLOCKS = 400, 50
 
 
 @dataclass(frozen=True)
-class Block:
+class HeldBlock:
     bytes: int
     where: str
     component: str
@@ -42,7 +42,7 @@ def reduce_memory(entries: Sequence[Mapping[str, Any]], allocated_at_end: int) -
     places = _places(len(changes), peak_at)
     times: list[float] = []
     points: list[dict[str, int]] = []
-    blocks: list[Block] = []
+    blocks: list[HeldBlock] = []
     start = int(changes[0].get("time_us", 0)) if changes else 0
     for index, (live, sums) in enumerate(_replay(changes, base)):
         if index in places:
@@ -58,15 +58,15 @@ def reduce_memory(entries: Sequence[Mapping[str, Any]], allocated_at_end: int) -
     }
 
 
-def _replay(changes: Sequence[Mapping[str, Any]], base: int) -> Iterator[tuple[dict[int, Block], dict[str, int]]]:
+def _replay(changes: Sequence[Mapping[str, Any]], base: int) -> Iterator[tuple[dict[int, HeldBlock], dict[str, int]]]:
     """The blocks that are held after each change, by address, and the bytes of each component."""
-    live: dict[int, Block] = {}
+    live: dict[int, HeldBlock] = {}
     sums = {BEFORE: base}
     for entry in changes:
         address, size = int(entry.get("addr", 0)), int(entry.get("size", 0))
         if entry["action"] == "alloc":
             where, component = origin(entry.get("frames") or ())
-            live[address] = Block(size, where, component)
+            live[address] = HeldBlock(size, where, component)
             sums[component] = sums.get(component, 0) + size
         else:
             block = live.pop(address, None)

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trimtab.base.files import write_json
-from trimtab.observe.profiling.kernels import Span, reduce_kernels
+from trimtab.observe.profiling.kernels import KernelSpan, reduce_kernels
 from trimtab.observe.profiling.memory import reduce_memory
 from trimtab.observe.profiling.request import ProfileRequest
 
@@ -151,7 +151,7 @@ class ProcessProfiler:
         write_json(self._folder / f"{name}{self._suffix}.json", tables, indent=1)
 
 
-def read_spans(events: Any, cuda: bool) -> tuple[list[Span], list[Span]]:
+def read_spans(events: Any, cuda: bool) -> tuple[list[KernelSpan], list[KernelSpan]]:
     """What ran (on the device, or on a CPU every operator), and the phases, of the profiler's events."""
     spans, phases = [], []
     host = torch.autograd.DeviceType.CPU
@@ -159,10 +159,10 @@ def read_spans(events: Any, cuda: bool) -> tuple[list[Span], list[Span]]:
         name, on_host, kind = event.name(), event.device_type() == host, _kind(event)
         if kind == "user_annotation":
             if on_host and name.startswith(MARK):
-                phases.append(Span(name.removeprefix(MARK), event.start_ns(), event.duration_ns()))
+                phases.append(KernelSpan(name.removeprefix(MARK), event.start_ns(), event.duration_ns()))
         elif kind in ON_DEVICE if cuda else kind == "cpu_op":
             track = event.start_thread_id() if on_host else event.device_resource_id()
-            spans.append(Span(name, event.start_ns(), event.duration_ns(), track))
+            spans.append(KernelSpan(name, event.start_ns(), event.duration_ns(), track))
     return spans, phases
 
 

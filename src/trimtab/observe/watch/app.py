@@ -23,7 +23,7 @@ MIN_WIDTH, MIN_HEIGHT = 20, 6
 
 
 @dataclass
-class Place:
+class ReaderPlace:
     """Where the reader is."""
 
     page: int = 1
@@ -67,7 +67,7 @@ class WatchScreen:
 
     def __init__(self, source: RunSource, console: Console, keys: Keys, stay: bool) -> None:
         self._source, self._console, self._keys, self._stay = source, console, keys, stay
-        self._place = Place()
+        self._place = ReaderPlace()
         self._drawn: object = None
 
     def run(self) -> None:

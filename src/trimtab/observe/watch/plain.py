@@ -21,7 +21,7 @@ LOOK_S = 1.0
 WIDTH = 120
 
 
-class StepLines:
+class StepPrinter:
     """Prints every step once, in order; steps that a resume repeats are printed again."""
 
     def __init__(self, out: IO[str]) -> None:
@@ -65,7 +65,7 @@ def _row(columns: Mapping[str, Any], row: int) -> dict[str, float]:
 
 def follow(source: RunSource, out: IO[str], stay: bool, sleep: Callable[[float], None] = time.sleep) -> None:
     """Print until the run ends; with `stay`, for ever."""
-    lines = StepLines(out)
+    lines = StepPrinter(out)
     lines.show(source.view)
     while stay or not source.view.has_ended:
         sleep(LOOK_S)

@@ -10,7 +10,7 @@ from statistics import median
 
 from trimtab.observe.doctor.finding import Level
 from trimtab.observe.doctor.record import RECENT_STEPS, Record
-from trimtab.observe.doctor.rule import Band, DoctorRule, Span, Symptom
+from trimtab.observe.doctor.rule import Band, BandSpan, DoctorRule, Symptom
 from trimtab.observe.doctor.rules.common import (
     ENTROPY,
     entropy_shift,
@@ -212,7 +212,7 @@ def _limits(record: Record) -> tuple[str, float, float]:
 def _whole(record: Record, metric: str, text: str, low: float | None = None, high: float | None = None) -> Band | None:
     """A band over all steps."""
     steps = record.steps
-    return Band(metric, text, (Span(steps[0], steps[-1], low, high),)) if steps else None
+    return Band(metric, text, (BandSpan(steps[0], steps[-1], low, high),)) if steps else None
 
 
 def gap_band(record: Record) -> Band | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trimtab.observe.doctor.finding import Level
 from trimtab.observe.doctor.record import Record
-from trimtab.observe.doctor.rule import Band, DoctorRule, Span, Symptom, steady_band
+from trimtab.observe.doctor.rule import Band, BandSpan, DoctorRule, Symptom, steady_band
 from trimtab.observe.doctor.rules.common import (
     ENTROPY,
     learned,
@@ -53,8 +53,8 @@ def signal_band(record: Record) -> Band | None:
     now = 0.7 if reward_rises(record) or learned(record) else 0.5
     text, since = f"below {percent(now).replace('%', ' %')}", learned_since(record)
     if since is None:
-        return Band(ZERO, text, (Span(first, last, high=now),))
-    spans = (Span(first, since, high=now), Span(since, last, high=0.9))
+        return Band(ZERO, text, (BandSpan(first, last, high=now),))
+    spans = (BandSpan(first, since, high=now), BandSpan(since, last, high=0.9))
     return Band(ZERO, f"{text}; once solved, 90 %", spans if since > first else spans[1:])
 
 
