@@ -138,7 +138,10 @@ def ask(port: int, query: str) -> list[dict]:
     connection = HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
     try:
         connection.request("GET", f"/api/v1/query?{urllib.parse.urlencode({'query': query})}")
-        answer = json.loads(connection.getresponse().read())
+        response = connection.getresponse()
+        if response.status == 503:  # it is not ready yet
+            return []
+        answer = json.loads(response.read())
     except OSError:
         return []
     finally:

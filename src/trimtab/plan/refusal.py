@@ -118,7 +118,7 @@ def refuse_uneven_cut(run: Run, job: Job) -> None:
 
 
 def refuse(plan: Plan, run: Run, profile: str, changes: list[tuple[str, int]] | None = None) -> ConfigError:
-    """Why nothing fits, and the first few of the changes that would. `changes`: those of `changes_that_fit`, where they are known."""
+    """Why nothing fits, and the first few of the changes that would. `changes`: of `changes_that_fit`, if known."""
     job, machine = plan.job, plan.machine
     changes = changes_that_fit(job, machine, run, profile) if changes is None else changes
     host, device = plan.ledger.fullest_host, plan.ledger.fullest

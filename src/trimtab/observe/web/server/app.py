@@ -18,11 +18,13 @@ from starlette.routing import Route
 from trimtab.base.errors import DataError, TrimtabError
 from trimtab.observe.charts import catalogue
 from trimtab.observe.web.server import judged
+from trimtab.observe.web.server.answers import as_json, gone, http_error, number, user_error
 from trimtab.observe.web.server.columns import metrics_body
-from trimtab.observe.web.server.explorer import explore, parse_question
+from trimtab.observe.web.server.explorer import explore
 from trimtab.observe.web.server.files import plain_file
 from trimtab.observe.web.server.looks import Looks
 from trimtab.observe.web.server.pages import Pages
+from trimtab.observe.web.server.question import parse_question
 from trimtab.observe.web.server.samples import KINDS, read_step
 from trimtab.observe.web.server.scan import RunTable
 from trimtab.observe.web.server.search import Query, parse_cursor, search
@@ -78,28 +80,10 @@ def make_app(root: Path, ended: Callable[[], bool]) -> Starlette:
         Route("/api/plan", bound(_plan), methods=["POST"]),
     ]
     app = Starlette(
-        routes=routes, exception_handlers={HTTPException: _http_error, TrimtabError: _user_error, OSError: _gone}
+        routes=routes, exception_handlers={HTTPException: http_error, TrimtabError: user_error, OSError: gone}
     )
     app.state.served = served
     return app
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(dump_line(value), status, media_type="application/json")
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _json({"error": error.detail}, error.status_code)
-
-
-async def _user_error(_: Request, error: Exception) -> Response:
-    return _json({"error": str(error), "kind": type(error).__name__}, 422)
-
-
-async def _gone(_: Request, error: Exception) -> Response:
-    assert isinstance(error, OSError)
-    return _json({"error": f"a file cannot be read: {error.strerror}"}, 503)
 
 
 async def _shell(_: Served, request: Request) -> Response:
@@ -127,7 +111,7 @@ async def _prometheus(served: Served, request: Request) -> Response:
 
 async def _runs(served: Served, request: Request) -> Response:
     found = await served.threads.run(lambda: served.pages.heads(served.table.runs()))
-    return _json({"runs": found, "catalogue": catalogue(), "mode": "serve"})
+    return as_json({"runs": found, "catalogue": catalogue(), "mode": "serve"})
 
 
 async def _folder(served: Served, request: Request) -> tuple[str, Path]:
@@ -152,8 +136,8 @@ async def _run(served: Served, request: Request) -> Response:
 async def _metrics(served: Served, request: Request) -> Response:
     _, folder = await _folder(served, request)
     names = request.query_params.get("names")
-    first, last = _number(request, "from"), _number(request, "until")
-    points = _number(request, "points")
+    first, last = number(request, "from"), number(request, "until")
+    points = number(request, "points")
 
     def body() -> bytes:
         live = live_id(folder)  # before the rows are read: what comes meanwhile is in both, never in none
@@ -167,13 +151,13 @@ async def _metrics(served: Served, request: Request) -> Response:
 
 async def _samples(served: Served, request: Request) -> Response:
     _, folder = await _folder(served, request)
-    kind, step = request.query_params.get("kind") or "train", _number(request, "step")
+    kind, step = request.query_params.get("kind") or "train", number(request, "step")
     if kind not in KINDS or step is None or not 0 <= step < 1e15:
         raise DataError("samples: write step=N and kind=train or kind=eval")
     found = await served.threads.run(read_step, folder, served.table.root, kind, int(step))
     if found is None:
         raise HTTPException(404, "no samples were kept of this step")
-    return _json(found)
+    return as_json(found)
 
 
 async def _search(served: Served, request: Request) -> Response:
@@ -185,7 +169,7 @@ async def _search(served: Served, request: Request) -> Response:
     cursor = parse_cursor(asked["cursor"]) if asked.get("cursor") else None
     regex = asked.get("regex", "") not in ("", "0", "false")
     query = Query(asked.get("q", ""), regex, KINDS if kind == "all" else (kind,))
-    return _json(await served.threads.run(search, folder, served.table.root, query, cursor, served.ended))
+    return as_json(await served.threads.run(search, folder, served.table.root, query, cursor, served.ended))
 
 
 async def _trace(served: Served, request: Request) -> Response:
@@ -195,8 +179,8 @@ async def _trace(served: Served, request: Request) -> Response:
         if not plain_file(path, served.table.root):
             raise HTTPException(404, "this run has no trace")
         return StreamingResponse(_raw_trace(path), media_type="application/json")
-    first, last = _number(request, "from"), _number(request, "until")
-    return _json(await served.threads.run(judged.trace_of, folder, first, last))
+    first, last = number(request, "from"), number(request, "until")
+    return as_json(await served.threads.run(judged.trace_of, folder, first, last))
 
 
 def _raw_trace(path: Path) -> Any:
@@ -229,7 +213,7 @@ async def _compare(served: Served, request: Request) -> Response:
     if not 1 <= len(ids) <= MAX_COMPARED:
         raise DataError(f"compare: write runs=ID,ID with at most {MAX_COMPARED} runs")
     folders = {id: await _find(served, id) for id in ids}
-    return _json(await served.threads.run(judged.compared, folders))
+    return as_json(await served.threads.run(judged.compared, folders))
 
 
 async def _plan(served: Served, request: Request) -> Response:
@@ -244,17 +228,4 @@ async def _plan(served: Served, request: Request) -> Response:
         raise HTTPException(400, "the body is not JSON") from None
     question = parse_question(asked)
     folder = await _find(served, str(asked.get("run", "")))
-    return _json(await served.planning.run(explore, folder, question))
-
-
-def _number(request: Request, name: str) -> float | None:
-    text = request.query_params.get(name)
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        raise DataError(f"{name}: {text[:40]!r} is not a number") from None
-    if not abs(value) < 1e18:
-        raise DataError(f"{name}: {text[:40]!r} is not a number")
-    return value
+    return as_json(await served.planning.run(explore, folder, question))

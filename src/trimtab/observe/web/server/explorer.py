@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.base.errors import ConfigError, ModelError, Problem, TrimtabError
+from trimtab.base.errors import ModelError, TrimtabError
 from trimtab.base.units import GIB
 from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.resolved import resolve_config
-from trimtab.config.run import parse_bytes
 from trimtab.config.schema import Config
+from trimtab.observe.web.server.question import Question, bytes_of
 from trimtab.plan.devices import find_device, nearest, of_size
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.place import place_over
-from trimtab.plan.planner import PROFILES, Plan
+from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import changes_that_fit, refuse, refuse_small_kv, refuse_what_engines_cannot, widest
 from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.report import as_dict
@@ -40,23 +40,6 @@ from trimtab.record.reader import RunReader
 RECENT_STEPS = 20
 ASSUMED_HOST_BYTES, ASSUMED_CORES = 256 * GIB, 16
 """What a plan for another machine assumes, as `trimtab plan` does."""
-MAX_DEVICES = 1024
-MAX_OVERRIDES = 64
-OPEN_KEYS = ("run.", "learn.", "eval.", "model.lora", "model.dtype", "data.max_prompt_tokens", "data.limit")
-"""Keys that may be tried. Others, such as paths, do not change what a run takes, or would have the server read other files."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked."""
-
-    overrides: tuple[str, ...] = ()
-    device: str | None = None
-    """A device of the catalogue, or cpu; None: the run's own."""
-    devices: int | None = None
-    device_memory: str | None = None
-    host_memory: str | None = None
-    profile: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,37 +55,6 @@ class Measured:
 
 Scales = tuple[Measured, dict[str, float]]
 """What a run measured, and by phase how that compares with a plan."""
-
-
-def parse_question(body: Any) -> Question:
-    """A question as a browser sends it; a ConfigError says what is wrong with it."""
-    if not isinstance(body, Mapping):
-        raise ConfigError([Problem("", "the body is not a JSON object")])
-    overrides = body.get("overrides") or []
-    if isinstance(overrides, Mapping):
-        overrides = [
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()
-        ]
-    if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
-        raise ConfigError([Problem("overrides", "is not a list of texts", 'Write ["learn.max_new_tokens=1024"]')])
-    if len(overrides) > MAX_OVERRIDES:
-        raise ConfigError([Problem("overrides", f"more than {MAX_OVERRIDES} are not tried at once")])
-    for override in overrides:
-        if not override.strip().startswith(OPEN_KEYS):
-            key = override.partition("=")[0].strip()[:80]
-            raise ConfigError(
-                [Problem(key, "cannot be tried here", f"Change keys that begin with {', '.join(OPEN_KEYS)}")]
-            )
-    devices = body.get("devices")
-    if devices is not None and (type(devices) is not int or not 1 <= devices <= MAX_DEVICES):
-        raise ConfigError([Problem("devices", f"is not a number from 1 to {MAX_DEVICES}")])
-    texts = {name: body.get(name) or None for name in ("device", "device_memory", "host_memory", "profile")}
-    for name, value in texts.items():
-        if value is not None and not isinstance(value, str):
-            raise ConfigError([Problem(name, "is not a text")])
-    if texts["profile"] not in (None, *PROFILES):
-        raise ConfigError([Problem("profile", "is not a profile", f"Write one of {', '.join(PROFILES)}")])
-    return Question(tuple(overrides), devices=devices, **texts)
 
 
 def explore(run: Path, asked: Question, scales: Scales | None = None) -> dict[str, Any]:
@@ -127,7 +79,7 @@ def _asked(
 ) -> tuple[AnyConfig, Machine, list[str]]:
     notes: list[str] = []
     config = load_any(run / CONFIG, [*freed, *asked.overrides])
-    memory, host = _bytes("device_memory", asked.device_memory), _bytes("host_memory", asked.host_memory)
+    memory, host = bytes_of("device_memory", asked.device_memory), bytes_of("host_memory", asked.host_memory)
     if asked.device is None and memory is None:
         machine = _own_machine(held, config)
         machine = machine if asked.devices is None else machine.on(asked.devices)
@@ -255,18 +207,6 @@ def _what_binds(plan: Plan, config: AnyConfig, profile: str) -> dict[str, Any]:
         "missing_bytes": plan.missing_bytes,
         "changes": [{"text": text, "saves_bytes": saved} for text, saved in changes],
     }
-
-
-def _bytes(name: str, value: str | None) -> int | None:
-    if value is None:
-        return None
-    try:
-        found = parse_bytes(value)
-    except ValueError as error:
-        raise ConfigError([Problem(name, str(error))]) from None
-    if not isinstance(found, int) or found < GIB // 4:
-        raise ConfigError([Problem(name, f"{value[:40]!r} is too little memory", "Write a unit, such as 40GiB")])
-    return found
 
 
 def _json(path: Path) -> dict[str, Any]:
