@@ -98,7 +98,7 @@ def test_folder_in_all_widths_and_schemes(browser: Any, report: Any, name: str) 
             page.page.emulate_media(color_scheme=scheme)
             for place in ("overview", "samples") if width == 390 else ("overview",):
                 page.turn(place)
-                assert page.page.evaluate("() => document.documentElement.dataset.theme") == scheme
+                page.page.wait_for_selector(f"html[data-theme={scheme}]", state="attached")
                 assert page.contrast() == []
                 page.check()
 
