@@ -115,7 +115,10 @@ def test_the_page_of_metrics_names_all_that_are_written() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     groups = "run|memory|time|throughput|policy|rollout|reward|response|value|eval|sft|rm"
     source = "\n".join(path.read_text() for path in sorted((ROOT / "src" / "trimtab").rglob("*.py")))
-    beginnings, folders = {"eval/environment", "eval/pass", "eval/pass@", "run/dropped_"}, {"eval/samples", "eval/results"}
+    beginnings, folders = (
+        {"eval/environment", "eval/pass", "eval/pass@", "run/dropped_"},
+        {"eval/samples", "eval/results"},
+    )
     written = set(re.findall(rf'"((?:{groups})/[a-z0-9_@]+)"', source)) - beginnings - folders
     peaks = {name for name in written if re.fullmatch(r"memory/[a-z]+_peak_gib", name)}
     assert len(written) > 60
