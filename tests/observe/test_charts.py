@@ -26,7 +26,7 @@ def documented() -> set[str]:
     """Names in docs/metrics.md, with examples in place of what stands for something."""
     text = (DOCS / "metrics.md").read_text()
     names = set(re.findall(r"`((?:[a-z]+)/[^`\s]+)`", text))
-    names = {name for name in names if not name.startswith(("RUN", "eval/environment"))}
+    names = {name for name in names if not name.startswith(("RUN", "eval/environment", "dashboards/"))}
     for word, example in EXAMPLES.items():
         names = {name.replace(word, example) for name in names}
     return names | {"time/idle", *CONTRACT}

@@ -77,11 +77,11 @@ function DataTable({ model }: { model: Model }): JSX.Element {
   );
 }
 
-export function Legend({ model }: { model: Model }): JSX.Element | null {
+export function Legend({ model, narrow }: { model: Model; narrow?: boolean }): JSX.Element | null {
   const names = [...model.lines.filter((l) => !l.faint).map((l) => ({ name: l.label, colour: l.colour, dash: !!l.dash })), ...(model.stack?.parts.map((p) => ({ name: p.name, colour: p.colour, dash: false })) ?? [])];
   if (names.length < 2 && !model.stack) return null;
   return (
-    <ul class="legend">
+    <ul class={`legend ${narrow ? "narrow" : ""}`}>
       {names.map((n) => (
         <li><i class={`swatch c-${n.colour} ${model.stack ? "" : n.dash ? "dashed" : "line"}`} />{n.name}</li>
       ))}
@@ -125,7 +125,7 @@ function ChartBody({ model, height, labels, sub, seen, title }: { model: Model; 
         <span class="readout" ref={readout} />
         <ChartMenu model={model} log={log} table={table} />
       </div>
-      {!labels && <Legend model={model} />}
+      <Legend model={model} narrow={labels} />
       {seen ? table.value ? <DataTable model={model} /> : <ChartView {...{ model, height, labels, hover }} log={log.value} /> : <div style={{ height: `${height}px` }} />}
       {(model.note || model.bandText) && <p class="note">{[model.note, model.bandText && `healthy: ${model.bandText}`].filter(Boolean).join(". ")}</p>}
     </>

@@ -16,7 +16,7 @@ interface Row {
 
 export const inOrder = (rows: PhaseRow[]): PhaseRow[] => [...rows].sort((a, b) => PHASES.indexOf(phaseClass(a.name)) - PHASES.indexOf(phaseClass(b.name)));
 
-export function PlanBars({ rows, height = 88, left = 64 }: { rows: Row[]; height?: number; left?: number }): JSX.Element {
+export function PlanBars({ rows, height = 88, left = 70 }: { rows: Row[]; height?: number; left?: number }): JSX.Element {
   const [ref, width] = useWidth<HTMLDivElement>();
   const most = Math.max(...rows.map((row) => row.total), 1e-9) * 1.04;
   const px = (s: number): number => left + (s / most) * (width - left - 6);
