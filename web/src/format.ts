@@ -125,5 +125,17 @@ export function plural(n: number, one: string, many = `${one}s`): string {
 
 export function json(value: unknown): string {
   if (value === null || value === undefined) return "null";
-  return typeof value === "string" ? value : JSON.stringify(value);
+  return visible(typeof value === "string" ? value : JSON.stringify(value));
 }
+
+// Controls except tab and newline; marks that reorder or hide text; line separators; halves of pairs.
+export const HIDDEN = /([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff])/;
+
+export function named(char: string): string {
+  const code = char.charCodeAt(0);
+  if (code < 0x20) return `\\x${code.toString(16).padStart(2, "0")}`;
+  return `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+}
+
+/** Text of a run where only plain text can stand, such as an option or a title: hidden characters by name. */
+export const visible = (text: string): string => text.split(HIDDEN).map((part, k) => (k % 2 ? `[${named(part)}]` : part)).join("");

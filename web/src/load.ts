@@ -23,6 +23,8 @@ export interface Source {
   catalogue: Chart[];
   heads(): Promise<RunHead[]>;
   open(id: string): Promise<{ run: Run; table: Table }>;
+  /** The run without its numbers: these arrive row by row. */
+  judge?(id: string): Promise<Run>;
   samples(run: Run, kind: string, step: number): Promise<Sample[]>;
   search?(run: Run, query: { q: string; regex: boolean; kind: string; cursor: string | null }): Promise<SearchPage>;
   trace?(run: Run, from: number, until: number): Promise<Trace>;
@@ -107,6 +109,7 @@ export async function serverSource(): Promise<Source> {
       if (raw.steps && !table.steps.length) return { run: complete(raw), table: Table.of(complete(raw)) };
       return { run: complete(raw), table };
     },
+    judge: async (id) => complete(await get<Partial<Run>>(`/api/runs/${encodeURIComponent(id)}`)),
     samples: async (run, kind, step) => {
       const answer = await get<{ rows?: Sample[] } | Sample[]>(`/api/runs/${encodeURIComponent(run.id)}/samples?step=${step}&kind=${kind}`);
       return Array.isArray(answer) ? answer : (answer.rows ?? []);

@@ -80,10 +80,14 @@ function follow(id: string): () => void {
   let timer = 0;
   const refresh = async (whole: boolean): Promise<void> => {
     timer = 0;
-    const { run, table } = await source.value!.open(id);
     const known = opened.value.get(id);
-    if (!known || whole) opened.value = new Map(opened.value).set(id, { run: signal(run), table, tick: signal(0) });
-    else known.run.value = { ...run, state: known.run.value.state.kind === "running" && run.state.kind === "running" ? known.run.value.state : run.state };
+    if (!known || whole) {
+      const { run, table } = await source.value!.open(id);
+      opened.value = new Map(opened.value).set(id, { run: signal(run), table, tick: signal(0) });
+      return;
+    }
+    const run = await source.value!.judge!(id);
+    known.run.value = { ...run, state: known.run.value.state.kind === "running" && run.state.kind === "running" ? known.run.value.state : run.state };
   };
   const later = (): void => {
     timer ||= window.setTimeout(() => void refresh(false).catch(() => {}), REFRESH_MS);

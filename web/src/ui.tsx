@@ -2,6 +2,7 @@
 import { useSignal } from "@preact/signals";
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
+import { visible } from "./format";
 
 /** A level has a shape as well as a colour, so that it reads without colour. */
 const SHAPES: Record<string, [string, string]> = {
@@ -84,7 +85,7 @@ export function Choose<T extends string>(props: { label: string; value: T; optio
       <select value={props.value} onChange={(e) => props.onChange(e.currentTarget.value as T)}>
         {props.options.map(([value, text, off]) => (
           <option key={value} value={value} disabled={off}>
-            {text}
+            {visible(text)}
           </option>
         ))}
       </select>

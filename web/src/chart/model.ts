@@ -1,5 +1,6 @@
 // From a chart of the catalogue and a run to what is drawn: lines, bands and marks. The drawing, the table, CSV and SVG all come from this.
 import type { Chart, Run } from "../data";
+import { visible } from "../format";
 import { countPresent, smooth } from "../math";
 import type { Axis } from "../route";
 import { xOf } from "../store";
@@ -87,7 +88,7 @@ function shows(m: Chart["metrics"][number], name: string): boolean {
 function labelOf(m: Chart["metrics"][number], name: string): string {
   const star = (m.prefix ?? "").split("/").indexOf("*");
   const rest = star < 0 ? name.slice(m.prefix!.length) : name.split("/").slice(star).filter((part) => part !== "mean").join(" ");
-  return rest.replaceAll("_", " ");
+  return visible(rest.replaceAll("_", " "));
 }
 
 export function metricsOf(chart: Chart, table: Table): { name: string; label: string; style: string }[] {
@@ -171,7 +172,7 @@ export function build(chart: Chart, run: Run, table: Table, axis: Axis, smoothin
 
 export function empty(chart: Chart, axis: Axis): Model {
   return {
-    id: chart.id, title: chart.title, unit: chart.unit ?? null, note: chart.note ?? null, axis, log: !!chart.log, zero: !!chart.zero,
+    id: chart.id, title: visible(chart.title), unit: chart.unit ?? null, note: chart.note ?? null, axis, log: !!chart.log, zero: !!chart.zero,
     lines: [], bands: [], bandText: null, marks: [], stack: null, heat: null, spread: null,
   };
 }

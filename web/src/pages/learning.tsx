@@ -28,7 +28,7 @@ function Gained({ run }: { run: Run }): JSX.Element | null {
   const { gained, lost, both } = changes(results[from] ?? {}, results[to] ?? {});
   const options = steps.map((s): [string, string] => [String(s), `step ${s}`]);
   const list = (ids: string[]): JSX.Element => (
-    <p class="ids mono">{ids.slice(0, 60).map((id) => <a key={id} href={href("samples", { kind: "eval", step: String(to), group: id })}>{id.slice(0, 12)}</a>)}{ids.length > 60 && <span>and {ids.length - 60} more</span>}{!ids.length && "none"}</p>
+    <p class="ids mono">{ids.slice(0, 60).map((id) => <a key={id} href={href("samples", { kind: "eval", step: String(to), group: id })}>{format.visible(id.slice(0, 12))}</a>)}{ids.length > 60 && <span>and {ids.length - 60} more</span>}{!ids.length && "none"}</p>
   );
   return (
     <Card class="wide" title="Held-out prompts gained and lost" sub={`of ${format.count(both)} that both evaluations asked`} tools={

@@ -38,7 +38,7 @@ function EventTable({ events }: { events: Event[] }): JSX.Element {
     <>
       {shown.length < events.length && <p class="toolbar"><button type="button" class="button" onClick={() => (all.value = true)}>Show the {format.count(events.length - shown.length)} before these</button></p>}
       <div class="scroll-x"><table class="list events-list"><thead><tr><th>time</th><th class="num">step</th><th /><th>kind</th><th>text</th></tr></thead><tbody>
-        {shown.map((e, k) => <tr key={k}><td class="mono nowrap">{format.clock(e.at)}</td><td class="num">{e.step ?? format.DASH}</td><td><LevelMark level={e.level} /></td><td>{e.kind}</td><td>{e.text}</td></tr>)}
+        {shown.map((e, k) => <tr key={k}><td class="mono nowrap">{format.clock(e.at)}</td><td class="num">{e.step ?? format.DASH}</td><td><LevelMark level={e.level} /></td><td>{e.kind}</td><td>{format.visible(e.text ?? "")}</td></tr>)}
       </tbody></table></div>
     </>
   );

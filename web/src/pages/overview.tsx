@@ -220,7 +220,7 @@ function Trouble({ run }: { run: Run }): JSX.Element | null {
 export function Events({ events }: { events: Event[] }): JSX.Element {
   return (
     <ul class="events">
-      {events.map((e, k) => <li key={k}><span class="mono">{format.clock(e.at)}</span> {e.step !== null && <span>step {e.step}</span>} {e.text}</li>)}
+      {events.map((e, k) => <li key={k}><span class="mono">{format.clock(e.at)}</span> {e.step !== null && <span>step {e.step}</span>} {format.visible(e.text ?? "")}</li>)}
     </ul>
   );
 }

@@ -13,7 +13,7 @@ export function Chips({ samples, chosen, choose }: { samples: Sample[]; chosen?:
       {samples.map((s, k) => {
         const kind = outcome(s, top);
         const text = `sample ${s.sample ?? k}: ${NAMES[kind]}, reward ${format.number(s.reward)}`;
-        const title = `${text}: ${firstLine(s.completion ?? "").slice(0, 80)}`;
+        const title = format.visible(`${text}: ${firstLine(s.completion ?? "").slice(0, 80)}`);
         if (!choose) return <i key={k} class={`chip ${kind}`} title={title} role="img" aria-label={text} />;
         return <button key={k} type="button" class={`chip ${kind}`} aria-label={text} title={title} aria-pressed={chosen === k} onClick={(e) => (e.stopPropagation(), choose(k))} />;
       })}

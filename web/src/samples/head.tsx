@@ -39,7 +39,7 @@ export function SamplesHead({ opened, more }: { opened: Opened; more: () => void
                 <td class="mono clip"><a href={href("samples", { kind, step: String(step), group: g.id })}><Shown text={firstLine(g.prompt) || "(empty)"} /></a></td>
                 <td class="mono clip"><Shown text={firstLine(worst.failure ? String(worst.failure) : lastLine(worst.completion ?? ""))} /></td>
                 <td><Chips samples={g.samples} /></td>
-                <td class="num">{format.number(g.mean, 2)}</td><td class="num">{format.number(g.tokens)}</td><td>{worst.failure ? "failure" : (worst.finish ?? format.DASH)}</td>
+                <td class="num">{format.number(g.mean, 2)}</td><td class="num">{format.number(g.tokens)}</td><td>{worst.failure ? "failure" : format.visible(worst.finish ?? format.DASH)}</td>
               </tr>
             );
           })}

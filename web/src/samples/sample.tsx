@@ -11,7 +11,7 @@ function Rewards({ rewards }: { rewards: Record<string, number | null> }): JSX.E
   return (
     <table class="parts"><tbody>
       {entries.map(([name, v]) => (
-        <tr key={name}><td>{name}</td><td><div class="funnel-bar"><i class="c-metric" style={{ width: `${(100 * Math.abs(v ?? 0)) / most}%`, opacity: (v ?? 0) < 0 ? "0.5" : "1" }} /></div></td><td class="num">{v === null ? "none" : format.number(v)}</td></tr>
+        <tr key={name}><td>{format.visible(name)}</td><td><div class="funnel-bar"><i class="c-metric" style={{ width: `${(100 * Math.abs(v ?? 0)) / most}%`, opacity: (v ?? 0) < 0 ? "0.5" : "1" }} /></div></td><td class="num">{v === null ? "none" : format.number(v)}</td></tr>
       ))}
     </tbody></table>
   );
@@ -22,9 +22,9 @@ function TurnView({ turn, last, markdown }: { turn: Turn; last: boolean; markdow
   const tool = turn.role === "tool" || !!calls || /<tool_call>/.test(turn.content ?? "");
   return (
     <details class={`turn ${tool ? "tool" : ""}`} open={last}>
-      <summary><b>{turn.role}</b>{tool && <span class="tag mut">tool</span>}<span>{String(turn.content ?? "").trim().slice(0, 90)}</span></summary>
+      <summary><b>{format.visible(String(turn.role))}</b>{tool && <span class="tag mut">tool</span>}<span>{format.visible(String(turn.content ?? "").trim().slice(0, 90))}</span></summary>
       <Text text={String(turn.content ?? "")} markdown={markdown} />
-      {calls && <pre class="md-code mono">{calls}</pre>}
+      {calls && <pre class="md-code mono">{format.visible(calls)}</pre>}
     </details>
   );
 }
@@ -32,12 +32,12 @@ function TurnView({ turn, last, markdown }: { turn: Turn; last: boolean; markdow
 export function SampleView({ row, heading }: { row: Sample; heading?: string }): JSX.Element {
   const markdown = useSignal(false);
   const facts: [string, string][] = [
-    ["reward", format.number(row.reward)], ["advantage", format.number(row.advantage)], ["group's mean", format.number(row.group_mean)], ["ended by", row.finish ?? format.DASH],
-    ["tokens", `${format.count(row.tokens)}${row.prompt_tokens ? ` after ${format.count(row.prompt_tokens)}` : ""}`], ["chosen as", row.chosen ?? format.DASH],
+    ["reward", format.number(row.reward)], ["advantage", format.number(row.advantage)], ["group's mean", format.number(row.group_mean)], ["ended by", format.visible(row.finish ?? format.DASH)],
+    ["tokens", `${format.count(row.tokens)}${row.prompt_tokens ? ` after ${format.count(row.prompt_tokens)}` : ""}`], ["chosen as", format.visible(row.chosen ?? format.DASH)],
   ];
   return (
     <div class="sample">
-      <div class="card-head"><h3>{heading ?? `Sample ${row.sample}`} <span>{row.prompt_id}{row.task ? `, ${row.task}` : ""}</span></h3><span class="readout" /><button type="button" class="button" aria-pressed={markdown.value} onClick={() => (markdown.value = !markdown.value)}>Markdown</button></div>
+      <div class="card-head"><h3>{heading ?? `Sample ${row.sample}`} <span>{format.visible(`${row.prompt_id}${row.task ? `, ${row.task}` : ""}`)}</span></h3><span class="readout" /><button type="button" class="button" aria-pressed={markdown.value} onClick={() => (markdown.value = !markdown.value)}>Markdown</button></div>
       <dl class="sample-facts">{facts.filter(([, v]) => v !== format.DASH).map(([k, v]) => <div key={k}><dt>{k}</dt><dd>{v}</dd></div>)}</dl>
       {row.rewards && Object.keys(row.rewards).length > 0 && <Rewards rewards={row.rewards} />}
       {row.failure && <div class="alert bad"><b>Failed</b> <Text text={String(row.failure)} /></div>}

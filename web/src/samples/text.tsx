@@ -1,15 +1,8 @@
 // Text of a model, shown as text. Nothing here makes HTML of it: characters that could hide or reorder others are shown by name.
 import { useSignal } from "@preact/signals";
 import type { ComponentChildren, JSX } from "preact";
+import { HIDDEN, named } from "../format";
 
-// Controls except tab and newline; marks that reorder or hide text; line separators; halves of pairs.
-const HIDDEN = /([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff])/;
-
-function named(char: string): string {
-  const code = char.charCodeAt(0);
-  if (code < 0x20) return `\\x${code.toString(16).padStart(2, "0")}`;
-  return `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
-}
 
 /** The text with its hidden characters made visible. */
 export function Shown({ text }: { text: string }): JSX.Element {
