@@ -79,7 +79,8 @@ def test_every_file_has_a_test() -> None:
         EXAMPLES / "rewards.py",
         CALCULATOR.parent / "warm_start.py",
     }  # the second: tests/rollout/conversations/test_learning.py
-    assert there == {*CONFIGS, SFT, PAIRS, *FIRST_SFT, *FIRST_PAIRS, *code}
+    notebooks = {EXAMPLES / "first_steps.ipynb", EXAMPLES / "own_reward.ipynb"}  # test_notebooks.py
+    assert there == {*CONFIGS, SFT, PAIRS, *FIRST_SFT, *FIRST_PAIRS, *code, *notebooks}
 
 
 def test_every_algorithm_has_an_example() -> None:

@@ -32,7 +32,8 @@ USUAL: dict[str, Any] = {
 
 
 def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("trimtab-")]
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("trimtab-") and name != "trimtab-renderings"]  # no run's own
 
 
 class Clock:
