@@ -43,7 +43,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("gradients, reference and critic", "full, reference")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_one_rank_reads_and_all_train_what_one_device_does(name: str, run, reads: Path, model_folder: Path) -> None:
     keys, learn, lora, models_read = CASES[name]
     model = {"path": str(model_folder)} | ({} if lora is None else {"lora": lora})
@@ -55,7 +60,7 @@ def test_one_rank_reads_and_all_train_what_one_device_does(name: str, run, reads
     assert found.metrics[0]["policy/grad_norm"] == pytest.approx(alone.metrics[0]["policy/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "full"])
+@pytest.mark.parametrize("shard", [pytest.param("optimizer", marks=pytest.mark.slow), "full"])
 def test_weights_that_cannot_be_read_are_one_error(shard: str, run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise TrimtabError("model.path: the file is damaged")

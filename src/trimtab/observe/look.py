@@ -19,7 +19,7 @@ from trimtab.observe.doctor.examine import Examination, examine
 from trimtab.observe.doctor.record import Record, record_of
 from trimtab.observe.state import Signs, StateNow, state_of
 from trimtab.record.jsonl import finite
-from trimtab.record.layout import METRICS_FILE
+from trimtab.record.layout import METRICS_FILE, run_name
 from trimtab.record.reader import RunReader, open_run
 
 STAGES = {"sft": "sft", "reward-model": "reward_model", "reward_model": "reward_model"}
@@ -83,7 +83,7 @@ class RunLook:
 
     @property
     def name(self) -> str:
-        return str(self.run.get("name") or self.folder.absolute().name)
+        return str(self.run.get("name") or run_name(self.folder))
 
     @property
     def steps(self) -> int | None:

@@ -27,3 +27,9 @@ def eval_samples_file(run: Path, step: int) -> Path:
 def eval_results_file(run: Path, step: int) -> Path:
     """The outcome of every prompt in the evaluation after a step."""
     return run / "eval" / "results" / f"step-{step}.jsonl"
+
+
+def run_name(folder: Path) -> str:
+    """What a run is called: its folder; the one around it where that is just `run`, as the demo's."""
+    folder = folder.absolute()
+    return folder.parent.name if folder.name == "run" and folder.parent.name else folder.name

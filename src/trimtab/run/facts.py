@@ -13,6 +13,7 @@ from trimtab.base.units import GIB
 from trimtab.config.load import AnyConfig
 from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.sft import SftConfig
+from trimtab.record.layout import run_name
 from trimtab.record.run_file import commands, git_commit, keys_set, machine_facts
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.inputs import Inputs
@@ -36,7 +37,7 @@ def run_facts(asked: AnyConfig, config: AnyConfig, parts: BuiltRun, folder: Path
     total = parts.facts.device_total_gib
     return {
         "stage": stage_name(config),
-        "name": folder.name,
+        "name": run_name(folder),
         **commands(inputs.resume_with),
         "set": None if inputs.rank_restarts else keys_set(asked),
         **machine_facts(),

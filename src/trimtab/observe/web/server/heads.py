@@ -17,7 +17,7 @@ from trimtab.observe.web.server import judged
 from trimtab.observe.web.server.kept import Kept, Made, stamp
 from trimtab.observe.web.server.tail import LineTail, parse_line
 from trimtab.record.columns import STEP
-from trimtab.record.layout import METRICS_FILE, RUN_FILE
+from trimtab.record.layout import METRICS_FILE, RUN_FILE, run_name
 from trimtab.record.reader import read_object
 
 LIST_SECONDS = 0.4
@@ -87,7 +87,7 @@ def cheap_head(id: str, folder: Path) -> Made:
     state = {"kind": kind, "text": ""}
     return {
         "id": id,
-        "name": folder.name,
+        "name": run_name(folder),
         "state": state,
         "stage": facts.get("stage", "rl"),
         "facts": {"step": row.get(STEP), "steps": facts.get("steps"), "seed": facts.get("seed")},
