@@ -69,7 +69,15 @@ def test_gradient_equals_the_models_own(architecture: str) -> None:
     compare(*both(tiny_model(architecture, num_hidden_layers=2)))
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma2", "adapters"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param("qwen2", marks=pytest.mark.slow),
+        pytest.param("qwen3", marks=pytest.mark.slow),
+        "gemma2",
+        "adapters",
+    ],
+)
 def test_what_is_kept_changes_memory_and_nothing_else(architecture: str) -> None:
     model = tiny_model("llama" if architecture == "adapters" else architecture, num_hidden_layers=2)
     if architecture == "adapters":

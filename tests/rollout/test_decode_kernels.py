@@ -242,8 +242,14 @@ def test_fused_prefill_equals_the_models_own(architecture: str) -> None:
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
+QUICK = ("qwen2", "qwen3", "gemma2", "granite")
+"""One of each kind of layer: with biases, with norms of heads, with windows and soft caps, with multipliers."""
+
+
 @pytest.mark.usefixtures("_few_splits")
-@pytest.mark.parametrize("architecture", FUSABLE)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in FUSABLE]
+)
 def test_fused_layers_equal_the_models_own(architecture: str) -> None:
     policy = Policy(tiny_model(architecture, num_hidden_layers=2, head_dim=16).to(DEVICE))
     tokens = torch.randint(3, 80, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
