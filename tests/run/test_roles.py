@@ -67,8 +67,8 @@ class Elsewhere:
     def memory(self) -> dict[str, Any]:
         return sent(self.trainer.memory())
 
-    def save(self, folder: Path, state: Any, keep: int) -> None:
-        self.trainer.save(folder, sent(state), keep)
+    def save(self, folder: Path, state: Any, keep: int, files: Mapping[str, bytes]) -> None:
+        self.trainer.save(folder, sent(state), keep, sent(files))
 
     def settle_saves(self, wait: bool = True) -> None:
         self.trainer.settle_saves(wait)
@@ -129,7 +129,7 @@ def test_the_loop_fits_on_a_page_and_a_half_and_imports_nothing_below_the_roles(
         "trimtab.run.rollout_step",
         "trimtab.run.update_step",
     }
-    assert len(Session.__dataclass_fields__) == 8
+    assert len(Session.__dataclass_fields__) == 9
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,12 @@ def _updates(config: Config, learn: Learn) -> Iterator[Contradiction]:
             "corrects the difference between engine and trainer a second time: learn.old_logprobs: engine already does",
             "Write learn.importance.level: off, or learn.old_logprobs: trainer",
         )
+    if learn.staleness >= learn.steps:
+        yield clash(
+            "learn.staleness learn.steps",
+            f"is {learn.staleness}, but the run has {learn.steps} steps: the first policy would sample all of them",
+            f"Write a number below {learn.steps}, or raise learn.steps",
+        )
     if learn.importance.level == "off":
         for name in changed(learn.importance, "cap", "mode"):
             yield clash(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trimtab.config.learn import AdvantageName, AggregateName, Clip, DynamicSampling, Learn, LossName
+from trimtab.config.learn import AdvantageName, AggregateName, Clip, DynamicSampling, Importance, Learn, LossName
 from trimtab.config.run import Offload, Recompute, Rollout, Run, Shard
 
 
@@ -26,6 +26,12 @@ class ResolvedDynamicSampling(DynamicSampling):
     enabled: bool
 
 
+class ResolvedImportance(Importance):
+    """`learn.importance` with what staleness asks for."""
+
+    level: Literal["off", "token", "sequence"]
+
+
 class ResolvedLearn(Learn):
     """`learn` with what its algorithm stands for. Made by `algorithms.resolve`."""
 
@@ -34,6 +40,7 @@ class ResolvedLearn(Learn):
     aggregate: AggregateName
     clip: ResolvedClip
     dynamic_sampling: ResolvedDynamicSampling
+    importance: ResolvedImportance
 
 
 class ResolvedRollout(Rollout):

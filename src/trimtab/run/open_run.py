@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 from trimtab.config.load import AnyConfig
@@ -41,6 +42,8 @@ class OpenRun:
 
     config: Any
     ready: Any
+    checkpoint: Path | None
+    """What it resumes from."""
     state: RunState
     stream: Stream[Any]
     engine: Engine
@@ -125,7 +128,7 @@ def open_run(
     if lowered := trainer.recall(state.memory):
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())
         console.note(f"this run ran out of memory before, so it keeps these lower settings: {values}")
-    return OpenRun(config, ready, state, stream, parts.engine, trainer, observer)
+    return OpenRun(config, ready, checkpoint, state, stream, parts.engine, trainer, observer)
 
 
 def _tell_of_start(

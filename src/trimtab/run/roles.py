@@ -5,9 +5,11 @@ So they take and give plain data: samples, groups, numbers, names. Nobody reache
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,6 +18,7 @@ from trimtab.config.resolved import PlannedConfig
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import Stream
 from trimtab.observe.tasks import Tasks
+from trimtab.record.batches import SampledBatch, batch_files
 from trimtab.record.checkpoint import RunState
 from trimtab.reward.scorer import Stats
 from trimtab.rollout.engine import Request, RolloutStats
@@ -64,9 +67,9 @@ class Trainer(Protocol):
         """What running out of memory has taught, in JSON: a resumed run begins with it."""
         ...
 
-    def save(self, folder: Path, state: RunState, keep: int) -> None:
-        """Begin to write the checkpoint of the state's step into a run's folder, and keep so many besides the best. Weights and
-        state are those of now; the checkpoint before it is on disk when this returns."""
+    def save(self, folder: Path, state: RunState, keep: int, files: Mapping[str, bytes]) -> None:
+        """Begin to write the checkpoint of the state's step into a run's folder, with these files, and keep so many besides the
+        best. Weights and state are those of now; the checkpoint before it is on disk when this returns."""
         ...
 
     def settle_saves(self, wait: bool = True) -> None:
@@ -214,6 +217,11 @@ class TrainingRun(Generic[AConfig, AData]):
     trainer: Trainer
     observer: Observer
 
+    def snapshot(self) -> Callable[[], Mapping[str, bytes]]:
+        """What a checkpoint of now has to hold beside the trainer's weights and the state: files, by name, once they are asked
+        for."""
+        return dict
+
 
 @dataclass
 class Prompts:
@@ -230,3 +238,8 @@ class Session(TrainingRun[PlannedConfig, Prompts]):
 
     generator: Generator
     rewarder: Rewarder
+    batches: deque[SampledBatch]
+    """Sampled and not learned from yet, the oldest first. Of the last one, rewards may be under way."""
+
+    def snapshot(self) -> Callable[[], Mapping[str, bytes]]:
+        return partial(batch_files, tuple(self.batches))

@@ -1,4 +1,8 @@
-"""The first half of a step: completions of the next prompts, with their rewards."""
+"""The first half of a step: completions of the next prompts, with their rewards.
+
+The batch of step s is sampled by the policy after s - k steps (k is `learn.staleness`; the first k + 1 batches by the first one),
+every token of it, whatever takes how long. With k = 0 that is the policy that learns from it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from trimtab.learn.parts import Part
 from trimtab.observe.conversations import conversation_metrics
 from trimtab.observe.judges import gather, judge_metrics
 from trimtab.observe.metrics import rollout_metrics
+from trimtab.record.batches import SampledBatch
 from trimtab.reward.scorer import check_failures
 from trimtab.rollout.engine import Request, RolloutStats
 from trimtab.rollout.trajectory import Group
@@ -23,56 +28,79 @@ from trimtab.update.samples import split_signal, usable
 from trimtab.workers.messages import Tally
 
 
-def rollout(run: Session) -> tuple[list[Group], dict[str, float]]:
-    """Sample a step's groups and score them; groups without signal are replaced where the algorithm says so."""
-    learn = run.config.learn
-    groups: list[Group] = []
-    kept: list[Group] = []
+def next_batch(run: Session) -> SampledBatch:
+    """The batch of this step, scored. Before it is taken, the one that is due is sampled with the weights as they are:
+    `learn.staleness` steps ahead, so that what is learned from is exactly that old. Its rewards are computed while the policy
+    learns from the batch before it."""
+    learn, waiting = run.config.learn, run.batches
+    while len(waiting) <= learn.staleness and (step := run.state.step + len(waiting)) < learn.steps:
+        settle_rewards(run)
+        waiting.append(sample_batch(run, step))
+    if not waiting[0].scored:
+        settle_rewards(run)
+    if learn.staleness:
+        waiting[0].metrics |= {"buffer/batches": float(len(waiting)), "rollout/version_lag": _lag(run, waiting[0])}
+    return waiting.popleft()
+
+
+def settle_rewards(run: Session) -> None:
+    """Rewards of the batch that was sampled last are there."""
+    if run.batches and not run.batches[-1].scored:
+        _score(run, run.batches[-1], [])
+        run.batches[-1].scored = True
+
+
+def sample_batch(run: Session, step: int) -> SampledBatch:
+    """Completions of the next prompts. Their rewards are under way, or there where groups without signal are replaced."""
+    learn, batch = run.config.learn, SampledBatch(step)
     seen: Counter[int] = Counter()
-    refills = repeated = 0
-    all_calls, latency_s = RolloutStats(), 0.0
-    judged: list[dict[str, Tally]] = []
+    calls, judged, kept, refills = RolloutStats(), list[dict[str, Tally]](), 0, 0
     while True:
-        prompts = run.data.stream.take(learn.prompts_per_step - len(kept))
-        new = sample(run, prompts, seen)
-        all_calls.add(run.generator.stats)
-        latency_s = max(latency_s, run.rewarder.stats.latency_max_s)
-        repeated += run.rewarder.stats.repeated
-        judged.append(run.rewarder.stats.judges)
-        groups += new
-        check_failures(groups, run.config.observe.max_failed_rewards)
-        wanted = learn.dynamic_sampling.enabled
-        kept += split_signal(usable(new)[0], learn, reward_parts(run.config, run.rewarder))[0] if wanted else new
-        if len(kept) >= learn.prompts_per_step or refills == learn.dynamic_sampling.max_refills:
+        groups = sample(run, run.data.stream.take(learn.prompts_per_step - kept), seen, step)
+        calls.add(run.generator.stats)
+        batch.groups += groups
+        batch.scored = learn.dynamic_sampling.enabled
+        if not batch.scored:
+            break
+        _score(run, batch, judged)
+        kept += len(split_signal(usable(groups)[0], learn, reward_parts(run.config, run.rewarder))[0])
+        if kept >= learn.prompts_per_step or refills == learn.dynamic_sampling.max_refills:
             break
         refills += 1
-    run.state.completion_tokens += all_calls.generated_tokens
-    metrics = rollout_metrics(all_calls)
-    metrics |= {
-        "rollout/refills": float(refills),
-        "reward/latency_max_s": latency_s,
-        "reward/repeated": float(repeated),
-    }
-    return groups, metrics | judge_metrics(gather(judged)) | conversation_metrics(groups, all_calls.wait_s)
+    run.state.completion_tokens += calls.generated_tokens
+    batch.metrics |= rollout_metrics(calls) | {"rollout/refills": float(refills)}
+    batch.metrics |= conversation_metrics(batch.groups, calls.wait_s)
+    return batch
 
 
-def sample(run: Session, prompts: list[Prompt], seen: Counter[int]) -> list[Group]:
-    """Completions of the prompts, scored. `seen`: how often each prompt was sampled in this step already."""
+def _score(run: Session, batch: SampledBatch, judged: list[dict[str, Tally]]) -> None:
+    """Wait for the rewards of what was sampled last. `judged`: what judges counted for the batch before that."""
+    with run.observer.phase("reward", memory="rollout"):  # a reward model works beside the engine
+        run.rewarder.collect()
+    check_failures(batch.groups, run.config.observe.max_failed_rewards)
+    stats, known = run.rewarder.stats, batch.metrics
+    judged.append(stats.judges)
+    batch.metrics |= {
+        "reward/latency_max_s": max(stats.latency_max_s, known.get("reward/latency_max_s", 0.0)),
+        "reward/repeated": stats.repeated + known.get("reward/repeated", 0.0),
+    } | judge_metrics(gather(judged))
+
+
+def _lag(run: Session, batch: SampledBatch) -> float:
+    """How many updates the policy is ahead of the one that sampled, for the mean token."""
+    versions = torch.cat([t.versions for group in batch.groups for t in group.trajectories])
+    return run.state.version - float(versions.double().mean())
+
+
+def sample(run: Session, prompts: list[Prompt], seen: Counter[int], step: int) -> list[Group]:
+    """Completions of the prompts, whose rewards are being computed. `seen`: how often each prompt was sampled for this batch."""
     learn = run.config.learn
     requests = []
     for prompt in prompts:
         first = seen[prompt.id] * learn.samples_per_prompt
         seen[prompt.id] += 1
         requests.append(
-            Request(
-                prompt,
-                learn.samples_per_prompt,
-                learn.max_new_tokens,
-                learn.sampling,
-                learn.seed,
-                run.state.step,
-                first,
-            )
+            Request(prompt, learn.samples_per_prompt, learn.max_new_tokens, learn.sampling, learn.seed, step, first)
         )
     return _generate(run, requests)
 
@@ -94,15 +122,15 @@ def reward_parts(config: Config, rewarder: Rewarder) -> list[Part]:
 
 def _generate(run: Session, requests: list[Request]) -> list[Group]:
     """Reward workers start on a group while others are still decoding."""
+    groups = []
     with run.observer.phase("rollout", memory="rollout"):
         for group in counted(run.generator, requests):
             run.rewarder.submit(group)
-    with run.observer.phase("reward", memory="rollout"):  # a reward model works beside the engine
-        # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
-        groups = sorted(run.rewarder.collect(), key=lambda group: group.index)
+            groups.append(group)
     if not torch.cat([t.logprobs for group in groups for t in group.trajectories]).isfinite().all():
         raise DivergedError(
             f"step {run.state.step + 1}: the policy's log-probs are not finite. Its weights are too large, or "
             "learn.sampling.temperature is too small. Lower learn.lr, and resume from the last checkpoint or start again."
         )
-    return groups
+    # In the order they were asked for: the order they finish in depends on the schedule, and a batch must not.
+    return sorted(groups, key=lambda group: group.index)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
-from trimtab.record.checkpoint import RunState
+from trimtab.record.batches import SampledBatch, load_batches
+from trimtab.record.checkpoint import RunState, read_state
 from trimtab.record.folder import find_folder, refuse_existing
 from trimtab.reward.models import ModelBackend
 from trimtab.reward.scorer import Scorer
@@ -33,7 +35,7 @@ from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_sinks,
 from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
 from trimtab.run.inputs import Inputs
 from trimtab.run.machine import memory_limit, pick_device
-from trimtab.run.open_run import open_run
+from trimtab.run.open_run import OpenRun, open_run
 from trimtab.run.roles import Prompts, Session
 from trimtab.run.rollout_data import (
     Work,
@@ -111,7 +113,12 @@ def open_session(
 ) -> Session:
     """Build a run that learns from what it samples; see `open_run`."""
     opened = open_run(RolloutStage(), config, inputs, stack, resume=resume, console_file=console_file)
-    ready, engine, trainer = opened.ready, opened.engine, opened.trainer
+    ready, engine, trainer, learn = opened.ready, opened.engine, opened.trainer, opened.config.learn
+    if learn.staleness and learn.importance.level == "off" and learn.old_logprobs == "trainer":
+        opened.observer.warn(
+            f"learn.staleness is {learn.staleness} and learn.importance.level is off: the policy learns from samples of an older "
+            "one as if they were its own. Leave learn.importance.level out to correct for it"
+        )
     return Session(
         config=opened.config,
         folder=ready.folder,
@@ -121,7 +128,23 @@ def open_session(
         observer=opened.observer,
         generator=LocalGenerator(engine, sampler_on(engine, ready.environment), trainer.guard.run),
         rewarder=ready.scorer,
+        batches=_waiting_batches(opened),
     )
+
+
+def _waiting_batches(opened: OpenRun) -> deque[SampledBatch]:
+    """What the run that is resumed had sampled and not learned from; rewards that it waited for are being computed again."""
+    if opened.checkpoint is None:
+        return deque()
+    ready, scorer = opened.ready, opened.ready.scorer
+    if read_state(opened.checkpoint).data_mark != opened.state.data_mark:
+        opened.observer.warn("batches that were sampled from the old data.train are dropped")
+        return deque()
+    batches = load_batches(opened.checkpoint, lambda ids: ready.work.prompts(opened.config, ids))
+    for batch in batches:
+        for group in [] if batch.scored else batch.groups:
+            scorer.submit(group)
+    return deque(batches)
 
 
 class RolloutStage:
