@@ -19,7 +19,7 @@ from trimtab.config.load import load_any
 from trimtab.record.batches import FACTS
 from trimtab.record.checkpoint import checkpoints
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.run import loop, rollout_step
+from trimtab.run import buffer, loop, rollout_step
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(5)]
 STEPS = 5
@@ -101,8 +101,8 @@ def test_a_run_that_is_stopped_learns_what_it_would_have(
     learn = {"staleness": k, "updates_per_step": 2, "steps": 6}
     observe = {"checkpoint_every": 100}
     whole = train(model_folder, tmp_path / "whole", learn=learn, observe=observe)
-    module = loop if place == "update" else rollout_step
-    name = {"sample": "sample", "update": "update", "collect": "_score"}[place]
+    module = {"sample": rollout_step, "update": loop, "collect": buffer}[place]
+    name = {"sample": "sample", "update": "update", "collect": "score_batch"}[place]
     original = getattr(module, name)
 
     def stopped(session: Any, *rest: Any) -> Any:

@@ -14,8 +14,8 @@ Repeat = Callable[[str, Callable[[], None]], None]
 class LocalGenerator:
     """See run/roles.py. `sampler`: the engine, or the engine that talks with an environment."""
 
-    def __init__(self, engine: Engine, sampler: Sampler, repeat: Repeat) -> None:
-        self._engine, self._sampler, self._repeat = engine, sampler, repeat
+    def __init__(self, engine: Engine, sampler: Sampler, repeat: Repeat, apart: bool = False) -> None:
+        self._engine, self._sampler, self._repeat, self.apart = engine, sampler, repeat, apart
 
     @property
     def stats(self) -> RolloutStats:

@@ -1,6 +1,6 @@
 """The run: rollout -> reward -> advantages -> update -> publish -> observe, once a step.
 
-What is learned from was sampled `learn.staleness` steps before, and waits in the session meanwhile (rollout_step.py).
+What is learned from was sampled `learn.staleness` steps before, and waits in the session meanwhile (buffer.py).
 Every completion that was sampled is trained on or dropped with a reason, and the counts add up each step (`SampleCounts.check`).
 A step that is killed anywhere leaves the last checkpoint as it was, and repeats the same way from there; one that is stopped, or
 fails, leaves a checkpoint of the last whole step (save_on_stop.py).
@@ -13,7 +13,6 @@ from typing import Any
 from trimtab.run.evaluation import measure, outcomes, success_threshold
 from trimtab.run.finish_step import is_due
 from trimtab.run.roles import Session
-from trimtab.run.rollout_step import next_batch, settle_rewards
 from trimtab.run.save_on_stop import StepSaver, save_on_stop
 from trimtab.run.update_step import update
 
@@ -36,12 +35,13 @@ def _train(run: Session, saver: StepSaver) -> None:
         saver.evaluate_again(lambda: evaluate(run))
     while state.step < learn.steps:
         recovered, number = state.oom_recoveries, state.step + 1
-        batch = next_batch(run)
+        batch = run.buffer.next(run)
         metrics = batch.metrics
         saver.settle_written()
         with observer.phase("publish"):
             run.generator.lend()
         metrics |= update(run, batch.groups)
+        run.buffer.settle(run)
         due = bool(run.data.held_out) and is_due(number, observe.eval_every, learn.steps)
         saver.finish(metrics, metrics["rollout/tokens"], recovered, run.data.stream.position, due)
         with observer.phase("publish"):
@@ -59,7 +59,6 @@ def evaluate(run: Session) -> dict[str, float]:
     state, data = run.state, run.data
     if not data.held_out:
         return {}
-    settle_rewards(run)  # or the workers would mix them with those of the evaluation
     with run.observer.phase("eval", memory="rollout"):
         result, groups = measure(run.config, data.held_out, run.generator, run.rewarder, data.tasks)
     accuracy = result.get("eval/pass@1", result.get("eval/score"))

@@ -5,11 +5,9 @@ So they take and give plain data: samples, groups, numbers, names. Nobody reache
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,7 +16,7 @@ from trimtab.config.resolved import PlannedConfig
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import Stream
 from trimtab.observe.tasks import Tasks
-from trimtab.record.batches import SampledBatch, batch_files
+from trimtab.record.batches import SampledBatch
 from trimtab.record.checkpoint import RunState
 from trimtab.reward.scorer import Stats
 from trimtab.rollout.engine import Request, RolloutStats
@@ -93,6 +91,11 @@ class Generator(Protocol):
         """Yield every request's group once, in the order they finish."""
         ...
 
+    @property
+    def apart(self) -> bool:
+        """It has weights of its own: it may generate, in another thread, while the trainer changes its own."""
+        ...
+
     def lend(self) -> None:
         """Rollout is over for now: give up memory that the update can use."""
         ...
@@ -114,8 +117,8 @@ class Rewarder(Protocol):
 
     def submit(self, group: Group) -> None: ...
 
-    def collect(self) -> list[Group]:
-        """Every group that was submitted, its rewards filled in."""
+    def collect(self, groups: Collection[Group] | None = None) -> list[Group]:
+        """These of the groups that were submitted, or all of them, their rewards filled in. Another thread may go on to submit."""
         ...
 
     def close(self) -> None: ...
@@ -202,6 +205,22 @@ class Observer(Protocol):
         ...
 
 
+class Batches(Protocol):
+    """Has what is sampled and not learned from yet (buffer.py)."""
+
+    def next(self, run: Session) -> SampledBatch:
+        """The batch of this step, scored. What is due by now is sampled first, or while the policy learns from this batch."""
+        ...
+
+    def settle(self, run: Session) -> None:
+        """All that is due is sampled: the generator may have other weights."""
+        ...
+
+    def snapshot(self) -> Callable[[], Mapping[str, bytes]]:
+        """The files that hold what waits now, once they are asked for."""
+        ...
+
+
 AConfig = TypeVar("AConfig", bound=AnyConfig)
 AData = TypeVar("AData")
 
@@ -238,8 +257,7 @@ class Session(TrainingRun[PlannedConfig, Prompts]):
 
     generator: Generator
     rewarder: Rewarder
-    batches: deque[SampledBatch]
-    """Sampled and not learned from yet, the oldest first. Of the last one, rewards may be under way."""
+    buffer: Batches
 
     def snapshot(self) -> Callable[[], Mapping[str, bytes]]:
-        return partial(batch_files, tuple(self.batches))
+        return self.buffer.snapshot()

@@ -1,13 +1,10 @@
-"""The first half of a step: completions of the next prompts, with their rewards.
-
-The batch of step s is sampled by the policy after s - k steps (k is `learn.staleness`; the first k + 1 batches by the first one),
-every token of it, whatever takes how long. With k = 0 that is the policy that learns from it.
-"""
+"""The first half of a step: completions of the next prompts, with their rewards. When a batch is sampled: buffer.py."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -27,42 +24,22 @@ from trimtab.run.roles import Generator, Rewarder, Session
 from trimtab.update.samples import split_signal, usable
 from trimtab.workers.messages import Tally
 
-
-def next_batch(run: Session) -> SampledBatch:
-    """The batch of this step, scored. Before it is taken, the one that is due is sampled with the weights as they are:
-    `learn.staleness` steps ahead, so that what is learned from is exactly that old. Its rewards are computed while the policy
-    learns from the batch before it."""
-    learn, waiting = run.config.learn, run.batches
-    while len(waiting) <= learn.staleness and (step := run.state.step + len(waiting)) < learn.steps:
-        settle_rewards(run)
-        waiting.append(sample_batch(run, step))
-    if not waiting[0].scored:
-        settle_rewards(run)
-    if learn.staleness:
-        waiting[0].metrics |= {"buffer/batches": float(len(waiting)), "rollout/version_lag": _lag(run, waiting[0])}
-    return waiting.popleft()
+Phase = Callable[..., AbstractContextManager[None]]
+"""Says whose time a block is (`Observer.phase`)."""
 
 
-def settle_rewards(run: Session) -> None:
-    """Rewards of the batch that was sampled last are there."""
-    if run.batches and not run.batches[-1].scored:
-        _score(run, run.batches[-1], [])
-        run.batches[-1].scored = True
-
-
-def sample_batch(run: Session, step: int) -> SampledBatch:
+def sample_batch(run: Session, step: int, phase: Phase) -> SampledBatch:
     """Completions of the next prompts. Their rewards are under way, or there where groups without signal are replaced."""
     learn, batch = run.config.learn, SampledBatch(step)
     seen: Counter[int] = Counter()
     calls, judged, kept, refills = RolloutStats(), list[dict[str, Tally]](), 0, 0
     while True:
-        groups = sample(run, run.data.stream.take(learn.prompts_per_step - kept), seen, step)
+        groups = sample(run, run.data.stream.take(learn.prompts_per_step - kept), seen, step, phase)
         calls.add(run.generator.stats)
         batch.groups += groups
-        batch.scored = learn.dynamic_sampling.enabled
-        if not batch.scored:
+        if not learn.dynamic_sampling.enabled:
             break
-        _score(run, batch, judged)
+        score_batch(run, batch, phase, judged)
         kept += len(split_signal(usable(groups)[0], learn, reward_parts(run.config, run.rewarder))[0])
         if kept >= learn.prompts_per_step or refills == learn.dynamic_sampling.max_refills:
             break
@@ -73,26 +50,22 @@ def sample_batch(run: Session, step: int) -> SampledBatch:
     return batch
 
 
-def _score(run: Session, batch: SampledBatch, judged: list[dict[str, Tally]]) -> None:
-    """Wait for the rewards of what was sampled last. `judged`: what judges counted for the batch before that."""
-    with run.observer.phase("reward", memory="rollout"):  # a reward model works beside the engine
-        run.rewarder.collect()
+def score_batch(run: Session, batch: SampledBatch, phase: Phase, judged: list[dict[str, Tally]] | None = None) -> None:
+    """Wait for the rewards of a batch. `judged`: what judges counted for its groups before the latest."""
+    with phase("reward", memory="rollout"):  # a reward model works beside the engine
+        run.rewarder.collect(batch.groups)
     check_failures(batch.groups, run.config.observe.max_failed_rewards)
     stats, known = run.rewarder.stats, batch.metrics
+    judged = [] if judged is None else judged
     judged.append(stats.judges)
     batch.metrics |= {
         "reward/latency_max_s": max(stats.latency_max_s, known.get("reward/latency_max_s", 0.0)),
         "reward/repeated": stats.repeated + known.get("reward/repeated", 0.0),
     } | judge_metrics(gather(judged))
+    batch.scored = True
 
 
-def _lag(run: Session, batch: SampledBatch) -> float:
-    """How many updates the policy is ahead of the one that sampled, for the mean token."""
-    versions = torch.cat([t.versions for group in batch.groups for t in group.trajectories])
-    return run.state.version - float(versions.double().mean())
-
-
-def sample(run: Session, prompts: list[Prompt], seen: Counter[int], step: int) -> list[Group]:
+def sample(run: Session, prompts: list[Prompt], seen: Counter[int], step: int, phase: Phase) -> list[Group]:
     """Completions of the prompts, whose rewards are being computed. `seen`: how often each prompt was sampled for this batch."""
     learn = run.config.learn
     requests = []
@@ -102,7 +75,7 @@ def sample(run: Session, prompts: list[Prompt], seen: Counter[int], step: int) -
         requests.append(
             Request(prompt, learn.samples_per_prompt, learn.max_new_tokens, learn.sampling, learn.seed, step, first)
         )
-    return _generate(run, requests)
+    return _generate(run, requests, phase)
 
 
 def counted(generator: Generator, requests: Sequence[Request]) -> Iterator[Group]:
@@ -120,10 +93,10 @@ def reward_parts(config: Config, rewarder: Rewarder) -> list[Part]:
     return [Part(name, part.weight, part.normalize) for name, part in zip(rewarder.names, config.reward)]
 
 
-def _generate(run: Session, requests: list[Request]) -> list[Group]:
+def _generate(run: Session, requests: list[Request], phase: Phase) -> list[Group]:
     """Reward workers start on a group while others are still decoding."""
     groups = []
-    with run.observer.phase("rollout", memory="rollout"):
+    with phase("rollout", memory="rollout"):
         for group in counted(run.generator, requests):
             run.rewarder.submit(group)
             groups.append(group)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
+from trimtab.run.buffer import Buffer
 from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_sinks, update_settings
 from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
 from trimtab.run.inputs import Inputs
@@ -128,23 +128,23 @@ def open_session(
         observer=opened.observer,
         generator=LocalGenerator(engine, sampler_on(engine, ready.environment), trainer.guard.run),
         rewarder=ready.scorer,
-        batches=_waiting_batches(opened),
+        buffer=Buffer(_waiting_batches(opened)),
     )
 
 
-def _waiting_batches(opened: OpenRun) -> deque[SampledBatch]:
+def _waiting_batches(opened: OpenRun) -> list[SampledBatch]:
     """What the run that is resumed had sampled and not learned from; rewards that it waited for are being computed again."""
     if opened.checkpoint is None:
-        return deque()
+        return []
     ready, scorer = opened.ready, opened.ready.scorer
     if read_state(opened.checkpoint).data_mark != opened.state.data_mark:
         opened.observer.warn("batches that were sampled from the old data.train are dropped")
-        return deque()
+        return []
     batches = load_batches(opened.checkpoint, lambda ids: ready.work.prompts(opened.config, ids))
     for batch in batches:
         for group in [] if batch.scored else batch.groups:
             scorer.submit(group)
-    return deque(batches)
+    return batches
 
 
 class RolloutStage:
