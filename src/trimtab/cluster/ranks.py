@@ -123,6 +123,10 @@ class Ranks:
         """An order for some ranks, by number, whose messages are then heard one by one."""
         self._order([(self._ranks[number], Order(method, own)) for number, own in args.items()])
 
+    def end(self, numbers: Collection[int]) -> list[Any]:
+        """What these ranks returned for an order that was begun."""
+        return [value for value, _ in self._answers([self._ranks[number] for number in numbers], self._stall_s)]
+
     def hear(self, numbers: Collection[int]) -> Iterator[tuple[int, Any]]:
         """Messages of ranks that are carrying out an order, after a wait for the first: Items, then Answer, Short or Raised."""
         for rank, message in self._hear([self._ranks[number] for number in numbers], self._stall_s):

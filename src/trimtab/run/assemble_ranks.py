@@ -17,6 +17,7 @@ from trimtab.cluster.mesh import open_store
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.trainer import RankedTrainer
+from trimtab.cluster.transfer import ChannelSetup
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Run
@@ -28,6 +29,7 @@ from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import plan_devices
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
+from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.build import is_automatic
@@ -104,7 +106,7 @@ def assemble_ranks(
 ) -> BuiltRun:
     """All of a run on ranks, as it began or as a checkpoint left it."""
     plan = planned.plan
-    ranks = _start(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
+    ranks = start_ranks(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
     stack.callback(ranks.close)
     tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
     facts: list[RankFacts] = ranks.wait_until_built()
@@ -114,7 +116,7 @@ def assemble_ranks(
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
     engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
-    trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
+    trainer = ranked_trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
@@ -122,17 +124,23 @@ def assemble_ranks(
     return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes, gpus, ranks)
 
 
-def _start(
-    planned: RankPlan, stage: Stage, ready: CheckedRun, checkpoint: Path | None, logs: Path, recoveries: Recoveries
+def start_ranks(
+    planned: RankPlan,
+    stage: Stage,
+    ready: CheckedRun,
+    checkpoint: Path | None,
+    logs: Path,
+    recoveries: Recoveries,
+    channel: ChannelSetup | None = None,
 ) -> Ranks:
-    """Start a rank for each device."""
+    """Start a rank for each device. `channel`: where other ranks generate, how they are sent weights."""
     store, plan, count = open_store(), planned.plan, len(planned.devices)
     known = CheckedRun(ready.config, ready.device, ready.folder, ready.tokenizer, [], ready.lengths, ())
     models = stage.reward_models(ready)
     paths = () if models is None else tuple(models.paths)
     prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", planned.backend
     setups = [
-        RankSetup(rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths)
+        RankSetup(rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths, channel)
         for rank, device in enumerate(planned.devices)
     ]
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(plan.run.threads)}
@@ -152,16 +160,17 @@ def _start(
     return ranks
 
 
-def _trainer(
+def ranked_trainer(
     stage: Stage,
     ready: CheckedRun,
     config: Any,
     plan: Plan,
     ranks: Ranks,
     facts: list[RankFacts],
-    engine: Fleet,
+    engine: Engine,
     recoveries: Recoveries,
 ) -> RankedTrainer:
+    """`engine`: what shares the devices' memory with the update."""
     job, asked = plan.job, ready.config.run
     longest = job.longest_sequence if job.generates else job.longest_trained
     shape = job.shape

@@ -3,6 +3,7 @@ the run folder is written only when nothing is left that could refuse the run.""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,8 @@ from trimtab.record.record_writer import RecordWriter
 from trimtab.record.sinks import Sinks
 from trimtab.rollout.engine import Engine
 from trimtab.run.assemble import AnyTrainer, BuiltRun, assemble_here
-from trimtab.run.assemble_ranks import assemble_ranks, plan_ranks
+from trimtab.run.assemble_ranks import RankPlan, assemble_ranks, plan_ranks
+from trimtab.run.assemble_split import SplitPlan, assemble_split, plan_split
 from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
@@ -78,11 +80,12 @@ def open_run(
     if ready.before_loading:
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
-    planned = plan_ranks(ready)
+    sizes = split_sizes(ready.config)
+    planned = plan_ranks(ready) if sizes is None else plan_split(ready, *sizes)
     profiled = check_profile(
         inputs.profile, state.step, steps, 1 if planned is None else len(planned.devices), console.warn
     )
-    build = assemble_here if planned is None else partial(assemble_ranks, planned)
+    build = _builder(planned)
     parts = build(stage, ready, stack, recoveries, checkpoint, folder, console.waiting)
     config, trainer = parts.config, parts.trainer
     parts.engine.publish(state.version)
@@ -129,6 +132,17 @@ def open_run(
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())
         console.note(f"this run ran out of memory before, so it keeps these lower settings: {values}")
     return OpenRun(config, ready, checkpoint, state, stream, parts.engine, trainer, observer)
+
+
+def split_sizes(config: AnyConfig) -> tuple[int, int] | None:
+    """How many devices train and how many generate, where these are not the same."""
+    return None
+
+
+def _builder(planned: RankPlan | SplitPlan | None) -> Callable[..., BuiltRun]:
+    if isinstance(planned, SplitPlan):
+        return partial(assemble_split, planned)
+    return assemble_here if planned is None else partial(assemble_ranks, planned)
 
 
 def _tell_of_start(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from trimtab.cluster.split_fleet import SplitFleet
 from trimtab.config.resolved import PlannedConfig, ResolvedConfig, eval_in_words, resolve_config
 from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
@@ -30,6 +31,7 @@ from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
+from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.buffer import Buffer
 from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_sinks, update_settings
 from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
@@ -119,6 +121,9 @@ def open_session(
             f"learn.staleness is {learn.staleness} and learn.importance.level is off: the policy learns from samples of an older "
             "one as if they were its own. Leave learn.importance.level out to correct for it"
         )
+    apart = isinstance(engine, SplitFleet)
+    buffer = Buffer(_waiting_batches(opened), engine.interrupt if isinstance(engine, SplitFleet) else lambda: None)
+    stack.callback(buffer.close)
     return Session(
         config=opened.config,
         folder=ready.folder,
@@ -126,9 +131,9 @@ def open_session(
         data=Prompts(opened.stream, ready.work.eval.prompts, ready.tasks),
         trainer=trainer,
         observer=opened.observer,
-        generator=LocalGenerator(engine, sampler_on(engine, ready.environment), trainer.guard.run),
+        generator=LocalGenerator(engine, sampler_on(engine, ready.environment), trainer.guard.run, apart),
         rewarder=ready.scorer,
-        buffer=Buffer(_waiting_batches(opened)),
+        buffer=buffer,
     )
 
 
@@ -168,6 +173,8 @@ class RolloutStage:
     def open_engine(
         self, ready: CheckedPrompts, plan: Plan, policy: Policy, recoveries: Recoveries, logs: Path | None, tell: OnWait
     ) -> tuple[Plan, Engine]:
+        if not plan.job.generates:
+            return plan, NoRollout()
         tell(f"starting the {plan.run.engine} engine")
         return open_engine(ready.config, plan, policy, ready.tokenizer, recoveries, logs)
 
