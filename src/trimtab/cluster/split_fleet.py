@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.transfer import Transferred
+from trimtab.rollout.engine import Sampler
+from trimtab.rollout.generator import LocalGenerator, Repeat
 
 
 class SplitFleet(Fleet):
@@ -17,7 +19,7 @@ class SplitFleet(Fleet):
     ) -> None:
         super().__init__(samplers, description, rows, lowered)
         self._trainers = trainers
-        self.published: Transferred | None = None
+        self.published = Transferred(0.0, 0)
         """What the latest `publish` came to."""
 
     def lend(self) -> None:
@@ -33,3 +35,18 @@ class SplitFleet(Fleet):
     def interrupt(self) -> None:
         """A `generate` in another thread fails."""
         self._ranks.kill()
+
+
+class SplitGenerator(LocalGenerator):
+    """See run/roles.py."""
+
+    apart = True
+
+    def __init__(self, fleet: SplitFleet, sampler: Sampler, repeat: Repeat) -> None:
+        super().__init__(fleet, sampler, repeat)
+        self._fleet = fleet
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        super().publish(version)
+        found = self._fleet.published
+        return {"publish/seconds": found.seconds, "publish/bytes": float(found.bytes)}

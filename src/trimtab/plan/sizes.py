@@ -40,6 +40,7 @@ MIN_USEFUL_PREFILL_TOKENS = 1024
 """Tokens of the smallest prefill that is taken for more sequences at once: with less, weights are read too often. Even less is
 taken only where nothing else fits."""
 SMALLEST, WHAT_FITS = "takes the least memory", "the largest that fits"
+COLOCATED = "rollout and update take turns on the same devices"
 SHARED = "its share of free memory; micro-batches use the rest"
 
 
@@ -120,6 +121,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "shard": case.place.shard,
         "shard_devices": case.place.shard_devices,
         "prefetch": 1,
+        "placement": "colocated",
         "kernels": "native" if job.fused else "plain",
         "threads": machine.cores_per_rank,
         "reward_workers": workers_for(machine.cores),
@@ -150,6 +152,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "prefetch": "one layer is gathered while another runs"
         if case.place.shard == "full"
         else "no layer is gathered",
+        "placement": "there is one device" if case.place.devices == 1 else COLOCATED,
         "reward_workers": "one per core, at most 8",
     }
     return Sizes(run, filled, why, way.kv_fifths)

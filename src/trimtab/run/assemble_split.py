@@ -12,12 +12,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trimtab.base.errors import ConfigError, Problem
 from trimtab.cluster.mesh import open_store
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.split_fleet import SplitFleet
 from trimtab.cluster.transfer import ChannelSetup
-from trimtab.config.resolved import with_plan
+from trimtab.config.load import AnyConfig
+from trimtab.config.placement import groups_of_roles
+from trimtab.config.resolved import ResolvedConfig, with_plan
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.job import Job, Machine
@@ -51,6 +54,28 @@ class SplitPlan:
         return (*self.trainers.devices, *self.samplers.devices)
 
 
+def split_sizes(config: AnyConfig) -> tuple[int, int] | None:
+    """How many devices train and how many generate, where a config says that these are not the same."""
+    asked = config.run.placement
+    if isinstance(asked, str) or not isinstance(config, ResolvedConfig):
+        return None
+    groups = groups_of_roles(asked)
+    apart = [roles for roles in groups if "actor" not in roles and roles != ("rollout",)]
+    if apart:
+        role = apart[0][0]
+        raise ConfigError(
+            [
+                Problem(
+                    "run.placement",
+                    f"gives {role} devices of its own, which this version can plan and not run",
+                    f"Write {role}: actor. Only rollout can be apart from the actor.",
+                )
+            ]
+        )
+    samplers = groups.get(("rollout",))
+    return None if samplers is None else (int(asked["actor"]), samplers)
+
+
 def plan_split(ready: CheckedRun, trainers: int, samplers: int) -> SplitPlan:
     """The plans for so many devices that train and so many that generate."""
     config, run = ready.config, ready.config.run
@@ -61,7 +86,9 @@ def plan_split(ready: CheckedRun, trainers: int, samplers: int) -> SplitPlan:
     names = ["cpu"] * (trainers + samplers) if chosen is None else [f"cuda:{each.index}" for each in chosen.devices]
 
     def over(job: Job, count: int, names: list[str], cut: bool, machine: Machine) -> RankPlan:
-        pinned = {"devices": count} | ({} if cut and count > 1 else {"shard": "auto", "shard_devices": "auto"})
+        pinned = {"devices": count, "placement": "auto"} | (
+            {} if cut and count > 1 else {"shard": "auto", "shard_devices": "auto"}
+        )
         return RankPlan(plan_devices(run.with_values(pinned), job, machine), tuple(names[:count]), machine)
 
     learns = replace(whole, generates=False, eval_sequences=0, eval_completion=0)
@@ -102,7 +129,12 @@ def assemble_split(
         models.use([RankedClassifier(trainers, number) for number in range(len(models.paths))])
     rollout = samples.plan.run
     run = learns.plan.run.with_values(
-        {"devices": len(planned.devices), "rollout": rollout.rollout, "engine": rollout.engine}
+        {
+            "devices": len(planned.devices),
+            "placement": {"actor": len(trainers), "rollout": len(samplers)},
+            "rollout": rollout.rollout,
+            "engine": rollout.engine,
+        }
     )
     config = with_plan(ready.config, run)
     rows, lowered = rollout.rollout.max_sequences, [each.lowered for each in engines]

@@ -45,7 +45,7 @@ def _train(run: Session, saver: StepSaver) -> None:
         due = bool(run.data.held_out) and is_due(number, observe.eval_every, learn.steps)
         saver.finish(metrics, metrics["rollout/tokens"], recovered, run.data.stream.position, due)
         with observer.phase("publish"):
-            run.generator.publish(state.version)
+            metrics |= run.generator.publish(state.version)
         if due:
             metrics |= evaluate(run)
             saver.evaluated()

@@ -29,7 +29,7 @@ from trimtab.record.sinks import Sinks
 from trimtab.rollout.engine import Engine
 from trimtab.run.assemble import AnyTrainer, BuiltRun, assemble_here
 from trimtab.run.assemble_ranks import RankPlan, assemble_ranks, plan_ranks
-from trimtab.run.assemble_split import SplitPlan, assemble_split, plan_split
+from trimtab.run.assemble_split import SplitPlan, assemble_split, plan_split, split_sizes
 from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
@@ -132,11 +132,6 @@ def open_run(
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())
         console.note(f"this run ran out of memory before, so it keeps these lower settings: {values}")
     return OpenRun(config, ready, checkpoint, state, stream, parts.engine, trainer, observer)
-
-
-def split_sizes(config: AnyConfig) -> tuple[int, int] | None:
-    """How many devices train and how many generate, where these are not the same."""
-    return None
 
 
 def _builder(planned: RankPlan | SplitPlan | None) -> Callable[..., BuiltRun]:

@@ -100,8 +100,8 @@ class Generator(Protocol):
         """Rollout is over for now: give up memory that the update can use."""
         ...
 
-    def publish(self, version: int) -> None:
-        """From now on generate with the trainer's current weights, known as `version`."""
+    def publish(self, version: int) -> Mapping[str, float]:
+        """From now on generate with the trainer's current weights, known as `version`. Returns what that came to, as metrics."""
         ...
 
     def close(self) -> None: ...

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trimtab.cluster.split_fleet import SplitFleet
+from trimtab.cluster.split_fleet import SplitFleet, SplitGenerator
 from trimtab.config.resolved import PlannedConfig, ResolvedConfig, eval_in_words, resolve_config
 from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
@@ -121,8 +121,12 @@ def open_session(
             f"learn.staleness is {learn.staleness} and learn.importance.level is off: the policy learns from samples of an older "
             "one as if they were its own. Leave learn.importance.level out to correct for it"
         )
-    apart = isinstance(engine, SplitFleet)
-    buffer = Buffer(_waiting_batches(opened), engine.interrupt if isinstance(engine, SplitFleet) else lambda: None)
+    sampler, waiting = sampler_on(engine, ready.environment), _waiting_batches(opened)
+    if isinstance(engine, SplitFleet):
+        generator: LocalGenerator = SplitGenerator(engine, sampler, trainer.guard.run)
+        buffer = Buffer(waiting, engine.interrupt)
+    else:
+        generator, buffer = LocalGenerator(engine, sampler, trainer.guard.run), Buffer(waiting)
     stack.callback(buffer.close)
     return Session(
         config=opened.config,
@@ -131,7 +135,7 @@ def open_session(
         data=Prompts(opened.stream, ready.work.eval.prompts, ready.tasks),
         trainer=trainer,
         observer=opened.observer,
-        generator=LocalGenerator(engine, sampler_on(engine, ready.environment), trainer.guard.run, apart),
+        generator=generator,
         rewarder=ready.scorer,
         buffer=buffer,
     )
