@@ -55,3 +55,16 @@ def waits_for_the_update(completions: list[str], batch: list[int], **_: Any) -> 
             raise TimeoutError(f"no update of batch {batch[0] - 1}")
         time.sleep(0.01)
     return [float(len(set(text))) for text in completions]
+
+
+def few_letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text)) < 9) for text in completions]
+
+
+def double(number: int) -> int:
+    """Twice a number.
+
+    Args:
+        number: Any.
+    """
+    return 2 * number

@@ -80,6 +80,8 @@ def test_every_token_comes_from_the_policy_of_k_steps_before(model_folder, tmp_p
     assert [row["rollout/version_lag"] for row in run.metrics] == [min(step, k) for step in range(STEPS)]
     assert [row["buffer/batches"] for row in run.metrics] == [min(k + 1, STEPS - step) for step in range(STEPS)]
     assert load_any(run.folder / "config.yaml").learn.importance.level == "token"
+    assert ["rollout/logprob_gap" in row for row in run.metrics] == [True] + [False] * (STEPS - 1)
+    assert all(row["rollout/stale_gap"] > 1e-3 for row in run.metrics[1:])
 
 
 def test_batches_have_the_prompts_and_random_numbers_of_a_synchronous_run(model_folder, tmp_path, learned) -> None:
