@@ -199,7 +199,7 @@ SPEED = (
     Chart("ranks", "Devices: imbalance", "speed", _lines("run/rank_imbalance=busiest over mean"), "", "1 is even.", zero=False),
     Chart("communication", "Devices: communication", "speed", _lines("time/communication=seconds"), "s",
           "Seconds that the slowest rank spent in collectives; part of the phases.", zero=True),
-    Chart("communication_gib", "Devices: bytes exchanged", "speed", _lines("run/communication_gib", "publish/bytes"), "GiB", "", zero=True),
+    Chart("communication_gib", "Devices: bytes exchanged", "speed", _lines("run/communication_gib"), "GiB", "", zero=True),
     Chart("device_use", "Device: busy and clock", "speed", _lines("device/util=busy", "device/clock_share=of its highest clock"),
           "share", "A clock that falls is a device that throttles.", zero=True),
     Chart("device_power", "Device: power", "speed", _lines("device/power_w"), "W", "", zero=True),
@@ -237,6 +237,7 @@ MEMORY = (
 ONLY_IN_ALL_METRICS: dict[str, str] = {
     "eval/stderr": "drawn as the whiskers of the score",
     "eval/prompts": "a constant, in the text of the first screen",
+    "publish/bytes": "a constant: those of the trained weights",
     "eval/failed": "a count that is 0 in a healthy run",
     "eval/not_applicable": "a constant of the data",
     "run/row_tokens": "follows from samples and lengths",
