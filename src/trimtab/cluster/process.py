@@ -1,5 +1,5 @@
-"""What the driver needs of a rank's process, wherever it runs: on this machine (workers/program.py), or on any node of a Ray cluster
-(cluster/ray.py)."""
+"""What the driver needs of a rank's process, wherever it runs: on this machine (workers/program.py), or on a node of a Ray
+cluster (cluster/ray.py)."""
 
 from __future__ import annotations
 

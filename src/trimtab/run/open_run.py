@@ -4,7 +4,7 @@ the run folder is written only when nothing is left that could refuse the run.""
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any
 
@@ -31,6 +31,7 @@ from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
 from trimtab.run.profile import check_profile, open_profile
+from trimtab.run.ray_hosts import open_hosts
 from trimtab.run.resume import load_or_init_state
 from trimtab.run.stage import CheckedRun, Stage
 
@@ -62,6 +63,8 @@ def open_run(
     console.on_event = journal.event
     if inputs.lost:
         console.warn(f"{inputs.lost}\nAll ranks start again", "rank")
+    opened = open_hosts(asked.run, inputs.devices_before, console.waiting)
+    inputs = replace(inputs, hosts=stack.enter_context(opened))
     console.waiting(stage.reading_note)
     ready = stage.check(asked, inputs, stack, resume=resume)
     config, folder = ready.config, ready.folder
@@ -75,7 +78,7 @@ def open_run(
     if ready.before_loading:
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
-    planned = plan_ranks(ready)
+    planned = plan_ranks(ready, inputs.hosts)
     profiled = check_profile(
         inputs.profile, state.step, steps, 1 if planned is None else len(planned.devices), console.warn
     )
