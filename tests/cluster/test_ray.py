@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tests import running
 from tests.cluster.conftest import USUAL, Run
 from tests.cluster.ray_cluster import nodes
 from trimtab.base.errors import ConfigError
+from trimtab.cli.doctor import doctor
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -35,7 +37,11 @@ def on_ray(cluster: str, model_folder: Path, tmp_path: Path) -> Iterator[Run]:
 def ranks() -> list[psutil.Process]:
     """The first process of each rank."""
     lines = ((process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
-    return [process for process, line in lines if "warm.py" in " ".join(line) and "trimtab.run.rank" in line]
+    return [
+        process
+        for process, line in lines
+        if "warm.py" in " ".join(line) and {"trimtab.run.rank", "trimtab.cluster.link_rank"} & set(line)
+    ]
 
 
 def kill_actor() -> None:
@@ -83,3 +89,16 @@ def test_a_model_that_a_node_lacks_is_named(on_ray, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"model\.path: node .* has no /nowhere/model\. Put it there"):
         on_ray()
     assert not (tmp_path / "run/config.yaml").exists()
+
+
+def test_the_doctor_looks_at_all_nodes_and_measures_the_link_between_them(
+    cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    doctor(cluster=cluster, as_json=True)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["healthy"] and not found["findings"]
+    assert [node["resources"]["CPU"] for node in found["cluster"]["looked"]["nodes"]] == [1, 1]
+    (link,) = found["cluster"]["links"]
+    assert link["bytes_per_s"] > 1e6 and link["over"] == "gloo"
+    assert not running.left(ranks(), 10.0) and not list(tmp_path.iterdir())

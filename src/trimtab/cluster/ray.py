@@ -49,7 +49,7 @@ Kind = Literal["CPU", "GPU"]
 class ReservedDevices:
     """Devices that are reserved, with an actor on each, until `close`."""
 
-    def __init__(self, group: PlacementGroup, actors: Sequence[Any], where: Sequence[Where]) -> None:
+    def __init__(self, group: PlacementGroup | None, actors: Sequence[Any], where: Sequence[Where]) -> None:
         """Actors by rank, and where they are."""
         self._group, self._actors, self.where = group, actors, where
         self._answers: queue.SimpleQueue[tuple[RayProcess, Future[Any]] | None] = queue.SimpleQueue()
@@ -65,15 +65,8 @@ class ReservedDevices:
 
     def refuse_missing(self, paths: dict[str, str], folder: Path) -> None:
         """Raises where a node lacks a file that a rank reads, by the key that names it, or does not share the run folder."""
-        mark = folder / f".seen-{uuid.uuid4().hex}"
-        mark.write_text(mark.name)
-        try:
-            refs = [actor.missing.remote(paths, str(mark)) for actor in self._actors]
-            found: list[list[str]] = ray.get(refs, timeout=PLACE_S)
-        finally:
-            mark.unlink()
         problems: dict[Problem, None] = {}
-        for where, missing in zip(self.where, found):
+        for where, missing in zip(self.where, self._missing(paths, folder)):
             for key in missing:
                 if key == SHARED:
                     what = f"node {where} does not see {folder.absolute()} as this machine does"
@@ -84,14 +77,28 @@ class ReservedDevices:
         if problems:
             raise ConfigError(list(problems))
 
+    def shares(self, folder: Path) -> list[bool]:
+        """By rank: whether its node sees the folder as this machine does."""
+        return [SHARED not in missing for missing in self._missing({}, folder)]
+
+    def _missing(self, paths: dict[str, str], folder: Path) -> list[list[str]]:
+        mark = folder.absolute() / f".seen-{uuid.uuid4().hex}"
+        mark.write_text(mark.name)
+        try:
+            refs = [actor.missing.remote(paths, str(mark)) for actor in self._actors]
+            return list(ray.get(refs, timeout=PLACE_S))
+        finally:
+            mark.unlink()
+
     def close(self) -> None:
         """Nothing is reserved, and no actor is left."""
         self._answers.put(None)
         for actor in self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
-        with contextlib.suppress(RayError):
-            remove_placement_group(self._group)
+        if self._group is not None:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self._group)
         self._thread.join()
 
     def _hear(self) -> None:

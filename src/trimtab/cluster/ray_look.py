@@ -52,7 +52,21 @@ def look() -> dict[str, Any]:
         except (OSError, StopIteration):
             return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
+    def networks() -> list[str]:
+        """Adapters for InfiniBand and RoCE, with what each has on its wire."""
+        found = []
+        for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+            try:
+                state, layer = (port / "state").read_text(), (port / "link_layer").read_text().strip()
+                if "ACTIVE" in state:
+                    found.append(f"{port.parts[-3]} {'RoCE' if layer == 'Ethernet' else layer}")
+            except OSError:
+                continue
+        return found
+
     versions = {name: installed(name) for name in ("ray", "torch", "transformers")}
     versions |= {"Python": platform.python_version(), "Trimtab's source": source("trimtab")}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"versions": versions, "cores": cores, "memory": free_memory(), "gpus": gpus(), "clock": time.time()}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
+    found = {"versions": versions, "cores": cores, "memory": free_memory(), "gpus": gpus(), "networks": networks()}
+    return found | {"variables": variables, "clock": time.time()}

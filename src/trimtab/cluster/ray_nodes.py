@@ -48,6 +48,10 @@ class NodeFacts:
     """Index, name, MiB in all, MiB free and compute capability, as nvidia-smi tells them."""
     clock_off: float = 0.0
     """Seconds by which its clock is ahead of this one's, as far as can be seen."""
+    networks: tuple[str, ...] = ()
+    """InfiniBand and RoCE adapters that are up."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Those of NCCL and gloo."""
 
     def __str__(self) -> str:
         return self.host if self.host == self.address else f"{self.host} ({self.address})"
@@ -158,20 +162,21 @@ def look_at_nodes(patience_s: float = LOOK_S) -> Looked:
 
 
 def _facts(node: dict[str, Any], told: dict[str, Any], asked: float, answered: float) -> NodeFacts:
-    gpus, clock = tuple(tuple(gpu) for gpu in told["gpus"]), told["clock"]
+    clock = told["clock"]
     # It was read at some time between the two: only what lies outside shows.
     off = clock - answered if clock > answered else min(0.0, clock - asked)
-    host, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
     return NodeFacts(
-        node["NodeID"],
-        host,
-        address,
-        dict(node["Resources"]),
-        told["versions"],
-        told["cores"],
-        told["memory"],
-        gpus,
-        off,
+        node=node["NodeID"],
+        host=node["NodeManagerHostname"],
+        address=node["NodeManagerAddress"],
+        resources=dict(node["Resources"]),
+        versions=told["versions"],
+        cores=told["cores"],
+        memory=told["memory"],
+        gpus=tuple(tuple(gpu) for gpu in told["gpus"]),
+        clock_off=off,
+        networks=tuple(told["networks"]),
+        variables=dict(told["variables"]),
     )
 
 
