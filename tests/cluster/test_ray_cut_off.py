@@ -49,7 +49,7 @@ class Hosts:
         self.folder, self.name = folder, uuid.uuid4().hex[:6]
         self.spaces = [f"tt{self.name}{number}" for number in range(2)]
         self.ray: dict[int, subprocess.Popen[bytes]] = {}
-        self.environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_DISABLE_IMPORT_WARNING": "1"}
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
         for space in self.spaces:
             ip("netns", "add", space)
         ip(
