@@ -23,6 +23,7 @@ ROLLOUT = ResolvedRollout(
 )
 RUN = ResolvedRun(
     devices=1,
+    cluster="local",
     shard="none",
     shard_devices=1, prefetch=1, placement="colocated",
     device="cpu", threads=1, engine="native", kernels="plain", token_budget=99, score_token_budget=98, logprob_chunk=7,

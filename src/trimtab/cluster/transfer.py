@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.base.errors import TrainingError
-from trimtab.cluster.mesh import START_TIMEOUT, Meeting
+from trimtab.cluster.mesh import LOCALHOST, START_TIMEOUT, Meeting
 from trimtab.model.policy import Policy
 from trimtab.model.sharded import ShardedPolicy
 
@@ -79,10 +79,12 @@ class ChannelSetup:
     """The sender included."""
     backend: str
     by_unit: bool
+    store_host: str = LOCALHOST
+    """The driver's machine, as ranks see it."""
 
     def open(self, place: int, device: torch.device) -> WeightChannel:
         """`place`: 0 for the sender."""
-        meeting = Meeting(self.store_port, self.prefix, place, self.members, self.backend, device)
+        meeting = Meeting(self.store_port, self.prefix, place, self.members, self.backend, device, self.store_host)
         return WeightChannel(meeting, self.by_unit)
 
 

@@ -69,6 +69,7 @@ class ResolvedRun(Run):
 
     device: Literal["cpu", "cuda"]
     devices: int
+    cluster: str
     shard: Shard
     shard_devices: int
     prefetch: int

@@ -82,6 +82,13 @@ class Run(Section):
     devices: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """Devices to train and generate on. Each has a process of its own, called a rank. auto: as many of the visible GPUs as make a
     step fastest; 1 on a CPU, where a number starts that many processes."""
+    cluster: str | Auto = "auto"
+    """Where the devices are. local: this machine. An address, such as 10.0.0.1:6379: the Ray cluster whose head is there, on any
+    of whose nodes the run may be started (docs/cluster.md); devices then counts those of all nodes, by default all GPUs or,
+    without any, a process a node. auto: the cluster that RAY_ADDRESS names, as it does in a Ray job, or else this machine."""
+    wait_for_hosts: Annotated[float, Field(ge=0)] = 60.0
+    """Seconds for which a run on a Ray cluster that has lost a host waits for as many devices as before. Then it is planned anew
+    for those that are left. Either way it goes on from its newest checkpoint."""
     shard: Shard | Auto = "auto"
     """What each rank holds only its part of. none: nothing, every rank holds everything. optimizer: master weights and optimizer
     state (ZeRO-1). gradients: these and gradients (ZeRO-2). full: these and the weights, which are gathered layer by layer

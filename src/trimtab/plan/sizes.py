@@ -118,6 +118,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
     values = {
         "engine": "native",
         "devices": case.place.devices,
+        "cluster": "local",
         "shard": case.place.shard,
         "shard_devices": case.place.shard_devices,
         "prefetch": 1,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.cluster.mesh import open_store
+from trimtab.cluster.mesh import LOCALHOST, open_store
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.split_fleet import SplitFleet
@@ -21,6 +21,7 @@ from trimtab.cluster.transfer import ChannelSetup
 from trimtab.config.load import AnyConfig
 from trimtab.config.placement import groups_of_roles
 from trimtab.config.resolved import ResolvedConfig, with_plan
+from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.job import Job, Machine
@@ -29,10 +30,11 @@ from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
-from trimtab.run.assemble_ranks import STALL_STEPS, RankPlan, ranked_trainer, start_ranks
+from trimtab.run.assemble_ranks import RankPlan, open_ranks, ranked_trainer, start_ranks
 from trimtab.run.evaluation_rank import EvaluationFacts
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts
+from trimtab.run.ray_hosts import RayHosts, paths_of
 from trimtab.run.same_ranks import refuse_unequal_software
 from trimtab.run.sampler_rank import SamplerSetup
 from trimtab.run.shapes import shape_of, stated_models
@@ -76,20 +78,22 @@ def split_sizes(config: AnyConfig) -> tuple[int, int] | None:
     return None if samplers is None else (int(asked["actor"]), samplers)
 
 
-def plan_split(ready: CheckedRun, trainers: int, samplers: int) -> SplitPlan:
+def plan_split(ready: CheckedRun, trainers: int, samplers: int, hosts: RayHosts | None = None) -> SplitPlan:
     """The plans for so many devices that train and so many that generate."""
-    config, run = ready.config, ready.config.run
-    machine, chosen = machine_of_run(run.with_values({"devices": trainers + samplers}), ready.device)
+    config, count = ready.config, trainers + samplers
+    run = config.run.with_values({"devices": count})
+    machine, notes, names = _devices(run, ready, count, hosts)
     shape = shape_of(config.model.path, config.model.trust_remote_code)
     models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
     whole = job_of(config, models, ready.lengths)
-    names = ["cpu"] * (trainers + samplers) if chosen is None else [f"cuda:{each.index}" for each in chosen.devices]
 
     def over(job: Job, count: int, names: list[str], cut: bool, machine: Machine) -> RankPlan:
         pinned = {"devices": count, "placement": "auto"} | (
             {} if cut and count > 1 else {"shard": "auto", "shard_devices": "auto"}
         )
-        return RankPlan(plan_devices(run.with_values(pinned), job, machine), tuple(names[:count]), machine)
+        return RankPlan(
+            plan_devices(run.with_values(pinned), job, machine), tuple(names[:count]), machine, notes, hosts
+        )
 
     learns = replace(whole, generates=False, eval_sequences=0, eval_completion=0)
     samples = replace(whole, training=False, reference=False, critic=None, reward_models=(), compared=False)
@@ -97,6 +101,23 @@ def plan_split(ready: CheckedRun, trainers: int, samplers: int) -> SplitPlan:
         over(learns, trainers, names, True, machine.on(trainers)),
         over(replace(samples, old_logprobs=False), samplers, names[trainers:], False, machine.on(samplers)),
     )
+
+
+def _devices(
+    run: Run, ready: CheckedRun, count: int, hosts: RayHosts | None
+) -> tuple[Machine, tuple[str, ...], list[str]]:
+    """The machine, what to know of devices that are left out, and the devices as torch names them where they are."""
+    if hosts is not None:
+        if hosts.most is not None and hosts.most < count:
+            what = f"needs {count} devices, and {hosts.most} are left"
+            fix = "Write smaller numbers, or wait for the others with run.wait_for_hosts."
+            raise ConfigError([Problem("run.placement", what, fix)])
+        machine, notes = hosts.machine(hosts.asked(run))
+        return machine, notes, ["cpu" if hosts.kind == "CPU" else "cuda:0"] * count
+    machine, chosen = machine_of_run(run, ready.device)
+    if chosen is None:
+        return machine, (), ["cpu"] * count
+    return machine, tuple(chosen.notes), [f"cuda:{each.index}" for each in chosen.devices]
 
 
 def assemble_split(
@@ -111,14 +132,15 @@ def assemble_split(
 ) -> BuiltRun:
     """All of such a run, as it began or as a checkpoint left it."""
     learns, samples = planned.trainers, planned.samplers
-    store = open_store()
+    host = LOCALHOST if learns.hosts is None else learns.hosts.driver
+    store = open_store(host)
     backend = "gloo" if "gloo" in (learns.backend, samples.backend) else "nccl"
     prefix = f"channel-{os.getpid()}-{next(_channels)}"
     by_unit = learns.plan.run.shard != "full"
-    channel = ChannelSetup(store.port, prefix, 1 + len(samples.devices), backend, by_unit)
+    channel = ChannelSetup(store.port, prefix, 1 + len(samples.devices), backend, by_unit, host)
     trainers = start_ranks(learns, stage, ready, checkpoint, folder / RANK_LOGS, recoveries, channel)
     stack.callback(trainers.close)
-    samplers = _start_samplers(samples, ready, checkpoint, folder, channel)
+    samplers = _start_samplers(samples, ready, checkpoint, folder, channel, recoveries)
     samplers.store = store
     stack.callback(samplers.close)
     tell(f"loading {checkpoint or ready.config.model.path} on {len(trainers)} + {len(samplers)} ranks")
@@ -143,23 +165,26 @@ def assemble_split(
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(trainers, None if total is None else int(total * 2**30))
-    gpus = sorted({device for device in planned.devices if device != "cpu"})
+    gpus = sorted({device for device in planned.devices if device != "cpu" and learns.hosts is None})
     return BuiltRun(config, learns.plan, facts[0].policy, engine, trainer, meter, learns.notes, gpus, trainers)
 
 
 def _start_samplers(
-    planned: RankPlan, ready: CheckedRun, checkpoint: Path | None, folder: Path, channel: ChannelSetup
+    planned: RankPlan,
+    ready: CheckedRun,
+    checkpoint: Path | None,
+    folder: Path,
+    channel: ChannelSetup,
+    recoveries: Recoveries,
 ) -> Ranks:
     plan, count = planned.plan, len(planned.devices)
     setups = [
         SamplerSetup(rank, count, device, ready.config, ready.tokenizer, plan, checkpoint, folder, channel)
         for rank, device in enumerate(planned.devices)
     ]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(plan.run.threads)}
-    return Ranks(
-        "trimtab.run.sampler_rank",
-        setups,
-        folder / RANK_LOGS / "samplers",
-        variables=[variables] * count,
-        stall_s=STALL_STEPS * plan.times.total,
-    )
+
+    def tell(kind: str, text: str) -> None:
+        (recoveries.restarted if kind == "restarted" else recoveries.of_engine)(text)
+
+    logs, paths = folder / RANK_LOGS / "samplers", paths_of(ready.config, (), checkpoint)
+    return open_ranks("trimtab.run.sampler_rank", planned, setups, logs, ready, paths, tell)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +34,7 @@ from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
 from trimtab.run.profile import check_profile, open_profile
+from trimtab.run.ray_hosts import open_hosts
 from trimtab.run.resume import load_or_init_state
 from trimtab.run.stage import CheckedRun, Stage
 
@@ -67,6 +68,8 @@ def open_run(
     console.on_event = journal.event
     if inputs.lost:
         console.warn(f"{inputs.lost}\nAll ranks start again", "rank")
+    opened = open_hosts(asked.run, inputs.devices_before, console.waiting)
+    inputs = replace(inputs, hosts=stack.enter_context(opened))
     console.waiting(stage.reading_note)
     ready = stage.check(asked, inputs, stack, resume=resume)
     config, folder = ready.config, ready.folder
@@ -81,7 +84,7 @@ def open_run(
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
     sizes = split_sizes(ready.config)
-    planned = plan_ranks(ready) if sizes is None else plan_split(ready, *sizes)
+    planned = plan_ranks(ready, inputs.hosts) if sizes is None else plan_split(ready, *sizes, inputs.hosts)
     profiled = check_profile(
         inputs.profile, state.step, steps, 1 if planned is None else len(planned.devices), console.warn
     )

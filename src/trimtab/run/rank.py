@@ -18,7 +18,7 @@ import torch
 
 from trimtab.base.errors import TrimtabError
 from trimtab.base.spans import Taken, log
-from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
+from trimtab.cluster.mesh import LOCALHOST, GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.transfer import ChannelSetup, Transferred, whole_weights
@@ -59,7 +59,7 @@ class RankSetup:
     rank: int
     ranks: int
     store_port: int
-    """Where ranks meet, on this machine."""
+    """Where ranks meet, on the driver's machine."""
     prefix: str
     """Of this set of ranks there: another one may have been lost before."""
     backend: str
@@ -71,6 +71,8 @@ class RankSetup:
     checkpoint: Path | None
     reward_models: tuple[str, ...] = ()
     """Paths of the models that rewards come from."""
+    store_host: str = LOCALHOST
+    """The driver's machine, as ranks see it."""
     channel: ChannelSetup | None = None
     """Where other ranks generate: how they are sent weights."""
 
@@ -115,7 +117,9 @@ class Rank(RolloutOrders, ProfileOrders):
         torch.set_num_threads(plan.run.threads)
         self._stack = ExitStack()
         self._stack.enter_context(memory_limit(ready.config.run, device))
-        meeting = Meeting(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
+        meeting = Meeting(
+            setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device, setup.store_host
+        )
         self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
         self._collective = COLLECTIVE.get(plan.run.shard, frozenset())
         self._build(setup, device)

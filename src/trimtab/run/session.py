@@ -36,8 +36,8 @@ from trimtab.run.buffer import Buffer
 from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_sinks, update_settings
 from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
 from trimtab.run.inputs import Inputs
-from trimtab.run.machine import memory_limit, pick_device
 from trimtab.run.open_run import OpenRun, open_run
+from trimtab.run.ray_hosts import open_device
 from trimtab.run.roles import Prompts, Session
 from trimtab.run.rollout_data import (
     Work,
@@ -71,8 +71,7 @@ class CheckedPrompts(CheckedRun):
 
 def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedPrompts:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
-    device = pick_device(asked.run)
-    stack.enter_context(memory_limit(asked.run, device))
+    device = open_device(asked.run, inputs.hosts, stack)
     folder = find_folder(asked.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
     refuse_without_engine(asked.run, device)
