@@ -24,7 +24,10 @@ def plan(
         str | None, typer.Option("--device", help="A known device: h200, a100-40, rtx4090, cpu ...")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, max=1024, help="Devices of the machine; 8 make a host.")
+        int | None, typer.Option("--devices", min=1, max=1024, help="Devices of the machine, or of the cluster.")
+    ] = None,
+    devices_per_host: Annotated[
+        int | None, typer.Option("--devices-per-host", min=1, max=64, help="Devices of each host. Default: 8.")
     ] = None,
     device_memory: Annotated[
         str | None,
@@ -49,7 +52,7 @@ def plan(
 
             from trimtab.run.plan_command import PlanOptions, look
 
-        asked = PlanOptions(device, devices, device_memory, host_memory, profile, like)
+        asked = PlanOptions(device, devices, devices_per_host, device_memory, host_memory, profile, like)
         with loading(as_json, "planning"):
             looks = [look(file, overrides or [], asked) for file in [config, *(compare or [])]]
         console = Console(file=console_file(as_json), highlight=False)
@@ -62,7 +65,7 @@ def plan(
         if as_json:
             results: list[dict[str, Any]] = [found.as_dict() for found in looks]
             print_json(results[0] if not compare else {"plans": results})
-        if not all(found.plan.fits for found in looks):
+        if not all(found.fits for found in looks):
             raise typer.Exit(1)
 
 
@@ -70,12 +73,21 @@ def _view(found: PlanResult) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    from trimtab.observe.placement_view import placement_view
     from trimtab.observe.plan_view import plan_view
     from trimtab.plan.report import offers
 
-    shown = plan_view(found.plan, offers(found.plan, found.config.run, found.profile), found.profile)
-    parts: list[RenderableType] = [shown]
+    chosen = found.arranged.chosen
+    if found.split:
+        parts: list[RenderableType] = [
+            plan_view(group.plan, (), found.profile, f"{group.devices} devices: {', '.join(group.roles)}")
+            for group in chosen.groups
+        ]
+    else:
+        parts = [plan_view(found.plan, offers(found.plan, found.config.run, found.profile), found.profile)]
+    if found.split or found.arranged.runners_up:
+        parts.append(placement_view(found.arranged))
     parts += [Text(note, style="dim") for note in found.notes]
-    if not found.plan.fits:
+    if not found.fits:
         parts.append(Text(str(found.refusal()), style="red"))
     return Group(*parts)

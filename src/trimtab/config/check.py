@@ -17,6 +17,7 @@ from trimtab.config.contradiction import Contradiction, changed, clash, reward_n
 from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
 from trimtab.config.objectives import judges, normalized, reward_models, tasks
+from trimtab.config.placement import placement
 from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
 from trimtab.config.reward_model import RewardModelConfig
@@ -44,7 +45,7 @@ def clashes(config: Config | Offline) -> list[Contradiction]:
     if isinstance(config, Config):
         learn = resolve(config.learn)
         return [clash for check in CHECKS for clash in check(config, learn)]
-    shared = (offload, kernels, prefetch, ranks, _data, _texts, _observe)
+    shared = (offload, kernels, prefetch, ranks, placement, _data, _texts, _observe)
     return [clash for check in shared for clash in check(config, None)] + [*too_large(config), *_supervised(config)]
 
 
@@ -446,6 +447,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     kernels,
     prefetch,
     ranks,
+    placement,
     _clip,
     _kl,
     _schedule,

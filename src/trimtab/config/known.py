@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import StrictInt
+
 from trimtab.config.learn import AdvantageName, AggregateName, Clip, DynamicSampling, Learn, LossName
 from trimtab.config.run import Offload, Recompute, Rollout, Run, Shard
 
@@ -63,6 +65,7 @@ class ResolvedRun(Run):
     shard: Shard
     shard_devices: int
     prefetch: int
+    placement: Literal["colocated", "split"] | dict[str, StrictInt | str]
     threads: int
     engine: Literal["native", "vllm", "sglang"]
     kernels: Literal["native", "liger", "plain"]

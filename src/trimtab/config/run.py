@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, StrictInt, model_validator
 
 from trimtab.base.units import BYTES_IN
 from trimtab.config.base import Auto, PositiveInt, Section
@@ -91,6 +91,11 @@ class Run(Section):
     prefetch: PositiveInt | Auto = "auto"
     """Layers whose weights are gathered while the ones before them are computed, with shard: full. Each takes the memory of a
     layer. auto: 1."""
+    placement: Literal["auto", "colocated", "split"] | dict[str, StrictInt | str] = "auto"
+    """Which devices do what. colocated: all do everything, in turn. split: some train and others generate. A mapping pins it:
+    each role (actor, critic, reference, reward, rollout) has a number of devices, or the name of the role whose devices it shares:
+    {actor: 16, critic: 16, reference: actor, reward: critic, rollout: 16}. A role left out is on the actor's devices. auto: the
+    fastest that this version can run."""
     profile: Literal["safe", "balanced", "max"] = "balanced"
     """How much of the memory a plan may fill: 80, 90 or 96 %. max also makes micro-batches as large as fit, where the others stop
     at what makes a step faster."""

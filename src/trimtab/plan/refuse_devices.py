@@ -9,7 +9,7 @@ from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.placement import SHARDS_BUILT, device_counts, unblocked_row
+from trimtab.plan.placement import PLACEMENTS_BUILT, SHARDS_BUILT, device_counts, unblocked_row
 
 MAX_RANKS_PER_CORE = 4
 """Processes that a CPU is asked to run for each of its cores: with more, they only wait for each other."""
@@ -18,6 +18,7 @@ MAX_RANKS_PER_CORE = 4
 def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     """Raises where this machine, or this model, has no such placement."""
     refuse_missing_devices(run, machine)
+    _refuse_placement(run, machine)
     most = run.devices if run.devices != "auto" else 1 if machine.cpu else machine.devices
     if run.shard not in ("auto", "none") and most == 1:
         where = "a CPU counts as one device" if machine.cpu else f"{_this(machine)} has one GPU"
@@ -52,6 +53,24 @@ def refuse_missing_devices(run: Run, machine: Machine) -> None:
         gpus = "1 GPU" if machine.devices == 1 else f"{machine.devices} GPUs"
         what = f"is {run.devices}, but {_this(machine)} has {gpus}"
         raise ConfigError([Problem("run.devices", what, f"Write {machine.devices} or less, or auto.")])
+
+
+def _refuse_placement(run: Run, machine: Machine) -> None:
+    """A placement that this version cannot run here, or that the machine has too few devices for."""
+    if run.placement in ("auto", "colocated"):
+        return
+    if machine.here and "split" not in PLACEMENTS_BUILT:
+        what = (
+            "this version cannot train with roles on different devices yet; `trimtab plan --device NAME --devices N` shows "
+            "what it would take"
+        )
+        raise ConfigError([Problem("run.placement", what, "Write colocated or auto, and run.devices for a number.")])
+    need = sum(n for n in run.placement.values() if isinstance(n, int)) if isinstance(run.placement, dict) else 2
+    if need > machine.devices:
+        have = f"{machine.devices} device{'s' * (machine.devices > 1)}"
+        what = f"needs {need} devices, but {_this(machine)} has {have}"
+        fix = f"Plan for --devices {need}, or write a smaller placement."
+        raise ConfigError([Problem("run.placement", what, fix)])
 
 
 def _this(machine: Machine) -> str:

@@ -18,6 +18,7 @@ from trimtab.plan.kv import shared_kv_bytes
 from trimtab.plan.ledger import parts_of, processes_of, through_host
 from trimtab.plan.links import link_of
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.shape import ModelShape
 from trimtab.plan.states import reference_bytes, waiting_state_bytes
 
 LAUNCH_LAYER_S = 2.6e-3
@@ -217,12 +218,20 @@ class _Clock(_Rates):
         return max(products, passes * self.device_step(1, self.job.typical_prompt)) + 0.01
 
     def score(self) -> float:
+        frozen = sum(self._frozen_pass(shape) for shape in (*self.job.frozen, *self.job.reward_models))
         if not self._scorings:
-            return 0.0
-        moved = 0.0
+            return frozen
+        moved = frozen
         if self.job.reference and self.run.offload.reference:
             moved = reference_bytes(self.job, self.place) / self.machine.device.host_link
         return self._scorings * self._one_scoring().total + moved
+
+    def _frozen_pass(self, shape: ModelShape) -> float:
+        """Seconds of a model beside the first that reads every conversation of the step once."""
+        job = self.job
+        tokens = job.sequences * (job.typical_prompt + job.expected_completion) / self.machine.devices
+        mine = replace(self, job=replace(job, shape=shape))
+        return 2 * shape.active_parameters * tokens / mine.flops
 
     @property
     def _scorings(self) -> int:
