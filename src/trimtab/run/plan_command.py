@@ -23,9 +23,12 @@ from trimtab.plan.planner import PROFILES, Plan
 from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot
 from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.report import as_dict
+from trimtab.plan.scenario import DEFAULT_STEPS, parse_quantiles, scenario_of, with_lengths
+from trimtab.plan.simulate import Scenario, Simulated, simulate
 from trimtab.plan.source import ASSUMED_EXAMPLE_TOKENS, stated_lengths
 from trimtab.plan.work import job_of
 from trimtab.run.completion_lengths import lengths_of
+from trimtab.run.measured_times import measured_times
 from trimtab.run.shapes import shape_of, stated_models
 
 ASSUMED_HOST_BYTES = 256 * GIB
@@ -43,6 +46,11 @@ class PlanOptions:
     host_memory: str | None = None
     profile: str | None = None
     like: Path | None = None
+    simulate: bool = False
+    lengths: str | None = None
+    times: Path | None = None
+    steps: int = DEFAULT_STEPS
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class PlanResult:
     profile: str
     notes: Sequence[str]
     arranged: Arranged
+    simulated: tuple[Scenario, Simulated] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         found = as_dict(self.plan) | arranged_as_dict(self.arranged)
@@ -82,6 +91,7 @@ class PlanResult:
 
 def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
     config = load_any(file, overrides)
+    _refuse_simulation(asked, config)
     profile = _profile(asked.profile or config.run.profile)
     memory = _bytes("--device-memory", asked.device_memory)
     machine, notes = _machine(asked, memory, config.run)
@@ -98,7 +108,10 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
         notes.append(
             f"Assuming {job.longest_prompt}-token prompts. Set data.max_prompt_tokens, or run train, which measures them."
         )
-    if asked.like is not None and job.generates:
+    if asked.lengths is not None and job.generates:
+        job, words = _with_lengths(job, asked.lengths)
+        notes.append(f"Assuming completions {words}: {job.expected_completion:.0f} tokens on average.")
+    elif asked.like is not None and job.generates:
         job = replace(job, lengths=lengths_of(asked.like, job.completion))
         notes.append(
             f"Assuming completions as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
@@ -122,7 +135,31 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
             f"The run does not fit with run.profile: {profile}. This plan uses {filled} instead, as train would."
         )
     plan = arranged.chosen.trainer.plan
-    return PlanResult(plan, config, filled, [*notes, *_not_built(arranged)], arranged)
+    simulated = None
+    if asked.simulate and arranged.chosen.fits:
+        measured = None if asked.times is None else measured_times(asked.times)
+        scenario = scenario_of(arranged.chosen, asked.steps, asked.seed, measured)
+        simulated = scenario, simulate(scenario)
+    return PlanResult(plan, config, filled, [*notes, *_not_built(arranged)], arranged, simulated)
+
+
+def _with_lengths(job: Job, lengths: str) -> tuple[Job, str]:
+    """The job with lengths of a run folder, or of quantiles; and what they are, in words."""
+    folder = Path(lengths).expanduser()
+    if folder.is_dir():
+        return with_lengths(job, lengths_of(folder, job.completion)), f"as long as in {folder}"
+    return with_lengths(job, parse_quantiles(lengths)), f"of the lengths {lengths}"
+
+
+def _refuse_simulation(asked: PlanOptions, config: AnyConfig) -> None:
+    """Options of a simulation that there is none of."""
+    if asked.simulate and not isinstance(config, Config):
+        what = "this stage generates nothing, so there is nothing to simulate"
+        raise ConfigError([Problem("--simulate", what, "Leave it out.")])
+    if asked.times is not None and not asked.simulate:
+        raise ConfigError([Problem("--times", "has no effect without --simulate", "Add --simulate, or leave it out.")])
+    if asked.like is not None and asked.lengths is not None:
+        raise ConfigError([Problem("--lengths", "says the same as --like", "Leave one of the two out.")])
 
 
 def _not_built(arranged: Arranged) -> list[str]:
