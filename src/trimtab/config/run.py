@@ -99,8 +99,8 @@ class Run(Section):
     """Layers whose weights are gathered while the ones before them are computed, with shard: full. Each takes the memory of a
     layer. auto: 1."""
     placement: Literal["auto", "colocated", "split"] | dict[str, StrictInt | str] = "auto"
-    """Which devices do what. colocated: all do everything, in turn. split: some train, others generate. A mapping pins it: each
-    role (actor, critic, reference, reward, rollout) has a number of devices, or the name of the role whose devices it shares:
+    """Which devices do what. colocated: all do everything, in turn. split: some train and others generate. A mapping pins it:
+    each role (actor, critic, reference, reward, rollout) has a number of devices, or a role to share with:
     {actor: 16, critic: 16, reference: actor, reward: critic, rollout: 16}. A role left out is on the actor's devices. auto: the
     fastest that this version can run."""
     profile: Literal["safe", "balanced", "max"] = "balanced"

@@ -26,6 +26,7 @@ from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.refusal import plan_devices
+from trimtab.plan.refuse_devices import refuse_unbuilt
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
@@ -59,23 +60,12 @@ class SplitPlan:
 def split_sizes(config: AnyConfig) -> tuple[int, int] | None:
     """How many devices train and how many generate, where a config says that these are not the same."""
     asked = config.run.placement
-    if isinstance(asked, str) or not isinstance(config, ResolvedConfig):
+    if asked in ("auto", "colocated") or not isinstance(config, ResolvedConfig):
         return None
+    refuse_unbuilt(asked)
+    assert not isinstance(asked, str)
     groups = groups_of_roles(asked)
-    apart = [roles for roles in groups if "actor" not in roles and roles != ("rollout",)]
-    if apart:
-        role = apart[0][0]
-        raise ConfigError(
-            [
-                Problem(
-                    "run.placement",
-                    f"gives {role} devices of its own, which this version can plan and not run",
-                    f"Write {role}: actor. Only rollout can be apart from the actor.",
-                )
-            ]
-        )
-    samplers = groups.get(("rollout",))
-    return None if samplers is None else (int(asked["actor"]), samplers)
+    return int(asked["actor"]), groups[("rollout",)]
 
 
 def plan_split(ready: CheckedRun, trainers: int, samplers: int, hosts: RayHosts | None = None) -> SplitPlan:
