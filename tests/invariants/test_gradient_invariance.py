@@ -26,7 +26,7 @@ CASES: dict[str, list[Any]] = {
     "shard": ["auto"],
     "shard_devices": ["auto"],
     "prefetch": ["auto"],
-    "placement": ["auto", "colocated"],  # roles on different devices: no run can have them yet
+    "placement": ["auto", "colocated"],  # rollout on devices of its own: tests/cluster/test_split.py
     "profile": ["safe", "balanced", "max"],
     "memory": ["3GiB"],
     "threads": [1, 2],
@@ -124,7 +124,7 @@ def step(
             return apply(lr)
 
         session.trainer.updater.optimizer.apply = capture
-        groups, _ = loop.rollout(session)
+        groups = session.buffer.next(session).groups
         loop.update(session, groups)
         if weights is not None:
             weights |= {

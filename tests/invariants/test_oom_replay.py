@@ -135,7 +135,7 @@ def step(model_folder: Path, folder: Path, learn: dict[str, Any], inject: Inject
         session.trainer.updater.optimizer.apply = capture
         if inject is not None:
             inject(session)
-        groups, _ = loop.rollout(session)
+        groups = session.buffer.next(session).groups
         metrics = loop.update(session, groups)
         weights = {n: p.detach().clone() for n, p in session.trainer.updater.policy.model.named_parameters()}
         recoveries = session.state.oom_recoveries

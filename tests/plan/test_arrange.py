@@ -93,9 +93,14 @@ def test_a_placement_that_cannot_be_is_refused_by_name(asked: Any, more: dict[st
 
 def test_a_run_refuses_what_it_cannot_carry_out() -> None:
     job, here = work("qwen2.5-7b"), replace(cluster("h100", 16), here=True)
-    for asked in ("split", {"actor": 4, "rollout": 4}):
-        with pytest.raises(ConfigError, match="cannot train with roles on different devices yet"):
+    for asked, words in (
+        ("split", "does not say how many devices generate"),
+        ({"actor": 4}, "puts all roles on the same devices. Write run.devices: 4 instead"),
+        (BY_HAND, "gives critic devices apart from the actor's, which this version can plan and not run"),
+    ):
+        with pytest.raises(ConfigError, match=words):
             refuse_devices(Run(placement=asked), job, here)
+    refuse_devices(Run(placement={"actor": 4, "rollout": 4}), job, here)
     with pytest.raises(ConfigError, match="needs 48 devices, but the planned machine has 8 devices"):
         refuse_devices(Run(placement=BY_HAND), PPO_7B, cluster("h100", 8))
     refuse_devices(Run(placement="colocated"), job, here)

@@ -19,6 +19,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "calculator"
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(5)]
 
 
+@pytest.mark.slow
 def test_a_reward_that_only_an_environment_gives_is_learned_and_repeats_exactly(model_folder, tmp_path) -> None:
     """Thirty steps on a reward that any policy can raise, given turn by turn: more of the letter a."""
     weights, rewards = [], []
