@@ -24,6 +24,7 @@ CASES: dict[str, list[Any]] = {
     "shard": ["auto"],
     "shard_devices": ["auto"],
     "prefetch": ["auto"],
+    "overlap": ["auto", False],
     "profile": ["safe", "balanced", "max"],
     "memory": ["3GiB"],
     "threads": [1, 2],

@@ -63,6 +63,7 @@ class ResolvedRun(Run):
     shard: Shard
     shard_devices: int
     prefetch: int
+    overlap: bool
     threads: int
     engine: Literal["native", "vllm", "sglang"]
     kernels: Literal["native", "liger", "plain"]

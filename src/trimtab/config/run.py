@@ -91,6 +91,10 @@ class Run(Section):
     prefetch: PositiveInt | Auto = "auto"
     """Layers whose weights are gathered while the ones before them are computed, with shard: full. Each takes the memory of a
     layer. auto: 1."""
+    overlap: bool | Auto = "auto"
+    """Sum gradients over ranks while the backward pass still runs, layer by layer as they are done, instead of after it. Costs no
+    memory. With shard: full it is always so. auto: true on several devices, unless only adapters are trained, which are summed at
+    once."""
     profile: Literal["safe", "balanced", "max"] = "balanced"
     """How much of the memory a plan may fill: 80, 90 or 96 %. max also makes micro-batches as large as fit, where the others stop
     at what makes a step faster."""

@@ -23,9 +23,11 @@ from trimtab.plan.rules import (
     best_processes,
     most_at_once,
     most_prefilled,
+    overlaps,
     useful_budget,
     why_away,
     why_kernels,
+    why_overlap,
     why_placed,
     workers_for,
 )  # fmt: skip
@@ -120,6 +122,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "shard": case.place.shard,
         "shard_devices": case.place.shard_devices,
         "prefetch": 1,
+        "overlap": overlaps(case.place, job),
         "kernels": "native" if job.fused else "plain",
         "threads": machine.cores_per_rank,
         "reward_workers": workers_for(machine.cores),
@@ -150,6 +153,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "prefetch": "one layer is gathered while another runs"
         if case.place.shard == "full"
         else "no layer is gathered",
+        "overlap": why_overlap(case.place, job),
         "reward_workers": "one per core, at most 8",
     }
     return Sizes(run, filled, why, way.kv_fifths)

@@ -104,6 +104,7 @@ def update_settings(run: ResolvedRun) -> dict[str, Any]:
         "offload_optimizer": run.offload.optimizer,
         "offload_activations": run.offload.activations,
         "reduce_early": run.shard == "gradients" and run.devices > 1,
+        "overlap": run.overlap,
     }
 
 

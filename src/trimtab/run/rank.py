@@ -86,10 +86,17 @@ class RankFacts:
 
 
 COLLECTIVE: dict[str, frozenset[str]] = {
+    "none": frozenset({"accumulate"}),
+    "optimizer": frozenset({"accumulate"}),
     "gradients": frozenset({"accumulate"}),
     "full": frozenset({"accumulate", "score", "time_update", "publish", "reserve_copy", "capture", "export"}),
 }
-"""Orders in which ranks wait for each other, by `run.shard`. `apply` is one too: a rank that fails there cannot go on."""
+"""Orders in which ranks wait for each other, by `run.shard`. `apply` is one too: a rank that fails there cannot go on. Under
+`none` and `optimizer` sums wait that were begun, not ranks: one that is short begins the rest (`Relieved`), if it can."""
+
+
+class Relieved(MemoryError):
+    """Memory ran out, and nobody waits for this rank any more."""
 
 
 class HalfApplied(Exception):
@@ -174,8 +181,14 @@ class Rank(RolloutOrders, ProfileOrders):
     # The update
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
-        self._active = self._updaters[model]
-        return self._active.accumulate_share(share, kl_coef).on_host()
+        self._active = updater = self._updaters[model]
+        if not updater.overlaps:
+            return updater.accumulate_share(share, kl_coef).on_host()
+        outcome = attempt(lambda: updater.accumulate_share(share, kl_coef).on_host())
+        if isinstance(outcome, Shortage):
+            updater.abandon()
+            raise Relieved(outcome.message)
+        return outcome
 
     @contextmanager
     def around(self, method: str) -> Iterator[None]:
@@ -183,13 +196,14 @@ class Rank(RolloutOrders, ProfileOrders):
         freed."""
         try:
             yield
-        except TrimtabError:
+        except (TrimtabError, Relieved):
             raise  # for the user, from all ranks or at a place where none waits
         except Exception as error:
             if method not in self._collective:
                 raise
             freed = not is_out_of_memory(error) and self._mesh.was_aborted
             traceback.clear_frames(error.__traceback__)  # they hold groups
+            self._lose_peers()
             for model in self._sharded_models():
                 model.ungroup()
             self._mesh.abort()
@@ -202,9 +216,15 @@ class Rank(RolloutOrders, ProfileOrders):
         return not self._mesh.joined
 
     def rejoin(self) -> None:
+        self._lose_peers()
         self._mesh.rejoin()
         for model in self._sharded_models():
             model.regroup(self._mesh.device_mesh)
+
+    def _lose_peers(self) -> None:
+        """What is under way holds groups, too."""
+        for updater in self._updaters.values():
+            updater.lose_peers()
 
     def _sharded_models(self) -> list[ShardedPolicy]:
         models = [*(updater.policy for updater in self._updaters.values()), self._reference]
