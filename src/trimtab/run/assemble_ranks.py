@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,8 @@ from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
-from trimtab.run.build import is_automatic
+from trimtab.run.build import calibrated, is_automatic
+from trimtab.run.calibrate import worst
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
 from trimtab.run.same_ranks import refuse_unequal_software
@@ -111,10 +112,13 @@ def assemble_ranks(
     refuse_unequal_software([each.software for each in facts])
     if (models := stage.reward_models(ready)) is not None:
         models.use([RankedClassifier(ranks, number) for number in range(len(models.paths))])
+    engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
+    updaters = _updaters(stage, plan, ranks, facts)
+    if stage.rehearses:
+        plan = calibrated_on(ranks, plan, ready.config.run, updaters.values(), engine)
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
-    engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
-    trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
+    trainer = _trainer(stage, ready, config, planned.plan, plan, ranks, updaters, engine, recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
@@ -152,31 +156,44 @@ def _start(
     return ranks
 
 
+def calibrated_on(ranks: Ranks, plan: Plan, asked: Run, updaters: Iterable[RankedUpdater], engine: Fleet) -> Plan:
+    """The plan after every rank has measured two micro-batches, as one device does. Not where passes need other ranks, or whole
+    gradients have no room: a rank that ran short of memory would leave the others waiting."""
+    if plan.run.shard not in ("none", "optimizer"):
+        return plan
+    return calibrated(plan, asked, updaters, engine, lambda job, run: worst(ranks.ask("calibrate", job, run)))
+
+
+def _updaters(stage: Stage, plan: Plan, ranks: Ranks, facts: list[RankFacts]) -> dict[str, RankedUpdater]:
+    shape = plan.job.shape
+    cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
+    full = plan.run.shard == "full"
+    equal = full or plan.run.shard == "gradients"
+    return {
+        name: RankedUpdater(ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full)  # type: ignore[arg-type]
+        for name in facts[0].updaters
+    }
+
+
 def _trainer(
     stage: Stage,
     ready: CheckedRun,
     config: Any,
+    first: Plan,
     plan: Plan,
     ranks: Ranks,
-    facts: list[RankFacts],
+    updaters: dict[str, RankedUpdater],
     engine: Fleet,
     recoveries: Recoveries,
 ) -> RankedTrainer:
+    """`first`: the plan before anything was measured, which says what is automatic."""
     job, asked = plan.job, ready.config.run
     longest = job.longest_sequence if job.generates else job.longest_trained
-    shape = job.shape
-    cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
-    full = plan.run.shard == "full"
-    equal = full or plan.run.shard == "gradients"
-    updaters = {
-        name: RankedUpdater(ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full)  # type: ignore[arg-type]
-        for name in facts[0].updaters
-    }
     shorter = stage.shorter(config)
     guard = Guard(updaters["policy"], engine, least_kv_tokens=longest, shorter=shorter, report=recoveries.of_policy)
     critic = None
     if "critic" in updaters:
         critic = Guard(updaters["critic"], NoRollout(), least_kv_tokens=0, shorter=shorter, report=recoveries.of_critic)
     updates = config.learn.updates_per_batch if isinstance(config, ResolvedConfig) else 1
-    governor = Governor(plan, is_automatic(asked, plan), asked.checkpoint_activations == "auto", updates)
+    governor = Governor(plan, is_automatic(asked, first), asked.checkpoint_activations == "auto", updates)
     return RankedTrainer(ranks, guard, governor, critic)

@@ -22,13 +22,14 @@ from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.updater import UpdaterFacts
+from trimtab.config.known import ResolvedRun
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
-from trimtab.plan.job import Job
+from trimtab.plan.job import Correction, Job
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.plan.trials import Trial
@@ -38,6 +39,7 @@ from trimtab.record.host_copy import HostCopy
 from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
+from trimtab.run.calibrate import probe
 from trimtab.run.machine import load_within, memory_limit
 from trimtab.run.models import load_policies, load_sharded_policies, put_reference_away
 from trimtab.run.profile import ProfileOrders
@@ -229,6 +231,9 @@ class Rank(RolloutOrders, ProfileOrders):
     def _sharded_models(self) -> list[ShardedPolicy]:
         models = [*(updater.policy for updater in self._updaters.values()), self._reference]
         return [model for model in models if isinstance(model, ShardedPolicy)]
+
+    def calibrate(self, job: Job, run: ResolvedRun) -> Correction:
+        return probe(self._updaters["policy"], job, run)
 
     def time_update(self, job: Job, budget: int) -> Trial:
         return timed_update(self._updaters["policy"], job, budget)
