@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,10 +50,10 @@ CASES = [
 ]
 
 
-def samples() -> list[Sample]:
+def samples(count: int = 7) -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     found = []
-    for index in range(7):
+    for index in range(count):
         tokens = torch.randint(3, VOCABULARY, (4 + index,), generator=generator)
         share = torch.full(tokens.shape, 1 / 49)
         found.append(Sample([5, 6, 7, 8 + index], tokens, torch.zeros(0), share, torch.zeros(0)))
@@ -72,13 +74,16 @@ def model_of(case: Case) -> Any:
 class Ranked:
     """The updater of one of two ranks."""
 
+    count, budget = 7, 30
+    """Samples of a step, and tokens of a micro-batch."""
+
     def __init__(self, mesh: Mesh, model: Any, case: Case, **settings: Any) -> None:
         self.mesh, self.policy = mesh, ShardedPolicy(model, mesh.device_mesh, CPU, prefetch=case.prefetch)
         self.updater = updater(self.policy, mesh, **case.settings, **settings)
 
     def accumulate(self) -> None:
         objective = self.updater.objective
-        shares = deal_samples(objective.together, samples(), 30, 2, Cost(), equal=True)
+        shares = deal_samples(objective.together, samples(self.count), self.budget, 2, Cost(), equal=True)
         assert len(shares[0].batches) == len(shares[1].batches) > 1
         self.updater.accumulate_share(shares[self.mesh.rank])
 
@@ -102,22 +107,26 @@ class Ranked:
         return {name: self.policy.weights.whole(p).detach().clone() for name, p in named.items()}
 
 
-def steps_alone(case: Case) -> dict[str, Any]:
+def steps_alone(
+    case: Case, count: int = 7, use: Callable[[Policy], None] = lambda policy: None, more: int = 2
+) -> dict[str, Any]:
+    """`use`: chooses how the policy computes. `more`: steps after the first."""
     policy = Policy(model_of(case))
+    use(policy)
     alone = updater(policy, **case.settings)
-    alone.accumulate(samples())
+    alone.accumulate(samples(count))
     gradient = {
         name: p.grad.clone() if grad is None else grad.clone()
         for (name, p), grad in zip(policy.weights.parameters.items(), alone.optimizer.grads())
     }
-    norms = [alone.apply(1e-2).grad_norm, *(alone.step(samples(), 1e-2).grad_norm for _ in range(2))]
+    norms = [alone.apply(1e-2).grad_norm, *(alone.step(samples(count), 1e-2).grad_norm for _ in range(more))]
     weights = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     return {"gradient": gradient, "norms": norms, "weights": weights}
 
 
 def run_rank(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    meshes.START_TIMEOUT = timedelta(seconds=60)
+    meshes.START_TIMEOUT = meshes.STEP_TIMEOUT = timedelta(seconds=60)
     mesh = Mesh(Meeting(port, "full", rank, 2, "gloo", CPU), 2)
     for case in CASES:
         ranked = Ranked(mesh, model_of(case), case)
@@ -133,6 +142,8 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
     ranked.step()
     _save(folder / "went_on.pt", rank, ranked.weights())
     _resume(mesh, folder, half, rank)
+    del ranked
+    gc.collect()  # whatever holds a group keeps the other rank waiting in it
     _break_off(mesh, folder, rank)
     try:
         Ranked(mesh, model_of(CASES[0]), CASES[0], states="8bit")

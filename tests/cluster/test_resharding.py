@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from tiny import tiny_model
 
 from tests.forked_ranks import fork_ranks
 from tests.running import letters
+from trimtab.base.errors import TrainingError
 from trimtab.config.load import config_from_dict
 from trimtab.model.load import save_model
 from trimtab.record.checkpoint import newest_checkpoint
@@ -23,6 +26,7 @@ from trimtab.record.shards import StateReader
 from trimtab.run import loop
 from trimtab.run.inputs import Inputs
 from trimtab.run.session import open_session
+from trimtab.workers import program
 
 pytestmark = pytest.mark.timeout(300)
 INPUTS = Inputs(train_rows=[{"prompt": f"{a}+2="} for a in range(9)], rewards={"letters": letters})
@@ -160,3 +164,35 @@ def test_any_ranks_read_what_any_saved(kind: str, saves: Layout, tmp_path: Path,
             pytest.skip(f"{kind} under full: rows of the tiny model are shorter than a block")
         reads = [layout for layout in reads if layout[1] != "full"]
     check(kind, saves, reads, tmp_path, tokenizer)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "optimizer-00002-of-00002.safetensors": (flip, "was changed or damaged after it was written: its sha256 differs"),
+    "optimizer-00001-of-00002.safetensors": (
+        lambda file: os.truncate(file, 999),
+        "has 999 bytes, but was written with",
+    ),
+    "model-00002-of-00002.safetensors": (flip, "was changed or damaged after it was written: its sha256 differs"),
+}
+
+
+def test_a_rank_file_with_a_flipped_bit_or_too_short_is_refused_by_name(tmp_path, tokenizer, monkeypatch) -> None:
+    """Before a rank is started, whatever number of them would read it."""
+    fork_ranks(monkeypatch)
+    kind = "bfloat16 with masters, tied"
+    model = model_of(kind, tmp_path / "model", tokenizer)
+    checkpoint = train(config(model, tmp_path / "run", kind, (2, "optimizer")))
+    monkeypatch.setattr(program, "start", None)
+    for reads in ((2, "optimizer"), (1, "none")):
+        for name, (damage, words) in DAMAGES.items():
+            whole = (checkpoint / name).read_bytes()
+            damage(checkpoint / name)
+            with pytest.raises(TrainingError, match=f"{re.escape(name)} {words}"), ExitStack() as stack:
+                open_session(config(model, tmp_path / "run", kind, reads), INPUTS, stack, resume=True)
+            (checkpoint / name).write_bytes(whole)

@@ -24,6 +24,8 @@ BASE: dict[str, Any] = {
         ({"devices": 6, "shard": "optimizer", "shard_devices": 4}, "does not divide the 6 devices"),
         ({"devices": 4, "shard": "none", "shard_devices": 2}, "every rank holds everything"),
         ({"devices": 4, "shard": "full", "shard_devices": 1}, "nothing is in parts"),
+        ({"devices": 1, "overlap": True}, "has no effect on one device"),
+        ({"devices": 4, "shard": "full", "overlap": False}, "always summed over ranks beside the backward pass"),
     ],
 )
 def test_parts_that_cannot_be(run: dict[str, Any], words: str) -> None:
@@ -34,7 +36,8 @@ def test_parts_that_cannot_be(run: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        {"devices": 1, "shard": "none", "shard_devices": 1},
+        {"devices": 1, "shard": "none", "shard_devices": 1, "overlap": False},
+        {"devices": 4, "shard": "full", "overlap": True},
         {"devices": 8, "shard": "optimizer", "shard_devices": 4},
         {"shard": "gradients"},
         {"devices": 2},

@@ -26,6 +26,7 @@ CASES: dict[str, list[Any]] = {
     "shard": ["auto"],
     "shard_devices": ["auto"],
     "prefetch": ["auto"],
+    "overlap": ["auto", False],
     "placement": ["auto", "colocated"],  # rollout on devices of its own: tests/cluster/test_split.py
     "profile": ["safe", "balanced", "max"],
     "memory": ["3GiB"],

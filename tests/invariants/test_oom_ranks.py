@@ -79,6 +79,23 @@ def in_backward(rank: int, number: int) -> Callable[[pytest.MonkeyPatch], None]:
     return inject
 
 
+def at_sums(rank: int, *numbers: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """These of the sums over ranks that are begun beside a backward pass run out of memory on that rank."""
+
+    def inject(patch: pytest.MonkeyPatch) -> None:
+        begin, calls = MasterAdamW.begin_sum, [0]
+
+        def failing(optimizer: MasterAdamW, name: str) -> None:
+            calls[0] += 1
+            if this_rank() == rank and calls[0] in numbers:
+                short()
+            begin(optimizer, name)
+
+        patch.setattr(MasterAdamW, "begin_sum", failing)
+
+    return inject
+
+
 def with_gradient(*_: Any) -> bool:
     return torch.is_grad_enabled()
 
@@ -133,6 +150,35 @@ def test_memory_that_runs_out_on_one_rank(
     for key, expected in whole.items():
         torch.testing.assert_close(weights[key], expected, atol=1e-7, rtol=0)
     assert "out of memory" in capsys.readouterr().out
+    assert "run/rank_restarts" not in found.metrics[-1], "survived, not started again"
+
+
+SUMS = {
+    "the last backward pass, with sums under way": at_sums(1, 3),
+    "nor can it be given up": at_sums(1, 3, 4),
+    "of both ranks": lambda patch: (at_sums(0, 2)(patch), at_sums(1, 4)(patch)),
+}
+
+
+@pytest.mark.parametrize(
+    ("shard", "name"),
+    [
+        pytest.param(shard, name, marks=() if shard == "optimizer" else pytest.mark.slow)
+        for shard in ("none", "optimizer")
+        for name in SUMS
+    ],
+)
+def test_memory_that_runs_out_while_gradients_are_summed(
+    model_folder: Path, tmp_path: Path, whole: dict[str, torch.Tensor], shard: str, name: str, monkeypatch, capsys
+) -> None:
+    """Others have begun sums that this rank has not, and have ended their own passes."""
+    fork_ranks(monkeypatch)
+    SUMS[name](monkeypatch)
+    found = train(model_folder, tmp_path / "run", run={"shard": shard})
+    weights = load_file(found.folder / "final/model.safetensors")
+    for key, expected in whole.items():
+        torch.testing.assert_close(weights[key], expected, atol=1e-7, rtol=0)
+    assert "out of memory in backward" in capsys.readouterr().out
     assert "run/rank_restarts" not in found.metrics[-1], "survived, not started again"
 
 

@@ -56,10 +56,11 @@ class Case(NamedTuple):
     states: str = "full"
     offload: bool = False
     token_budget: int | str = "auto"
+    overlap: bool | str = "auto"
 
     @property
     def alone(self) -> Case:
-        return self._replace(devices=1, shard="auto", shard_devices="auto", token_budget="auto")
+        return self._replace(devices=1, shard="auto", shard_devices="auto", token_budget="auto", overlap="auto")
 
     @property
     def tolerance(self) -> float:
@@ -72,7 +73,7 @@ COVER = [
     Case("grpo", 4, "gradients", shard_devices=2, token_budget=45),
     Case("gspo", 4, "optimizer", shard_devices=2, tied=True),
     Case("gspo", 2, "gradients", lora=True, offload=True),
-    Case("ppo", 2, "optimizer", token_budget=45),
+    Case("ppo", 2, "optimizer", token_budget=45, overlap=False),
     Case("ppo", 2, "gradients", states="8bit"),
     Case("sft", 4, "none", lora=True, token_budget=60),
     Case("sft", 2, "gradients", dtype="bfloat16", tied=True, states="8bit", offload=True),
@@ -132,7 +133,8 @@ def run(case: Case, model: Path, folder: Path, steps: int = 3, **learn: Any) -> 
         "data": [{"prompt": word} for word in WORDS] if rl else PAIRS,
         "learn": {"steps": steps, "lr": 1e-2, **settings, "optimizer": optimizer, **learn},
         "run": {
-            "device": "cpu", "token_budget": case.token_budget, "offload": {"optimizer": case.offload}, **devices,
+            "device": "cpu", "token_budget": case.token_budget, "overlap": case.overlap,
+            "offload": {"optimizer": case.offload}, **devices,
         },
         "observe": {"checkpoint_every": 0, **({"samples_every": 1} if rl else {})},
     }  # fmt: skip

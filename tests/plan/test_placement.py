@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.plan.test_planner import h, jobs, qwen
 from trimtab.base.errors import ConfigError
 from trimtab.config.run import Offload, Rollout, Run, Shard
+from trimtab.plan.communication import BACKWARD_SHARE
 from trimtab.plan.devices import find_device, nearest
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB, NCCL, NCCL_BYTES, build_ledger
@@ -22,7 +23,7 @@ from trimtab.plan.refusal import changes_that_fit, plan_devices
 from trimtab.plan.report import as_dict
 from trimtab.plan.shape import Block, ModelShape
 from trimtab.plan.states import state_bytes
-from trimtab.plan.times import predict
+from trimtab.plan.times import _Clock, predict
 
 EIGHT = Machine(find_device("h200"), 8, 2000 * GIB, 64)
 
@@ -153,13 +154,30 @@ def test_state_that_waits_on_the_host_is_counted_for_every_rank_of_it() -> None:
 
 def test_slow_links_and_more_exchanges_take_longer() -> None:
     job = qwen("qwen2.5-7b")
-    run = make_plan(Run(token_budget=4096), job, EIGHT, place=placed("full")).run
+    run = make_plan(Run(token_budget=4096, overlap=False), job, EIGHT, place=placed("gradients")).run
     waits = [predict(job, EIGHT, run, placed(shard)).communication for shard in SHARDS]
     assert waits[1] < waits[0] and waits[1] < waits[2] and waits[1] < waits[3]
     slow = replace(EIGHT, device=replace(EIGHT.device, link=32e9, link_kind="PCIe"))
     assert predict(job, slow, run, placed("optimizer")).communication > 5 * waits[1]
     card = nearest("NVIDIA A100 80GB PCIe", 79 * GIB)
     assert card.link_kind == "PCIe" and nearest("NVIDIA A100-SXM4-80GB", 79 * GIB).link_kind == "NVLink"
+
+
+def test_a_backward_pass_hides_what_is_summed_beside_it() -> None:
+    """Layers and head, as far as the pass is long enough; neither the embedding nor the gather of stepped weights."""
+    job = qwen("qwen2.5-7b")
+    plan = make_plan(Run(token_budget=4096), job, EIGHT, place=placed("optimizer"))
+    run, apart = plan.run, plan.run.with_values({"overlap": False})
+    assert (
+        run.overlap is True and make_plan(Run(), replace(job, rank=8), EIGHT, place=placed("none")).run.overlap is False
+    )
+    for shard in ("none", "optimizer", "gradients"):
+        hidden, whole = (predict(job, EIGHT, each, placed(shard)).communication for each in (run, apart))
+        assert 0.25 * whole < hidden < 0.9 * whole, shard
+    slow = replace(EIGHT, device=replace(EIGHT.device, link=1e9, link_kind="PCIe"))
+    passes = job.epochs * BACKWARD_SHARE * _Clock(job, slow, run, placed("none"))._one_update().seconds
+    hidden, whole = (predict(job, slow, each, placed("none")).communication for each in (run, apart))
+    assert whole - hidden == pytest.approx(passes), "no more than the last pass takes"
 
 
 REFUSED = {

@@ -484,10 +484,12 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
 
 def test_the_engine_is_told_after_what_it_runs_with() -> None:
     keys = [choice.key for choice in make_plan(Run(), qwen(), h(140)).choices]
-    assert keys[:5] == ["run.devices", "run.shard", "run.shard_devices", "run.prefetch", "run.placement"]
+    assert keys[:6] == [
+        *("run.devices", "run.shard", "run.shard_devices", "run.prefetch", "run.overlap", "run.placement"),
+    ]
     at = keys.index("run.engine")
     rollout = [key.startswith("run.rollout.") for key in keys]
-    assert rollout == [*[False] * 5, *[True] * (at - 5), *[False] * (len(keys) - at)]
+    assert rollout == [*[False] * 6, *[True] * (at - 6), *[False] * (len(keys) - at)]
 
 
 def test_the_native_engine_has_no_processes_whatever_is_pinned() -> None:

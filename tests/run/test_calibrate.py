@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from trimtab.plan.activations import MicroBatchSize, update_peak
 from trimtab.plan.devices import find_device
 from trimtab.plan.job import NO_CORRECTION, Correction, Job, Machine
 from trimtab.plan.ledger import GIB, MIB, update_path
+from trimtab.plan.placement import Placement
 from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
+from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run import calibrate as probing
+from trimtab.run.assemble_ranks import calibrated_on
 from trimtab.run.calibrate import corrected, probe
 from trimtab.run.shapes import shape_of_model
 from trimtab.update.batch import MicroBatch
@@ -153,3 +157,31 @@ def test_prompts_may_be_longer_than_the_probe(monkeypatch: pytest.MonkeyPatch, p
     monkeypatch.setattr(probing, "_peak", measured)
     assert probe(updater, job, run).factor == pytest.approx(1.5, rel=1e-6)
     assert probe(updater, job, run.model_copy(update={"token_budget": prompt + 50})) == NO_CORRECTION
+
+
+class MeasuringRanks:
+    """Ranks of which the second measures more than the first."""
+
+    def __init__(self, *found: Correction) -> None:
+        self.found, self.asked = found, list[str]()
+
+    def ask(self, method: str, *_: object) -> list[Correction]:
+        self.asked.append(method)
+        return list(self.found)
+
+
+def test_ranks_take_the_most_that_any_of_them_measured() -> None:
+    job = Job(read_shape(WELL_KNOWN["qwen2.5-1.5b"]), 2, 64, 8, 512, 512, 1024)
+    machine = Machine(find_device("a100-40"), 4, 256 * GIB, 16)
+    updater, engine = SimpleNamespace(recompute=lambda how: setattr(updater, "how", how)), NoRollout()
+    for shard in ("optimizer", "gradients"):
+        place = Placement(4, 1, shard, 4)
+        before = make_plan(Run(devices=4, shard=shard), job, machine, place=place)
+        ranks = MeasuringRanks(Correction(1.1, 300 * MIB, 1e-3), Correction(1.5, 7 * MIB, None))
+        after = calibrated_on(ranks, before, Run(), [updater], engine)  # type: ignore[arg-type]
+        if shard == "gradients":
+            assert after is before and not ranks.asked, "whole gradients have no room there"
+            continue
+        assert after.place == before.place and after.job.correction == Correction(1.5, 300 * MIB, 1e-3)
+        assert (updater.token_budget, updater.how) == (after.run.token_budget, after.run.checkpoint_activations)
+        assert after.run.token_budget != before.run.token_budget or updater.how != before.run.checkpoint_activations

@@ -14,7 +14,8 @@ from trimtab.config.learn import Learn
 from trimtab.model.sizes import BLOCK
 from trimtab.model.weights import WeightStore
 from trimtab.update import optimizer as optimizers
-from trimtab.update.optimizer import MasterAdamW, learning_rate
+from trimtab.update.optimizer import MasterAdamW
+from trimtab.update.schedule import learning_rate
 
 
 def parameters(dtype: torch.dtype) -> list[tuple[str, torch.nn.Parameter]]:

@@ -6,26 +6,34 @@
 
 Sums only, never averages: every token's share of the loss was fixed before the work was dealt. All calls are in place, on flat
 tensors whose length the number of parts divides (model/weights.py), so addresses of weights stay as they are.
+
+A sum that is begun runs beside other work: NCCL's on a stream of its own, gloo's in threads of its own. It may wait there for a
+rank that is a whole step behind; the driver sees ranks that hang (ranks.py), not the group's own timeout.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trimtab.model.versions import abort_process_group, gather_flat, reduce_flat
+from trimtab.model.versions import abort_process_group, gather_flat, reduce_flat, wait_at_most
+from trimtab.model.waits import CopyWaits
+from trimtab.update.peers import Pending
 
 T = TypeVar("T")
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other: they load models at different speed."""
+STEP_TIMEOUT = timedelta(hours=24)
+"""For collectives: one that was begun early waits for the slowest rank's passes, however long a step takes."""
 STORE_TIMEOUT = timedelta(seconds=60)
 LOCALHOST = "127.0.0.1"
 
@@ -65,7 +73,9 @@ class Mesh:
         self._watched = meeting.open_store()
         """A connection of its own, for the thread that looks for failed ranks."""
         self.seconds, self.bytes = 0.0, 0
-        """Spent and moved in collectives since `take`."""
+        """Waited for collectives, and moved in them, since `take`."""
+        self._stream_waits = CopyWaits() if meeting.backend == "nccl" else None
+        """NCCL's calls return at once, and the device's stream waits."""
         self._join()
 
     def _join(self) -> None:
@@ -82,6 +92,8 @@ class Mesh:
         copies = [list(range(first, self.ranks, shards)) for first in range(shards)]
         self._set = self._group_of(sets)
         self._copies = self._group_of(copies)
+        for group in {id(one): one for one in (None, self._set, self._copies)}.values():
+            wait_at_most(STEP_TIMEOUT, group)
 
     def leave(self) -> None:
         if dist.is_initialized():
@@ -139,6 +151,20 @@ class Mesh:
             self._timed(own, lambda: dist.all_reduce(own, group=self._copies))
         return None
 
+    def begin_sum(self, values: torch.Tensor) -> Pending:
+        self.bytes += values.nbytes
+        return _Begun(self, dist.all_reduce(values, async_op=True))
+
+    def begin_sum_into_parts(self, flat: torch.Tensor) -> Pending:
+        if self.shards == 1:
+            return self.begin_sum(flat)
+        own = self._own(flat)
+        self.bytes += flat.nbytes
+        begun = reduce_flat(own, flat, self._set, async_op=True)
+        if self.ranks == self.shards:
+            return _Begun(self, begun)
+        return _Begun(self, begun, lambda: self._timed(own, lambda: dist.all_reduce(own, group=self._copies)))
+
     def sum_of_parts(self, values: torch.Tensor) -> None:
         if self.shards > 1:
             self._timed(values, lambda: dist.all_reduce(values, group=self._set))
@@ -158,7 +184,10 @@ class Mesh:
         return told[0]
 
     def take(self) -> tuple[float, int]:
-        """Seconds and bytes of collectives since the last call."""
+        """Seconds that were waited for collectives and bytes that they moved, since the last call."""
+        if self._stream_waits is not None:
+            torch.cuda.current_stream(self._meeting.device).synchronize()
+            self.seconds += self._stream_waits.take_s() or 0.0
         found, self.seconds, self.bytes = (self.seconds, self.bytes), 0.0, 0
         return found
 
@@ -167,11 +196,20 @@ class Mesh:
         return flat[self.shard * size : (self.shard + 1) * size]
 
     def _timed(self, moved: torch.Tensor, collective: Callable[[], object]) -> None:
-        """The host's time: on a CPU and with gloo that is all of it; NCCL's calls return at once."""
-        started = time.perf_counter()
-        collective()
-        self.seconds += time.perf_counter() - started
         self.bytes += moved.nbytes
+        with self.waiting():
+            collective()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What the block waits for counts: the host's time, which with gloo is all of it, or the stream's."""
+        if self._stream_waits is not None:
+            with self._stream_waits.around(torch.cuda.current_stream(self._meeting.device)):
+                yield
+            return
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
 
     def _group_of(self, all_groups: list[list[int]]) -> dist.ProcessGroup | None:
         """The group that this rank is in. Every rank makes all of them, in the same order, as torch demands."""
@@ -179,6 +217,22 @@ class Mesh:
             return None  # the world
         made = {tuple(ranks): dist.new_group(ranks) for ranks in all_groups}
         return next(group for ranks, group in made.items() if self.rank in ranks)
+
+
+class _Begun:
+    """A sum that was begun (update/peers.py). Between sets of parts it goes on when it is waited for, so that dropping it needs
+    only what all ranks have begun."""
+
+    def __init__(self, mesh: Mesh, work: Any, between_sets: Callable[[], None] = lambda: None) -> None:
+        self._mesh, self._work, self._between_sets = mesh, work, between_sets
+
+    def wait(self) -> None:
+        with self._mesh.waiting():
+            self._work.wait()
+        self._between_sets()
+
+    def drop(self) -> None:
+        self._work.wait()
 
 
 def open_store(host: str = LOCALHOST) -> dist.TCPStore:

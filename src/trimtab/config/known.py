@@ -73,6 +73,7 @@ class ResolvedRun(Run):
     shard: Shard
     shard_devices: int
     prefetch: int
+    overlap: bool
     placement: Literal["colocated", "split"] | dict[str, StrictInt | str]
     threads: int
     engine: Literal["native", "vllm", "sglang"]

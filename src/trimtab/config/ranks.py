@@ -23,6 +23,18 @@ def ranks(config: Config | SftConfig | RewardModelConfig, learn: Learn | None = 
             "Leave it out, or set run.devices to more than 1",
         )
         return
+    if run.overlap is True and run.devices == 1:
+        yield clash(
+            "run.overlap run.devices",
+            "has no effect on one device, which has nothing to sum over ranks",
+            "Leave it out, or set run.devices to more than 1",
+        )
+    if run.overlap is False and run.shard == "full":
+        yield clash(
+            "run.overlap run.shard",
+            "has no effect: with run.shard: full gradients are always summed over ranks beside the backward pass",
+            "Leave it out, or write run.shard: gradients",
+        )
     if run.shard_devices == "auto":
         return
     if run.shard == "none" and run.shard_devices > 1:

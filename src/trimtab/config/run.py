@@ -98,6 +98,10 @@ class Run(Section):
     prefetch: PositiveInt | Auto = "auto"
     """Layers whose weights are gathered while the ones before them are computed, with shard: full. Each takes the memory of a
     layer. auto: 1."""
+    overlap: bool | Auto = "auto"
+    """Sum gradients over ranks while the backward pass still runs, layer by layer as they are done, instead of after it. Costs no
+    memory. With shard: full it is always so. auto: true on several devices, unless only adapters are trained, which are summed at
+    once."""
     placement: Literal["auto", "colocated", "split"] | dict[str, StrictInt | str] = "auto"
     """Which devices do what. colocated: all do everything, in turn. split: some train and others generate. A mapping pins it:
     each role (actor, critic, reference, reward, rollout) has a number of devices, or a role to share with:

@@ -34,12 +34,6 @@ def kernels(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
         yield clash(
             "run.kernels run.device", f"{config.run.kernels} needs a CUDA device, and run.device is cpu", "Write auto"
         )
-    if config.run.kernels == "native" and config.run.shard == "full":
-        yield clash(
-            "run.kernels run.shard",
-            "fused layers do not run on weights that ranks hold in parts (run.shard: full)",
-            "Write run.kernels: auto, or run.shard: gradients",
-        )
 
 
 def prefetch(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:

@@ -16,7 +16,7 @@ SHARD = (
     "`trimtab plan --devices N` shows what each device then holds"
 )
 SHARD_GROUP = "all ranks of a host hold one set of parts"
-OVERLAP = "Trimtab sums gradients over ranks when the backward pass is done; with run.shard: gradients, layer by layer within it"
+OVERLAP = "Trimtab sums gradients over ranks while the backward pass still runs"
 PREFETCH = "weights that fit stay whole on every device, so that no layer is gathered in a forward pass"
 OWN_RANKS = "Trimtab has its own ranks: run.devices says how many, and run.shard what each of them holds a part of"
 ENGINES = "each device has an engine, and engines take prompts from one queue"

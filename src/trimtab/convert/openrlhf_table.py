@@ -314,7 +314,7 @@ RULES: tuple[ConvertRule, ...] = (
         "below ZeRO-3",
         "run.offload.reference",
     ),
-    automatic("ds.overlap_comm overlap_comm", OVERLAP),
+    automatic("ds.overlap_comm overlap_comm", OVERLAP, "run.overlap"),
     automatic("ds.deepcompile deepcompile", "known layers are fused in own kernels"),
     automatic("ds.use_liger_kernel use_liger_kernel", LIGER, "run.kernels"),
     automatic("ds.param_dtype param_dtype bf16", "bfloat16 with float32 masters on a GPU", "model.dtype"),

@@ -248,7 +248,7 @@ RULES: tuple[ConvertRule, ...] = (
     together("optim", "learn.optimizer.states"),
     automatic("optim_args", "one AdamW: see learn.optimizer", "learn.optimizer.states"),
     *each(automatic, "deepspeed deepspeed.zero_optimization.stage fsdp", SHARD, "run.shard"),
-    automatic("deepspeed.zero_optimization.overlap_comm", OVERLAP),
+    automatic("deepspeed.zero_optimization.overlap_comm", OVERLAP, "run.overlap"),
     automatic(
         "deepspeed.zero_optimization.offload_optimizer.device",
         "Trimtab streams it from host memory where device memory is short",

@@ -73,7 +73,7 @@ class FusedForward:
         x_TE = F.embedding(tokens_T, self.parts.embedding, self.parts.padding)
         if self.parts.factor != 1.0:
             x_TE = x_TE * self.parts.factor
-        residual_TE, x_TE = _FirstNorm.apply(x_TE, self._before(0).weight, self._before(0))
+        residual_TE, x_TE = FirstNorm.apply(x_TE, self._before(0).weight, self._before(0))
         for index, layer in enumerate(self.parts.layers):
             self.policy.before_layer(index)
             self.policy.watch_input(residual_TE, index)
@@ -91,7 +91,7 @@ class FusedForward:
         return norm
 
 
-class _FirstNorm(torch.autograd.Function):
+class FirstNorm(torch.autograd.Function):
     """The residual that embeddings begin, and its norm."""
 
     @staticmethod

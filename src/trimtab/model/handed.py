@@ -26,6 +26,7 @@ class Handed:
         self._units = units
         self._known: dict[int, Any] = {}
         """By the id of a gathered parameter, which lives as long as its unit."""
+        self._count = sum(1 for _ in self._parameters())
 
     def _parameters(self) -> Iterator[Any]:
         for unit in self._units:
@@ -34,7 +35,7 @@ class Handed:
 
     def find(self, parameter: torch.Tensor) -> Any | None:
         """What FSDP2 has for a trained parameter that is gathered now; None for others."""
-        if id(parameter) not in self._known:
+        if id(parameter) not in self._known and len(self._known) < self._count:
             names = ("_unsharded_param", "unsharded_accumulated_grad")
             gathered = (one for one in self._parameters() if all(hasattr(one, name) for name in names))
             self._known = {id(one._unsharded_param): one for one in gathered}
@@ -55,8 +56,6 @@ class HandedGradients(Gradients):
     def __init__(self, weights: WeightStore, parameters: Iterable[torch.Tensor], handed: Handed) -> None:
         super().__init__(weights, parameters)
         self._handed = handed
-        self._joined: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        """The gradients of parameters whose rows are stacked, and the first one's."""
 
     def __contains__(self, parameter: object) -> bool:
         if super().__contains__(parameter):
@@ -68,10 +67,9 @@ class HandedGradients(Gradients):
         first = next((one for one in found if one is not None), None)
         if first is None:
             return super().of(*parameters)
-        key = tuple(map(id, parameters))
-        known = self._joined.get(key)
-        if known is not None and first.unsharded_accumulated_grad is known[1]:
-            return known[0]
+        if len(parameters) == 1 and first.unsharded_accumulated_grad is not None:
+            known: torch.Tensor = first.unsharded_accumulated_grad
+            return known
         rows = [parameter.shape[0] for parameter in parameters]
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         total = torch.zeros((sum(rows), *parameters[0].shape[1:]), dtype=dtype, device=parameters[0].device)
@@ -80,9 +78,4 @@ class HandedGradients(Gradients):
                 if one.unsharded_accumulated_grad is not None:
                     part += one.unsharded_accumulated_grad
                 one.unsharded_accumulated_grad = part
-        self._joined[key] = (total, first.unsharded_accumulated_grad)
-        return total
-
-    def clear(self) -> None:
-        super().clear()
-        self._joined = {}
+        return total  # not kept here: it is FSDP2's, until the unit's backward pass ends

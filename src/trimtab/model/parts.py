@@ -10,8 +10,9 @@ serves them all, and an optimizer step is seen at once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,12 +60,38 @@ class Linears:
         adapters: list[Adapter],
     ) -> None:
         self.weights, self.biases, self.adapters = weights, biases, adapters
-        weight, bias = store.joined(weights), None if biases is None else store.joined(biases)
-        if weight is None or (bias is None) != (biases is None):
-            raise Unfusable(
-                f"projections that share an input have sizes that are not multiples of {BLOCK}, so they cannot be joined"
-            )
-        self.weight, self.bias = weight, bias
+        self.bias = None if biases is None else _side_by_side(store, biases)
+        self._weight = self._join(store)
+
+    def _join(self, store: WeightStore) -> torch.Tensor | None:
+        return _side_by_side(store, self.weights)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights of all, stacked."""
+        assert self._weight is not None
+        return self._weight
+
+
+class GatheredLinears(Linears):
+    """The same where ranks hold weights in parts: they are there only while their layer runs, each in memory of its own, and are
+    copied together for every product. That is little beside the product itself."""
+
+    def _join(self, store: WeightStore) -> torch.Tensor | None:
+        return None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.weights[0] if len(self.weights) == 1 else torch.cat(list(self.weights))
+
+
+def _side_by_side(store: WeightStore, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    joined = store.joined(tensors)
+    if joined is None:
+        raise Unfusable(
+            f"projections that share an input have sizes that are not multiples of {BLOCK}, so they cannot be joined"
+        )
+    return joined
 
 
 @dataclass(frozen=True)
@@ -110,11 +137,23 @@ class Watch:
         self._adapters: list[Any] = [m for m in model.modules() if hasattr(m, "lora_A")]
 
     def look(self) -> tuple[object, ...]:
-        states = [(tuple(m.active_adapters), m.disable_adapters, m.merged) for m in self._adapters]
-        return (*(slots[name].data_ptr() for slots, name in self._slots), *states)  # type: ignore[union-attr]
+        return (*(slots[name].data_ptr() for slots, name in self._slots), *self.adapters())  # type: ignore[union-attr]
+
+    def adapters(self) -> tuple[object, ...]:
+        return tuple((tuple(m.active_adapters), m.disable_adapters, m.merged) for m in self._adapters)
 
 
 def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
+    body = policy.body
+    kinds, factor = kinds_and_factor(policy, shapes)
+    store = policy.lay_out_weights()  # others may have put parameters elsewhere
+    layers = [read_layer(layer, store, shapes[i], kinds[i]) for i, layer in enumerate(body.layers)]
+    return ModelParts(body.embed_tokens.weight, body.embed_tokens.padding_idx, factor, layers, read_norm(body.norm))
+
+
+def kinds_and_factor(policy: Policy, shapes: dict[int, LayerShape]) -> tuple[list[str], float]:
+    """Each layer's kind, and what embeddings are multiplied by; refuses what no fused path serves, as far as that is seen without
+    weights."""
     body = policy.body
     if policy.config.model_type not in FUSED_FAMILIES:
         raise Unfusable(f"fused layers were not tested with the architecture {policy.config.model_type}")
@@ -126,17 +165,16 @@ def read_parts(policy: Policy, shapes: dict[int, LayerShape]) -> ModelParts:
     if any(shape.key != shape.value for shape in shapes.values()):
         raise Unfusable("its keys and values are of different sizes")
     kinds = getattr(policy.config, "layer_types", None) or ["full_attention"] * len(shapes)
-    factor = _embedding_factor(body.embed_tokens, policy)
     _check_rotation(body)
-    store = policy.lay_out_weights()  # others may have put parameters elsewhere
-    layers = [_read_layer(layer, store, shapes[i], kinds[i]) for i, layer in enumerate(body.layers)]
-    return ModelParts(body.embed_tokens.weight, body.embed_tokens.padding_idx, factor, layers, _norm(body.norm))
+    return list(kinds), _embedding_factor(body.embed_tokens, policy)
 
 
-def _read_layer(layer: nn.Module, store: WeightStore, shape: LayerShape, kind: str) -> LayerParts:
+def read_layer(
+    layer: nn.Module, store: WeightStore, shape: LayerShape, kind: str, linears: type[Linears] = Linears
+) -> LayerParts:
     attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
     norms = {
-        name: _norm(getattr(layer, name)) if hasattr(layer, name) else None
+        name: read_norm(getattr(layer, name)) if hasattr(layer, name) else None
         for name in (
             "input_layernorm",
             "post_attention_layernorm",
@@ -150,18 +188,19 @@ def _read_layer(layer: nn.Module, store: WeightStore, shape: LayerShape, kind: s
     activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))).__name__)
     if activation is None:
         raise Unfusable(f"its feed-forward layers ({type(mlp).__name__}) have an activation without a kernel")
+    joined = partial(_joined, partial(linears, store))
     return LayerParts(
         kind,
         shape,
         norms["input_layernorm"],
-        _joined(store, attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"]),
+        joined(attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"]),
         _head_norm(attention, shape),
-        _joined(store, attention, ["o_proj"], ["dense"]),
+        joined(attention, ["o_proj"], ["dense"]),
         after_attention,
         before_mlp,
-        _joined(store, mlp, ["gate_up_proj"], ["gate_proj", "up_proj"]),
+        joined(mlp, ["gate_up_proj"], ["gate_proj", "up_proj"]),
         activation,
-        _joined(store, mlp, ["down_proj"]),
+        joined(mlp, ["down_proj"]),
         norms["post_feedforward_layernorm"],
         float(getattr(layer, "residual_multiplier", 1.0)),
     )
@@ -174,7 +213,7 @@ def _child(module: nn.Module, name: str) -> nn.Module:
     return child
 
 
-def _joined(store: WeightStore, owner: nn.Module, *choices: list[str]) -> Linears:
+def _joined(make: Callable[..., Linears], owner: nn.Module, *choices: list[str]) -> Linears:
     """The product of the first choice of linear layers that the owner has, their weights in one storage."""
     for names in choices:
         modules = [getattr(owner, name, None) for name in names]
@@ -190,7 +229,7 @@ def _joined(store: WeightStore, owner: nn.Module, *choices: list[str]) -> Linear
             end = start + linear.out_features
             adapters += [Adapter(a, b, scale, start, end) for a, b, scale in added]
             start = end
-        return Linears(store, [l.weight for l in linears], None if biases[0] is None else biases, adapters)
+        return make([l.weight for l in linears], None if biases[0] is None else biases, adapters)
     raise Unfusable(f"{type(owner).__name__} has no linear layers {' or '.join(', '.join(c) for c in choices)}")
 
 
@@ -212,7 +251,7 @@ def _linear(module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, nn.Line
     return base, [(layer.lora_A[name], layer.lora_B[name], float(layer.scaling[name])) for name in active]
 
 
-def _norm(module: nn.Module) -> Norm:
+def read_norm(module: nn.Module) -> Norm:
     """An RMS norm as the module computes it."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -247,7 +286,7 @@ def _head_norm(attention: nn.Module, shape: LayerShape) -> HeadNorm | None:
         return None
     if modules[0] is None or modules[1] is None:
         raise Unfusable("only queries or only keys are normalised")
-    query, key = _norm(modules[0]), _norm(modules[1])
+    query, key = read_norm(modules[0]), read_norm(modules[1])
     if query.weight.numel() != shape.key[1] or key.weight.numel() != shape.key[1]:
         raise Unfusable("queries are normalised over all heads together")
     if (query.eps, query.kind) != (key.eps, key.kind):

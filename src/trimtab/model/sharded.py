@@ -35,6 +35,7 @@ from trimtab.model.attention import AttentionPlan
 from trimtab.model.gradients import Gradients
 from trimtab.model.handed import Handed
 from trimtab.model.head import Head, TokenStats
+from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
 from trimtab.model.replica import empty_copy, fill, skeleton_of
 from trimtab.model.shard_store import ShardStore
@@ -42,7 +43,7 @@ from trimtab.model.versions import forget_groups, fsdp_groups, put_groups, reset
 from trimtab.model.weights import ADAPTERS, VECTORS, unit_name
 
 Fetch = Callable[[Sequence[torch.nn.Parameter], torch.device], None]
-HIDDEN, TOKEN_STATS, LOGITS = "trimtab_hidden", "trimtab_token_stats", "trimtab_logits"
+HIDDEN, FUSED, TOKEN_STATS, LOGITS = "trimtab_hidden", "trimtab_fused", "trimtab_token_stats", "trimtab_logits"
 """Methods that are added to modules: FSDP2 gathers weights before them and gives them up after, as it does for `forward`."""
 
 
@@ -73,7 +74,9 @@ class ShardedPolicy(Policy):
         _prefetch(self.units[:-1], prefetch)
         super().__init__(model, check=False)
         setattr(model, HIDDEN, MethodType(_hidden, self))
-        register_fsdp_forward_method(model, HIDDEN)
+        setattr(model, FUSED, MethodType(_fused, self))
+        for method in (HIDDEN, FUSED):
+            register_fsdp_forward_method(model, method)
         if check:
             self._check_packing()
             self.reshard()
@@ -123,6 +126,18 @@ class ShardedPolicy(Policy):
         """Give up what is gathered. No collective."""
         for unit in self.units:
             unit.reshard()
+
+    def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        if self.fused_forward is not None and isinstance(plan, PackedPlan):
+            found: torch.Tensor = getattr(self.model, FUSED)(tokens_T, positions_T, plan)
+            return found
+        return super().hidden(tokens_T, positions_T, plan)
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """In place: the sum over all ranks that have parts or copies of them."""
+        for dimension in range(self.mesh.ndim):
+            torch.distributed.all_reduce(values, group=self.mesh.get_group(dimension))
+        return values
 
     @property
     def handed(self) -> Handed:
@@ -180,6 +195,11 @@ def _hidden(
     policy: ShardedPolicy, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
     return Policy._modules(policy, tokens_T, positions_T, plan)
+
+
+def _fused(policy: ShardedPolicy, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
+    assert policy.fused_forward is not None
+    return policy.fused_forward(tokens_T, positions_T, plan.longest, plan)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -66,10 +67,10 @@ def gather_flat(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
     gather(whole, own, group=group)
 
 
-def reduce_flat(own: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+def reduce_flat(own: torch.Tensor, whole: torch.Tensor, group: Any, async_op: bool = False) -> Any:
     """This rank's part of the sum; torch 2.13 has another name for it."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce(own, whole, group=group)
+    return reduce(own, whole, group=group, async_op=async_op)
 
 
 def fsdp_groups(module: Any) -> list[Any]:
@@ -79,6 +80,13 @@ def fsdp_groups(module: Any) -> list[Any]:
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)
+
+
+def wait_at_most(timeout: timedelta, group: Any) -> None:
+    """How long collectives of a group may take from now on; torch has no public name for it."""
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if change is not None:
+        change(timeout, group)
 
 
 def abort_process_group() -> None:

@@ -1,10 +1,13 @@
-"""Seconds that ranks spend telling each other gradients and weights, beyond what computing hides. Only FSDP2 (`full`) hides some.
+"""Seconds that ranks spend telling each other gradients and weights, beyond what computing hides.
 
     none        gradients of all ranks are added up once a step
-    optimizer   they are scattered once a step, after the last backward pass; the stepped weights are gathered
+    optimizer   they are scattered once a step; the stepped weights are gathered
     gradients   they are scattered in every micro-batch, layer by layer; the stepped weights are gathered
     full        weights are gathered for every forward and every backward pass, and gradients scattered after it
 
+A backward pass hides what is begun while it runs: under `full` always, elsewhere with `run.overlap`. In the first three that is
+the sum of layers and head inside a set of parts, in the last backward pass of a step (`gradients`: in each). The embedding is
+done when the pass is, and weights are gathered after the optimizer has stepped.
 Where there are several sets of parts, what is scattered inside a set is then added up between them. Adapters are added up whole.
 """
 
@@ -57,13 +60,15 @@ class Passes:
         return self.count * self.seconds
 
 
-def communication(job: Job, machine: Machine, place: Placement, update: Passes, scoring: Passes) -> Communication:
-    """`scoring`: all passes without gradients."""
+def communication(
+    job: Job, machine: Machine, place: Placement, update: Passes, scoring: Passes, overlap: bool = True
+) -> Communication:
+    """`scoring`: all passes without gradients. `overlap`: of the run."""
     if place.devices == 1:
         return NO_COMMUNICATION
-    found = _of_model(job, job.shape, machine, place, update, scoring)
+    found = _of_model(job, job.shape, machine, place, update, scoring, overlap)
     if job.critic is not None:
-        critic = _of_model(job, job.critic, machine, place, update, Passes(0, 0.0))
+        critic = _of_model(job, job.critic, machine, place, update, Passes(0, 0.0), overlap)
         found = Communication(
             found.score, found.update + critic.update, found.optimizer + critic.optimizer, found.publish
         )
@@ -71,7 +76,7 @@ def communication(job: Job, machine: Machine, place: Placement, update: Passes, 
 
 
 def _of_model(
-    job: Job, shape: ModelShape, machine: Machine, place: Placement, update: Passes, scoring: Passes
+    job: Job, shape: ModelShape, machine: Machine, place: Placement, update: Passes, scoring: Passes, overlap: bool
 ) -> Communication:
     everyone, parts, copies = groups_of(machine, place)
     calls = shape.layers + (1 if shape.tied else 2)
@@ -86,9 +91,14 @@ def _of_model(
         added = everyone.all_reduce_s(gradients, 1) if job.rank else copies.all_reduce_s(gradients / parts.size, calls)
         publish = whole if job.generates else 0.0
         return Communication(scores, job.epochs * update.count * gathering, _once(job, added), publish)
-    if place.shard == "none" or job.rank:
-        return Communication(optimizer=_once(job, everyone.all_reduce_s(gradients, 1 if job.rank else calls)))
-    scattered = parts.half_s(gradients, calls)
+    if job.rank:
+        return Communication(optimizer=_once(job, everyone.all_reduce_s(gradients, 1)))
+    beside = BACKWARD_SHARE * update.seconds if overlap else 0.0
+    early = 1 - shape.table / shape.parameters
+    if place.shard == "none":
+        summed = _beyond(everyone.all_reduce_s(early * gradients, calls - 1), beside)
+        return Communication(optimizer=_once(job, summed + everyone.all_reduce_s((1 - early) * gradients, 1)))
+    scattered = _beyond(parts.half_s(early * gradients, calls - 1), beside) + parts.half_s((1 - early) * gradients, 1)
     after = copies.all_reduce_s(gradients / parts.size, calls) + whole
     if place.shard == "gradients":
         return Communication(update=job.epochs * update.count * scattered, optimizer=_once(job, after))

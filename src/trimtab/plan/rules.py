@@ -38,6 +38,17 @@ def why_placed(place: Placement, machine: Machine) -> dict[str, str]:
     return {"devices": "all that there are", "shard": "every rank holds everything", "shard_devices": group}
 
 
+def overlaps(place: Placement, job: Job) -> bool:
+    """Gradients are summed over ranks beside the backward pass; those of adapters are few, and are summed at once."""
+    return place.devices > 1 and not job.rank
+
+
+def why_overlap(place: Placement, job: Job) -> str:
+    if place.devices == 1:
+        return "nothing is summed over ranks"
+    return "adapters are summed at once" if job.rank else "a layer is summed over ranks while the next is computed"
+
+
 def workers_for(cores: int) -> int:
     """Processes that run reward functions."""
     return max(1, min(8, cores))

@@ -23,9 +23,11 @@ from trimtab.plan.rules import (
     best_processes,
     most_at_once,
     most_prefilled,
+    overlaps,
     useful_budget,
     why_away,
     why_kernels,
+    why_overlap,
     why_placed,
     workers_for,
 )  # fmt: skip
@@ -122,6 +124,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "shard": case.place.shard,
         "shard_devices": case.place.shard_devices,
         "prefetch": 1,
+        "overlap": overlaps(case.place, job),
         "placement": "colocated",
         "kernels": "native" if job.fused else "plain",
         "threads": machine.cores_per_rank,
@@ -153,6 +156,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "prefetch": "one layer is gathered while another runs"
         if case.place.shard == "full"
         else "no layer is gathered",
+        "overlap": why_overlap(case.place, job),
         "placement": "there is one device" if case.place.devices == 1 else COLOCATED,
         "reward_workers": "one per core, at most 8",
     }

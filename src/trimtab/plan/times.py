@@ -313,6 +313,7 @@ class _Clock(_Rates):
             self.place,
             self._one_update(),
             Passes(self._scorings * scoring.count, scoring.seconds),
+            self.run.overlap,
         )
 
     def _gate_up_share(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from trimtab.run.build import (
     update_settings,
     use_planned_kernels,
 )
+from trimtab.run.calibrate import probe
 from trimtab.run.machine import load_within, machine_here
 from trimtab.run.models import load_policies, put_reference_away
 from trimtab.run.shapes import loaded_models
@@ -131,7 +133,8 @@ def assemble(
         metered=lambda: meter.phase("optimizer"),
     )
     automatic = is_automatic(asked, plan)
-    plan = calibrated(plan, asked, updater, engine) if stage.rehearses else plan
+    if stage.rehearses:
+        plan = calibrated(plan, asked, [updater], engine, partial(probe, updater))
     sampled = isinstance(config, ResolvedConfig)
     updates = config.learn.updates_per_batch if sampled else 1
     config = with_plan(config, plan.run) if sampled else with_offline_plan(config, plan.run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,8 @@ from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
-from trimtab.run.build import is_automatic
+from trimtab.run.build import calibrated, is_automatic
+from trimtab.run.calibrate import worst
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
 from trimtab.run.ray_hosts import RayHosts, paths_of
@@ -128,10 +129,14 @@ def assemble_ranks(
     refuse_unequal_software([each.software for each in facts])
     if (models := stage.reward_models(ready)) is not None:
         models.use([RankedClassifier(ranks, number) for number in range(len(models.paths))])
+    engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
+    updaters = ranked_updaters(stage, plan, ranks, facts)
+    if stage.rehearses:
+        plan = calibrated_on(ranks, plan, ready.config.run, updaters.values(), engine)
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
-    engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
-    trainer = ranked_trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
+    automatic = is_automatic(ready.config.run, planned.plan)
+    trainer = ranked_trainer(stage, ready, config, plan, ranks, facts, engine, recoveries, updaters, automatic)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
@@ -173,6 +178,25 @@ def start_ranks(
     return ranks
 
 
+def calibrated_on(ranks: Ranks, plan: Plan, asked: Run, updaters: Iterable[RankedUpdater], engine: Fleet) -> Plan:
+    """The plan after every rank has measured two micro-batches, as one device does. Not where passes need other ranks, or whole
+    gradients have no room: a rank that ran short of memory would leave the others waiting."""
+    if plan.run.shard not in ("none", "optimizer"):
+        return plan
+    return calibrated(plan, asked, updaters, engine, lambda job, run: worst(ranks.ask("calibrate", job, run)))
+
+
+def ranked_updaters(stage: Stage, plan: Plan, ranks: Ranks, facts: list[RankFacts]) -> dict[str, RankedUpdater]:
+    shape = plan.job.shape
+    cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
+    full = plan.run.shard == "full"
+    equal = full or plan.run.shard == "gradients"
+    return {
+        name: RankedUpdater(ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full)  # type: ignore[arg-type]
+        for name in facts[0].updaters
+    }
+
+
 def open_ranks(
     module: str,
     planned: RankPlan,
@@ -208,23 +232,20 @@ def ranked_trainer(
     facts: list[RankFacts],
     engine: Engine,
     recoveries: Recoveries,
+    updaters: Mapping[str, RankedUpdater] | None = None,
+    automatic: bool | None = None,
 ) -> RankedTrainer:
-    """`engine`: what shares the devices' memory with the update."""
+    """`engine`: what shares the devices' memory with the update. `updaters`, and whether micro-batches are the planner's own
+    choice: where these are known already."""
+    updaters = ranked_updaters(stage, plan, ranks, facts) if updaters is None else updaters
     job, asked = plan.job, ready.config.run
     longest = job.longest_sequence if job.generates else job.longest_trained
-    shape = job.shape
-    cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
-    full = plan.run.shard == "full"
-    equal = full or plan.run.shard == "gradients"
-    updaters = {
-        name: RankedUpdater(ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full)  # type: ignore[arg-type]
-        for name in facts[0].updaters
-    }
     shorter = stage.shorter(config)
     guard = Guard(updaters["policy"], engine, least_kv_tokens=longest, shorter=shorter, report=recoveries.of_policy)
     critic = None
     if "critic" in updaters:
         critic = Guard(updaters["critic"], NoRollout(), least_kv_tokens=0, shorter=shorter, report=recoveries.of_critic)
     updates = config.learn.updates_per_batch if isinstance(config, ResolvedConfig) else 1
-    governor = Governor(plan, is_automatic(asked, plan), asked.checkpoint_activations == "auto", updates)
+    automatic = is_automatic(asked, plan) if automatic is None else automatic
+    governor = Governor(plan, automatic, asked.checkpoint_activations == "auto", updates)
     return RankedTrainer(ranks, guard, governor, critic)

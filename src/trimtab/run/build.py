@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,15 @@ from trimtab.model.kernel_choice import use_kernels
 from trimtab.model.load import load_config, load_model, resolve_dtype, stop_token_ids
 from trimtab.model.policy import Policy
 from trimtab.model.sharded import ShardedPolicy
+from trimtab.plan.job import Correction, Job
 from trimtab.plan.planner import Plan
 from trimtab.record.checkpoint import explain_load_errors
 from trimtab.record.prometheus import refuse_prometheus
 from trimtab.rollout.engine import Engine
-from trimtab.run.calibrate import corrected, probe
+from trimtab.run.calibrate import corrected
 from trimtab.run.read_once import WeightReader
 from trimtab.update.peers import ALONE, Peers
-from trimtab.update.updater import Updater
+from trimtab.update.updater import AnyUpdater
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -104,6 +105,7 @@ def update_settings(run: ResolvedRun) -> dict[str, Any]:
         "offload_optimizer": run.offload.optimizer,
         "offload_activations": run.offload.activations,
         "reduce_early": run.shard == "gradients" and run.devices > 1,
+        "overlap": run.overlap,
     }
 
 
@@ -113,15 +115,22 @@ def is_automatic(asked: Run, plan: Plan) -> bool:
     return asked.token_budget == "auto" and not tuned
 
 
-def calibrated(plan: Plan, asked: Run, updater: Updater, engine: Engine) -> Plan:
-    """The plan, and the updater with it, after two micro-batches have been measured, where there is a meter for that."""
+def calibrated(
+    plan: Plan,
+    asked: Run,
+    updaters: Iterable[AnyUpdater],
+    engine: Engine,
+    measure: Callable[[Job, ResolvedRun], Correction],
+) -> Plan:
+    """The plan, and updaters with it, after two micro-batches have been measured, where there is a meter for that."""
     if plan.machine.cpu or not is_automatic(asked, plan):
         return plan
     engine.lend()
-    plan = corrected(plan, asked, probe(updater, plan.job, plan.run))
-    updater.token_budget = plan.run.token_budget
-    updater.score_token_budget = plan.run.score_token_budget
-    updater.recompute(plan.run.checkpoint_activations)
+    plan = corrected(plan, asked, measure(plan.job, plan.run))
+    for updater in updaters:
+        updater.token_budget = plan.run.token_budget
+        updater.score_token_budget = plan.run.score_token_budget
+        updater.recompute(plan.run.checkpoint_activations)
     return plan
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -55,6 +56,13 @@ def probe(updater: Updater, job: Job, run: ResolvedRun) -> Correction:
     if not PLAUSIBLE_RATIO[0] < slope < PLAUSIBLE_RATIO[1]:
         return Correction(launch_s=launch_s)
     return Correction(slope, int(measured[0] - slope * counted[0]), launch_s)
+
+
+def worst(found: Sequence[Correction]) -> Correction:
+    """What holds for every one of several ranks, which all do the same: the most that any of them measured."""
+    launches = [each.launch_s for each in found if each.launch_s is not None]
+    factor, rest = max(each.factor for each in found), max(each.rest for each in found)
+    return Correction(factor, rest, max(launches, default=None))
 
 
 def _peak(updater: Updater, samples: list[Sample], device: torch.device) -> int:

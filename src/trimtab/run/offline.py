@@ -19,7 +19,7 @@ from trimtab.run.open_run import open_run
 from trimtab.run.restarts import telling_how_it_ends, with_restarts
 from trimtab.run.roles import TrainingRun
 from trimtab.run.save_on_stop import StepSaver, save_on_stop
-from trimtab.update.optimizer import learning_rate
+from trimtab.update.schedule import learning_rate
 
 OfflineRun = TrainingRun[Offline, Examples]
 

@@ -23,13 +23,14 @@ from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
 from trimtab.cluster.transfer import ChannelSetup, Transferred, whole_weights
 from trimtab.cluster.updater import UpdaterFacts
+from trimtab.config.known import ResolvedRun
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
-from trimtab.plan.job import Job
+from trimtab.plan.job import Correction, Job
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
 from trimtab.plan.trials import Trial
@@ -39,6 +40,7 @@ from trimtab.record.host_copy import HostCopy
 from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
+from trimtab.run.calibrate import probe
 from trimtab.run.machine import load_within, memory_limit
 from trimtab.run.models import load_policies, load_sharded_policies, put_reference_away
 from trimtab.run.profile import ProfileOrders
@@ -91,12 +93,19 @@ class RankFacts:
 
 
 COLLECTIVE: dict[str, frozenset[str]] = {
+    "none": frozenset({"accumulate"}),
+    "optimizer": frozenset({"accumulate"}),
     "gradients": frozenset({"accumulate"}),
     "full": frozenset(
         {"accumulate", "score", "time_update", "publish", "send_weights", "reserve_copy", "capture", "export"}
     ),
 }
-"""Orders in which ranks wait for each other, by `run.shard`. `apply` is one too: a rank that fails there cannot go on."""
+"""Orders in which ranks wait for each other, by `run.shard`. `apply` is one too: a rank that fails there cannot go on. Under
+`none` and `optimizer` sums wait that were begun, not ranks: one that is short begins the rest (`Relieved`), if it can."""
+
+
+class Relieved(MemoryError):
+    """Memory ran out, and nobody waits for this rank any more."""
 
 
 class HalfApplied(Exception):
@@ -184,8 +193,14 @@ class Rank(RolloutOrders, ProfileOrders):
     # The update
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
-        self._active = self._updaters[model]
-        return self._active.accumulate_share(share, kl_coef).on_host()
+        self._active = updater = self._updaters[model]
+        if not updater.overlaps:
+            return updater.accumulate_share(share, kl_coef).on_host()
+        outcome = attempt(lambda: updater.accumulate_share(share, kl_coef).on_host())
+        if isinstance(outcome, Shortage):
+            updater.abandon()
+            raise Relieved(outcome.message)
+        return outcome
 
     @contextmanager
     def around(self, method: str) -> Iterator[None]:
@@ -193,13 +208,14 @@ class Rank(RolloutOrders, ProfileOrders):
         freed."""
         try:
             yield
-        except TrimtabError:
+        except (TrimtabError, Relieved):
             raise  # for the user, from all ranks or at a place where none waits
         except Exception as error:
             if method not in self._collective:
                 raise
             freed = not is_out_of_memory(error) and self._mesh.was_aborted
             traceback.clear_frames(error.__traceback__)  # they hold groups
+            self._lose_peers()
             for model in self._sharded_models():
                 model.ungroup()
             self._mesh.abort()
@@ -212,13 +228,22 @@ class Rank(RolloutOrders, ProfileOrders):
         return not self._mesh.joined
 
     def rejoin(self) -> None:
+        self._lose_peers()
         self._mesh.rejoin()
         for model in self._sharded_models():
             model.regroup(self._mesh.device_mesh)
 
+    def _lose_peers(self) -> None:
+        """What is under way holds groups, too."""
+        for updater in self._updaters.values():
+            updater.lose_peers()
+
     def _sharded_models(self) -> list[ShardedPolicy]:
         models = [*(updater.policy for updater in self._updaters.values()), self._reference]
         return [model for model in models if isinstance(model, ShardedPolicy)]
+
+    def calibrate(self, job: Job, run: ResolvedRun) -> Correction:
+        return probe(self._updaters["policy"], job, run)
 
     def send_weights(self, version: int) -> Transferred:
         """Send the weights to the ranks that generate. All are asked: where they hold the weights in parts, all are needed. One

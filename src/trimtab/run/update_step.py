@@ -21,8 +21,8 @@ from trimtab.run.finish_step import note_outcome
 from trimtab.run.roles import Session, Trainer
 from trimtab.run.rollout_step import reward_parts
 from trimtab.update.batch import Sample
-from trimtab.update.optimizer import learning_rate
 from trimtab.update.samples import Batch, has_critic, has_reference, optimizer_steps, set_advantages, sort_out
+from trimtab.update.schedule import learning_rate
 from trimtab.update.stats import UpdateStats
 
 

@@ -2,6 +2,7 @@
 
 Each rank keeps the sum of its own stretch of a unit; the unit's whole sums exist only while they are made, and those of the next.
 So every micro-batch has one collective a unit, in the order of the backward pass, and all ranks have equally many micro-batches.
+With `overlap` a unit is summed over ranks while the backward pass is in the next one.
 
 Why a layer is done when the gradient of its input is there: autograd accumulates gradients of parameters before it goes on to the
 layer before (fused layers have added theirs inside their own backward pass). What is no layer (embedding, tied head) is done at
@@ -15,15 +16,19 @@ import torch
 from trimtab.model.policy import Policy
 from trimtab.model.weights import Unit
 from trimtab.update.optimizer import MasterAdamW
+from trimtab.update.peers import Pending
 
 
 class EarlyReduction:
     """Sums of this rank's stretches, over ranks and micro-batches."""
 
-    def __init__(self, policy: Policy, optimizer: MasterAdamW) -> None:
+    def __init__(self, policy: Policy, optimizer: MasterAdamW, overlap: bool = False) -> None:
+        self._overlap = overlap
+        self._under_way: tuple[Unit, torch.Tensor, Pending] | None = None
+        """The unit whose sums are being summed over ranks, and these."""
         self._gradients, self._peers, self._weights = optimizer.gradients, optimizer.peers, optimizer.weights
         self._units = optimizer.shared_units
-        self._of_layer = _units_of_layers(policy, self._units)
+        self._of_layer = units_of_layers(policy, self._units)
         self._left: list[Unit] = []
         """Units that are not done in this micro-batch."""
         self.parts: dict[str, torch.Tensor] = {}
@@ -48,9 +53,15 @@ class EarlyReduction:
         """Every unit is done."""
         for unit in list(self._left):
             self._reduce(unit)
+        self._finish()
 
     def clear(self) -> None:
+        """Only where nothing is under way: after a pass, or after `lose`."""
         self.parts, self._left = {}, []
+
+    def lose(self) -> None:
+        """The ranks that a sum was begun with have parted."""
+        self._under_way = None
 
     def _layer_done(self, layer: int) -> None:
         for unit in self._of_layer.get(layer, ()):
@@ -59,14 +70,25 @@ class EarlyReduction:
 
     @torch.no_grad()
     def _reduce(self, unit: Unit) -> None:
+        self._finish()  # of whole sums, only these and the next unit's exist
         self._left.remove(unit)
         sums = self._gradients.take(unit)
-        self._peers.sum_into_parts(sums)
+        self._under_way = unit, sums, self._peers.begin_sum_into_parts(sums)
+        if not self._overlap:
+            self._finish()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        if self._under_way is None:
+            return
+        unit, sums, pending = self._under_way
+        self._under_way = None
+        pending.wait()
         size = len(sums) // self._peers.shards
         self.parts[unit.name] += sums[self._peers.shard * size : (self._peers.shard + 1) * size]
 
 
-def _units_of_layers(policy: Policy, units: list[Unit]) -> dict[int, list[Unit]]:
+def units_of_layers(policy: Policy, units: list[Unit]) -> dict[int, list[Unit]]:
     """The units that hold parameters of one layer and of nothing else."""
     layers = list(getattr(policy.body, "layers", []))
     owner = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}

@@ -11,13 +11,13 @@ of gradients that lie in memory otherwise than their parameters, sums that only 
 streamer, room for a chunk), at a time when the activations of the backward pass are gone. `apply` allocates nothing to speak of.
 `applying` says whether it has begun to change weights.
 
-With other ranks (peers.py) all gradients are summed over ranks, unit by unit; each rank steps the stretch of a unit whose state
-it holds, and the working weights are gathered in place. The norm is one number for all ranks, so all clip alike and skip alike.
+With other ranks (peers.py) all gradients are summed over ranks, unit by unit, here or earlier (`begin_sum`); each rank steps
+the stretch of a unit whose state it holds, and the working weights are gathered in place. The norm is one number for all ranks,
+so all clip alike and skip alike.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from trimtab.model.sizes import BLOCK, MAX_PIECE_ELEMENTS, MOMENT_CHUNK_ELEMENTS
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Place, Unit, WeightStore
 from trimtab.update.eightbit import Room
-from trimtab.update.peers import ALONE, Peers
+from trimtab.update.peers import ALONE, Peers, Pending
 from trimtab.update.state_streamer import StateStreamer
 from trimtab.update.states import ParameterState, UnitState, by_parameter, flat, make_state, needs_master
 
@@ -93,12 +93,19 @@ class MasterAdamW:
         self._prepared: _Prepared | None = None
         self.reduced: Mapping[str, torch.Tensor] = {}
         """By unit: gradients of this rank's stretch that are summed over ranks already (early_reduction.py)."""
+        self._begun_sums: dict[str, Pending] = {}
+        """By unit: sums over ranks that run beside the backward pass (overlapped_reduction.py)."""
         self._memories: list[HostMemory] = []
         self._units = [
             make_state(weights, unit, self._settings.weight_decay, self.eight_bit, self._room, peers)
             for unit in weights.units
             if any(weights.parameters[entry.name].requires_grad for entry in unit.entries)
         ]
+
+    @property
+    def units(self) -> list[Unit]:
+        """Units that are trained."""
+        return [unit.unit for unit in self._units]
 
     @property
     def shared_units(self) -> list[Unit]:
@@ -204,13 +211,28 @@ class MasterAdamW:
         self.zero_grad()
         return StepOutcome(float(norm), applied)
 
+    @torch.no_grad()
+    def begin_sum(self, name: str) -> None:
+        """The gradient of a unit is complete: sum it over ranks from now on, beside what follows. All ranks begin the same units,
+        in the same order."""
+        unit = next(unit for unit in self._units if unit.unit.name == name)
+        self.gradients.complete(member.parameter for member in unit.members)
+        begin = self.peers.begin_sum_into_parts if unit.shared else self.peers.begin_sum
+        self._begun_sums[name] = begin(self.gradients.sums[name])
+
+    def lose_begun_sums(self) -> None:
+        """The ranks that they were begun with have parted."""
+        self._begun_sums = {}
+
     def _sum_over_ranks(self, touched: torch.Tensor) -> None:
         """Sums of all ranks in the place of this rank's, and which parameters any of them has a gradient for."""
         self.peers.sum(touched)
         for unit in self._units:
-            if unit.unit.name not in self.reduced:
-                sums = self.gradients.sums[unit.unit.name]
-                (self.peers.sum_into_parts if unit.shared else self.peers.sum)(sums)
+            name = unit.unit.name
+            if name in self._begun_sums:
+                self._begun_sums.pop(name).wait()
+            elif name not in self.reduced:
+                (self.peers.sum_into_parts if unit.shared else self.peers.sum)(self.gradients.sums[name])
 
     def _own_gradient(self, unit: UnitState) -> torch.Tensor:
         """With other ranks: the gradient of the elements whose state is here, flat."""
@@ -368,6 +390,8 @@ class MasterAdamW:
         )  # fmt: skip
 
     def zero_grad(self) -> None:
+        while self._begun_sums:  # they still use the memory
+            self._begun_sums.popitem()[1].drop()
         self._prepared, self.reduced = None, {}
         for parameter in self.params:
             parameter.grad = None
@@ -471,23 +495,3 @@ def _take_over(parameter: torch.nn.Parameter, gradients: Gradients) -> Removable
 def _clip_factor(most: float, norm: torch.Tensor) -> torch.Tensor:
     """most / norm where that is below one, as torch's clipping has it."""
     return torch.clamp(most / (norm + 1e-6), max=1.0)
-
-
-def learning_rate(learn: AnyLearn, step: int, update: int = 0, peak: float | None = None) -> float:
-    """Rate of optimizer step `update` of step `step`, both from 0; `peak` None: learn.lr.
-
-    Hugging Face's schedules: s / W while s < W, then down from 1 at s = W to `final` at s = N, with s, W and N in the schedule's
-    unit. The last step is s = N - 1, so that something is learned from it with `final` 0 too.
-    """
-    schedule, peak = learn.schedule, learn.lr if peak is None else peak
-    assert learn.steps is not None, "known once the data is counted"
-    total, position = learn.steps, step
-    if schedule.unit == "update" and isinstance(learn, Learn):  # elsewhere a step is one update
-        total, position = total * learn.updates_per_batch, step * learn.updates_per_batch + update
-    if position < schedule.warmup_steps:
-        return peak * position / schedule.warmup_steps
-    if schedule.kind == "constant":
-        return peak
-    progress = min(1.0, (position - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
-    shape = 1.0 - progress if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * (schedule.final + (1.0 - schedule.final) * shape)

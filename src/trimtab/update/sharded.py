@@ -35,6 +35,7 @@ class _Whole:
     def __init__(self, peers: Peers) -> None:
         self.rank, self.ranks, self.sum = peers.rank, peers.ranks, peers.sum
         self.sum_into_parts, self.send, self.tell = peers.sum, peers.send, peers.tell
+        self.begin_sum = self.begin_sum_into_parts = peers.begin_sum
 
     def sum_of_parts(self, values: torch.Tensor) -> None:
         return

@@ -26,6 +26,7 @@ from trimtab.update.early_reduction import EarlyReduction
 from trimtab.update.launching import Launching
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.optimizer import AnyLearn, MasterAdamW
+from trimtab.update.overlapped_reduction import OverlappedReduction
 from trimtab.update.pass_clock import PassClock
 from trimtab.update.peers import ALONE, Peers
 from trimtab.update.sharded import ShardedAdamW
@@ -144,10 +145,11 @@ class Updater:
         metered: Callable[[], AbstractContextManager[None]] = nullcontext,
         peers: Peers = ALONE,
         reduce_early: bool = False,
+        overlap: bool = False,
     ) -> None:
         """`learn`: the optimizer's settings. `metered` is entered around each `apply`, by whoever measures its memory. `peers`:
         other ranks, each of which accumulates a share of the step; with `reduce_early` gradients are summed over them in every
-        micro-batch."""
+        micro-batch. `overlap`: they are summed while a backward pass runs."""
         self.policy = policy
         self.objective = objective
         self.token_budget = token_budget
@@ -155,7 +157,9 @@ class Updater:
         self.logprob_chunk = logprob_chunk if objective.logits else 1
         self.optimizer = _optimizer(policy, learn, offload_optimizer, peers)
         policy.add_gradients_to(self.optimizer.gradients)
-        self._early = EarlyReduction(policy, self.optimizer) if reduce_early else None
+        self._early = EarlyReduction(policy, self.optimizer, overlap) if reduce_early else None
+        alongside = overlap and not reduce_early and peers.ranks > 1 and not isinstance(policy, ShardedPolicy)
+        self._overlapped = OverlappedReduction(policy, self.optimizer) if alongside else None
         policy.offload_activations(offload_activations)
         self.checkpoint_activations: Recompute = False
         self.recompute(checkpoint_activations)
@@ -183,8 +187,22 @@ class Updater:
 
     def abandon(self) -> None:
         """Keep nothing of a step that failed half-way, and give its memory back. Never in an `except` block."""
+        if self._overlapped is not None and self._overlapped.is_awaited:
+            free(self.device)
+            self._overlapped.give_up()
         self.forget_step()
         free(self.device)
+
+    @property
+    def overlaps(self) -> bool:
+        """Other ranks may wait for what this one sums with them until it has abandoned a step that failed."""
+        return self._overlapped is not None
+
+    def lose_peers(self) -> None:
+        """Ranks have parted: what was begun with them does not end."""
+        for reduction in (self._early, self._overlapped):
+            if reduction is not None:
+                reduction.lose()
 
     def rehearse(self, samples: Sequence[Sample]) -> None:
         """Forward and backward passes of one micro-batch that is not applied: what it takes is seen from outside. Gradients stay,
@@ -215,6 +233,8 @@ class Updater:
         """The same for micro-batches that are packed already: all of a step's, or this rank's."""
         stats = UpdateStats()
         self.progress = Progress()
+        if self._overlapped is not None:
+            self._overlapped.begin()
         self.forget_step()
         stats.token_budget = share.cap
         launching, self._clock = Launching(self.policy.device), PassClock(self.policy.device)
@@ -225,7 +245,11 @@ class Updater:
             if self._early is not None:
                 self._early.begin_micro_batch()
             filler = number >= len(share.batches) - share.fillers
-            self._backward(self._loss(batch, kl_coef, UpdateStats() if filler else stats))
+            loss = self._loss(batch, kl_coef, UpdateStats() if filler else stats)
+            if self._overlapped is not None and number == len(share.batches) - 1:
+                self._overlapped.last_pass()
+            self._backward(loss)
+            del loss
             if self._early is not None:
                 self._early.end_micro_batch()
             self._clock.ended(batch.tokens_T.shape[0])
@@ -237,6 +261,8 @@ class Updater:
             stats.sizes.append(batch.sizes)
         launching.end()
         self._launching = launching
+        if self._overlapped is not None:
+            self._overlapped.begin_rest()
         return stats
 
     def prepare(self) -> None:
