@@ -69,6 +69,11 @@ class Plan:
         return self.missing_bytes == 0
 
     @property
+    def engine_devices(self) -> int:
+        """Devices that each engine spans."""
+        return self.run.rollout.tensor_parallel if self.run.external else 1
+
+    @property
     def missing_bytes(self) -> int:
         """Bytes that the plan needs beyond the limit, on the device or on its host."""
         return self.limits.missing(self.ledger)

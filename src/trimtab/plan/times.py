@@ -308,6 +308,5 @@ class _Clock(_Rates):
         they are gathered for it, which is communication."""
         if self.run.external and not self.machine.cpu:
             rate = self.machine.device.host_link if through_host(self.job, self.run, self.place) else self.bandwidth
-            held = self.place.tensor if self.place.shard == "full" else 1  # of what is gathered, each keeps its part
-            return 2 * self.job.shape.parameters * self.job.itemsize / held / rate + OUTSIDE_PUBLISH
+            return 2 * self.job.shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
         return 0.0

@@ -6,12 +6,13 @@ import itertools
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trimtab.base.errors import EngineError
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.mesh import open_store
 from trimtab.cluster.ranks import Ranks
@@ -24,13 +25,14 @@ from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.governor import Governor
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.planner import Plan
+from trimtab.plan.planner import Choice, Plan
 from trimtab.plan.refusal import plan_devices
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.build import is_automatic
+from trimtab.run.engines import gives_way, native_instead
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
 from trimtab.run.same_ranks import refuse_unequal_software
@@ -64,8 +66,9 @@ class RankPlan:
         return "nccl" if own_gpus else "gloo"
 
 
-def plan_ranks(ready: CheckedRun) -> RankPlan | None:
-    """The plan of a run on several devices, from the model's description alone; None where it runs on one."""
+def plan_ranks(ready: CheckedRun, asked: Run | None = None) -> RankPlan | None:
+    """The plan of a run on several devices, from the model's description alone; None where it runs on one. `asked`: what is asked
+    for instead of the config's own."""
     config = ready.config
 
     def job(machine: Machine) -> Job:
@@ -73,7 +76,7 @@ def plan_ranks(ready: CheckedRun) -> RankPlan | None:
         models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
         return job_of(config, models, ready.lengths)
 
-    return plan_over(config.run, ready.device, job)
+    return plan_over(asked or config.run, ready.device, job)
 
 
 def plan_over(asked: Run, device: torch.device, job: Callable[[Machine], Job]) -> RankPlan | None:
@@ -103,23 +106,55 @@ def assemble_ranks(
     tell: OnWait,
 ) -> BuiltRun:
     """All of a run on ranks, as it began or as a checkpoint left it."""
+    instead: Choice | None = None
+    try:
+        ranks, facts = _build(planned, stage, ready, stack, recoveries, checkpoint, folder, tell)
+    except EngineError as error:
+        if not gives_way(ready.config.run, planned.plan):
+            raise
+        instead = native_instead(planned.plan, error)
+    if instead is not None:
+        planned = _with_native(planned, ready, instead)
+        ranks, facts = _build(planned, stage, ready, stack, recoveries, checkpoint, folder, tell)
     plan = planned.plan
-    ranks = _start(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
-    stack.callback(ranks.close)
-    tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
-    facts: list[RankFacts] = ranks.wait_until_built()
     refuse_unequal_software([each.software for each in facts])
     if (models := stage.reward_models(ready)) is not None:
         models.use([RankedClassifier(ranks, number) for number in range(len(models.paths))])
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
-    engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
+    rows, lowered = plan.run.rollout.max_sequences, [each.lowered for each in facts]
+    engine = Fleet(ranks, facts[0].engine, rows, lowered, parts=plan.engine_devices)
     trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
     gpus = sorted({device for device in planned.devices if device != "cpu"})
     return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes, gpus, ranks)
+
+
+def _build(
+    planned: RankPlan,
+    stage: Stage,
+    ready: CheckedRun,
+    stack: ExitStack,
+    recoveries: Recoveries,
+    checkpoint: Path | None,
+    folder: Path,
+    tell: OnWait,
+) -> tuple[Ranks, list[RankFacts]]:
+    """Ranks that have built their part; they end with `stack`."""
+    ranks = _start(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
+    stack.callback(ranks.close)
+    tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
+    return ranks, ranks.wait_until_built()
+
+
+def _with_native(planned: RankPlan, ready: CheckedRun, why: Choice) -> RankPlan:
+    """A plan for as many devices with the native engine, where the one that was planned did not start on some rank."""
+    asked = ready.config.run.with_values({"engine": "native", "devices": len(planned.devices)})
+    found = plan_ranks(ready, asked)
+    assert found is not None
+    return replace(found, plan=replace(found.plan, choices=(*found.plan.choices, why)))
 
 
 def _start(
@@ -132,7 +167,9 @@ def _start(
     paths = () if models is None else tuple(models.paths)
     prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", planned.backend
     setups = [
-        RankSetup(rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths)
+        RankSetup(
+            rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths, planned.devices
+        )
         for rank, device in enumerate(planned.devices)
     ]
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(plan.run.threads)}
