@@ -119,6 +119,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
         ({"rollout": {"tensor_parallel": 2, "python": "/nowhere/python"}}, "there is no interpreter '/nowhere/python'"),
         ({"engine": "sglang", "rollout": {"tensor_parallel": 2}}, "sglang runs on one device"),
         ({"engine": "vllm", "rollout": {"tensor_parallel": 2, "processes": 2}}, "splits one engine over 2 devices"),
+        ({"engine": "vllm", "devices": 4, "rollout": {"tensor_parallel": 3}}, "cannot be divided into engines of 3"),
         ({"engine": "sglang"}, r"SGLang needs a CUDA device(.|\n)*run.engine: native"),
         ({"engine": "native", "rollout": {"python": "/bin/true"}}, "has no effect on the native engine"),
     ],

@@ -15,6 +15,7 @@ from trimtab.cluster.feed import End, GiveBack, Leaving, More, Report, Returned
 from trimtab.cluster.messages import Item, Raised, Short
 from trimtab.cluster.queue import QueuedPiece, RequestQueue, Send, Take
 from trimtab.cluster.ranks import Ranks, ShortOnRank
+from trimtab.cluster.spread import pays_to_spread
 from trimtab.rollout.engine import Request, RolloutStats, refuse_while
 from trimtab.rollout.feed import Bounds
 from trimtab.rollout.seat import owners
@@ -25,10 +26,17 @@ class Fleet:
     """See rollout/engine.py."""
 
     def __init__(
-        self, ranks: Ranks, description: str, rows: int, lowered: Sequence[Mapping[str, int]], parts: int = 1
+        self,
+        ranks: Ranks,
+        description: str,
+        rows: int,
+        lowered: Sequence[Mapping[str, int]],
+        parts: int = 1,
+        tokens_per_step: float = 0.0,
     ) -> None:
         """`rows`: sequences that an engine runs at a time, at most; `lowered`: what is lower on each rank; `parts`: ranks whose
-        devices one engine spans (rollout/seat.py)."""
+        devices one engine spans (rollout/seat.py); `tokens_per_step`: see spread.py."""
+        self._tokens_per_step = tokens_per_step
         self._ranks, self._description, self._rows, self._parts = ranks, description, rows, parts
         self._owners = owners(len(ranks), parts)
         self._lowered = [dict(each) for each in lowered]
@@ -56,7 +64,7 @@ class Fleet:
         self.stats = RolloutStats()
         self._make_room()
         rows = {rank: self._lowered[rank].get("max_sequences", self._rows) for rank in self._owners}
-        call = _Call(self._ranks, requests, rows)
+        call = _Call(self._ranks, requests, rows, pays_to_spread(requests, len(rows), self._tokens_per_step))
         self._generating = True
         try:
             yield from call.groups()
@@ -103,11 +111,11 @@ class Fleet:
 class _Call:
     """One `generate` of a fleet, from the order that begins it to each rank's answer."""
 
-    def __init__(self, ranks: Ranks, requests: Sequence[Request], rows: Mapping[int, int]) -> None:
-        """`rows`: by rank that has an engine."""
+    def __init__(self, ranks: Ranks, requests: Sequence[Request], rows: Mapping[int, int], spread: bool) -> None:
+        """`rows`: by rank that has an engine; `spread`: see queue.py."""
         self._ranks, self._requests = ranks, requests
         self._owners = list(rows)
-        self._queue = RequestQueue([request.samples for request in requests], list(rows.values()))
+        self._queue = RequestQueue([request.samples for request in requests], list(rows.values()), spread)
         self._drawn: list[dict[int, Trajectory]] = [{} for _ in requests]
         self._busy: set[int] = set()
         """Ranks that have not answered."""

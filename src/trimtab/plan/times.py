@@ -118,6 +118,14 @@ def predict(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SIN
     return Times(clock.rollout(), clock.score(), clock.update(), clock.publish(), clock.start(), clock.communication())
 
 
+def prefill_tokens_per_step(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SINGLE_DEVICE) -> float:
+    """Prompt tokens that an engine prefills in the time of a decode step of a full batch."""
+    clock = _Clock(job, machine, run, place)
+    batch = min(run.rollout.max_sequences, job.of_one_engine(place.engines))
+    step_s = clock._decode_step(batch, job.typical_prompt + job.expected_completion / 2)
+    return step_s * clock.flops * parts_of(run, place) / (2 * job.shape.active_parameters)
+
+
 @dataclass(frozen=True)
 class _Rates:
     """What does not depend on the sizes of a plan."""

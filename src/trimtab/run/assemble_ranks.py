@@ -123,7 +123,8 @@ def assemble_ranks(
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
     rows, lowered = plan.run.rollout.max_sequences, [each.lowered for each in facts]
-    engine = Fleet(ranks, facts[0].engine, rows, lowered, parts=plan.engine_devices)
+    tokens_per_step = plan.prefill_tokens_per_step if sampled else 0.0
+    engine = Fleet(ranks, facts[0].engine, rows, lowered, plan.engine_devices, tokens_per_step)
     trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib

@@ -61,5 +61,6 @@ def open_fleet(
         facts[0].engine,
         plan.run.rollout.max_sequences,
         [each.lowered for each in facts],
-        parts=plan.engine_devices,
+        plan.engine_devices,
+        plan.prefill_tokens_per_step,
     )
