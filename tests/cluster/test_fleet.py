@@ -122,6 +122,35 @@ def test_samples_that_are_spread_over_all_engines_are_the_same(
     assert fleet.stats.prefill_tokens + fleet.stats.cached_prefix_tokens >= prompts + again, "every engine has them all"
 
 
+class Told:
+    """Ranks that note what they are asked."""
+
+    closed = False
+
+    def __init__(self, count: int) -> None:
+        self.orders: list[str] = []
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def ask(self, order: str, *given: Any) -> list[Any]:
+        self.orders.append(order)
+        return [None] * self._count
+
+
+@pytest.mark.parametrize(("parts", "room"), [(1, []), (2, ["make_room"])])
+def test_memory_that_several_ranks_lent_one_engine_is_free_before_it_wakes(parts: int, room: list[str]) -> None:
+    ranks = Told(4)
+    fleet = Fleet(ranks, "vLLM", 8, [{}] * 4, parts=parts)  # type: ignore[arg-type]
+    for _ in range(2):
+        fleet.lend()
+        fleet.publish(1)
+        fleet.publish(2)
+    assert ranks.orders == ["lend", *room, "publish", "publish"] * 2
+    assert ("2 engines on 4 devices" in fleet.description) is (parts == 2)
+
+
 def test_a_fleet_goes_on_after_a_caller_that_stopped_listening_and_after_a_refusal(
     three: Ranks, alone: list[Group]
 ) -> None:

@@ -55,9 +55,9 @@ def on_ranks(folder: Path, out: Path, devices: int, shard: str = "none", **rollo
 @pytest.mark.parametrize(
     ("devices", "shard", "rollout"),
     [
-        (2, "optimizer", {}),
-        (2, "full", {}),
         (2, "full", {"tensor_parallel": 2}),
+        pytest.param(2, "optimizer", {}, marks=slow),
+        pytest.param(2, "full", {}, marks=slow),
         pytest.param(2, "none", {"processes": 2}, marks=slow),
         pytest.param(2, "gradients", {"max_sequences": 2}, marks=slow),
         pytest.param(2, "none", {"tensor_parallel": 2}, marks=slow),
@@ -79,6 +79,18 @@ def test_engines_of_ranks_learn_what_one_process_learns(
     parts = rollout.get("tensor_parallel", 1)
     assert made[0]._owners == list(range(0, devices, parts))
     assert ("the model split over 2 devices" in made[0].description) is (parts == 2)
+
+
+@slow
+@pytest.mark.parametrize(("shard", "parts"), [("none", 1), ("full", 1), ("full", 2)])
+def test_adapters_reach_the_engines_of_ranks(folder: Path, tmp_path: Path, shard: str, parts: int) -> None:
+    lora = {"r": 8}
+    alone = run(folder, tmp_path / "alone", lora)
+    rollout = {"python": warm_python("vllm"), "tensor_parallel": parts}
+    found = run(folder, tmp_path / "run", lora, engine="vllm", devices=2, shard=shard, rollout=rollout)
+    assert_same_learned(alone, found, folder)
+    gaps = [row["rollout/logprob_gap"] for row in found[0] if "rollout/logprob_gap" in row]
+    assert len(gaps) == 3 and max(gaps) < 1e-4
 
 
 @pytest.mark.parametrize("shard", ["full", pytest.param("none", marks=slow)])

@@ -40,10 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def run(folder: Path, out: Path, **run: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def run(
+    folder: Path, out: Path, lora: dict[str, Any] | None = None, **run: Any
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Metrics of three steps, with an evaluation, and the weights that they end with."""
     trimtab.train(
-        model=str(folder),
+        model={"path": str(folder), **({} if lora is None else {"lora": lora})},
         data=[{"prompt": word} for word in WORDS],
         eval_data=[{"prompt": word} for word in WORDS[:2]],
         reward=variety,
