@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from trimtab.workers import guardian, program
-from trimtab.workers.spawn import KILL_FIRST
+from trimtab.workers.spawn import KILL_FIRST, PYTHON, start
 
 POLL_S = 0.01
 
@@ -67,10 +67,12 @@ def fork(
     fds: Sequence[int],
     env: Mapping[str, str],
     oom_score: int = KILL_FIRST,
-    python: Sequence[str] = (),
+    python: Sequence[str] = PYTHON,
     out: IO[bytes] | None = None,
-) -> ForkedProcess:
-    """See `trimtab.workers.spawn.start`."""
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """See `trimtab.workers.spawn.start`. What another interpreter runs (an engine) is started."""
+    if tuple(python) != tuple(PYTHON):
+        return start(module, arguments, fds=fds, env=env, oom_score=oom_score, python=python, out=out)
     trainer = os.getpid()
     pid = os.fork()
     if pid:

@@ -200,5 +200,6 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     asked, fds = serve(sys.argv[1])
+    gc.collect()  # the server's sockets are closed now, not later, when their numbers are the caller's files
     become(asked, fds)
     execute(asked["arguments"])

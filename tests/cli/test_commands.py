@@ -80,6 +80,27 @@ def test_dry_run_checks_prints_and_makes_nothing(trimtab: Trimtab, here: Path) -
     assert 'prompt: "0+0="' in outcome.out and 'stops at: "<eos>" (2)' in outcome.out
 
 
+@pytest.mark.parametrize(
+    ("devices", "parts", "words"),
+    [
+        (6, 4, "6 devices cannot be divided into engines of 4. Write 3, or run.devices: 8"),
+        (8, 8, "feed-forward columns evenly over 8 devices. Write 4."),
+    ],
+)
+def test_engines_that_cannot_divide_devices_are_refused_alike(
+    trimtab: Trimtab, here: Path, monkeypatch: pytest.MonkeyPatch, devices: int, parts: int, words: str
+) -> None:
+    monkeypatch.setattr("trimtab.run.machine.physical_cores", lambda: 8)
+    python = here / "with-vllm"
+    python.write_text("""#!/bin/sh\necho '{"there": true, "version": "0.32.0"}'\n""")
+    python.chmod(0o755)
+    given = [f"run.devices={devices}", f"run.rollout.tensor_parallel={parts}", f"run.rollout.python={python}"]
+    for command in (["plan"], ["train", "--dry-run"], ["train"]):
+        outcome = trimtab(*command, *given)
+        assert outcome.code != 0 and words in " ".join(outcome.err.split()), command
+        assert "run.rollout.tensor_parallel" in outcome.err
+
+
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_turn_that_ends_with_what_does_not_stop_is_told(
     trimtab: Trimtab, here: Path, config: dict[str, Any], command: str

@@ -13,6 +13,7 @@ from cluster.engine_rank import make_engine
 from tiny import VOCABULARY, tiny_model
 
 from trimtab.base.errors import EngineError
+from trimtab.cluster import fleet as fleets
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.ranks import RankLost, Ranks
 from trimtab.config.learn import Sampling
@@ -105,6 +106,49 @@ def test_a_fleet_draws_the_tokens_of_one_engine(
     for group in groups:
         for mine, its in zip(group.trajectories, same[group.index].trajectories):
             torch.testing.assert_close(mine.logprobs, its.logprobs, atol=2e-5, rtol=0)
+
+
+def test_samples_that_are_spread_over_all_engines_are_the_same(
+    three: Ranks, alone: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three.ask("build", {}, 0.0)
+    decided: list[tuple[int, float]] = []
+    monkeypatch.setattr(fleets, "pays_to_spread", lambda asked, *given: bool(decided.append(given)) or True)
+    fleet = Fleet(three, "", 64, [{}] * 3, tokens_per_step=7.0)
+    assert told(list(fleet.generate(asked()))) == told(alone)
+    assert decided == [(3, 7.0)]
+    prompts = sum(len(request.prompt.tokens) for request in asked())
+    again = sum(len(r.prompt.tokens) * (min(r.samples, 3) - 1) for r in asked())
+    assert fleet.stats.prefill_tokens + fleet.stats.cached_prefix_tokens >= prompts + again, "every engine has them all"
+
+
+class Told:
+    """Ranks that note what they are asked."""
+
+    closed = False
+
+    def __init__(self, count: int) -> None:
+        self.orders: list[str] = []
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def ask(self, order: str, *given: Any) -> list[Any]:
+        self.orders.append(order)
+        return [None] * self._count
+
+
+@pytest.mark.parametrize(("parts", "room"), [(1, []), (2, ["make_room"])])
+def test_memory_that_several_ranks_lent_one_engine_is_free_before_it_wakes(parts: int, room: list[str]) -> None:
+    ranks = Told(4)
+    fleet = Fleet(ranks, "vLLM", 8, [{}] * 4, parts=parts)  # type: ignore[arg-type]
+    for _ in range(2):
+        fleet.lend()
+        fleet.publish(1)
+        fleet.publish(2)
+    assert ranks.orders == ["lend", *room, "publish", "publish"] * 2
+    assert ("2 engines on 4 devices" in fleet.description) is (parts == 2)
 
 
 def test_a_fleet_goes_on_after_a_caller_that_stopped_listening_and_after_a_refusal(

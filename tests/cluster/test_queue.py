@@ -63,9 +63,9 @@ class Engine:
 class Simulation:
     """Engines of different speed, messages that take their time."""
 
-    def __init__(self, samples: list[int], rows: list[int], speeds: list[int], seed: int) -> None:
+    def __init__(self, samples: list[int], rows: list[int], speeds: list[int], seed: int, spread: bool) -> None:
         self.numbers, self.speeds = Random(seed), speeds
-        self.queue = RequestQueue(samples, rows)
+        self.queue = RequestQueue(samples, rows, spread)
         self.engines = [Engine(count) for count in rows]
         self.drawn: list[tuple[int, int]] = []
         self.outbox: deque[tuple[int, object]] = deque()
@@ -124,19 +124,24 @@ class Simulation:
 fleets = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 20)), min_size=1, max_size=5)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), fleets, st.integers(0, 2**20))
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), fleets, st.integers(0, 2**20), st.booleans())
 @settings(max_examples=60)
-def test_every_sample_is_drawn_exactly_once(samples: list[int], fleet: list[tuple[int, int]], seed: int) -> None:
-    simulation = Simulation(samples, [rows for rows, _ in fleet], [speed for _, speed in fleet], seed)
+def test_every_sample_is_drawn_exactly_once(
+    samples: list[int], fleet: list[tuple[int, int]], seed: int, spread: bool
+) -> None:
+    simulation = Simulation(samples, [rows for rows, _ in fleet], [speed for _, speed in fleet], seed, spread)
     simulation.run()
     assert sorted(simulation.drawn) == [(r, place) for r, count in enumerate(samples) for place in range(count)]
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.lists(st.integers(1, 40), min_size=1, max_size=5))
+counts = st.lists(st.integers(1, 20), min_size=1, max_size=12)
+
+
+@given(counts, st.lists(st.integers(1, 40), min_size=1, max_size=5), st.booleans())
 def test_every_engine_begins_with_something_and_none_with_more_than_it_holds(
-    samples: list[int], rows: list[int]
+    samples: list[int], rows: list[int], spread: bool
 ) -> None:
-    shares = RequestQueue(samples, rows).first_shares()
+    shares = RequestQueue(samples, rows, spread).first_shares()
     sizes = [sum(piece.samples for piece in share) for share in shares]
     if sum(samples) <= sum(rows):
         assert sum(sizes) == sum(samples)
@@ -149,6 +154,24 @@ def test_every_engine_begins_with_something_and_none_with_more_than_it_holds(
 def test_what_can_run_at_once_is_shared_out_evenly_and_groups_are_cut_for_it() -> None:
     shares = RequestQueue([16, 16, 16], [32, 32]).first_shares()
     assert shares == [[QueuedPiece(0, 0, 16), QueuedPiece(1, 0, 8)], [QueuedPiece(1, 8, 8), QueuedPiece(2, 0, 16)]]
+
+
+def test_what_is_spread_lies_on_all_engines_in_proportion_to_their_rows() -> None:
+    shares = RequestQueue([16, 16, 15], [32, 32], spread=True).first_shares()
+    first, second = ([(piece.request, piece.first, piece.samples) for piece in share] for share in shares)
+    assert (first, second) == ([(0, 0, 8), (1, 0, 8), (2, 0, 8)], [(0, 8, 8), (1, 8, 8), (2, 8, 7)])
+    shares = RequestQueue([8, 8], [48, 16], spread=True).first_shares()
+    assert [[piece.samples for piece in share] for share in shares] == [[6, 6], [2, 2]]
+
+
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=12), st.integers(2, 5))
+def test_what_is_spread_is_even_within_every_request(samples: list[int], engines: int) -> None:
+    shares = RequestQueue(samples, [1000] * engines, spread=True).first_shares()
+    if sum(samples) < engines:
+        return
+    for request, count in enumerate(samples):
+        each = [sum(p.samples for p in share if p.request == request) for share in shares]
+        assert sum(each) == count and max(each) - min(each) <= 1
 
 
 def test_an_engine_that_runs_low_gets_the_next_group_and_the_others_nothing() -> None:

@@ -26,6 +26,9 @@ BASE: dict[str, Any] = {
         ({"devices": 4, "shard": "full", "shard_devices": 1}, "nothing is in parts"),
         ({"devices": 1, "overlap": True}, "has no effect on one device"),
         ({"devices": 4, "shard": "full", "overlap": False}, "always summed over ranks beside the backward pass"),
+        ({"devices": 4, "rollout": {"tensor_parallel": 3}}, "Write 2, or run.devices: 3"),
+        ({"devices": 2, "rollout": {"tensor_parallel": 4}}, "Write 2, or run.devices: 4"),
+        ({"devices": 6, "rollout": {"tensor_parallel": 4}}, "6 devices cannot be divided into engines of 4"),
     ],
 )
 def test_parts_that_cannot_be(run: dict[str, Any], words: str) -> None:
@@ -41,6 +44,8 @@ def test_parts_that_cannot_be(run: dict[str, Any], words: str) -> None:
         {"devices": 8, "shard": "optimizer", "shard_devices": 4},
         {"shard": "gradients"},
         {"devices": 2},
+        {"devices": 4, "rollout": {"tensor_parallel": 2}},
+        {"devices": 1, "rollout": {"tensor_parallel": 2}},
     ],
 )
 def test_a_resolved_placement_loads_again(run: dict[str, Any]) -> None:

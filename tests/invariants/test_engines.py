@@ -40,10 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def run(folder: Path, out: Path, **run: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def run(
+    folder: Path, out: Path, lora: dict[str, Any] | None = None, **run: Any
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Metrics of three steps, with an evaluation, and the weights that they end with."""
     trimtab.train(
-        model=str(folder),
+        model={"path": str(folder), **({} if lora is None else {"lora": lora})},
         data=[{"prompt": word} for word in WORDS],
         eval_data=[{"prompt": word} for word in WORDS[:2]],
         reward=variety,
@@ -119,6 +121,7 @@ def test_a_run_whose_engine_is_killed_learns_the_same_from_everything_once(
         ({"rollout": {"tensor_parallel": 2, "python": "/nowhere/python"}}, "there is no interpreter '/nowhere/python'"),
         ({"engine": "sglang", "rollout": {"tensor_parallel": 2}}, "sglang runs on one device"),
         ({"engine": "vllm", "rollout": {"tensor_parallel": 2, "processes": 2}}, "splits one engine over 2 devices"),
+        ({"engine": "vllm", "devices": 4, "rollout": {"tensor_parallel": 3}}, "cannot be divided into engines of 3"),
         ({"engine": "sglang"}, r"SGLang needs a CUDA device(.|\n)*run.engine: native"),
         ({"engine": "native", "rollout": {"python": "/bin/true"}}, "has no effect on the native engine"),
     ],

@@ -25,9 +25,10 @@ from trimtab.plan.ledger import (
     build_ledger,
 )
 from trimtab.plan.place import place_over
-from trimtab.plan.placement import Placement
+from trimtab.plan.placement import Placement, device_counts
 from trimtab.plan.planner import Plan, make_plan
-from trimtab.plan.refusal import plan_here
+from trimtab.plan.refusal import plan_here, refuse_uneven_cut
+from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.shape import read_shape
 from trimtab.plan.source import WELL_KNOWN
 from trimtab.plan.times import outside_step
@@ -129,6 +130,45 @@ def test_adapters_larger_than_vllm_serves_are_refused(rank: int, refused: bool) 
     words = r"model\.lora\.r: vLLM serves adapters up to rank 512, not 513"
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
         plan_here(Run(engine="vllm"), qwen(rank=rank, adapters=10**7), Machine(find_device("h200"), 1, 256 * GIB, 16))
+
+
+def test_engines_over_several_devices_divide_them_and_stay_on_a_host() -> None:
+    job = qwen("qwen2.5-7b", rank=16, adapters=10**7)
+    run = Run(engine="vllm", rollout=Rollout(tensor_parallel=4))
+    assert device_counts(run, Machine(find_device("h200"), 12, 256 * GIB, 16, per_host=12)) == [12, 8, 4, 1]
+    words = r"run.rollout.tensor_parallel: is 4, but a host has 6 devices(.|\n)*Write 3"
+    with pytest.raises(ConfigError, match=words):
+        refuse_devices(run, job, Machine(find_device("h200"), 12, 256 * GIB, 16, per_host=6))
+    refuse_devices(run, job, Machine(find_device("h200"), 16, 256 * GIB, 16))
+    uneven = Run(engine="vllm", devices=6, rollout=Rollout(tensor_parallel=6))
+    with pytest.raises(
+        ConfigError, match=r"vLLM cannot split(.|\n)*Write 2\."
+    ):  # 4 would fit the heads, not the devices
+        refuse_uneven_cut(uneven, job.shape)
+
+
+@pytest.mark.parametrize(("devices", "parts", "engines"), [(8, 1, 8), (8, 2, 4), (8, 4, 2)])
+def test_a_fleet_has_as_many_engines_as_sets_of_devices(devices: int, parts: int, engines: int) -> None:
+    job = qwen("qwen2.5-7b", rank=16, adapters=10**7)
+    machine = Machine(find_device("h200"), devices, 2048 * GIB, 128)
+    run = Run(engine="vllm", devices=devices, rollout=Rollout(tensor_parallel=parts))
+    plan = place_over(run, job, machine)
+    assert (plan.place.engines, plan.engine_devices, plan.run.rollout.tensor_parallel) == (engines, parts, parts)
+    weights = job.shape.parameters * job.itemsize
+    assert plan.ledger["rollout"].host.get("published weights", 0) == (0 if parts == 1 else engines * weights)
+    cut = place_over(run.with_values({"shard": "full"}), job, machine)
+    assert cut.ledger["rollout"].host["published weights"] == weights, "all engines of a host read one copy"
+    assert cut.times.publish > plan.times.publish or parts > 1
+
+
+def test_a_prefill_and_a_decode_step_are_compared_by_time() -> None:
+    """A step that reads more takes as long as more prompt tokens."""
+    machine = Machine(find_device("h200"), 2, 2048 * GIB, 128)
+    found = [
+        place_over(Run(engine="native", devices=2), replace(qwen(), completion=new), machine).prefill_tokens_per_step
+        for new in (256, 8192)
+    ]
+    assert 50 < found[0] < found[1]
 
 
 def test_a_model_is_not_cut_twice() -> None:

@@ -162,15 +162,16 @@ def test_a_copy_of_merged_weights_that_would_stay_is_kept_out_by_a_larger_cache(
 
 
 def test_a_70b_on_48_devices_gets_the_cache_that_fits() -> None:
-    """The engine holds its KV cache while new weights are handed over: a whole step's does not fit then, a smaller one does."""
+    """The engine holds its KV cache while new weights are handed over, and an eighth of the weights on each device. They
+    are handed over through host memory, which has a copy; an export takes another."""
     job = qwen(
         "llama-3.1-70b", prompts=128, samples=8, longest_prompt=512, typical_prompt=512, completion=1024, reference=True,
         compared=True, tiled_head=False,
     )  # fmt: skip
-    machine = Machine(find_device("a100-80"), 48, 256 * GIB, 16)
+    machine = Machine(find_device("a100-80"), 48, 512 * GIB, 16)
     plan, by_hand = place_over(Run(), job, machine), place_over(Run(rollout=Rollout(kv_memory=4 * GIB)), job, machine)
     assert plan.fits and by_hand.fits and plan.times.total <= by_hand.times.total
-    assert plan.run.rollout.kv_memory > 4 * GIB and plan.ledger.fullest.name == "publish"
+    assert plan.run.rollout.kv_memory > 4 * GIB and plan.run.rollout.tensor_parallel == 8
 
 
 def test_fused_layers_give_way_where_only_the_models_own_modules_fit() -> None:

@@ -15,24 +15,40 @@ from trimtab.cluster.feed import End, GiveBack, Leaving, More, Report, Returned
 from trimtab.cluster.messages import Item, Raised, Short
 from trimtab.cluster.queue import QueuedPiece, RequestQueue, Send, Take
 from trimtab.cluster.ranks import Ranks, ShortOnRank
+from trimtab.cluster.spread import pays_to_spread
 from trimtab.rollout.engine import Request, RolloutStats, refuse_while
 from trimtab.rollout.feed import Bounds
+from trimtab.rollout.seat import owners
 from trimtab.rollout.trajectory import Group, Trajectory
 
 
 class Fleet:
     """See rollout/engine.py."""
 
-    def __init__(self, ranks: Ranks, description: str, rows: int, lowered: Sequence[Mapping[str, int]]) -> None:
-        """`rows`: sequences that a rank's engine runs at a time, at most; `lowered`: what is lower on each rank."""
-        self._ranks, self._description, self._rows = ranks, description, rows
+    def __init__(
+        self,
+        ranks: Ranks,
+        description: str,
+        rows: int,
+        lowered: Sequence[Mapping[str, int]],
+        parts: int = 1,
+        tokens_per_step: float = 0.0,
+    ) -> None:
+        """`rows`: sequences that an engine runs at a time, at most; `lowered`: what is lower on each rank; `parts`: ranks whose
+        devices one engine spans (rollout/seat.py); `tokens_per_step`: see spread.py."""
+        self._tokens_per_step = tokens_per_step
+        self._ranks, self._description, self._rows, self._parts = ranks, description, rows, parts
+        self._owners = owners(len(ranks), parts)
         self._lowered = [dict(each) for each in lowered]
-        self._generating = False
+        self._generating = self._lent = False
         self.stats = RolloutStats()
 
     @property
     def description(self) -> str:
-        return f"{self._description}, on each of {len(self._ranks)} devices"
+        if self._parts == 1:
+            return f"{self._description}, on each of {len(self._ranks)} devices"
+        engines = "one engine" if len(self._owners) == 1 else f"{len(self._owners)} engines"
+        return f"{self._description}; {engines} on {len(self._ranks)} devices"
 
     @property
     def non_torch_bytes(self) -> int:
@@ -46,7 +62,9 @@ class Fleet:
         if any(request.sampling != requests[0].sampling for request in requests):
             raise EngineError("the requests of one generate call must share their sampling settings")
         self.stats = RolloutStats()
-        call = _Call(self._ranks, requests, [each.get("max_sequences", self._rows) for each in self._lowered])
+        self._make_room()
+        rows = {rank: self._lowered[rank].get("max_sequences", self._rows) for rank in self._owners}
+        call = _Call(self._ranks, requests, rows, pays_to_spread(requests, len(rows), self._tokens_per_step))
         self._generating = True
         try:
             yield from call.groups()
@@ -59,9 +77,17 @@ class Fleet:
 
     def lend(self) -> None:
         self._ranks.ask("lend")
+        self._lent = True
 
     def publish(self, version: int) -> None:
+        self._make_room()
         self._ranks.ask("publish", version)
+
+    def _make_room(self) -> None:
+        """An engine that wakes up takes memory of several ranks' devices: all have to give it up before."""
+        if self._lent and self._parts > 1:
+            self._ranks.ask("make_room")
+        self._lent = False
 
     def shrink(self, least_tokens: int) -> tuple[int, int] | None:
         found = [sizes for sizes in self._ranks.ask("shrink", least_tokens) if sizes is not None]
@@ -85,9 +111,11 @@ class Fleet:
 class _Call:
     """One `generate` of a fleet, from the order that begins it to each rank's answer."""
 
-    def __init__(self, ranks: Ranks, requests: Sequence[Request], rows: Sequence[int]) -> None:
+    def __init__(self, ranks: Ranks, requests: Sequence[Request], rows: Mapping[int, int], spread: bool) -> None:
+        """`rows`: by rank that has an engine; `spread`: see queue.py."""
         self._ranks, self._requests = ranks, requests
-        self._queue = RequestQueue([request.samples for request in requests], rows)
+        self._owners = list(rows)
+        self._queue = RequestQueue([request.samples for request in requests], list(rows.values()), spread)
         self._drawn: list[dict[int, Trajectory]] = [{} for _ in requests]
         self._busy: set[int] = set()
         """Ranks that have not answered."""
@@ -99,7 +127,7 @@ class _Call:
 
     def groups(self) -> Iterator[Group]:
         """Every request's group once, in the order they become whole."""
-        shares = {rank: share for rank, share in enumerate(self._queue.first_shares()) if share}
+        shares = {rank: share for rank, share in zip(self._owners, self._queue.first_shares()) if share}
         bounds = Bounds.of(self._requests)
         self._busy = set(shares)
         self._ranks.begin("generate", {rank: (self._cut(share), bounds) for rank, share in shares.items()})
@@ -124,9 +152,9 @@ class _Call:
         if isinstance(value, Group):
             yield from self._put(rank, value)
         elif isinstance(value, Report):
-            self._act(self._queue.heard(rank, value.received, value.load))
+            self._act(self._queue.heard(self._owners.index(rank), value.received, value.load))
         elif isinstance(value, Returned):
-            self._act(self._queue.returned(rank, value.cuts, value.received, value.load))
+            self._act(self._queue.returned(self._owners.index(rank), value.cuts, value.received, value.load))
         elif isinstance(value, Leaving):
             if rank not in self._ended:
                 self._end_one(rank)
@@ -144,8 +172,9 @@ class _Call:
 
     def _put(self, rank: int, found: Group) -> Iterator[Group]:
         """Samples of a request have come: its group, if they were the last."""
-        piece = self._queue.piece(rank, found.index)
-        self._queue.delivered(rank, found.index, len(found.trajectories))
+        engine = self._owners.index(rank)
+        piece = self._queue.piece(engine, found.index)
+        self._queue.delivered(engine, found.index, len(found.trajectories))
         request, drawn = self._requests[piece.request], self._drawn[piece.request]
         for trajectory in found.trajectories:
             place = piece.first + trajectory.sample
@@ -156,9 +185,10 @@ class _Call:
 
     def _act(self, actions: Sequence[Send | Take]) -> None:
         for action in actions:
-            if action.engine not in self._ended:  # or nobody waits for it any more
+            rank = self._owners[action.engine]
+            if rank not in self._ended:  # or nobody waits for it any more
                 more = More(self._cut(action.pieces)) if isinstance(action, Send) else GiveBack(action.samples)
-                self._ranks.say(action.engine, more)
+                self._ranks.say(rank, more)
 
     def _end_one(self, rank: int) -> None:
         self._ended.add(rank)

@@ -1,7 +1,8 @@
 """Which engine draws which samples: one queue for all of them. Pure bookkeeping: no processes, no tensors.
 
 Every engine begins with about what it can run at once; the rest waits here, and goes group by group to whoever runs low. When
-nothing waits any more and an engine has rows free, it gets half of what the fullest cannot start. Nothing that runs is moved.
+nothing waits any more and an engine has rows free, it gets half of what the fullest cannot start. Nothing that runs is moved: it
+would hardly pay (bench/fleet_moves.py).
 
     queue --Send--> engine --Load--> queue      an engine that runs low is sent the next group
     queue --Take--> fullest --CutRequest--> queue --Send--> one with room
@@ -95,8 +96,10 @@ class _Engine:
 class RequestQueue:
     """The samples of one `generate`, by number of their request and place in it."""
 
-    def __init__(self, samples: Sequence[int], rows: Sequence[int]) -> None:
-        """`samples` of each request; `rows`: how many each engine runs at a time."""
+    def __init__(self, samples: Sequence[int], rows: Sequence[int], spread: bool = False) -> None:
+        """`samples` of each request; `rows`: how many each engine runs at a time; `spread`: what can run at once is dealt out so
+        that each engine has samples of every request (spread.py)."""
+        self._spread = spread
         self._waiting = deque(QueuedPiece(request, 0, count) for request, count in enumerate(samples))
         self._engines = [_Engine(count) for count in rows]
         self.missing = sum(samples)
@@ -106,6 +109,8 @@ class RequestQueue:
         """What each engine begins with; none has nothing, unless there are fewer samples than engines. Where all samples can
         run at once they are shared out evenly, and groups are cut for that; else whole groups, as far as they go."""
         total, rows = self.missing, sum(engine.rows for engine in self._engines)
+        if self._spread and total <= rows and self._deal_out():
+            return [list(engine.pieces) for engine in self._engines]
         begin = before = 0
         for engine in self._engines:
             before += engine.rows
@@ -120,6 +125,29 @@ class RequestQueue:
                     break
                 taken += self._give(engine, budget - taken).samples
         return [list(engine.pieces) for engine in self._engines]
+
+    def _deal_out(self) -> bool:
+        """Give each engine some of every request, in proportion to its rows; False, and nothing is given, where one would have
+        nothing."""
+        rows, dealt = sum(engine.rows for engine in self._engines), 0
+        given = [0] * len(self._engines)
+        plan: list[tuple[int, QueuedPiece]] = []
+        for piece in self._waiting:
+            before, rest = list(given), piece
+            for _ in range(piece.samples):
+                dealt += 1
+                lacks = [dealt * engine.rows / rows - has for engine, has in zip(self._engines, given)]
+                given[lacks.index(max(lacks))] += 1
+            for number, samples in enumerate(now - then for now, then in zip(given, before)):
+                if samples:
+                    part, rest = rest.cut(samples)
+                    plan.append((number, part))
+        if not all(given):
+            return False
+        for number, part in plan:
+            self._hand(self._engines[number], [part])
+        self._waiting.clear()
+        return True
 
     def piece(self, engine: int, index: int) -> QueuedPiece:
         """What an engine knows by a number, as it was sent."""

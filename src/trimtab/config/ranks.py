@@ -73,3 +73,15 @@ def cut_engine(run: Run) -> Iterator[Contradiction]:
             f"splits one engine over {devices} devices, which leaves no device for other engine processes",
             "Leave one of the two out",
         )
+    elif run.devices != "auto" and run.devices > 1 and run.devices % devices:
+        whole = max(1, round(run.devices / devices)) * devices
+        yield clash(
+            "run.rollout.tensor_parallel run.devices",
+            f"is {devices}, but {run.devices} devices cannot be divided into engines of {devices}",
+            f"Write {nearest_divisor(devices, run.devices)}, or run.devices: {whole}",
+        )
+
+
+def nearest_divisor(asked: int, whole: int) -> int:
+    """The number nearest to `asked` that divides `whole`; of two, the smaller."""
+    return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: (abs(n - asked), n))

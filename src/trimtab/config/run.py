@@ -49,11 +49,13 @@ class Rollout(Section):
     eager: bool | None = None
     """Run vLLM or SGLang without compilation and CUDA graphs: it starts faster and decodes more slowly. None: only on a CPU."""
     processes: PositiveInt | Auto = "auto"
-    """Processes of vLLM or SGLang on each device, which share out its sequences; each has a copy of the weights. auto: several
-    where one would be bound by its host, as it is with small models on a GPU."""
+    """Processes of vLLM or SGLang in each engine, which share out its sequences; each has a copy of the weights. With several
+    devices each has an engine, so N devices have N times as many. auto: several where one would be bound by its host, as it is
+    with small models on a GPU; 1 with tensor_parallel."""
     tensor_parallel: PositiveInt = 1
-    """Devices that vLLM cuts its copy of the model over, the trainer's first: decoding a large model waits for its weights to be
-    read, and each then reads a part."""
+    """Devices that vLLM cuts its copy of the model over: decoding a large model waits for its weights to be read, and each then
+    reads a part. With several devices it has to divide them: there are devices / tensor_parallel engines, each owned by the first
+    rank of its set, while the others lend their memory. With devices: 1, the trainer's device and those behind it."""
 
 
 class Offload(Section):

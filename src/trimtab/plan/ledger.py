@@ -181,7 +181,8 @@ def _training_phases(
     copy: dict[str, int],
 ) -> list[Phase]:  # fmt: skip
     host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), gathered_bytes(job, place)
-    copies = {"rollout weights": job.shape.parameters * job.itemsize // place.tensor} | gathered
+    own = {} if run.external else {"rollout weights": job.shape.parameters * job.itemsize}  # another's is in `awake`
+    copies = own | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     staging = {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
     stays, awake = _stays(job, machine, run, place), _awake(job, machine, run, place)
@@ -399,11 +400,11 @@ def parts_of(run: Run, place: Placement = SINGLE_DEVICE) -> int:
 
 
 def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:
-    """True where weights reach an outside engine through host memory: experts have other names in a checkpoint, and in place only
-    one device can be read. Weights that no device has whole are gathered layer by layer for it."""
+    """True where weights reach an outside engine through host memory: experts have other names in a checkpoint, in place only one
+    device can be read, and weights that no device has whole are gathered layer by layer into one copy for all engines."""
     if place.generates_only:  # trainers on other devices send each part to its device
         return False
-    return place.shard != "full" and (job.shape.has_experts or parts_of(run) > 1)
+    return place.shard == "full" or job.shape.has_experts or parts_of(run) > 1
 
 
 def _kv_cut(job: Job, run: Run) -> int:
@@ -441,7 +442,8 @@ def _host(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dic
         each *= processes_of(run) * max(1, here // place.tensor)
         found[ENGINE] = each * (CPU_PROCESS_HOST_BYTES if machine.cpu else CUDA_PROCESS_HOST_BYTES)
         if machine.cpu or through_host(job, run, place):
-            found["published weights"] = max(1, here // place.tensor) * job.shape.parameters * job.itemsize
+            copies = 1 if place.shard == "full" else max(1, here // place.tensor)
+            found["published weights"] = copies * job.shape.parameters * job.itemsize
     if run.offload.optimizer:
         found["optimizer state"] = here * waiting_state_bytes(job, place)
     if run.offload.reference and job.reference:

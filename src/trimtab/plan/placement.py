@@ -100,7 +100,8 @@ def device_counts(run: Run, machine: Machine) -> list[int]:
     counts = {most} | inside | whole_hosts
     least = 1 if run.shard in ("auto", "none") else 2
     group = 1 if run.shard_devices == "auto" else run.shard_devices
-    return sorted((n for n in counts if n >= least and n % group == 0), reverse=True)
+    parts = _pinned_tensor(run)
+    return sorted((n for n in counts if n >= least and n % group == 0 and (n == 1 or n % parts == 0)), reverse=True)
 
 
 def placements(run: Run, job: Job, machine: Machine, devices: int, tensor: int = 1) -> Iterator[Placement]:

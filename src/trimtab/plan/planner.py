@@ -21,7 +21,7 @@ from trimtab.plan.ledger import Ledger, build_ledger
 from trimtab.plan.placement import Placement, pinned_placement
 from trimtab.plan.rules import lends, page_tokens, small_page, useful_budget
 from trimtab.plan.sizes import KV_FIFTHS, SHARED, SMALLEST, WHAT_FITS, Case, Limits, Way, grow, smallest, unbounded
-from trimtab.plan.times import Times, predict
+from trimtab.plan.times import Times, predict, prefill_tokens_per_step
 
 PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
 """Share of a device's memory that a plan may fill."""
@@ -69,6 +69,15 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.missing_bytes == 0
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices that each engine spans."""
+        return self.run.rollout.tensor_parallel if self.run.external else 1
+
+    @property
+    def prefill_tokens_per_step(self) -> float:
+        return prefill_tokens_per_step(self.job, self.machine, self.run, self.place)
 
     @property
     def missing_bytes(self) -> int:

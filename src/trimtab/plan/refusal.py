@@ -18,7 +18,7 @@ from trimtab.plan.placement import SHARDS, SHARDS_BUILT, Placement
 from trimtab.plan.planner import Choice, Plan, within
 from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.rules import page_tokens, workers_for
-from trimtab.plan.shape import Block
+from trimtab.plan.shape import Block, ModelShape
 from trimtab.plan.states import state_bytes
 from trimtab.rollout.external.kinds import VLLM_RANKS
 
@@ -95,21 +95,22 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
         raise ConfigError(
             [Problem("run.rollout.page_tokens", f"vLLM needs a multiple of {whole} tokens, not {page}", fix)]
         )
-    refuse_uneven_cut(run, job)
+    refuse_uneven_cut(run, job.shape)
 
 
-def refuse_uneven_cut(run: Run, job: Job) -> None:
+def refuse_uneven_cut(run: Run, shape: ModelShape) -> None:
     """vLLM cuts layers into equal parts; where there are fewer KV heads than devices, several devices hold the same head."""
 
     def uneven(parts: int) -> list[Block]:
         return [
-            block for block in job.shape.kinds
+            block for block in shape.kinds
             if block.heads % parts or block.width % parts or (block.kv_heads % parts and parts % block.kv_heads)
         ]  # fmt: skip
 
-    asked = run.rollout.tensor_parallel
+    asked, devices = run.rollout.tensor_parallel, 0 if run.devices in ("auto", 1) else run.devices
     if uneven(asked):
-        block, most = uneven(asked)[0], max(parts for parts in range(1, asked) if not uneven(parts))
+        block = uneven(asked)[0]
+        most = max(parts for parts in range(1, asked) if not uneven(parts) and devices % parts == 0)
         what = (
             f"vLLM cannot split {block.heads} heads, {block.kv_heads} KV heads and {block.width} feed-forward columns evenly "
             f"over {asked} devices"

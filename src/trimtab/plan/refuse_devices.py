@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.placement import RoleMap, groups_of_roles
+from trimtab.config.ranks import nearest_divisor
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job, Machine
@@ -28,6 +29,7 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     if run.shard_devices != "auto" and not device_counts(run, machine):
         what = f"{run.shard_devices} ranks hold one set of parts, but there are only {most} devices"
         raise ConfigError([Problem("run.shard_devices", what, "Write a divisor of the number of devices, or auto.")])
+    refuse_engine_across_hosts(run, machine)
     row = unblocked_row(job) if run.shard == "full" else None
     if row is not None:
         name, size = row
@@ -39,6 +41,16 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     if machine.here and run.shard not in ("auto", *SHARDS_BUILT):
         what = f"this version cannot run {run.shard} yet; `trimtab plan --device NAME --devices N` shows what it would take"
         raise ConfigError([Problem("run.shard", what, f"Write {', '.join(SHARDS_BUILT[:-1])} or {SHARDS_BUILT[-1]}.")])
+
+
+def refuse_engine_across_hosts(run: Run, machine: Machine) -> None:
+    """Raises where an engine that is cut over devices would not stay on one host: its parts exchange something in every layer."""
+    parts, host = run.rollout.tensor_parallel, machine.per_host
+    several = machine.hosts > 1 and not machine.cpu
+    if run.external and several and host % parts:
+        what = f"is {parts}, but a host has {host} devices, which cannot be divided into engines of {parts}"
+        fix = f"Write {nearest_divisor(parts, host)}."
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])
 
 
 def refuse_missing_devices(run: Run, machine: Machine) -> None:

@@ -136,6 +136,14 @@ class EngineClock(Protocol):
     def prefill_s(self, tokens: float) -> float: ...
 
 
+def prefill_tokens_per_step(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SINGLE_DEVICE) -> float:
+    """Prompt tokens that an engine prefills in the time of a decode step of a full batch."""
+    clock = _Clock(job, machine, run, place)
+    batch = min(run.rollout.max_sequences, job.of_one_engine(place.engines))
+    step_s = clock._decode_step(batch, job.typical_prompt + job.expected_completion / 2)
+    return step_s * clock.flops * parts_of(run, place) / (2 * job.shape.active_parameters)
+
+
 @dataclass(frozen=True)
 class _Rates:
     """What does not depend on the sizes of a plan."""
@@ -354,6 +362,5 @@ class _Clock(_Rates):
         they are gathered for it, which is communication."""
         if self.run.external and not self.machine.cpu:
             rate = self.machine.device.host_link if through_host(self.job, self.run, self.place) else self.bandwidth
-            held = self.place.tensor if self.place.shard == "full" else 1  # of what is gathered, each keeps its part
-            return 2 * self.job.shape.parameters * self.job.itemsize / held / rate + OUTSIDE_PUBLISH
+            return 2 * self.job.shape.parameters * self.job.itemsize / rate + OUTSIDE_PUBLISH
         return 0.0

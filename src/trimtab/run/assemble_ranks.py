@@ -6,12 +6,13 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trimtab.base.errors import EngineError
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.mesh import LOCALHOST, open_store
 from trimtab.cluster.process import StartRank, start_here
@@ -26,7 +27,7 @@ from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.governor import Governor
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.planner import Plan
+from trimtab.plan.planner import Choice, Plan
 from trimtab.plan.refusal import plan_devices
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
@@ -35,6 +36,7 @@ from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.build import calibrated, is_automatic
 from trimtab.run.calibrate import worst
+from trimtab.run.engines import gives_way, native_instead
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
 from trimtab.run.ray_hosts import RayHosts, paths_of
@@ -72,8 +74,9 @@ class RankPlan:
         return "nccl" if own_gpus else "gloo"
 
 
-def plan_ranks(ready: CheckedRun, hosts: RayHosts | None = None) -> RankPlan | None:
-    """The plan of a run on several devices, from the model's description alone; None where it runs on one."""
+def plan_ranks(ready: CheckedRun, hosts: RayHosts | None = None, asked: Run | None = None) -> RankPlan | None:
+    """The plan of a run on several devices, from the model's description alone; None where it runs on one. `asked`: what is asked
+    for instead of the config's own."""
     config = ready.config
 
     def job(machine: Machine) -> Job:
@@ -81,7 +84,8 @@ def plan_ranks(ready: CheckedRun, hosts: RayHosts | None = None) -> RankPlan | N
         models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
         return job_of(config, models, ready.lengths)
 
-    return plan_over(config.run, ready.device, job) if hosts is None else _plan_over_hosts(config.run, hosts, job)
+    run = asked or config.run
+    return plan_over(run, ready.device, job) if hosts is None else _plan_over_hosts(run, hosts, job)
 
 
 def _plan_over_hosts(run: Run, hosts: RayHosts, job: Callable[[Machine], Job]) -> RankPlan:
@@ -121,19 +125,27 @@ def assemble_ranks(
     tell: OnWait,
 ) -> BuiltRun:
     """All of a run on ranks, as it began or as a checkpoint left it."""
+    instead: Choice | None = None
+    try:
+        ranks, facts = _build(planned, stage, ready, stack, recoveries, checkpoint, folder, tell)
+    except EngineError as error:
+        if not gives_way(ready.config.run, planned.plan):
+            raise
+        instead = native_instead(planned.plan, error)
+    if instead is not None:
+        planned = _with_native(planned, ready, instead)
+        ranks, facts = _build(planned, stage, ready, stack, recoveries, checkpoint, folder, tell)
     plan = planned.plan
-    ranks = start_ranks(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
-    stack.callback(ranks.close)
-    tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
-    facts: list[RankFacts] = ranks.wait_until_built()
     refuse_unequal_software([each.software for each in facts])
     if (models := stage.reward_models(ready)) is not None:
         models.use([RankedClassifier(ranks, number) for number in range(len(models.paths))])
-    engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
+    sampled = isinstance(ready.config, ResolvedConfig)
+    rows, lowered = plan.run.rollout.max_sequences, [each.lowered for each in facts]
+    tokens_per_step = plan.prefill_tokens_per_step if sampled else 0.0
+    engine = Fleet(ranks, facts[0].engine, rows, lowered, plan.engine_devices, tokens_per_step)
     updaters = ranked_updaters(stage, plan, ranks, facts)
     if stage.rehearses:
         plan = calibrated_on(ranks, plan, ready.config.run, updaters.values(), engine)
-    sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
     automatic = is_automatic(ready.config.run, planned.plan)
     trainer = ranked_trainer(stage, ready, config, plan, ranks, facts, engine, recoveries, updaters, automatic)
@@ -142,6 +154,31 @@ def assemble_ranks(
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
     gpus = sorted({device for device in planned.devices if device != "cpu" and planned.hosts is None})
     return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes, gpus, ranks)
+
+
+def _build(
+    planned: RankPlan,
+    stage: Stage,
+    ready: CheckedRun,
+    stack: ExitStack,
+    recoveries: Recoveries,
+    checkpoint: Path | None,
+    folder: Path,
+    tell: OnWait,
+) -> tuple[Ranks, list[RankFacts]]:
+    """Ranks that have built their part; they end with `stack`."""
+    ranks = start_ranks(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
+    stack.callback(ranks.close)
+    tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
+    return ranks, ranks.wait_until_built()
+
+
+def _with_native(planned: RankPlan, ready: CheckedRun, why: Choice) -> RankPlan:
+    """A plan for as many devices with the native engine, where the one that was planned did not start on some rank."""
+    asked = ready.config.run.with_values({"engine": "native", "devices": len(planned.devices)})
+    found = plan_ranks(ready, planned.hosts, asked)
+    assert found is not None
+    return replace(found, plan=replace(found.plan, choices=(*found.plan.choices, why)))
 
 
 def start_ranks(
@@ -163,7 +200,20 @@ def start_ranks(
     prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", planned.backend
     setups = [
         RankSetup(
-            rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths, host, channel
+            rank,
+            count,
+            store.port,
+            prefix,
+            backend,
+            device,
+            stage,
+            known,
+            plan,
+            checkpoint,
+            paths,
+            planned.devices,
+            host,
+            channel,
         )
         for rank, device in enumerate(planned.devices)
     ]

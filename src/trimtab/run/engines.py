@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trimtab.base.errors import EngineError
 from trimtab.config.known import ResolvedRun
@@ -23,8 +26,10 @@ from trimtab.rollout.engine import Engine, Sampler
 from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.external.find import interpreter
 from trimtab.rollout.external.kinds import KINDS
+from trimtab.rollout.external.lent import LentDevice
 from trimtab.rollout.native.engine import NativeEngine
 from trimtab.rollout.native.replica import ReplicaEngine
+from trimtab.rollout.seat import ONLY_SEAT, EngineSeat
 
 
 @dataclass(frozen=True)
@@ -41,26 +46,51 @@ def sampler_on(engine: Engine, environment: EnvironmentSession | None) -> Sample
 
 
 def open_engine(
-    config: Config, plan: Plan, policy: Policy, tokenizer: Any, recoveries: Recoveries, logs: Path | None = None
+    config: Config,
+    plan: Plan,
+    policy: Policy,
+    tokenizer: Any,
+    recoveries: Recoveries,
+    logs: Path | None = None,
+    seat: EngineSeat = ONLY_SEAT,
 ) -> tuple[Plan, Engine]:
     """The engine that a plan names. Where that is not what was asked for and cannot be had, the native one, with a plan of its
-    own."""
+    own; ranks leave that to their driver."""
     longest = plan.job.longest_sequence
+    if not seat.owner:
+        return plan, LentDevice(policy, longest)
     try:
-        return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, logs)
+        return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, logs, seat.devices)
     except EngineError as error:
-        if config.run.engine != "auto" or not plan.run.external:
+        if seat.ranks > 1 or not gives_way(config.run, plan):
             raise
-        refused = f"{plan.run.engine} was planned but did not start: {str(error).splitlines()[0]}"
+        choice = native_instead(plan, error)
     plan = planned(config.run.with_values({"engine": "native"}), plan.job, plan.machine)
-    plan = replace(plan, choices=(*plan.choices, Choice("run.engine", "native", refused)))
+    plan = replace(plan, choices=(*plan.choices, choice))
     return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries)
 
 
+def gives_way(asked: Run, plan: Plan) -> bool:
+    """The native engine may take the place of the one that was planned: nobody has asked for that one."""
+    return asked.engine == "auto" and plan.run.external
+
+
+def native_instead(plan: Plan, error: EngineError) -> Choice:
+    why = f"{plan.run.engine} was planned but did not start: {str(error).splitlines()[0]}"
+    return Choice("run.engine", "native", why)
+
+
 def make_engine(
-    run: ResolvedRun, policy: Policy, tokenizer: Any, longest: int, recoveries: Recoveries, logs: Path | None = None
+    run: ResolvedRun,
+    policy: Policy,
+    tokenizer: Any,
+    longest: int,
+    recoveries: Recoveries,
+    logs: Path | None = None,
+    devices: Sequence[torch.device] = (),
 ) -> Engine:
-    """The rollout engine of a plan, for sequences of up to this many tokens."""
+    """The rollout engine of a plan, for sequences of up to this many tokens. `devices`: those that it spans, where they are not
+    the policy's own and the ones behind it."""
     rollout = run.rollout
     settings: dict[str, Any] = {
         "policy": policy,
@@ -76,12 +106,11 @@ def make_engine(
     }
     if run.engine == "native":
         return (ReplicaEngine if isinstance(policy, ShardedPolicy) else NativeEngine)(**settings)
-    if isinstance(policy, ShardedPolicy):
-        raise EngineError(f"run.engine: {run.engine} cannot read weights that ranks hold in parts. Write native")
     eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
     python = interpreter(rollout.python)
     settings |= {"longest": longest, "eager": eager, "python": python, "processes": rollout.processes}
     settings |= {"tensor_parallel": rollout.tensor_parallel, "logs": logs, "on_restart": recoveries.restarted}
+    settings |= {"devices": devices}
     return ExternalEngine(KINDS[run.engine], **settings)
 
 

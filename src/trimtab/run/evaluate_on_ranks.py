@@ -40,7 +40,10 @@ def open_fleet(
     plan, devices = planned.plan, planned.devices
     paths = () if models is None else tuple(models.paths)
     count = len(devices)
-    setups = [EvaluationSetup(rank, count, where, config, tokenizer, plan, paths) for rank, where in enumerate(devices)]
+    setups = [
+        EvaluationSetup(rank, count, where, config, tokenizer, plan, paths, devices)
+        for rank, where in enumerate(devices)
+    ]
     logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trimtab-ranks-")))
     ranks = Ranks(
         "trimtab.run.evaluation_rank",
@@ -53,4 +56,11 @@ def open_fleet(
     facts: list[EvaluationFacts] = ranks.wait_until_built()
     if models is not None:
         models.use([RankedClassifier(ranks, number) for number in range(len(paths))])
-    return Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
+    return Fleet(
+        ranks,
+        facts[0].engine,
+        plan.run.rollout.max_sequences,
+        [each.lowered for each in facts],
+        plan.engine_devices,
+        plan.prefill_tokens_per_step,
+    )

@@ -12,6 +12,7 @@ from trimtab.config.resolved import ResolvedConfig
 from trimtab.model.load import load_model
 from trimtab.model.policy import Policy
 from trimtab.plan.planner import Plan
+from trimtab.rollout.seat import seat_of
 from trimtab.run.build import own_modes
 from trimtab.run.engines import open_engine
 from trimtab.run.machine import load_within, memory_limit
@@ -29,6 +30,8 @@ class EvaluationSetup:
     tokenizer: Any
     plan: Plan
     reward_models: tuple[str, ...]
+    devices: tuple[str, ...]
+    """Of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class EvaluationRank(RolloutOrders):
     def __init__(self, setup: EvaluationSetup, link: Link) -> None:
         self._link, self._rank, self._ranks = link, setup.rank, setup.ranks
         config, device = setup.config, torch.device(setup.device)
+        self._device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         torch.set_num_threads(setup.plan.run.threads)
@@ -52,7 +56,9 @@ class EvaluationRank(RolloutOrders):
         self._limit.__enter__()  # it ends with the process
         policy = Policy(load_within(config.run, device, load_model, config.model, device))
         classifiers = load_classifiers(setup.reward_models, policy)
-        _, engine = open_engine(config, setup.plan, policy, setup.tokenizer, LinkReports(link))  # type: ignore[arg-type]
+        seat = seat_of(setup.rank, setup.devices, setup.plan.engine_devices)
+        reports: Any = LinkReports(link)
+        _, engine = open_engine(config, setup.plan, policy, setup.tokenizer, reports, seat=seat)
         self._use_engine(engine, classifiers)
         link.progress = self._rollout_progress
 

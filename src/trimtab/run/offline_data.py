@@ -29,6 +29,7 @@ from trimtab.record.checkpoint import RunState
 from trimtab.record.folder import find_folder, refuse_existing
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
+from trimtab.rollout.seat import ONLY_SEAT, EngineSeat
 from trimtab.run.build import refuse_kernels, refuse_missing_sinks
 from trimtab.run.inputs import Inputs, given_rows
 from trimtab.run.ray_hosts import open_device
@@ -131,6 +132,7 @@ class OfflineStage(ABC):
         recoveries: Recoveries,
         logs: Path | None,
         tell: OnWait,
+        seat: EngineSeat = ONLY_SEAT,
     ) -> tuple[Plan, Engine]:
         return plan, NoRollout()
 

@@ -39,6 +39,8 @@ from trimtab.record.folder import ENGINE_LOGS
 from trimtab.record.host_copy import HostCopy
 from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
+from trimtab.rollout.external.lent import LentDevice
+from trimtab.rollout.seat import seat_of
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.calibrate import probe
 from trimtab.run.machine import load_within, memory_limit
@@ -73,6 +75,8 @@ class RankSetup:
     checkpoint: Path | None
     reward_models: tuple[str, ...] = ()
     """Paths of the models that rewards come from."""
+    devices: tuple[str, ...] = ()
+    """Of all ranks."""
     store_host: str = LOCALHOST
     """The driver's machine, as ranks see it."""
     channel: ChannelSetup | None = None
@@ -136,7 +140,7 @@ class Rank(RolloutOrders, ProfileOrders):
     def _build(self, setup: RankSetup, device: torch.device) -> None:
         stage, ready, plan, mesh = setup.stage, setup.ready, setup.plan, self._mesh
         asked = ready.config.run
-        self._ready, self._rank, self._ranks = ready, setup.rank, setup.ranks
+        self._ready, self._rank, self._ranks, self._device = ready, setup.rank, setup.ranks, device
         logs = ready.folder / ENGINE_LOGS / f"rank-{setup.rank}"
         self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
         self._behind = WriteBehind()
@@ -159,7 +163,9 @@ class Rank(RolloutOrders, ProfileOrders):
             policy, reference = load_within(asked, device, load_policies, ready.config, device, setup.checkpoint, mesh)
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
-        _, engine = stage.open_engine(ready, plan, policy, LinkReports(self._link), logs, lambda what: None)  # type: ignore[arg-type]
+        seat = seat_of(setup.rank, setup.devices, plan.engine_devices)
+        reports: Any = LinkReports(self._link)
+        _, engine = stage.open_engine(ready, plan, policy, reports, logs, lambda what: None, seat)
         self._use_engine(engine, load_classifiers(setup.reward_models, policy))
         self._meter = MemoryMeter(device, outside=lambda: engine.non_torch_bytes)
         updater = Updater(
@@ -256,8 +262,8 @@ class Rank(RolloutOrders, ProfileOrders):
     def time_update(self, job: Job, budget: int) -> Trial:
         return timed_update(self._updaters["policy"], job, budget)
 
-    def time_decode(self, job: Job, sequences: int) -> Trial:
-        return time_decode(self._engine, job, sequences)
+    def time_decode(self, job: Job, sequences: int) -> Trial | None:
+        return None if isinstance(self._engine, LentDevice) else time_decode(self._engine, job, sequences)
 
     def prepare(self, model: Trained) -> None:
         self._updaters[model].prepare()

@@ -6,11 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import torch
+
 from trimtab.cluster.feed import DriverFeed
 from trimtab.cluster.serve import Link, Orders
+from trimtab.model.memory import free
 from trimtab.model.policy import Policy
 from trimtab.reward.models import Classifier
 from trimtab.rollout.engine import Engine, Request, RolloutStats
+from trimtab.rollout.external.engine import ExternalEngine
 from trimtab.rollout.feed import Bounds, FedEngine
 from trimtab.rollout.trajectory import Group
 from trimtab.workers.messages import Cell
@@ -35,8 +39,9 @@ def load_classifiers(paths: Sequence[str], policy: Policy) -> list[Classifier]:
 
 
 class RolloutOrders(Orders):
-    """See above. `_link`, `_rank` and `_ranks` are its subclass's."""
+    """See above. `_link`, `_rank`, `_ranks` and `_device` are its subclass's."""
 
+    _device: torch.device
     _link: Link
     _rank: int
     _ranks: int
@@ -57,6 +62,10 @@ class RolloutOrders(Orders):
     def lend(self) -> None:
         self._engine.lend()
 
+    def make_room(self) -> None:
+        """Give up what torch has cached: another rank's engine needs it."""
+        free(self._device)
+
     def publish(self, version: int) -> None:
         self._engine.publish(version)
 
@@ -76,4 +85,5 @@ class RolloutOrders(Orders):
     def _rollout_progress(self) -> tuple[int, ...]:
         """Changes as long as the engine works, or waits for work."""
         stats, waits = self._engine.stats, 0 if self._feed is None else self._feed.waits
+        waits += self._engine.waits if isinstance(self._engine, ExternalEngine) else 0
         return stats.decode_steps, stats.prefill_tokens, waits

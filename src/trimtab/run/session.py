@@ -23,6 +23,7 @@ from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
+from trimtab.plan.refusal import refuse_uneven_cut
 from trimtab.record.batches import SampledBatch, load_batches
 from trimtab.record.checkpoint import RunState, read_state
 from trimtab.record.folder import find_folder, refuse_existing
@@ -32,6 +33,7 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
 from trimtab.rollout.no_rollout import NoRollout
+from trimtab.rollout.seat import ONLY_SEAT, EngineSeat
 from trimtab.run.buffer import Buffer
 from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_sinks, update_settings
 from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
@@ -49,6 +51,7 @@ from trimtab.run.rollout_data import (
     refuse_other_critic,
     with_found_rewards,
 )
+from trimtab.run.shapes import shape_of
 from trimtab.run.stage import CheckedRun, OnWait
 from trimtab.update.batch import Sample, parts_by_prompt
 from trimtab.update.critic import open_critic
@@ -82,6 +85,8 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
     refuse_other_layers(config.model)
+    if config.run.rollout.tensor_parallel > 1:
+        refuse_uneven_cut(config.run, shape_of(config.model.path, config.model.trust_remote_code))
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
         stack.callback(hosts.close)
@@ -174,12 +179,19 @@ class RolloutStage:
             state.kl_coef = config.learn.kl.coef
 
     def open_engine(
-        self, ready: CheckedPrompts, plan: Plan, policy: Policy, recoveries: Recoveries, logs: Path | None, tell: OnWait
+        self,
+        ready: CheckedPrompts,
+        plan: Plan,
+        policy: Policy,
+        recoveries: Recoveries,
+        logs: Path | None,
+        tell: OnWait,
+        seat: EngineSeat = ONLY_SEAT,
     ) -> tuple[Plan, Engine]:
         if not plan.job.generates:
             return plan, NoRollout()
         tell(f"starting the {plan.run.engine} engine")
-        return open_engine(ready.config, plan, policy, ready.tokenizer, recoveries, logs)
+        return open_engine(ready.config, plan, policy, ready.tokenizer, recoveries, logs, seat)
 
     def load_rewards(self, ready: CheckedPrompts, policy: Policy, tell: OnWait) -> None:
         if ready.scorer.models is not None:

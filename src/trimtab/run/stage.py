@@ -20,6 +20,7 @@ from trimtab.plan.work import Lengths
 from trimtab.record.checkpoint import RunState
 from trimtab.reward.models import ModelBackend
 from trimtab.rollout.engine import Engine
+from trimtab.rollout.seat import ONLY_SEAT, EngineSeat
 from trimtab.run.inputs import Inputs
 from trimtab.update.batch import Sample
 from trimtab.update.objectives.objective import Objective
@@ -69,10 +70,17 @@ class Stage(Protocol):
         ...
 
     def open_engine(
-        self, ready: Any, plan: Plan, policy: Policy, recoveries: Recoveries, logs: Path | None, tell: OnWait
+        self,
+        ready: Any,
+        plan: Plan,
+        policy: Policy,
+        recoveries: Recoveries,
+        logs: Path | None,
+        tell: OnWait,
+        seat: EngineSeat = ONLY_SEAT,
     ) -> tuple[Plan, Engine]:
         """The engine that a plan names, and the plan, which is another where that engine cannot be had. What lost processes
-        wrote is kept in `logs`."""
+        wrote is kept in `logs`. `seat`: of a rank."""
         ...
 
     def load_rewards(self, ready: Any, policy: Policy, tell: OnWait) -> None:

@@ -75,7 +75,8 @@ class RankTries:
         return slowest(outcome)
 
     def decode(self, sequences: int) -> Trial:
-        return slowest(self._ranks.ask("time_decode", self._job, sequences))
+        tried = self._ranks.ask("time_decode", self._job, sequences)
+        return slowest([trial for trial in tried if trial is not None])  # or it has no engine
 
 
 def slowest(trials: Sequence[Trial]) -> Trial:

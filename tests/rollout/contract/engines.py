@@ -114,9 +114,10 @@ def make_engine(kind: str, policy: Policy, tokenizer: Any = None, **changes: Any
         "longest": LONGEST,
         "page_tokens": 32,
         "eager": True,
-        "python": warm_python(kind) or "",
         **changes,
     }
+    if "python" not in settings:  # starting one takes long, and tests of scripted processes need none
+        settings["python"] = warm_python(kind) or ""
     return ExternalEngine(KINDS[kind], policy, tokenizer, [STOP], **settings)
 
 

@@ -39,11 +39,22 @@ def lengths(window: int | None, context: int) -> tuple[int, int]:
     return max(1, min(max(TOKENS, enough), context - new)), new
 
 
+def pass_with_the_others(policy: Policy, context: int) -> None:
+    """The passes that the comparison takes, of a rank that has no engine: where ranks hold weights in parts, all run the same
+    number of passes."""
+    prompt = Prompt(0, "", [0] * lengths(getattr(policy.config, "sliding_window", None), context)[0])
+    zero = torch.zeros(1, dtype=torch.int64)
+    nothing = Trajectory(prompt, 0, zero, zero.float(), zero.int(), "length")
+    for _ in range(PROMPTS * SAMPLES):
+        trainer_logprobs(policy, nothing)
+
+
 @torch.no_grad()
 def trainer_logprobs(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
     """The trainer's own log-probs of the tokens that were drawn."""
     device, first = policy.device, len(trajectory.prompt.tokens)
     tokens = torch.tensor([*trajectory.prompt.tokens, *trajectory.tokens.tolist()], device=device)
     plan = PackedPlan([len(tokens) - 1], device)
-    hidden_TE = policy.hidden(tokens[:-1], plan.positions, plan)[first - 1 :].contiguous()
-    return policy.head.token_stats(hidden_TE, tokens[first:], 1.0, len(tokens)).logprobs.float().cpu()
+    with policy.present():
+        hidden_TE = policy.hidden(tokens[:-1], plan.positions, plan)[first - 1 :].contiguous()
+        return policy.head.token_stats(hidden_TE, tokens[first:], 1.0, len(tokens)).logprobs.float().cpu()

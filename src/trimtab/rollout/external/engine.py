@@ -24,6 +24,7 @@ from trimtab.model.policy import Policy
 from trimtab.rollout.collect import Collector
 from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while
 from trimtab.rollout.external.agreement import refuse_other_logprobs
+from trimtab.rollout.external.backlog import Backlog
 from trimtab.rollout.external.kinds import Kind
 from trimtab.rollout.external.members import Member, Members
 from trimtab.rollout.external.messages import Abort, Ask, Beat, Done, Generate, Sleep
@@ -31,6 +32,9 @@ from trimtab.rollout.external.process import SILENCE_TIMEOUT_S, EngineLost, wait
 from trimtab.rollout.feed import Feed, Load
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
+
+SHARE_SENT_AHEAD = 1 / 16
+"""Of the sequences that a process runs at a time: so many more lie ready in it, where others may be taken back."""
 
 
 class ExternalEngine:
@@ -53,13 +57,15 @@ class ExternalEngine:
         eager: bool = False,
         processes: int = 1,
         tensor_parallel: int = 1,
+        devices: Sequence[torch.device] = (),
         python: str = sys.executable,
         logs: Path | None = None,
         on_recovery: Callable[[str], None] = lambda line: None,
         on_restart: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`on_recovery` is called with what was lowered each time a process ran out of memory, `on_restart` each time that one
-        was lost; another goes on in its place."""
+        was lost; another goes on in its place. `devices`: those that the model is cut over, where they are not the policy's own
+        and the ones behind it."""
         self.policy, self.tokenizer = policy, tokenizer
         self.stats = RolloutStats()
         self.on_recovery, self.on_restart = on_recovery, on_restart
@@ -68,6 +74,7 @@ class ExternalEngine:
         self._context, self._vocab_size = min(policy.context_tokens, longest), int(policy.config.vocab_size)
         self._generating, self._call = False, 0
         self._sampling: dict[str, Any] = {}
+        self._backlog = Backlog()
         cuda = policy.device.type == "cuda"
         self._sleeps, self._lent = lend_memory and cuda, False
         settings = {
@@ -92,6 +99,7 @@ class ExternalEngine:
             processes=processes,
             max_sequences=max_sequences,
             logs=logs,
+            devices=devices,
             on_recovery=lambda line: self.on_recovery(line),
             on_restart=lambda line: self.on_restart(line),
         )
@@ -125,6 +133,11 @@ class ExternalEngine:
         return self.members.max_sequences
 
     @property
+    def waits(self) -> int:
+        """Grows while a process is waited for. Each wait has an end of its own (process.py, members.py)."""
+        return self.members.waits
+
+    @property
     def pids(self) -> list[int]:
         """Ids of the processes there are."""
         return [member.process.pid for member in self.members if member.process is not None]
@@ -150,22 +163,24 @@ class ExternalEngine:
         self._call, self._sampling = self._call + 1, sampling.model_dump()
         for member in self.members:
             member.asks, member.beat = {}, None
+        self._backlog = Backlog()
         asked, whose = Collector(self.tokenizer), dict[int, tuple[int, int]]()
         self._generating, began, callers = True, time.perf_counter(), 0.0
         try:
-            self._begin(requests, asked, whose)
+            self._begin(requests, asked, whose, hold=feed is not None)
             while feed is not None or any(member.asks for member in self.members):
+                whole: list[Group | None] = []
                 if feed is not None:
                     came = time.perf_counter()
-                    if self._exchange(feed, asked, whose):
-                        break
+                    last, whole = self._exchange(feed, asked, whose)
                     callers += time.perf_counter() - came
+                    if last:
+                        break
                 ended = self._next_done() if feed is None else self._next_done(wait=False)
-                if ended is None:
-                    continue
-                index, sample = whose[ended.id]
-                group = asked.put(index, self._trajectory(asked.requests[index], sample, ended))
-                if group is not None:
+                if ended is not None:
+                    index, sample = whose[ended.id]
+                    whole.append(asked.put(index, self._trajectory(asked.requests[index], sample, ended)))
+                for group in filter(None, whole):
                     left = time.perf_counter()
                     yield group
                     callers += time.perf_counter() - left
@@ -176,18 +191,44 @@ class ExternalEngine:
             self._generating = False
         self.stats.decode_s = time.perf_counter() - began - callers
 
-    def _exchange(self, feed: Feed, asked: Collector, whose: dict[int, tuple[int, int]]) -> bool:
-        """Begin with what has come; True: nobody waits any more. A process keeps what it was given: it starts what it likes."""
-        given = sum(len(member.asks) for member in self.members)
-        running = min(given, self.max_sequences)
-        load = Load(given - running, running, self.max_sequences - running)
-        news = feed.exchange(load)
+    def _exchange(
+        self, feed: Feed, asked: Collector, whose: dict[int, tuple[int, int]]
+    ) -> tuple[bool, list[Group | None]]:
+        """Tell the feed what there is to do, and take what it has: whether that was the last, and groups that became whole as
+        others draw the rest. A process keeps what it was given: it starts what it likes."""
+        self._hand_out()
+        news = feed.exchange(self._load)
         if news.requests:
             check_requests([*asked.requests[:1], *news.requests], self._context, self._vocab_size)
-            self._begin(news.requests, asked, whose)
-        if news.give_back:
-            feed.returned([], load)
-        return news.last
+            self._begin(news.requests, asked, whose, hold=True)
+            self._hand_out()
+        if not news.give_back:
+            return news.last, []
+        cuts = self._backlog.hand_back(news.give_back)
+        feed.returned(cuts, self._load)
+        return news.last, [asked.cut(cut.index, cut.samples) for cut in cuts]
+
+    @property
+    def _load(self) -> Load:
+        given = sum(len(member.asks) for member in self.members)
+        running = min(given, self.max_sequences)
+        return Load(len(self._backlog) + given - running, running, self.max_sequences - running)
+
+    def _hand_out(self) -> None:
+        """Processes get what they have room for, and a little more: a sequence that ends leaves none of them waiting for us."""
+        full = self.members.each + max(1, int(self.members.each * SHARE_SENT_AHEAD))
+        while self._backlog:
+            member = min(self.members, key=lambda member: len(member.asks))
+            room = full - len(member.asks)
+            if room < 1:
+                return
+            self._send_more(member, {ask.id: ask for ask in self._backlog.next_of_one_request(room)})
+
+    def _send_more(self, member: Member, asks: dict[int, Ask]) -> None:
+        fresh = not member.asks
+        member.asks |= asks
+        if asks:
+            self._ask(member, list(asks.values()), fresh)
 
     def shrink(self, least_tokens: int) -> tuple[int, int] | None:
         return None
@@ -210,25 +251,29 @@ class ExternalEngine:
             self._lent = False
             torch.cuda.empty_cache()
 
-    def _begin(self, requests: Sequence[Request], asked: Collector, whose: dict[int, tuple[int, int]]) -> None:
-        """Give every member its part, the samples of a prompt to one of them; note which sample of which request each is."""
+    def _begin(
+        self, requests: Sequence[Request], asked: Collector, whose: dict[int, tuple[int, int]], hold: bool
+    ) -> None:
+        """Give every member its part, the samples of a prompt to one of them; or `hold` them back until there is room. Notes
+        which sample of which request each is."""
         loads = {member: sum(ask.limit for ask in member.asks.values()) for member in self.members}
         new: dict[Member, dict[int, Ask]] = {member: {} for member in self.members}
         for index, request in zip(asked.extend(requests), requests):
-            member = min(loads, key=lambda member: loads[member])
-            loads[member] += sum(request.limits)
+            asks = []
             for sample, limit in enumerate(request.limits):
                 number = request.first_sample + sample
                 key = stream_key(request.seed, request.step, request.prompt.id, number, request.first_position)
-                id = len(whose)
-                whose[id] = (index, sample)
                 # One list of tokens: it is sent once for all samples.
-                new[member][id] = Ask(id, request.prompt.tokens, limit, key)
-        for member, asks in new.items():
-            fresh = not member.asks
-            member.asks |= asks
-            if asks:
-                self._ask(member, list(asks.values()), fresh)
+                asks.append(Ask(len(whose), request.prompt.tokens, limit, key))
+                whose[len(whose)] = (index, sample)
+            if hold:
+                self._backlog.add(index, asks)
+                continue
+            member = min(loads, key=lambda member: loads[member])
+            loads[member] += sum(request.limits)
+            new[member] |= {ask.id: ask for ask in asks}
+        for member, its in new.items():
+            self._send_more(member, its)
 
     def _ask(self, member: Member, asks: Sequence[Ask] | None = None, fresh: bool = True) -> None:
         """Send these, to as many processes as that takes; by default, and after a loss, everything that is unfinished. `fresh`:
@@ -249,6 +294,7 @@ class ExternalEngine:
         while True:
             busy = sorted((m for m in self.members if m.asks), key=lambda member: member.heard)
             wait_for([member.running for member in busy])
+            self.members.waited()
             for member in busy:
                 try:
                     message = member.running.take()

@@ -20,6 +20,8 @@ from trimtab.base.errors import EngineError
 from trimtab.model.adapters import has_adapters
 from trimtab.model.memory import free
 from trimtab.model.policy import Policy
+from trimtab.model.sharded import ShardedPolicy
+from trimtab.rollout.external.gathered import GatheredWeights
 from trimtab.rollout.external.kinds import Kind
 from trimtab.rollout.external.messages import Ask, Beat, EngineSetup, Publish, Ready, Settled, Unread
 from trimtab.rollout.external.process import SILENCE_TIMEOUT_S, EngineLost, EngineProcess
@@ -75,7 +77,9 @@ class Members:
         logs: Path | None,
         on_recovery: Callable[[str], None],
         on_restart: Callable[[str], None],
+        devices: Sequence[torch.device] = (),
     ) -> None:
+        """`devices`: those that a copy of the model is cut over; by default the policy's own and those behind it."""
         self.kind, self.python = kind, python
         self.max_sequences = max_sequences
         """Sequences that all processes together run at a time, at most."""
@@ -84,8 +88,11 @@ class Members:
         """Times a process was replaced since the last call."""
         self.ready: Ready
         """What the process that was started last says of itself."""
-        self.weights = SharedWeights(policy, one_device=settings["tensor_parallel"] == 1)
+        self.waits = 0
+        """Grows while a process is waited for, within the time that it has."""
+        self.weights = shared_weights(policy, settings["tensor_parallel"])
         self._device, self._logs = policy.device, logs
+        self._devices = devices or devices_behind(policy.device, settings["tensor_parallel"])
         self._on_recovery, self._on_restart = on_recovery, on_restart
         self._members = [Member() for _ in range(processes)]
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-model-")
@@ -93,6 +100,7 @@ class Members:
         try:
             _write_config(policy, tokenizer, Path(self._folder.name))
             self._adapters = self.weights.write_adapters(Path(self._folder.name))
+            self._published = self.weights.publish()
             self._start(self._members)
         except EngineLost as lost:
             raise self._given_up(lost) from lost
@@ -116,6 +124,7 @@ class Members:
         self.version = version
         self._adapters = self.weights.write_adapters(Path(self._folder.name))
         if self._adapters is None:
+            self._published = self.weights.publish()
             self._recover_all(self._publish(self._members))
         else:
             self.tell_all(Publish(version, None, self._adapters))
@@ -154,6 +163,9 @@ class Members:
         self.restarts += 1
         self._restart(member)
 
+    def waited(self) -> None:
+        self.waits += 1
+
     def close(self) -> None:
         for member in self._members:
             member.stop()
@@ -164,12 +176,13 @@ class Members:
         """Start processes with the trainer's weights; where kernels are compiled, the first one alone, so that the others find
         them compiled."""
         free(self._device)  # they need room of their own
-        variables = visible_devices(self._device, self._settings["tensor_parallel"])
+        variables = visible_devices(self._devices)
         variables |= {} if self._settings["cuda"] else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         ahead = 1 if self._settings["cuda"] and not self._settings["eager"] else 0
         for together in (members[:ahead], members[ahead:]):
             for member in together:
                 member.process = EngineProcess(self.kind.name, self.python, variables)
+                member.process.waited = self.waited
                 member.process.send(EngineSetup(**self._settings, max_sequences=self.each))
                 member.sequences = self.each
             for member in together:
@@ -181,10 +194,11 @@ class Members:
 
     def _publish(self, members: Sequence[Member]) -> dict[Member, EngineLost]:
         """Weights and adapters, by a way that all can read them; who was lost over it."""
-        answers, lost = self._tell(members, Publish(self.version, self.weights.publish(), self._adapters))
+        answers, lost = self._tell(members, Publish(self.version, self._published, self._adapters))
         if not any(isinstance(answer, Unread) for answer in answers):
             return lost
         self.weights.direct = False
+        self._published = self.weights.publish()
         return lost | self._publish([member for member in members if member not in lost])
 
     def _tell(self, members: Sequence[Member], order: Any) -> tuple[list[Settled | Unread], dict[Member, EngineLost]]:
@@ -252,13 +266,27 @@ def keep_log(log: Path, folder: Path, name: str) -> Path:
     return target
 
 
-def visible_devices(device: torch.device, count: int) -> dict[str, str]:
-    """What makes a library take the trainer's device, and those behind it: libraries begin with the first that they see."""
-    if device.type != "cuda" or not device.index:
+def devices_behind(device: torch.device, count: int) -> list[torch.device]:
+    """A device and those behind it, so many in all. A CPU is all of its own."""
+    first = device.index or 0
+    return [torch.device(device.type, first + place) for place in range(count)] if device.type == "cuda" else [device]
+
+
+def visible_devices(devices: Sequence[torch.device]) -> dict[str, str]:
+    """What makes a library take these devices: libraries begin with the first that they see."""
+    places = [device.index or 0 for device in devices]
+    if devices[0].type != "cuda" or places == list(range(len(devices))):
         return {}
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = names.split(",") if names else [str(number) for number in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[device.index : device.index + count])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[place] for place in places)}
+
+
+def shared_weights(policy: Policy, parts: int) -> SharedWeights:
+    """The way that a policy's weights take to an engine that is cut into so many parts."""
+    if isinstance(policy, ShardedPolicy):
+        return GatheredWeights(policy)
+    return SharedWeights(policy, one_device=parts == 1)
 
 
 def _answer(member: Member) -> Settled | Unread:
@@ -270,7 +298,9 @@ def _answer(member: Member) -> Settled | Unread:
 
 def _write_config(policy: Policy, tokenizer: Any, folder: Path) -> None:
     """What a library needs to build the model; weights come by another way."""
-    model = policy.model.get_base_model() if has_adapters(policy.model) else policy.model
+    # FSDP2 gives modules classes of its own.
+    model = policy.skeleton if isinstance(policy, ShardedPolicy) else policy.model
+    model = model.get_base_model() if has_adapters(model) else model
     config = model.config
     named = config.architectures
     config.architectures = [type(model).__name__]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class EngineProcess(ProgramProcess):
     lost_as = EngineLost
 
     def __init__(self, kind: str, python: str, variables: dict[str, str]) -> None:
+        self.waited: Callable[[], None] = lambda: None
+        """Called again and again while an answer is waited for."""
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-engine-")
         log = Path(self._folder.name) / "log"
         super().__init__("trimtab.rollout.external.worker", [kind], log, self._environment(variables), python=[python])
@@ -42,6 +45,7 @@ class EngineProcess(ProgramProcess):
             if time.monotonic() > deadline:
                 raise self.silent(seconds)
             wait_for([self])
+            self.waited()
         return message
 
     def take(self) -> Any:

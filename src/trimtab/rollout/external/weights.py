@@ -4,8 +4,8 @@ On a GPU the engine is told where the trainer's weights lie and reads them there
 host memory is taken. Elsewhere, where an engine has several GPUs, where a GPU's memory cannot be shared (expandable segments,
 some containers), and where a checkpoint holds weights in another shape than the model does (experts), one file in memory is
 written by the trainer and read by the engine. It has no name, only the trainer's descriptor: when both processes are gone,
-however they ended, so is the memory. A head that is tied to the embedding has a name of its own and the same bytes: vLLM's CPU
-kernels keep a packed copy of it, and would go on with the old one.
+however they ended, so is the memory. Weights that ranks hold in parts go the same way (gathered.py). A head that is tied to the
+embedding has a name of its own and the same bytes: vLLM's CPU kernels keep a packed copy of it, and would go on with the old one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
@@ -30,8 +31,16 @@ ALIGNMENT_BYTES = 256
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """Under the names of the checkpoint, without adapters. Most are the model's own tensors; experts, which transformers has in
-    one tensor and checkpoints one by one, are copies, made a layer at a time."""
-    model = policy.model.get_base_model() if has_adapters(policy.model) else policy.model
+    one tensor and checkpoints one by one, are copies, made a layer at a time. What ranks hold in parts is gathered a layer at a
+    time: a collective, which every rank follows to the end."""
+    return checkpoint_names(policy.model, policy.weights.whole)
+
+
+def checkpoint_names(
+    model: Any, whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model under the names of its checkpoint. `whole`: makes what lies in parts whole."""
+    model = model.get_base_model() if has_adapters(model) else model
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if ".lora_" not in name:
@@ -39,7 +48,7 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
             layers.setdefault(_layer(name), {})[name] = value
     for found in layers.values():
         with torch.no_grad():
-            converted = revert_weight_conversion(model, found)
+            converted = revert_weight_conversion(model, {name: whole(value) for name, value in found.items()})
         yield from converted.items()
 
 
@@ -54,7 +63,7 @@ class SharedWeights:
 
     def __init__(self, policy: Policy, one_device: bool = True) -> None:
         self._policy = policy
-        self._file: _File | None = None
+        self._file: WeightsFile | None = None
         self.direct = policy.device.type == "cuda" and one_device
         """The engine reads them where the trainer has them."""
 
@@ -73,9 +82,9 @@ class SharedWeights:
                 torch.cuda.synchronize(self._policy.device)
                 return found
         if self._file is None:
-            self._file = _File(self._policy)
-        self._file.write()
-        return Weights(self._file.layout, self._file.path)
+            self._file = WeightsFile(Layout(checkpoint_names(self._policy.model)))
+        self._file.write(named_weights(self._policy))
+        return Weights(self._file.layout.entries, self._file.path)
 
     def write_adapters(self, folder: Path) -> str | None:
         """The trainer's current adapters in a new folder within this one, where it has any; the one before is gone."""
@@ -112,29 +121,33 @@ def _places(policy: Policy) -> Weights:
     return Weights(tuple(layout), None, tuple(handles))
 
 
-class _File:
+class Layout:
+    """Where each weight lies in a file. What is tied has one place."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        entries, places, self.nbytes = [], dict[int | str, int](), 0
+        for name, value in named:
+            key = id(value) if isinstance(value, torch.nn.Parameter) else name
+            if key not in places:
+                places[key] = self.nbytes
+                self.nbytes += -(-value.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            entries.append(_entry(name, value, places[key]))
+        self.entries = tuple(entries)
+
+
+class WeightsFile:
     """A copy in host memory. Its layout is fixed; writing it copies bytes and moves no pages."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        store, entries, offset, places = policy.weights, [], 0, dict[tuple[bool, str], int]()
-        for name, value in named_weights(policy):
-            known = value in store
-            key = (known, store.place(value)[1].name if known else name)  # what is tied has one place
-            if key not in places:
-                places[key] = offset
-                offset += -(-value.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            entries.append(_entry(name, value, places[key]))
-        self.layout = tuple(entries)
-        self.nbytes = max(1, offset)
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.nbytes = layout, max(1, layout.nbytes)
         self._file = os.memfd_create("trimtab-weights")
         os.truncate(self._file, self.nbytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._bytes = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
 
     @torch.no_grad()
-    def write(self) -> None:
-        for entry, (_, value) in zip(self.layout, named_weights(self._policy), strict=True):
+    def write(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for entry, (_, value) in zip(self.layout.entries, named, strict=True):
             view(self._bytes[entry.offset : entry.offset + count(entry)], entry).copy_(value)
 
     def close(self) -> None:
