@@ -313,11 +313,13 @@ class FakeNvml:
     NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = 0
     util = 50
 
+    class NVMLError(Exception): ...
+
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
         return SimpleNamespace(gpu=self.util + handle)
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:
-        raise RuntimeError("not supported")
+        raise self.NVMLError("not supported")
 
     def nvmlDeviceGetTemperature(self, handle: int, kind: int) -> int:
         return 60 + handle
