@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.observe.planted import NAMES, plant
+from tests.observe.planted import DISTINCT, plant
 from tests.observe.planted_parts import write_lines
 from trimtab.observe.look import look_at
 from trimtab.observe.web.compare import best_of
@@ -32,12 +32,13 @@ def data(folder: Path, name: str) -> dict[str, Any]:
 
 
 def values(column: dict[str, Any]) -> np.ndarray:
-    found = np.frombuffer(base64.b64decode(column["f32"]), dtype="<f4")
+    kind, dtype = ("f64", "<f8") if "f64" in column else ("f32", "<f4")
+    found = np.frombuffer(base64.b64decode(column[kind]), dtype=dtype)
     assert len(found) == column["n"]
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "ten_thousand"])
+@pytest.mark.parametrize("name", DISTINCT)
 def test_every_folder_has_a_page(name: str, tmp_path: Path) -> None:
     run = data(tmp_path, name)
     assert set(run) >= KEYS
@@ -57,6 +58,18 @@ def test_columns_are_the_metrics_and_what_is_missing_is_nan(tmp_path: Path) -> N
         np.testing.assert_array_equal(values(run["columns"][name]), wanted)
 
 
+def test_clocks_are_right_to_the_millisecond(tmp_path: Path) -> None:
+    folder = plant(tmp_path / "run", "healthy")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"time/at": 1.8e9 + 0.001 * number, "run/tokens_total": 2**40 + number}
+    write_lines(folder / "metrics.jsonl", rows)
+    columns = run_data(look_at(folder), changes=False)["columns"]
+    np.testing.assert_allclose(values(columns["time/at"]) - 1.8e9, 0.001 * np.arange(len(rows)), atol=1e-4)
+    assert values(columns["run/tokens_total"]).tolist() == [2**40 + number for number in range(len(rows))]
+    assert "f32" in columns["reward/mean"]
+
+
 def test_the_first_screen_of_a_healthy_run(tmp_path: Path) -> None:
     run = data(tmp_path, "healthy")
     asked = run["questions"]
@@ -74,7 +87,9 @@ def test_the_first_screen_of_a_healthy_run(tmp_path: Path) -> None:
     assert [phase["name"] for phase in run["memory"]["phases"] if phase["binds"]] == ["update"]
     sources = {row["key"]: row["source"] for row in run["config"]}
     assert (sources["learn.steps"], sources["learn.lr"], sources["run.token_budget"]) == ("you", "default", "chosen")
-    assert run["missing"] == [{"what": "profile", "text": "No step was profiled: start the run with --profile."}]
+    assert run["missing"] == [
+        {"what": "profile", "text": "No step was profiled: start the run with --profile-steps 3:5."}
+    ]
 
 
 def test_starts_are_marked_and_what_is_not_finite_is_named(tmp_path: Path) -> None:

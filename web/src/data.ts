@@ -2,8 +2,10 @@
 
 export type Level = "ok" | "warn" | "bad" | "unknown";
 
+/** Little-endian floats in base64, of 4 bytes each, or of 8 where 4 would not hold whole units. */
 export interface Column {
-  f32: string;
+  f32?: string;
+  f64?: string;
   n: number;
 }
 

@@ -66,19 +66,21 @@ async function get<T>(path: string): Promise<T> {
   return answer.json();
 }
 
-/** A 4-byte length, a JSON header of that length, then one float32 column after the other, the steps first. */
+/** A 4-byte length, a JSON header of that length, then float32 columns, the steps first, and after them the float64 columns of `wide`. */
 export function parseColumns(buffer: ArrayBuffer): { steps: number[]; columns: Map<string, Values> } {
   const view = new DataView(buffer);
   const length = view.getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length))) as { names: string[]; rows: number };
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length))) as { names: string[]; wide: string[]; rows: number };
   let offset = 4 + length;
-  const next = (): Values => {
-    const values = floats(view, offset, header.rows);
-    offset += 4 * header.rows;
+  const next = (size: 4 | 8): Values => {
+    const values = floats(view, offset, header.rows, size);
+    offset += size * header.rows;
     return values;
   };
-  const steps = next() as number[];
-  return { steps, columns: new Map(header.names.map((name) => [name, next()])) };
+  const steps = next(4) as number[];
+  const wide = new Set(header.wide);
+  const narrow = header.names.filter((name) => !wide.has(name)).map((name): [string, Values] => [name, next(4)]);
+  return { steps, columns: new Map([...narrow, ...header.wide.map((name): [string, Values] => [name, next(8)])]) };
 }
 
 async function fetchTable(id: string): Promise<Table> {
