@@ -16,6 +16,8 @@ from tests.observe.planted_parts import write_lines
 from trimtab.observe.look import look_at
 from trimtab.observe.web.compare import best_of
 from trimtab.observe.web.data import report_document, run_data
+from trimtab.observe.web.earlier import findings_at
+from trimtab.observe.web.findings import findings_of
 from trimtab.observe.web.private import last_parts
 from trimtab.observe.web.samples import samples
 from trimtab.observe.web.traces import trace
@@ -95,6 +97,22 @@ def test_the_first_screen_of_a_healthy_run(tmp_path: Path) -> None:
 def test_starts_are_marked_and_what_is_not_finite_is_named(tmp_path: Path) -> None:
     assert data(tmp_path, "resumed")["starts"] == [91] and data(tmp_path, "healthy")["starts"] == []
     assert data(tmp_path, "hostile")["not_finite"] == {"policy/grad_norm": [10], "policy/loss": [10]}
+
+
+def test_findings_are_those_of_the_rows_until_then(tmp_path: Path) -> None:
+    """A run that goes wrong after two thirds: nothing was found before, and what is found since is what the doctor says."""
+    folder = plant(tmp_path / "run", "healthy")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["step"] > 100:
+            row |= {"reward/failed": 0.4 * row["run/samples"]}
+    write_lines(folder / "metrics.jsonl", rows)
+    look = look_at(folder)
+    earlier = run_data(look, changes=False)["earlier"]
+    assert len(earlier) == 20 and earlier[-1]["step"] < 150
+    assert [look for look in earlier if look["step"] <= 100 and look["findings"]] == []
+    assert all(look["findings"] for look in earlier if look["step"] > 130)
+    assert findings_at(look, 150) == findings_of(look.done.findings) != []
 
 
 def test_what_is_damaged_is_named_and_the_rest_is_there(tmp_path: Path) -> None:

@@ -272,6 +272,23 @@ def test_samples_are_searched_by_text_and_by_expression(browser: Any, report: An
         page.check()
 
 
+def test_findings_as_they_read_at_an_earlier_step(browser: Any, report: Any) -> None:
+    path, document = report("rollout_tail")
+    (first, *_), found = document["runs"][0]["earlier"], document["runs"][0]["findings"]
+    assert first["findings"][0]["evidence"] != found[0]["evidence"]
+    with watched(browser) as page:
+        page.open(path, "log")
+        assert found[0]["evidence"] in page.page.locator(".finding").first.inner_text()
+        page.page.get_by_label("as they read after step").select_option(str(first["step"]))
+        page.page.wait_for_selector(f"text={first['findings'][0]['evidence']}")
+        assert f"at={first['step']}" in page.page.url and page.page.locator(".finding").count() == len(
+            first["findings"]
+        )
+        page.page.get_by_label("as they read after step").select_option("")
+        page.page.wait_for_selector(f"text={found[0]['evidence']}")
+        page.check()
+
+
 def test_same_prompt_over_time_is_compared_word_by_word(browser: Any, report: Any) -> None:
     path, document = report("healthy")
     rows = document["runs"][0]["samples"]["rows"]

@@ -69,6 +69,17 @@ def test_fewer_points_keep_every_extreme(rows: int, points: int) -> None:
     assert (np.diff(columns["step"]) >= 0).all()
 
 
+def test_findings_of_an_earlier_step(tmp_path: Path) -> None:
+    plant(tmp_path / "runs" / "run", "rollout_tail")
+    with serving(tmp_path / "runs") as server:
+        assert server.ask("/api/runs/run/findings?step=2").json == {"findings": []}
+        late = server.ask("/api/runs/run/findings?step=150").json["findings"]
+        assert late == server.ask("/api/runs/run").json["findings"] and late[0]["rule"] == "rollout_tail"
+        for wrong in ("", "?step=x", "?step=-1", "?step=1e99", "?step=nan"):
+            assert server.ask(f"/api/runs/run/findings{wrong}").status in (400, 422), wrong
+        assert server.ask("/api/runs/none/findings?step=1").status == 404
+
+
 @pytest.mark.parametrize("name", DISTINCT)
 def test_every_planted_run_can_be_asked_everything(tmp_path: Path, name: str) -> None:
     plant(tmp_path / "runs" / "run", name)

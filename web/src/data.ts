@@ -232,6 +232,8 @@ export interface Run extends RunHead {
   memory: { limit: number | null; device: number | null; phases: MemoryPhase[]; host: boolean; events: Event[] } | null;
   funnel: { name: string; count: number }[];
   findings: Finding[];
+  /** What would have been found at earlier steps; the server is asked instead. */
+  earlier: { step: number; findings: Finding[] }[];
   plan: {
     choices: { key: string; value: unknown; why: string | null }[];
     offers: (Record<string, unknown> | string)[];
@@ -330,6 +332,7 @@ export function complete(run: Partial<Run>): Run {
     memory: run.memory ? { ...run.memory, phases: run.memory.phases ?? [], events: run.memory.events ?? [] } : null,
     funnel: run.funnel ?? [],
     findings: Array.isArray(run.findings) ? run.findings : [],
+    earlier: run.earlier ?? [],
     plan: run.plan
       ? { ...run.plan, choices: run.plan.choices ?? [], offers: run.plan.offers ?? [], changes: run.plan.changes ?? [] }
       : null,

@@ -217,6 +217,10 @@ class LocalObserver:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._console.finish(summary)
+        waited = self._timeline.since_step("checkpoint")
+        if waited:  # it belongs to no step, so no row has it
+            text = f"waited {waited:.1f} s for the last checkpoint, after the last step"
+            self._journal.event("info", "checkpoint", text, {"waited_s": round(waited, 3)})
         self._journal.finished(f"finished after step {summary.get('steps')}")
         self._attach(look_back(self._folder, self._console))
 
