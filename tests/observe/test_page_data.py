@@ -115,6 +115,17 @@ def test_findings_are_those_of_the_rows_until_then(tmp_path: Path) -> None:
     assert findings_at(look, 150) == findings_of(look.done.findings) != []
 
 
+def test_values_whose_squares_are_no_numbers_are_judged(tmp_path: Path) -> None:
+    folder = plant(tmp_path / "run", "healthy")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[-30:]:
+        row |= {"reward/mean": -1e308, "reward/std": 1e308, "policy/grad_norm": 1e308}
+    write_lines(folder / "metrics.jsonl", rows)
+    run = run_data(look_at(folder), changes=False)
+    assert run["level"] == "bad" and any(finding["rule"] == "reward_falls" for finding in run["findings"])
+    assert values(run["columns"]["policy/grad_norm"])[-1] == 1e308
+
+
 def test_what_is_damaged_is_named_and_the_rest_is_there(tmp_path: Path) -> None:
     run = data(tmp_path, "damaged")
     assert [(item["file"], item["line"]) for item in run["damaged"][:2]] == [

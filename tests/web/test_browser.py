@@ -355,4 +355,10 @@ def test_prints_on_a4(browser: Any, report: Any) -> None:
     with watched(browser, scheme="dark") as page:
         page.open(path)
         assert page.page.pdf(format="A4", print_background=True)[:5] == b"%PDF-"
+        page.page.emulate_media(media="print")
+        style = "(of, name) => getComputedStyle(document.querySelector(of)).getPropertyValue(name)"
+        found = page.page.evaluate(
+            f"[['.u-wrap > canvas', 'max-width'], ['.u-over', 'display']].map((each) => ({style})(...each))"
+        )
+        assert found == ["100%", "none"], "charts were drawn for a screen, and paper is narrower"
         page.check()
