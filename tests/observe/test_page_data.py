@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.observe.planted import DISTINCT, plant
-from tests.observe.planted_parts import write_lines
+from tests.observe.planted_parts import plant_samples, write_lines
 from trimtab.observe.look import look_at
 from trimtab.observe.web.compare import best_of
 from trimtab.observe.web.data import report_document, run_data
@@ -263,22 +263,7 @@ def test_ten_thousand_steps_and_a_gigabyte_of_samples(tmp_path: Path) -> None:
 
 
 def _large(tmp_path: Path, steps: int, size: int, most_seconds: float) -> None:
-    folder = plant(tmp_path / "run", "ten_thousand" if steps == 10_000 else "healthy")
-    rows = (
-        [json.loads(line) for line in (folder / "samples" / "step-10.jsonl").read_text().splitlines()]
-        if steps < 10_000
-        else []
-    )
-    rows = rows or [json.loads(line) for line in (folder / "samples" / "step-100.jsonl").read_text().splitlines()]
-    files = 200
-    for row in rows:
-        row["completion"] = "tokens and more tokens " * (size // files // len(rows) // 23)
-    index = []
-    for number in range(1, files + 1):
-        step = number * steps // files
-        written = write_lines(folder / "samples" / f"step-{step}.jsonl", [row | {"step": step} for row in rows])
-        index.append({"step": step, "kind": "train", "rows": len(rows), "bytes": written, "failed": 1})
-    write_lines(folder / "samples" / "index.jsonl", index)
+    folder = plant_samples(plant(tmp_path / "run", "ten_thousand" if steps == 10_000 else "healthy"), steps, size)
     begun = time.monotonic()
     document = report_document([look_at(folder)], changes=False)
     assert time.monotonic() - begun < most_seconds

@@ -11,14 +11,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.observe.planted import NAMES, plant
+from tests.observe.planted_parts import plant_samples
 from tests.web.browser import PAGES, Watched, launched, watched
 from trimtab.observe import gains
 from trimtab.observe.look import look_at
 from trimtab.observe.web import data
-from trimtab.observe.web.report import report_page
+from trimtab.observe.web.report import report_page, write_report
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -144,6 +146,26 @@ def test_every_page_of_every_folder_in_every_view(
         for place in PAGES:
             page.turn(place)
             look_over(page, document, place)
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_and_a_gigabyte_of_samples_open_at_once(browser: Any, tmp_path: Path) -> None:
+    folder = plant_samples(plant(tmp_path / "run", "ten_thousand"), 10_000, 1_000_000_000)
+    written = write_report([folder])
+    assert written.size < 15_000_000
+    with watched(browser) as page:
+        begun = processor_seconds()
+        page.open(written.path)
+        page.page.wait_for_selector(".minis canvas")
+        assert (
+            processor_seconds() - begun < 3.0
+        )  # what it takes on a machine of its own, at most: this one may be shared
+        page.check()
+
+
+def processor_seconds() -> float:
+    """Of the browser, all of its processes."""
+    return sum(sum(process.cpu_times()[:2]) for process in psutil.Process().children(recursive=True))
 
 
 def test_first_screen_needs_no_scrolling(browser: Any, report: Any) -> None:
