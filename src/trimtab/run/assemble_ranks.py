@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from trimtab.cluster.fleet import Fleet
-from trimtab.cluster.mesh import open_store
+from trimtab.cluster.mesh import LOCALHOST, open_store
+from trimtab.cluster.process import StartRank, start_here
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.trainer import RankedTrainer
+from trimtab.cluster.transfer import ChannelSetup
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Run
@@ -28,11 +30,13 @@ from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import plan_devices
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
+from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.build import is_automatic
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
+from trimtab.run.ray_hosts import RayHosts, paths_of
 from trimtab.run.same_ranks import refuse_unequal_software
 from trimtab.run.shapes import shape_of, stated_models
 from trimtab.run.stage import CheckedRun, OnWait, Stage
@@ -56,15 +60,18 @@ class RankPlan:
     """All that could be used."""
     notes: tuple[str, ...] = ()
     """What the user should know of devices that are left out."""
+    hosts: RayHosts | None = None
+    """Where they are; None: on this machine."""
 
     @property
     def backend(self) -> str:
         """NCCL wants a GPU for each rank."""
-        own_gpus = "cpu" not in self.devices and len(set(self.devices)) == len(self.devices)
+        own = self.hosts is not None or len(set(self.devices)) == len(self.devices)
+        own_gpus = "cpu" not in self.devices and own
         return "nccl" if own_gpus else "gloo"
 
 
-def plan_ranks(ready: CheckedRun) -> RankPlan | None:
+def plan_ranks(ready: CheckedRun, hosts: RayHosts | None = None) -> RankPlan | None:
     """The plan of a run on several devices, from the model's description alone; None where it runs on one."""
     config = ready.config
 
@@ -73,11 +80,21 @@ def plan_ranks(ready: CheckedRun) -> RankPlan | None:
         models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
         return job_of(config, models, ready.lengths)
 
-    return plan_over(config.run, ready.device, job)
+    return plan_over(config.run, ready.device, job) if hosts is None else _plan_over_hosts(config.run, hosts, job)
+
+
+def _plan_over_hosts(run: Run, hosts: RayHosts, job: Callable[[Machine], Job]) -> RankPlan:
+    """The plan of a job over a Ray cluster. It has ranks also where there is one device: the driver need not have any."""
+    asked = hosts.asked(run)
+    machine, notes = hosts.machine(asked)
+    plan = plan_devices(asked, job(machine), machine)
+    if hosts.most is not None:
+        notes = (*notes, f"devices were lost: the run is planned anew for {plan.run.devices}")
+    return RankPlan(plan, ("cpu" if hosts.kind == "CPU" else "cuda:0",) * plan.run.devices, machine, notes, hosts)
 
 
 def plan_over(asked: Run, device: torch.device, job: Callable[[Machine], Job]) -> RankPlan | None:
-    """The plan of a job over the devices that may be used; None where it is for one."""
+    """The plan of a job over the devices of this machine that may be used; None where it is for one."""
     several = device.type == "cuda" and torch.cuda.device_count() > 1
     if asked.devices == 1 or (asked.devices == "auto" and not several):
         return None
@@ -104,7 +121,7 @@ def assemble_ranks(
 ) -> BuiltRun:
     """All of a run on ranks, as it began or as a checkpoint left it."""
     plan = planned.plan
-    ranks = _start(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
+    ranks = start_ranks(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
     stack.callback(ranks.close)
     tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
     facts: list[RankFacts] = ranks.wait_until_built()
@@ -114,54 +131,85 @@ def assemble_ranks(
     sampled = isinstance(ready.config, ResolvedConfig)
     config: Any = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
     engine = Fleet(ranks, facts[0].engine, plan.run.rollout.max_sequences, [each.lowered for each in facts])
-    trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
+    trainer = ranked_trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
-    gpus = sorted({device for device in planned.devices if device != "cpu"})
+    gpus = sorted({device for device in planned.devices if device != "cpu" and planned.hosts is None})
     return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes, gpus, ranks)
 
 
-def _start(
-    planned: RankPlan, stage: Stage, ready: CheckedRun, checkpoint: Path | None, logs: Path, recoveries: Recoveries
+def start_ranks(
+    planned: RankPlan,
+    stage: Stage,
+    ready: CheckedRun,
+    checkpoint: Path | None,
+    logs: Path,
+    recoveries: Recoveries,
+    channel: ChannelSetup | None = None,
 ) -> Ranks:
-    """Start a rank for each device."""
-    store, plan, count = open_store(), planned.plan, len(planned.devices)
+    """Start a rank for each device. `channel`: where other ranks generate, how they are sent weights."""
+    plan, count, hosts = planned.plan, len(planned.devices), planned.hosts
+    host = LOCALHOST if hosts is None else hosts.driver
+    store = open_store(host)
     known = CheckedRun(ready.config, ready.device, ready.folder, ready.tokenizer, [], ready.lengths, ())
     models = stage.reward_models(ready)
     paths = () if models is None else tuple(models.paths)
     prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", planned.backend
     setups = [
-        RankSetup(rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths)
+        RankSetup(
+            rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths, host, channel
+        )
         for rank, device in enumerate(planned.devices)
     ]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(plan.run.threads)}
 
     def tell(kind: str, text: str) -> None:
         (recoveries.restarted if kind == "restarted" else recoveries.of_engine)(text)
 
-    ranks = Ranks(
-        "trimtab.run.rank",
-        setups,
-        logs,
-        variables=[variables] * count,
-        tell=tell,
-        stall_s=STALL_STEPS * plan.times.total,
+    ranks = open_ranks(
+        "trimtab.run.rank", planned, setups, logs, ready, paths_of(ready.config, paths, checkpoint), tell
     )
     ranks.store = store  # it lives as long as they do
     return ranks
 
 
-def _trainer(
+def open_ranks(
+    module: str,
+    planned: RankPlan,
+    setups: Sequence[Any],
+    logs: Path,
+    ready: CheckedRun,
+    paths: Mapping[str, str],
+    tell: Callable[[str, str], None],
+) -> Ranks:
+    """Start a program for each device, wherever these are. `paths`: what the programs read there."""
+    plan, count, hosts = planned.plan, len(planned.devices), planned.hosts
+    variables = {"OMP_NUM_THREADS": str(plan.run.threads)} | ({"GLOO_SOCKET_IFNAME": "lo"} if hosts is None else {})
+    start: StartRank = start_here
+    with ExitStack() as placed:
+        if hosts is not None:
+            placement = hosts.place(count)
+            placed.callback(placement.close)
+            placement.refuse_missing(dict(paths), ready.folder)
+            start = placement.start
+        on_end = placed.pop_all().close
+    stall_s = STALL_STEPS * plan.times.total
+    return Ranks(
+        module, setups, logs, variables=[variables] * count, tell=tell, stall_s=stall_s, start=start, on_end=on_end
+    )
+
+
+def ranked_trainer(
     stage: Stage,
     ready: CheckedRun,
     config: Any,
     plan: Plan,
     ranks: Ranks,
     facts: list[RankFacts],
-    engine: Fleet,
+    engine: Engine,
     recoveries: Recoveries,
 ) -> RankedTrainer:
+    """`engine`: what shares the devices' memory with the update."""
     job, asked = plan.job, ready.config.run
     longest = job.longest_sequence if job.generates else job.longest_trained
     shape = job.shape
