@@ -16,6 +16,7 @@ from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig
 from trimtab.observe.format import scores
 from trimtab.observe.observer import Callback
+from trimtab.observe.profiling.request import profile_request
 from trimtab.observe.result import Result
 from trimtab.run import loop
 from trimtab.run.build import own_modes, returns_memory
@@ -51,6 +52,8 @@ def train(
     overrides: Sequence[str] = (),
     resume: bool = False,
     callbacks: Sequence[Callback] | None = None,
+    profile_steps: str | int | None = None,
+    profile_ranks: str | int | None = None,
     **unknown: Any,
 ) -> Result:
     """Train, and return the summary (`run_dir`, `eval`, `reward_last`, `seconds`, ...), a dictionary that a notebook shows as
@@ -61,11 +64,13 @@ def train(
     `reward` is a function, its path, a `reward` section, or a list of these. `environment` is a class, its path, a list of tools
     (functions or their paths), or an `environment` section with any of these in it. Each of `callbacks` is called after every
     step with its number and its metrics, when these and a checkpoint that is due are written; what it raises ends the run.
+    `profile_steps="3:5"` profiles these steps into RUN/profile; with several devices `profile_ranks="0,1"` says which ranks.
     Any other keyword is an unknown key, and is told with the one that was probably meant, as on the command line.
     """
+    profile = profile_request(profile_steps, profile_ranks)
     sections = {"model": model, "learn": learn, "run": run, "eval": eval, "observe": observe, **_unknown(unknown)}
     checked, inputs = _gather(config, sections, data, eval_data, reward, overrides, environment)
-    inputs.callbacks = _callable(callbacks)
+    inputs.callbacks, inputs.profile = _callable(callbacks), profile
     return Result(run_training(checked, inputs, resume=resume))
 
 
@@ -110,15 +115,18 @@ def sft(
     overrides: Sequence[str] = (),
     resume: bool = False,
     callbacks: Sequence[Callback] | None = None,
+    profile_steps: str | int | None = None,
+    profile_ranks: str | int | None = None,
     **unknown: Any,
 ) -> Result:
     """Learn from worked answers, and return the summary (`run_dir`, `loss_last`, `eval`, `seconds`, ...).
 
     Arguments as for `train`; rows are conversations, prompts with completions, or texts.
     """
+    profile = profile_request(profile_steps, profile_ranks)
     sections = {"model": model, "learn": learn, "run": run, "observe": observe, **_unknown(unknown)}
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
-    inputs.callbacks = _callable(callbacks)
+    inputs.callbacks, inputs.profile = _callable(callbacks), profile
     return Result(run_sft(load_as(SftConfig, path, overrides, base, tree), inputs, resume=resume))
 
 
@@ -134,15 +142,18 @@ def reward_model(
     overrides: Sequence[str] = (),
     resume: bool = False,
     callbacks: Sequence[Callback] | None = None,
+    profile_steps: str | int | None = None,
+    profile_ranks: str | int | None = None,
     **unknown: Any,
 ) -> Result:
     """Learn which of two answers is better, and return the summary (`run_dir`, `accuracy`, `eval`, ...).
 
     Arguments as for `train`; rows are pairs: a prompt, the chosen and the rejected answer.
     """
+    profile = profile_request(profile_steps, profile_ranks)
     sections = {"model": model, "learn": learn, "run": run, "observe": observe, **_unknown(unknown)}
     inputs, path, base, tree = _arguments(config, sections, data, eval_data)
-    inputs.callbacks = _callable(callbacks)
+    inputs.callbacks, inputs.profile = _callable(callbacks), profile
     return Result(run_reward_model(load_as(RewardModelConfig, path, overrides, base, tree), inputs, resume=resume))
 
 

@@ -16,6 +16,7 @@ import torch
 from tests.forked_ranks import fork_ranks
 from tests.running import left, wait_for
 from trimtab.base.errors import DataError
+from trimtab.base.spans import log
 from trimtab.cluster import ranks as module
 from trimtab.cluster.mesh import open_store
 from trimtab.cluster.messages import Answer, Item
@@ -173,7 +174,9 @@ def test_the_rank_that_ended_is_named_and_not_the_one_that_waited_for_it(two: Ra
 def test_work_that_goes_on_is_waited_for_and_work_that_stands_still_is_not(
     two: Ranks, tmp_path: Path, monkeypatch
 ) -> None:
+    monkeypatch.setattr(log, "progress", None)
     assert two.ask("work", 3.0, True) == [0, 1]
+    assert log.progress == (1, 8, "pieces"), "of both ranks together, for now.json"
     started = time.monotonic()
     with pytest.raises(RankLost, match=r"no progress for 1 s \(waiting for rank 0, 1"):
         two.ask("work", 1000.0, False)

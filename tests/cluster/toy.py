@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.base.errors import DataError
+from trimtab.base.spans import log
 from trimtab.cluster.mesh import Meeting, Mesh
 from trimtab.cluster.serve import Link, Orders, serve
 
@@ -72,6 +73,7 @@ class Toy(Orders):
         while time.monotonic() < until:
             time.sleep(0.05)
             self.steps += moves
+            log.progress = (self.rank, 4, "pieces") if moves else None
         return self.rank
 
     def break_off(self, rank: int, how: str) -> None:

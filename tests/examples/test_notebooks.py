@@ -32,6 +32,8 @@ def test_a_notebook_runs_and_shows_the_run(path: Path, tmp_path: Path, monkeypat
     ).execute()
     outputs: list[Any] = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     pages = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert not any("<script" in page for page in pages)
+    assert "\\u001b" not in json.dumps(outputs), "colours of a terminal"
     assert any("step 2/2" in page for page in pages), "the block that is updated while it trains"
     assert sum("step 2/2" not in page and page.count("<img") == 3 for page in pages) >= 1, "the result"
 

@@ -197,3 +197,17 @@ def make_hostile(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row["failure"] = text
     rows[0]["completion"] = "x" * 1_000_000 + HOSTILE[0]
     return rows
+
+
+def plant_samples(folder: Path, steps: int, size: int) -> Path:
+    """Replace the samples of a run by 200 files of `size` bytes in all."""
+    first = next(path for path in sorted((folder / "samples").glob("step-*.jsonl")) if path.name != "step-1.jsonl")
+    rows, files, index = [json.loads(line) for line in first.read_text().splitlines()], 200, []
+    for row in rows:
+        row["completion"] = "tokens and more tokens " * (size // files // len(rows) // 23)
+    for number in range(1, files + 1):
+        step = number * steps // files
+        written = write_lines(folder / "samples" / f"step-{step}.jsonl", [row | {"step": step} for row in rows])
+        index.append({"step": step, "kind": "train", "rows": len(rows), "bytes": written, "failed": 1})
+    write_lines(folder / "samples" / "index.jsonl", index)
+    return folder

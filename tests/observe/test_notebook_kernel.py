@@ -1,4 +1,4 @@
-"""A run in a cell of a real Jupyter kernel: what the notebook then holds."""
+"""A run in a cell of a real Jupyter kernel: what the notebook then holds. The quick suite runs the example notebooks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ result
 """
 
 
+@pytest.mark.slow
 def test_a_cell_holds_plain_text_and_one_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     tiny_model().save_pretrained(tmp_path / "model")

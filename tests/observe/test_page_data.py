@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.observe.planted import NAMES, plant
-from tests.observe.planted_parts import write_lines
+from tests.observe.planted import DISTINCT, plant
+from tests.observe.planted_parts import plant_samples, write_lines
 from trimtab.observe.look import look_at
 from trimtab.observe.web.compare import best_of
 from trimtab.observe.web.data import report_document, run_data
+from trimtab.observe.web.earlier import findings_at
+from trimtab.observe.web.findings import findings_of
 from trimtab.observe.web.private import last_parts
 from trimtab.observe.web.samples import samples
 from trimtab.observe.web.traces import trace
@@ -32,12 +34,13 @@ def data(folder: Path, name: str) -> dict[str, Any]:
 
 
 def values(column: dict[str, Any]) -> np.ndarray:
-    found = np.frombuffer(base64.b64decode(column["f32"]), dtype="<f4")
+    kind, dtype = ("f64", "<f8") if "f64" in column else ("f32", "<f4")
+    found = np.frombuffer(base64.b64decode(column[kind]), dtype=dtype)
     assert len(found) == column["n"]
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "ten_thousand"])
+@pytest.mark.parametrize("name", DISTINCT)
 def test_every_folder_has_a_page(name: str, tmp_path: Path) -> None:
     run = data(tmp_path, name)
     assert set(run) >= KEYS
@@ -57,6 +60,18 @@ def test_columns_are_the_metrics_and_what_is_missing_is_nan(tmp_path: Path) -> N
         np.testing.assert_array_equal(values(run["columns"][name]), wanted)
 
 
+def test_clocks_are_right_to_the_millisecond(tmp_path: Path) -> None:
+    folder = plant(tmp_path / "run", "healthy")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"time/at": 1.8e9 + 0.001 * number, "run/tokens_total": 2**40 + number}
+    write_lines(folder / "metrics.jsonl", rows)
+    columns = run_data(look_at(folder), changes=False)["columns"]
+    np.testing.assert_allclose(values(columns["time/at"]) - 1.8e9, 0.001 * np.arange(len(rows)), atol=1e-4)
+    assert values(columns["run/tokens_total"]).tolist() == [2**40 + number for number in range(len(rows))]
+    assert "f32" in columns["reward/mean"]
+
+
 def test_the_first_screen_of_a_healthy_run(tmp_path: Path) -> None:
     run = data(tmp_path, "healthy")
     asked = run["questions"]
@@ -74,12 +89,41 @@ def test_the_first_screen_of_a_healthy_run(tmp_path: Path) -> None:
     assert [phase["name"] for phase in run["memory"]["phases"] if phase["binds"]] == ["update"]
     sources = {row["key"]: row["source"] for row in run["config"]}
     assert (sources["learn.steps"], sources["learn.lr"], sources["run.token_budget"]) == ("you", "default", "chosen")
-    assert run["missing"] == [{"what": "profile", "text": "No step was profiled: start the run with --profile."}]
+    assert run["missing"] == [
+        {"what": "profile", "text": "No step was profiled: start the run with --profile-steps 3:5."}
+    ]
 
 
 def test_starts_are_marked_and_what_is_not_finite_is_named(tmp_path: Path) -> None:
     assert data(tmp_path, "resumed")["starts"] == [91] and data(tmp_path, "healthy")["starts"] == []
     assert data(tmp_path, "hostile")["not_finite"] == {"policy/grad_norm": [10], "policy/loss": [10]}
+
+
+def test_findings_are_those_of_the_rows_until_then(tmp_path: Path) -> None:
+    """A run that goes wrong after two thirds: nothing was found before, and what is found since is what the doctor says."""
+    folder = plant(tmp_path / "run", "healthy")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["step"] > 100:
+            row |= {"reward/failed": 0.4 * row["run/samples"]}
+    write_lines(folder / "metrics.jsonl", rows)
+    look = look_at(folder)
+    earlier = run_data(look, changes=False)["earlier"]
+    assert len(earlier) == 20 and earlier[-1]["step"] < 150
+    assert [look for look in earlier if look["step"] <= 100 and look["findings"]] == []
+    assert all(look["findings"] for look in earlier if look["step"] > 130)
+    assert findings_at(look, 150) == findings_of(look.done.findings) != []
+
+
+def test_values_whose_squares_are_no_numbers_are_judged(tmp_path: Path) -> None:
+    folder = plant(tmp_path / "run", "healthy")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[-30:]:
+        row |= {"reward/mean": -1e308, "reward/std": 1e308, "policy/grad_norm": 1e308}
+    write_lines(folder / "metrics.jsonl", rows)
+    run = run_data(look_at(folder), changes=False)
+    assert run["level"] == "bad" and any(finding["rule"] == "reward_falls" for finding in run["findings"])
+    assert values(run["columns"]["policy/grad_norm"])[-1] == 1e308
 
 
 def test_what_is_damaged_is_named_and_the_rest_is_there(tmp_path: Path) -> None:
@@ -219,22 +263,7 @@ def test_ten_thousand_steps_and_a_gigabyte_of_samples(tmp_path: Path) -> None:
 
 
 def _large(tmp_path: Path, steps: int, size: int, most_seconds: float) -> None:
-    folder = plant(tmp_path / "run", "ten_thousand" if steps == 10_000 else "healthy")
-    rows = (
-        [json.loads(line) for line in (folder / "samples" / "step-10.jsonl").read_text().splitlines()]
-        if steps < 10_000
-        else []
-    )
-    rows = rows or [json.loads(line) for line in (folder / "samples" / "step-100.jsonl").read_text().splitlines()]
-    files = 200
-    for row in rows:
-        row["completion"] = "tokens and more tokens " * (size // files // len(rows) // 23)
-    index = []
-    for number in range(1, files + 1):
-        step = number * steps // files
-        written = write_lines(folder / "samples" / f"step-{step}.jsonl", [row | {"step": step} for row in rows])
-        index.append({"step": step, "kind": "train", "rows": len(rows), "bytes": written, "failed": 1})
-    write_lines(folder / "samples" / "index.jsonl", index)
+    folder = plant_samples(plant(tmp_path / "run", "ten_thousand" if steps == 10_000 else "healthy"), steps, size)
     begun = time.monotonic()
     document = report_document([look_at(folder)], changes=False)
     assert time.monotonic() - begun < most_seconds

@@ -7,13 +7,16 @@ import pytest
 from trimtab.base.errors import ConfigError
 from trimtab.observe.profiling.kernels import BETWEEN, KernelSpan, reduce_kernels
 from trimtab.observe.profiling.memory import BEFORE, NO_FRAME, reduce_memory
-from trimtab.observe.profiling.request import ProfileRequest, parse_request
+from trimtab.observe.profiling.request import KEYWORDS, ProfileRequest, parse_request, profile_request
 
 
 def test_steps_and_ranks_are_read() -> None:
     assert parse_request("3:5", None) == ProfileRequest(3, 5, (0,))
     assert parse_request("4", "1, 0,1") == ProfileRequest(4, 4, (1, 0))
     assert parse_request(None, None) is None
+    assert profile_request("3:5", 1) == ProfileRequest(3, 5, (1,), KEYWORDS)
+    assert profile_request(4, "0,1") == ProfileRequest(4, 4, (0, 1), KEYWORDS)
+    assert profile_request(None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,24 @@ def test_what_cannot_be_meant_is_refused(steps: str | None, ranks: str | None, w
     with pytest.raises(ConfigError) as caught:
         parse_request(steps, ranks)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ranks", "words"),
+    [
+        ([3, 5], None, 'profile_steps: got a list. Write "3:5", or one step'),
+        (True, None, "profile_steps: got a bool"),
+        ("3:5", (0, 1), 'profile_ranks: got a tuple. Write 0, or "0,1"'),
+        (0, None, "profile_steps: '0' begins before the first step"),
+        (None, 0, 'profile_ranks: has no effect without profile_steps. Add profile_steps="3:5"'),
+    ],
+)
+def test_from_python_messages_name_the_keywords(steps: object, ranks: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        profile_request(steps, ranks)
+    assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="profile_steps: step 5 is beyond"):
+        ProfileRequest(3, 5, spelling=KEYWORDS).check_steps(4)
 
 
 def test_what_the_run_does_not_have_is_refused_and_what_is_done_is_left_out() -> None:

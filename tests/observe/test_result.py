@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import trimtab
-from tests.observe.planted import NAMES, plant
+from tests.observe.planted import DISTINCT, plant
 from trimtab.base.errors import ConfigError, DataError
 from trimtab.cli import app
 from trimtab.observe.result import Result
@@ -52,7 +52,7 @@ class OnlyText(HTMLParser):
         self.text += data
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "ten_thousand"])
+@pytest.mark.parametrize("name", DISTINCT)
 def test_every_run_is_shown_as_text_and_pictures(name: str, tmp_path: Path) -> None:
     html = trimtab.Run(plant(tmp_path / "run", name))._repr_html_()
     page = OnlyText()

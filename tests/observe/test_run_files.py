@@ -100,6 +100,10 @@ def test_events_tell_the_story(run: RunReader) -> None:
     kinds = [(event["kind"], event["step"]) for event in run.events()]
     assert kinds[0] == ("start", 0) and kinds[-1] == ("end", 3)
     assert ("evaluation", 0) in kinds and ("evaluation", 3) in kinds and ("checkpoint", 3) in kinds
+    (last,) = [event for event in run.events() if "waited_s" in event["data"]]
+    waits = [span for span in run.trace() if span["name"] == "checkpoint" and span["args"].get("step") == 3]
+    assert last["text"].startswith("waited ") and last["step"] == 3
+    assert 0 < last["data"]["waited_s"] <= sum(span["dur"] for span in waits) / 1e6 + 1e-3
 
 
 def test_samples_results_and_distributions(run: RunReader) -> None:
@@ -313,11 +317,13 @@ class FakeNvml:
     NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = 0
     util = 50
 
+    class NVMLError(Exception): ...
+
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
         return SimpleNamespace(gpu=self.util + handle)
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:
-        raise RuntimeError("not supported")
+        raise self.NVMLError("not supported")
 
     def nvmlDeviceGetTemperature(self, handle: int, kind: int) -> int:
         return 60 + handle

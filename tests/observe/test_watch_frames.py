@@ -5,7 +5,9 @@ To record them anew, look at them: TRIMTAB_RECORD=1 pytest tests/observe/test_wa
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 import unicodedata
 from pathlib import Path
@@ -14,8 +16,8 @@ import pytest
 from rich.text import Text
 
 from tests.observe import watched
-from tests.observe.planted import NAMES, plant
-from tests.observe.planted_rows import BOUNDS
+from tests.observe.planted import DISTINCT, plant
+from trimtab.observe.format import MISSING
 from trimtab.observe.watch.fit import Lines, ScreenPart, beside, column, share_lines, wrap
 from trimtab.observe.watch.overview import column_widths, overview
 from trimtab.observe.watch.pages import footer, help_lines, log_lines, sample_lines
@@ -26,8 +28,6 @@ from trimtab.observe.watch.view import RunView
 RECORDED = Path(__file__).parent / "recorded"
 SIZES = ((60, 40), (80, 24), (120, 36), (200, 50))
 OTHER_SIZES = ((20, 6), (40, 12), (79, 100), (160, 20), (300, 90))
-SAME_SHAPE = {*BOUNDS, "ten_thousand"} - {"rollout_tail"}
-"""Runs that are drawn as others are."""
 SAMPLE = {
     "prompt": "What is 6 times 7?",
     "completion": "Let me think.\n\n6 × 7 = 42\n#### 42",
@@ -76,7 +76,7 @@ def test_the_other_pages_are_as_recorded() -> None:
     compare("samples-80", [*sample_lines([1, 10, 20], 10, [SAMPLE, SAMPLE], 1, 0, 80, 23), footer(2, 80)])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in SAME_SHAPE])
+@pytest.mark.parametrize("name", DISTINCT)
 def test_every_run_fits_every_size(name: str, tmp_path: Path) -> None:
     source = RunSource(plant(tmp_path / "run", name))
     steps = source.sample_steps()
@@ -143,6 +143,33 @@ def test_a_long_sample_is_scrolled_and_a_strange_one_is_shown() -> None:
     assert "No samples yet" in sample_lines([], None, [], 0, 0, 80, 20)[0].plain
 
 
+def test_findings_of_a_run_that_goes_on_are_counted_again_now_and_then(tmp_path: Path) -> None:
+    run, now = plant(tmp_path / "runs" / "run", "rollout_tail"), [time.time()]
+    source = RunsSource(tmp_path / "runs", lambda: now[0])
+    (row,) = source.rows
+    assert row["facts"]["findings"].startswith("▲ ") and "▲ 0" not in row["facts"]["findings"]
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    short = tmp_path / "runs" / "short"
+    shutil.copytree(run, short)
+    (short / "run.json").write_text(json.dumps({"state": "running", "steps": 150}))
+    (short / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    shutil.rmtree(short / "final", ignore_errors=True)
+    assert source.refresh()
+    judged = {row["name"]: row["facts"]["findings"] for row in source.rows}
+    assert judged["short"] == MISSING, "too few steps to judge"
+    (short / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (short / "now.json").write_text(json.dumps({"at": now[0], "step": last["step"], "steps": 150, "phase": "update"}))
+    now[0] += 1
+    assert source.refresh()
+    assert {row["name"]: row["facts"]["findings"] for row in source.rows}["short"] == MISSING
+    (short / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(last | {"step": last["step"] + 1})]) + "\n")
+    now[0] += 10
+    assert source.refresh()
+    found = {row["name"]: row["facts"]["findings"] for row in source.rows}
+    assert found["short"] == found["run"] == row["facts"]["findings"]
+
+
 def test_runs_are_a_table_with_the_newest_at_the_top(tmp_path: Path) -> None:
     for name in ("healthy", "failed", "hostile"):
         plant(tmp_path / "runs" / name, name)
@@ -159,6 +186,7 @@ def test_runs_are_a_table_with_the_newest_at_the_top(tmp_path: Path) -> None:
         "learns",
         "held",
         "out",
+        "findings",
         "s",
         "a",
         "step",
@@ -168,6 +196,7 @@ def test_runs_are_a_table_with_the_newest_at_the_top(tmp_path: Path) -> None:
     ]
     assert lines[1].startswith("failed") and "✗ failed" in lines[1] and "87/150" in lines[1] and "73.5%" in lines[1]
     assert any(line.startswith("deep/er/sft") for line in lines) and len(lines) == 5  # checkpoints are no runs
+    assert next(line for line in lines if line.startswith("deep/er/sft")).split().count("none") == 1
     assert not source.refresh()
     plant(tmp_path / "runs" / "new", "one_step")
     assert source.refresh() and len(source.rows) == 5

@@ -109,3 +109,14 @@ def test_arrays_are_float64_and_keep_their_values_when_rows_are_added() -> None:
     table.extend([{"step": 1, "time/total": 1.0, "a": 5}, {"step": 4}])
     assert column.tolist() == pytest.approx([1.0, math.nan], nan_ok=True) and steps.tolist() == [1, 2]
     assert table.column("unknown").shape == (2,)
+
+
+def test_rows_until_a_step_are_a_table_of_their_own() -> None:
+    lines = [{"step": step, "a": float(step), **({"b": 1.0} if step > 2 else {})} for step in range(1, 5)]
+    whole = MetricTable(lines)
+    early = whole.until(2)
+    assert early.steps.tolist() == [1, 2] and early.column("a").tolist() == [1.0, 2.0]
+    assert early.names == ["a"] and np.isnan(early.column("b")).all()
+    early.extend([{"step": 3, "a": 9.0}])
+    assert whole.column("a").tolist() == [1.0, 2.0, 3.0, 4.0] and early.column("a").tolist() == [1.0, 2.0, 9.0]
+    assert len(whole.until(0)) == 0 and len(whole.until(99)) == 4

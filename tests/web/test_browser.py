@@ -1,26 +1,31 @@
 """The pages in a real browser, over planted run folders: silent, alone, readable, and the verdict on the first screen.
 
-The quick suite opens fourteen folders, each in every width and both schemes; `-m slow` opens every folder in every combination.
+The quick suite covers pairs: every folder in every width and scheme, every page in every width and scheme. `-m slow` opens every
+page of every folder in every combination.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.observe.planted import NAMES, plant
+from tests.observe.planted_parts import plant_samples
 from tests.web.browser import PAGES, Watched, launched, watched
+from trimtab.observe import gains
 from trimtab.observe.look import look_at
 from trimtab.observe.web import data
-from trimtab.observe.web.report import report_page
+from trimtab.observe.web.report import report_page, write_report
 
 pytestmark = pytest.mark.timeout(240)
 
 QUICK = (
-    "healthy", "rollout_tail", "failed", "resumed", "one_step", "no_evaluation", "sft", "reward_model", "ten_thousand", "hostile",
+    "healthy", "rollout_tail", "failed", "resumed", "one_step", "no_evaluation", "sft", "reward_model", "two_thousand", "hostile",
     "old_version", "quiet", "starting", "damaged",
 )  # fmt: skip
 VIEWS = [(width, scheme) for width in (1440, 1024, 390) for scheme in ("light", "dark")]
@@ -54,8 +59,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
                     plant(run, run.name)
             looks = [look_at(run) for run in runs]
             with pytest.MonkeyPatch.context() as patch:
-                if names != ("healthy",):  # ten plans take seconds, and are the same for all of them
-                    patch.setattr(data, "single_changes", lambda look: [])
+                most = 2 if names == ("healthy",) else 0  # plans take seconds, and are the same for all of them
+                patch.setattr(gains, "MAX_CANDIDATES", most)
                 document = data.report_document(looks)
             path = folder / f"{key}.html"
             path.write_bytes(report_page(document, looks[0]))
@@ -77,35 +82,51 @@ def explained(page: Watched, document: dict[str, Any], place: str) -> None:
     assert wanted
 
 
+Visit = tuple[str, int, str]
+
+
+def visits(name: str) -> list[Visit]:
+    """Page, width and scheme, in which the quick suite sees a folder: the first screen, and some of all others in turn."""
+    at = QUICK.index(name)
+    dealt = [(place, *view) for place in PAGES for view in VIEWS]
+    other = ("dark", "light")[at % 2]
+    return [("overview", 1440, other), ("overview", 390, other), *dealt[at :: len(QUICK)]]
+
+
+def test_visits_cover_every_pair() -> None:
+    seen = [(name, *visit) for name in QUICK for visit in visits(name)]
+    values = (QUICK, PAGES, (1440, 1024, 390), ("light", "dark"))
+    for one, other in ((0, 2), (0, 3), (1, 2), (1, 3), (2, 3)):
+        pairs = {(visit[one], visit[other]) for visit in seen}
+        assert pairs == set(product(values[one], values[other])), (one, other)
+
+
 @pytest.mark.parametrize("name", QUICK)
-def test_folder_in_all_widths_and_schemes(browser: Any, report: Any, name: str) -> None:
+def test_folder_in_every_width_and_scheme(browser: Any, report: Any, name: str) -> None:
     path, document = report(name)
-    level = document["runs"][0]["verdict"]["level"]
-    # Every folder in every width and scheme, every width in every scheme; all three together are the slow test.
-    schemes = ("light", "dark") if QUICK.index(name) % 2 else ("dark", "light")
-    with watched(browser, scheme=schemes[0]) as page:
+    with watched(browser) as page:
         page.open(path)
-        first_screen(page, document, level)
-        for place in PAGES:
-            page.turn(place)
-            page.check()
-            if place in ("overview", "learning", "speed", "memory"):
-                explained(page, document, place)
-            assert page.contrast() == []
-            assert page.nameless() == []
-        for width, scheme in ((1024, schemes[1]), (390, schemes[0]), (390, schemes[1])):
+        for place, width, scheme in visits(name):
             page.page.set_viewport_size({"width": width, "height": 900})
             page.page.emulate_media(color_scheme=scheme)
-            for place in ("overview", "samples") if width == 390 else ("overview",):
-                page.turn(place)
-                page.page.wait_for_selector(f"html[data-theme={scheme}]", state="attached")
-                assert page.contrast() == []
-                page.check()
+            page.turn(place)
+            page.page.wait_for_selector(f"html[data-theme={scheme}]", state="attached")
+            if (place, width) == ("overview", 1440):
+                first_screen(page, document)
+            look_over(page, document, place)
+            assert page.nameless() == []
 
 
-def first_screen(page: Watched, document: dict[str, Any], level: str) -> None:
+def look_over(page: Watched, document: dict[str, Any], place: str) -> None:
+    if place in ("overview", "learning", "speed", "memory"):
+        explained(page, document, place)
+    assert page.contrast() == []
+    page.check()
+
+
+def first_screen(page: Watched, document: dict[str, Any]) -> None:
     verdict = page.page.locator(".verdict")
-    assert verdict.get_attribute("data-level") == level
+    assert verdict.get_attribute("data-level") == document["runs"][0]["verdict"]["level"]
     box = verdict.bounding_box()
     assert box is not None and box["y"] + box["height"] < 900
     shown = verdict.inner_text()
@@ -124,10 +145,27 @@ def test_every_page_of_every_folder_in_every_view(
         page.open(path)
         for place in PAGES:
             page.turn(place)
-            page.check()
-            if place in ("overview", "learning", "speed", "memory"):
-                explained(page, document, place)
-            assert page.contrast() == []
+            look_over(page, document, place)
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_and_a_gigabyte_of_samples_open_at_once(browser: Any, tmp_path: Path) -> None:
+    folder = plant_samples(plant(tmp_path / "run", "ten_thousand"), 10_000, 1_000_000_000)
+    written = write_report([folder])
+    assert written.size < 15_000_000
+    with watched(browser) as page:
+        begun = processor_seconds()
+        page.open(written.path)
+        page.page.wait_for_selector(".minis canvas")
+        assert (
+            processor_seconds() - begun < 3.0
+        )  # what it takes on a machine of its own, at most: this one may be shared
+        page.check()
+
+
+def processor_seconds() -> float:
+    """Of the browser, all of its processes."""
+    return sum(sum(process.cpu_times()[:2]) for process in psutil.Process().children(recursive=True))
 
 
 def test_first_screen_needs_no_scrolling(browser: Any, report: Any) -> None:
@@ -256,6 +294,23 @@ def test_samples_are_searched_by_text_and_by_expression(browser: Any, report: An
         page.check()
 
 
+def test_findings_as_they_read_at_an_earlier_step(browser: Any, report: Any) -> None:
+    path, document = report("rollout_tail")
+    (first, *_), found = document["runs"][0]["earlier"], document["runs"][0]["findings"]
+    assert first["findings"][0]["evidence"] != found[0]["evidence"]
+    with watched(browser) as page:
+        page.open(path, "log")
+        assert found[0]["evidence"] in page.page.locator(".finding").first.inner_text()
+        page.page.get_by_label("as they read after step").select_option(str(first["step"]))
+        page.page.wait_for_selector(f"text={first['findings'][0]['evidence']}")
+        assert f"at={first['step']}" in page.page.url and page.page.locator(".finding").count() == len(
+            first["findings"]
+        )
+        page.page.get_by_label("as they read after step").select_option("")
+        page.page.wait_for_selector(f"text={found[0]['evidence']}")
+        page.check()
+
+
 def test_same_prompt_over_time_is_compared_word_by_word(browser: Any, report: Any) -> None:
     path, document = report("healthy")
     rows = document["runs"][0]["samples"]["rows"]
@@ -322,4 +377,10 @@ def test_prints_on_a4(browser: Any, report: Any) -> None:
     with watched(browser, scheme="dark") as page:
         page.open(path)
         assert page.page.pdf(format="A4", print_background=True)[:5] == b"%PDF-"
+        page.page.emulate_media(media="print")
+        style = "(of, name) => getComputedStyle(document.querySelector(of)).getPropertyValue(name)"
+        found = page.page.evaluate(
+            f"[['.u-wrap > canvas', 'max-width'], ['.u-over', 'display']].map((each) => ({style})(...each))"
+        )
+        assert found == ["100%", "none"], "charts were drawn for a screen, and paper is narrower"
         page.check()

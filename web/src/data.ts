@@ -2,8 +2,10 @@
 
 export type Level = "ok" | "warn" | "bad" | "unknown";
 
+/** Little-endian floats in base64, of 4 bytes each, or of 8 where 4 would not hold whole units. */
 export interface Column {
-  f32: string;
+  f32?: string;
+  f64?: string;
   n: number;
 }
 
@@ -230,6 +232,8 @@ export interface Run extends RunHead {
   memory: { limit: number | null; device: number | null; phases: MemoryPhase[]; host: boolean; events: Event[] } | null;
   funnel: { name: string; count: number }[];
   findings: Finding[];
+  /** What would have been found at earlier steps; the server is asked instead. */
+  earlier: { step: number; findings: Finding[] }[];
   plan: {
     choices: { key: string; value: unknown; why: string | null }[];
     offers: (Record<string, unknown> | string)[];
@@ -328,6 +332,7 @@ export function complete(run: Partial<Run>): Run {
     memory: run.memory ? { ...run.memory, phases: run.memory.phases ?? [], events: run.memory.events ?? [] } : null,
     funnel: run.funnel ?? [],
     findings: Array.isArray(run.findings) ? run.findings : [],
+    earlier: run.earlier ?? [],
     plan: run.plan
       ? { ...run.plan, choices: run.plan.choices ?? [], offers: run.plan.offers ?? [], changes: run.plan.changes ?? [] }
       : null,

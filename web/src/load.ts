@@ -1,6 +1,6 @@
 // Where the data comes from: the report holds it, the server is asked. Pages see one interface and do not know which.
 import { complete, completeHead } from "./data";
-import type { Chart, Compare, Document, Event, Run, RunHead, Sample, State, Trace } from "./data";
+import type { Chart, Compare, Document, Event, Finding, Run, RunHead, Sample, State, Trace } from "./data";
 import { floats, Table, type Values } from "./table";
 
 export interface SearchPage {
@@ -25,6 +25,9 @@ export interface Source {
   open(id: string): Promise<{ run: Run; table: Table }>;
   /** The run without its numbers: these arrive row by row. */
   judge?(id: string): Promise<Run>;
+  /** Steps at which it is known what would have been found, and what. */
+  lookedBack(run: Run, table: Table): number[];
+  findingsAt(run: Run, step: number): Promise<Finding[]>;
   samples(run: Run, kind: string, step: number): Promise<Sample[]>;
   search?(run: Run, query: { q: string; regex: boolean; kind: string; cursor: string | null }): Promise<SearchPage>;
   trace?(run: Run, from: number, until: number): Promise<Trace>;
@@ -55,9 +58,19 @@ export async function reportSource(element: HTMLElement): Promise<Source> {
       if (!run) throw new Error(`This report holds no run "${id}".`);
       return { run, table: Table.of(run) };
     },
+    lookedBack: (run) => run.earlier.map((look) => look.step),
+    findingsAt: async (run, step) => run.earlier.find((look) => look.step === step)?.findings ?? [],
     samples: async (run, kind, step) => run.samples.rows[`${kind}:${step}`] ?? [],
     compare: async () => document_.compare,
   };
+}
+
+const MOST_LOOKS_BACK = 20;
+
+/** So many of them at most, in equal distances, without the last. */
+function spread(steps: number[], most: number): number[] {
+  const count = Math.min(most, steps.length - 1);
+  return [...new Set(Array.from({ length: Math.max(0, count) }, (_, k) => steps[Math.floor(((k + 1) * steps.length) / (count + 1)) - 1]))];
 }
 
 async function get<T>(path: string): Promise<T> {
@@ -66,19 +79,21 @@ async function get<T>(path: string): Promise<T> {
   return answer.json();
 }
 
-/** A 4-byte length, a JSON header of that length, then one float32 column after the other, the steps first. */
+/** A 4-byte length, a JSON header of that length, then float32 columns, the steps first, and after them the float64 columns of `wide`. */
 export function parseColumns(buffer: ArrayBuffer): { steps: number[]; columns: Map<string, Values> } {
   const view = new DataView(buffer);
   const length = view.getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length))) as { names: string[]; rows: number };
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length))) as { names: string[]; wide: string[]; rows: number };
   let offset = 4 + length;
-  const next = (): Values => {
-    const values = floats(view, offset, header.rows);
-    offset += 4 * header.rows;
+  const next = (size: 4 | 8): Values => {
+    const values = floats(view, offset, header.rows, size);
+    offset += size * header.rows;
     return values;
   };
-  const steps = next() as number[];
-  return { steps, columns: new Map(header.names.map((name) => [name, next()])) };
+  const steps = next(4) as number[];
+  const wide = new Set(header.wide);
+  const narrow = header.names.filter((name) => !wide.has(name)).map((name): [string, Values] => [name, next(4)]);
+  return { steps, columns: new Map([...narrow, ...header.wide.map((name): [string, Values] => [name, next(8)])]) };
 }
 
 async function fetchTable(id: string): Promise<Table> {
@@ -109,6 +124,8 @@ export async function serverSource(): Promise<Source> {
       if (raw.steps && !table.steps.length) return { run: complete(raw), table: Table.of(complete(raw)) };
       return { run: complete(raw), table };
     },
+    lookedBack: (_, table) => spread(table.steps.filter((step) => step > 0), MOST_LOOKS_BACK),
+    findingsAt: async (run, step) => (await get<{ findings: Finding[] }>(`/api/runs/${encodeURIComponent(run.id)}/findings?step=${step}`)).findings,
     judge: async (id) => complete(await get<Partial<Run>>(`/api/runs/${encodeURIComponent(id)}`)),
     samples: async (run, kind, step) => {
       const answer = await get<{ rows?: Sample[] } | Sample[]>(`/api/runs/${encodeURIComponent(run.id)}/samples?step=${step}&kind=${kind}`);

@@ -10,16 +10,17 @@ function bytesOf(base64: string): Uint8Array {
   return bytes;
 }
 
-/** Little-endian float32; NaN means missing and becomes null, which is what a gap in a line is to uPlot. */
 export function unpack(column: Column): Values {
-  const bytes = bytesOf(column.f32);
-  return floats(new DataView(bytes.buffer), 0, Math.min(column.n, bytes.length >> 2));
+  const size = column.f64 === undefined ? 4 : 8;
+  const bytes = bytesOf(column.f64 ?? column.f32 ?? "");
+  return floats(new DataView(bytes.buffer), 0, Math.min(column.n, Math.floor(bytes.length / size)), size);
 }
 
-export function floats(view: DataView, offset: number, count: number): Values {
+/** Little-endian floats of `size` bytes; NaN means missing and becomes null, which is what a gap in a line is to uPlot. */
+export function floats(view: DataView, offset: number, count: number, size: 4 | 8): Values {
   const values: Values = new Array(count);
   for (let i = 0; i < count; i++) {
-    const value = view.getFloat32(offset + 4 * i, true);
+    const value = size === 4 ? view.getFloat32(offset + 4 * i, true) : view.getFloat64(offset + 8 * i, true);
     values[i] = Number.isFinite(value) ? value : null;
   }
   return values;

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import AsJson
 from trimtab.cli.output import print_json, user_errors
 
 
@@ -30,7 +31,7 @@ def convert(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="File to write the config to; it must not exist.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Turn another framework's settings into a config, flag by flag: what goes where, what Trimtab decides, what is left."""
     with user_errors(as_json):

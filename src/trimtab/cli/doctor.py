@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import AsJson
 from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
@@ -21,7 +22,7 @@ def doctor(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as unhealthy, too.")] = False,
     rules: Annotated[bool, typer.Option("--rules", help="Print the rules as a Markdown table and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what is wrong with a run, or with this machine, and what to change. Exit status: 0 healthy, 1 not, 2 an error."""
     with user_errors(as_json):

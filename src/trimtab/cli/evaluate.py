@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import AsJson
 from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
@@ -15,7 +16,7 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of its keys, such as model.path=RUN/final.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure held-out accuracy (pass@1, pass@k) of a model, without training it."""
     with user_errors(as_json):

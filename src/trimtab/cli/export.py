@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import AsJson
 from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
@@ -25,7 +26,7 @@ def export(
     public: Annotated[
         bool, typer.Option("--public", help="With --to-hub: a new model can be seen by everybody.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder, with a model card, and upload it if you like."""
     with user_errors(as_json):

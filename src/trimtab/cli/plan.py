@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.cli.options import AsJson, ConfigFile
 from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="YAML file.")],
+    config: ConfigFile,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.max_new_tokens=1024.")
     ] = None,
@@ -61,7 +62,7 @@ def plan(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write the simulated timeline to this file, as a page.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict memory and time of a run, phase by phase, and what Trimtab would choose. Needs no GPU and loads no weights."""
     with user_errors(as_json):

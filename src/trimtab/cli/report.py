@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import AsJson
 from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
@@ -21,7 +22,7 @@ def report(
     private: Annotated[
         bool, typer.Option("--private", help="Leave out host, command and folders; of paths the last part stays.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write runs as one HTML file: verdict, charts, samples, timeline, memory. It opens anywhere, without a network."""
     with user_errors(as_json):

@@ -2,28 +2,6 @@
 
 from __future__ import annotations
 
-from trimtab.cli.offline import (
-    AsJson,
-    ConfigFile,
-    DryRun,
-    Overrides,
-    ProfileRanks,
-    ProfileSteps,
-    Resume,
-    Verbose,
-    run_stage,
-)
+from trimtab.cli.offline import stage_command
 
-
-def sft(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    verbose: Verbose = False,
-    profile_steps: ProfileSteps = None,
-    profile_ranks: ProfileRanks = None,
-    as_json: AsJson = False,
-) -> None:
-    """Train a model on example answers (supervised fine-tuning)."""
-    run_stage("sft", config, overrides, resume, dry_run, verbose, as_json, (profile_steps, profile_ranks))
+sft = stage_command("sft", "Train a model on example answers (supervised fine-tuning).")

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trimtab.cli.offline import ProfileRanks, ProfileSteps
+from trimtab.cli.options import AsJson, ConfigFile, ProfileRanks, ProfileSteps, Resume, Verbose
 from trimtab.cli.output import console_file, loading, print_json, resume_command, user_errors
 from trimtab.observe.profiling.request import parse_request
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML file.")],
+    config: ConfigFile,
     overrides: Annotated[list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.lr=1e-6.")] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue from the newest complete checkpoint; start anew if there is none."),
-    ] = False,
+    resume: Resume = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check config, data and rewards, print the resolved config and exit.")
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show every choice that Trimtab made, also the usual ones.")
-    ] = False,
+    verbose: Verbose = False,
     profile_steps: ProfileSteps = None,
     profile_ranks: ProfileRanks = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model with reinforcement learning."""
     with user_errors(as_json):

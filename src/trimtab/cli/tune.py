@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import AsJson, ConfigFile
 from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 
 def tune(
-    config: Annotated[Path, typer.Argument(help="YAML file.")],
+    config: ConfigFile,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides of its keys, such as learn.max_new_tokens=1024.")
     ] = None,
@@ -19,7 +20,7 @@ def tune(
         Path | None,
         typer.Option("--out", help="File to write the config to, with its `run` section filled in; it must not exist."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure batch sizes on this machine, with sequences of the maximum length, and keep the fastest for later runs."""
     with user_errors(as_json):

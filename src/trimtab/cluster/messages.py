@@ -83,6 +83,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The rank is alive; `progress` changes as long as its work goes on."""
+    """The rank is alive; `progress` changes as long as its work goes on. `work`: how far it is, for people (base/spans.py)."""
 
     progress: Any
+    work: tuple[int, int | None, str] | None = None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.base import spans
 from trimtab.base.errors import TrainingError
 from trimtab.cluster.blame import to_blame
 from trimtab.cluster.messages import Answer, Broken, Heartbeat, Item, Order, Raised, RankFailed, Short, Told
@@ -56,6 +57,8 @@ class _Rank:
     progress: Any = None
     moved: float = 0.0
     """When its progress last changed."""
+    work: tuple[int, int | None, str] | None = None
+    """How far its order is, for people."""
     order: int = 0
     """The number of the order that it was given last."""
 
@@ -180,7 +183,7 @@ class Ranks:
     def _order(self, orders: Sequence[tuple[_Rank, Order]]) -> None:
         self._orders += 1
         for rank, _ in orders:
-            rank.order = self._orders
+            rank.order, rank.work = self._orders, None
         self._send([(rank, replace(order, number=self._orders)) for rank, order in orders])
 
     def _send(self, orders: Sequence[tuple[_Rank, Any]]) -> None:
@@ -250,6 +253,8 @@ class Ranks:
                 elif isinstance(message, Heartbeat):
                     if message.progress != rank.progress:
                         rank.progress, rank.moved = message.progress, time.monotonic()
+                    rank.work = message.work
+                    self._add_up_work()
                 elif message.order == rank.order:
                     rank.moved = time.monotonic()
                     yield rank, message
@@ -257,6 +262,13 @@ class Ranks:
                         break
             if time.monotonic() - rank.moved > stall_s:
                 raise self._hangs(ranks, stall_s)
+
+    def _add_up_work(self) -> None:
+        """How far all ranks are together, for RUN/now.json. A rank that has nothing to tell leaves it as it is."""
+        known = [rank.work for rank in self._ranks if rank.work is not None]
+        if known:
+            done, total = sum(each[0] for each in known), sum(each[1] or 0 for each in known)
+            spans.log.progress = (done, total, known[0][2])
 
     def _hangs(self, waiting: list[_Rank], stall_s: float) -> RankLost:
         """Every rank writes its stacks into its log before all are ended."""

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from trimtab.base.errors import TrimtabError, cut
+from trimtab.base.spans import log
 from trimtab.cluster.mesh import GroupBroken
 from trimtab.cluster.messages import Answer, Broken, Heartbeat, Item, Order, Raised, RankFailed, Short, Told
 from trimtab.cluster.tensors import TensorChannel
@@ -63,7 +64,7 @@ class Link:
     def beat_forever(self, stop: threading.Event) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             while not stop.wait(HEARTBEAT_S):
-                self.send(Heartbeat(self.progress()))
+                self.send(Heartbeat(self.progress(), log.progress))
 
 
 class Orders:
@@ -90,6 +91,7 @@ class Orders:
 def carry_out(link: Link, target: Orders, order: Order) -> Any:
     """The answer to an order."""
     link.order = order.number
+    log.progress = None
 
     def call() -> Any:
         with target.around(order.method):

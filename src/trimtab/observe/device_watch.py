@@ -60,7 +60,7 @@ class DeviceWatch:
         for name, ask in asked.items():
             try:
                 found[name] = ask()
-            except Exception:  # not supported by this device, or not allowed to us
+            except (nvml.NVMLError, ZeroDivisionError):  # not supported by this device, or not allowed to us
                 continue
         return found
 
@@ -69,12 +69,14 @@ def open_device_watch(uuids: Sequence[str]) -> DeviceWatch | None:
     """A watch over GPUs, by the UUIDs that CUDA has for them; None where NVML or any of them cannot be had."""
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         pynvml.nvmlInit()
         handles = [
             pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}") for uuid in uuids
         ]
-    except Exception:  # no package, no driver, or a container that hides it
+    except pynvml.NVMLError:  # no driver, or a container that hides it
         return None
     return DeviceWatch(pynvml, handles) if handles else None
 

@@ -19,6 +19,8 @@ OPENED = ("run.token_budget", "run.checkpoint_activations", "run.offload.", "run
           "run.rollout.prefill_tokens", "run.kernels", "run.engine")  # fmt: skip
 """Keys that Trimtab would choose, and that decide how long a step takes."""
 MOST_KEYS = 6
+MAX_CANDIDATES = 10
+"""Single changes that are looked at."""
 MAX_SECONDS = 4.0
 """For all single changes together."""
 
@@ -140,4 +142,4 @@ def _candidates(look: RunLook) -> list[tuple[str, tuple[str, ...]]]:
         found.append(("twice as many prompts a step", (f"learn.prompts_per_step={2 * prompts}",)))
         found.append(("twice as many samples a prompt", (f"learn.samples_per_prompt={2 * samples}",)))
     found.append(("a KL penalty, with its reference", ("learn.kl.coef=0.001",)))
-    return found[:10]
+    return found[:MAX_CANDIDATES]

@@ -28,7 +28,7 @@ RUN = 'run=~"$run"'
 
 
 def dashboard() -> dict[str, Any]:
-    panels: list[dict[str, Any]] = [_state(1), _table(2)]
+    panels: list[dict[str, Any]] = [_since_last_step(1), _last_step(2)]
     y, id = 6, 3
     for page, title in ROWS.items():
         panels.append(
@@ -115,35 +115,29 @@ def _panel(chart: Chart, id: int, place: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _state(id: int) -> dict[str, Any]:
-    """How long ago each run wrote its last row."""
-    target = {"expr": f"time() - {LAST_STEP}{{{RUN}}}", "legendFormat": "{{run}}", "refId": "A", "datasource": SOURCE}
+def _stat(id: int, title: str, description: str, query: str, unit: str, x: int) -> dict[str, Any]:
+    """A number a run, in the first row."""
+    target = {"expr": query, "legendFormat": "{{run}}", "refId": "A", "datasource": SOURCE}
     return {
         "type": "stat",
         "id": id,
-        "title": "Since the last step",
-        "description": "A run that is quiet for longer than its steps take has ended, or hangs.",
+        "title": title,
+        "description": description,
         "datasource": SOURCE,
-        "gridPos": _place(0, 0, 12, 6),
-        "fieldConfig": {"defaults": {"unit": "s"}, "overrides": []},
+        "gridPos": _place(x, 0, 12, 6),
+        "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
         "options": {"reduceOptions": {"calcs": ["lastNotNull"]}},
         "targets": [target],
     }
 
 
-def _table(id: int) -> dict[str, Any]:
-    target = {"expr": f"{STEP_NAME}{{{RUN}}}", "legendFormat": "{{run}}", "refId": "A", "datasource": SOURCE}
-    return {
-        "type": "stat",
-        "id": id,
-        "title": "Step",
-        "description": "The last step of each run.",
-        "datasource": SOURCE,
-        "gridPos": _place(12, 0, 12, 6),
-        "fieldConfig": {"defaults": {"unit": "none"}, "overrides": []},
-        "options": {"reduceOptions": {"calcs": ["lastNotNull"]}},
-        "targets": [target],
-    }
+def _since_last_step(id: int) -> dict[str, Any]:
+    description = "A run that is quiet for longer than its steps take has ended, or hangs."
+    return _stat(id, "Since the last step", description, f"time() - {LAST_STEP}{{{RUN}}}", "s", x=0)
+
+
+def _last_step(id: int) -> dict[str, Any]:
+    return _stat(id, "Step", "The last step of each run.", f"{STEP_NAME}{{{RUN}}}", "none", x=12)
 
 
 def _place(x: int, y: int, width: int, height: int) -> dict[str, int]:

@@ -45,7 +45,7 @@ def draw_report(folder: Path, console: Console, changes: bool = True) -> Path | 
         if isinstance(observe, dict) and observe.get("report") is False:
             return None
         path = write_report([folder], changes=changes).path
-    except Exception as error:  # as above
+    except Exception as error:  # the model is trained and exported: no fault of a report may take the run's end away
         console.warn(f"cannot write the report: {error}")
         return None
     console.note(f"report: {path}")

@@ -25,6 +25,8 @@ from trimtab.record.columns import MetricTable
 
 WIDTH = 110
 UPDATE_S = 1.0
+END_WITHIN_S = 10.0
+"""How long `close` waits for a front end that takes nothing any more."""
 STAGES = {"sft/loss": "sft", "rm/loss": "reward_model"}
 
 
@@ -77,7 +79,7 @@ class NotebookView:
         if self._thread is None:
             return
         self._stop.set()
-        self._thread.join()
+        self._thread.join(END_WITHIN_S)
         self._thread = None
         self._ended = True
         self._show()
@@ -87,7 +89,7 @@ class NotebookView:
             self._show()
 
     def _show(self) -> None:
-        with suppress(Exception):  # a front end that is gone must not end a run
+        with suppress(Exception):  # kernels and front ends raise errors of their own, and none of them may end a run
             with self._lock:
                 html = live_html(self._view())
             if html == self._shown:

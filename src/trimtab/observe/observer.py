@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,36 @@ Callback = Callable[[int, Mapping[str, float]], object]
 """Called after every step with its number and its metrics; what it raises ends the run, as an error of the run would."""
 
 
+@dataclass(frozen=True)
+class Writers:
+    """What writes into the run folder."""
+
+    journal: Journal
+    timeline: Timeline
+    sinks: Sinks
+    records: RecordWriter
+
+
+@dataclass(frozen=True)
+class Meters:
+    """What measures a step. `devices`: None without GPUs; `profile`: None where nothing is profiled."""
+
+    memory: MemoryMeter | RankMeter
+    plan: PlanWatch
+    recoveries: Recoveries
+    devices: DeviceWatch | None = None
+    profile: ProfileWindow | None = None
+
+
+@dataclass(frozen=True)
+class SampleChoice:
+    """Which completions of a step are kept: how many rows, drawn by which seed, of which tasks."""
+
+    rows: int
+    seed: int
+    task_of: Callable[[Prompt], str] | None = None
+
+
 class LocalObserver:
     """Console, trace, metrics, samples, meters and the user's callbacks."""
 
@@ -45,28 +76,20 @@ class LocalObserver:
         folder: Path,
         state: RunState,
         console: Console,
-        timeline: Timeline,
-        sinks: Sinks,
-        records: RecordWriter,
-        meter: MemoryMeter | RankMeter,
-        devices: DeviceWatch | None,
-        watch: PlanWatch,
-        recoveries: Recoveries,
-        journal: Journal,
+        writers: Writers,
+        meters: Meters,
+        kept: SampleChoice,
         callbacks: Sequence[Callback] = (),
-        samples_rows: int = 32,
-        seed: int = 0,
-        task_of: Callable[[Prompt], str] | None = None,
-        profile: ProfileWindow | None = None,
     ) -> None:
-        self._folder, self._state, self._console, self._timeline, self._sinks = folder, state, console, timeline, sinks
-        self._meter, self._watch, self._recoveries, self._callbacks = meter, watch, recoveries, callbacks
-        self._records, self._devices, self._journal = records, devices, journal
-        self._sample_rows = partial(sample_rows, max_rows=samples_rows, seed=seed, task_of=task_of)
+        self._folder, self._state, self._console, self._callbacks = folder, state, console, callbacks
+        self._journal, self._timeline = writers.journal, writers.timeline
+        self._sinks, self._records = writers.sinks, writers.records
+        self._meter, self._watch, self._recoveries = meters.memory, meters.plan, meters.recoveries
+        self._devices, self._profile = meters.devices, meters.profile
+        self._sample_rows = partial(sample_rows, max_rows=kept.rows, seed=kept.seed, task_of=kept.task_of)
         self._begun = False
         self._cost = OwnCost()
         self._host = HostWatch(console.warn)
-        self._profile = profile
 
     def waiting(self, what: str) -> None:
         self._journal.phase(None, what)
@@ -194,6 +217,10 @@ class LocalObserver:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._console.finish(summary)
+        waited = self._timeline.since_step("checkpoint")
+        if waited:  # it belongs to no step, so no row has it
+            text = f"waited {waited:.1f} s for the last checkpoint, after the last step"
+            self._journal.event("info", "checkpoint", text, {"waited_s": round(waited, 3)})
         self._journal.finished(f"finished after step {summary.get('steps')}")
         self._attach(look_back(self._folder, self._console))
 
@@ -203,8 +230,8 @@ class LocalObserver:
             return
         try:
             self._sinks.attach(report)
-        except Exception as error:  # of somebody else's service, say
-            self._console.warn(f"the report could not be attached: {error}")
+        except Exception as error:  # trackers raise errors of their own; the model is exported already
+            self._console.warn(f"cannot attach the report: {error}")
 
     def stopped(self, state: RunState, steps: int) -> None:
         self._console.close()

@@ -22,6 +22,8 @@ from trimtab.record.layout import NOW_FILE
 WRITE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 """How often `every` is called."""
+END_WITHIN_S = 10.0
+"""How long `close` waits for a thread that a disk or a driver holds up."""
 
 
 class Pulse:
@@ -62,9 +64,10 @@ class Pulse:
         if thread is None:
             return
         self._end.set()
-        thread.join()
+        thread.join(END_WITHIN_S)
         self._doing = (None, self._clock(), None)
-        self.write()
+        if not thread.is_alive():  # else it hangs in the same file
+            self.write()
 
     def take_cost_s(self) -> float:
         """Processor seconds of the thread since the last call."""
@@ -101,7 +104,7 @@ class Pulse:
         written = time.monotonic()
         while not self._end.wait(LOOK_EVERY_S):
             for look in self._every:
-                with suppress(Exception):  # what the machine does not tell is not recorded
+                with suppress(Exception):  # one reading is missing then; without this thread the run would look dead
                     look()
             if time.monotonic() - written >= WRITE_EVERY_S:
                 written = time.monotonic()

@@ -95,6 +95,10 @@ class Timeline:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         return metrics
 
+    def since_step(self, phase: str) -> float:
+        """Seconds of a phase since the last step ended: after the last one, they are in no row."""
+        return self._seconds[phase]
+
     def close(self) -> None:
         if not self._file.closed:
             step = self._step if self._step is None or self._steps is None else min(self._step, self._steps)

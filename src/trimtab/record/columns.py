@@ -12,7 +12,7 @@ not change them.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -82,6 +82,16 @@ class MetricTable:
         found = np.zeros(len(self._steps), dtype=bool)
         if column := self._columns.get(name):
             found[np.frombuffer(column.rows, dtype=np.int64)] = True
+        return found
+
+    def until(self, step: int) -> MetricTable:
+        """The rows up to a step, in a table of their own."""
+        found, rows = MetricTable(), bisect_right(self._steps, step)
+        found._steps = self._steps[:rows]
+        for name, column in self._columns.items():
+            kept, mine = bisect_left(column.rows, rows), _Column()
+            mine.rows, mine.values = column.rows[:kept], column.values[:kept]
+            found._columns[name] = mine
         return found
 
     def points(self, name: str) -> Points:

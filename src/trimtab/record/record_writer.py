@@ -59,7 +59,8 @@ class RecordWriter:
             raise error
 
     def wait(self) -> None:
-        """All that was begun is on disk. Raises what kept it from that."""
+        """All that was begun is on disk, however long that takes: it is not worth less on a slow disk. Ctrl-C ends the wait.
+        Raises what kept it from that."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -43,6 +43,10 @@ class Request:
         return list(self.max_new_tokens)
 
 
+TAIL_SHARE = 0.25
+"""With fewer sequences than this share of the slots that could be used, and none to come, decoding is in its tail."""
+
+
 @dataclass
 class RolloutStats:
     """What one `generate` call did. Seconds are the engine's own; the caller's time between groups is not in them."""
@@ -64,7 +68,7 @@ class RolloutStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     tail_s: float | None = None
-    """Time of decoding with few sequences left and none to come (native/round_clock.py); None where the engine does not tell."""
+    """Time of decoding with few sequences left and none to come (`TAIL_SHARE`); None where it is not known."""
     wait_s: float = 0.0
     """Time in which the engine had nothing to do but wait for environments."""
 

@@ -17,7 +17,7 @@ from trimtab.observe.console import Console
 from trimtab.observe.device_watch import open_device_watch
 from trimtab.observe.journal import Journal
 from trimtab.observe.look_back import report_of_broken_run
-from trimtab.observe.observer import LocalObserver
+from trimtab.observe.observer import LocalObserver, Meters, SampleChoice, Writers
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.timeline import Timeline
 from trimtab.plan.report import as_recorded
@@ -110,24 +110,11 @@ def open_run(
     spare_the_collector(stack)
     trainer.prepare_to_save()
     profile = open_profile(profiled, parts.ranks, folder, ready.device, state.step, console.note)
-    observer = LocalObserver(
-        folder,
-        state,
-        console,
-        Timeline(folder, on_phase=console.working, steps=steps),
-        sinks,
-        RecordWriter(folder, resumed_from),
-        parts.meter,
-        devices,
-        PlanWatch(parts.plan),
-        recoveries,
-        journal,
-        inputs.callbacks,
-        samples_rows=config.observe.samples_rows,
-        seed=config.learn.seed,
-        task_of=stage.task_of(ready),
-        profile=profile,
-    )
+    timeline = Timeline(folder, on_phase=console.working, steps=steps)
+    writers = Writers(journal, timeline, sinks, RecordWriter(folder, resumed_from))
+    meters = Meters(parts.meter, PlanWatch(parts.plan), recoveries, devices, profile)
+    kept = SampleChoice(config.observe.samples_rows, config.learn.seed, stage.task_of(ready))
+    observer = LocalObserver(folder, state, console, writers, meters, kept, inputs.callbacks)
     trainer.tell_written(observer.wrote_checkpoint)
     trainer.on_move = observer.moved
     stack.callback(observer.close)

@@ -24,7 +24,7 @@ def check_profile(
     asked.check_ranks(ranks)
     left = asked.after(done)
     if left is None:
-        warn(f"--profile-steps: step {asked.last} and those before it are done already, so nothing is profiled")
+        warn(f"{asked.spelling.steps}: step {asked.last} and those before it are done already, so nothing is profiled")
     return left
 
 

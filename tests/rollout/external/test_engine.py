@@ -92,6 +92,24 @@ def test_what_processes_did_is_added_up_but_for_steps_which_they_do_together(mon
     engine.close()
 
 
+def test_the_tail_is_the_time_with_few_sequences_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 slots fewer than 2 are used: the time of the last sequence, without that in which the caller has the groups."""
+    engine, _ = scripted(monkeypatch, [done(1, n) for n in range(8)])
+    now = [0.0]
+    monkeypatch.setattr(engines.time, "perf_counter", lambda: now[0])
+    take = engine._next_done
+
+    def next_done(wait: bool = True) -> Done | None:
+        now[0] += 1.0
+        return take(wait)
+
+    monkeypatch.setattr(engine, "_next_done", next_done)
+    for _ in engine.generate(ask(prompts(8), samples=1)):
+        now[0] += 100.0
+    assert (engine.stats.tail_s, engine.stats.decode_s) == (1.0, 8.0)
+    engine.close()
+
+
 def test_no_process_has_less_than_its_part_of_the_sequences_nor_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs out of memory with one sequence a process is started again as it was."""
     short = EngineLost("out", out_of_memory=True)

@@ -420,7 +420,7 @@ export class Plot {
         const twin = this.model.lines.some((other) => other.faint && other.metric === line.metric);
         const error = line.error?.[last];
         const unit = format.unitOf(line.metric, this.model.unit);
-        const sub = line.error ? `held out${error ? `, \u00b1${format.isShare(unit) ? format.percent(error, 1) : format.number(error, 2)}` : ""}` : twin ? (line.label === "training" ? "smoothed" : "training, smoothed") : "";
+        const sub = line.error ? `held out${error ? "; bars: 95 %" : ""}` : twin ? (line.label === "training" ? "smoothed" : "training, smoothed") : "";
         return [{ text: `${sub ? line.label.replace(/, (held out|smoothed)$/, "") : line.label} ${format.isShare(unit) ? format.percent(line.y[last], 1) : format.value(line.y[last], unit)}`, sub, colour: palette[line.colour], y: u.valToPos(line.y[last]!, "y", true) }];
       })
       .sort((a, b) => a.y - b.y);

@@ -1,10 +1,13 @@
 // Log: what happened, and what the rules say.
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
+import { useEffect } from "preact/hooks";
 import { here } from "../chart/card";
 import type { Event, Finding, Run } from "../data";
 import * as format from "../format";
 import { param, set } from "../route";
+import { source } from "../store";
+import type { Table } from "../table";
 import { Card, Choose, Empty, LevelMark } from "../ui";
 
 function Found({ finding }: { finding: Finding }): JSX.Element {
@@ -44,16 +47,48 @@ function EventTable({ events }: { events: Event[] }): JSX.Element {
   );
 }
 
+/** Findings as they are, or as they would have read after an earlier step. */
+function Findings({ run, table }: { run: Run; table: Table }): JSX.Element {
+  const steps = source.value?.lookedBack(run, table) ?? [];
+  const at = steps.includes(Number(param("at"))) ? Number(param("at")) : null;
+  const earlier = useSignal<{ step: number; findings: Finding[] } | null>(null);
+  const failed = useSignal<string | null>(null);
+  useEffect(() => {
+    failed.value = null;
+    if (at === null) return;
+    let current = true; // an answer to an earlier question is not shown
+    source.value!.findingsAt(run, at).then((findings) => current && (earlier.value = { step: at, findings }), (error) => current && (failed.value = String(error)));
+    return () => void (current = false);
+  }, [run.id, at]);
+  const known = at === null ? run.findings : earlier.value?.step === at ? earlier.value.findings : null;
+  const now = table.steps.at(-1);
+  return (
+    <>
+      <h2 class="section first">Findings</h2>
+      {steps.length > 0 && (
+        <div class="toolbar">
+          <Choose label="as they read after step" value={String(at ?? "")} options={[...steps.map((step): [string, string] => [String(step), String(step)]), ["", now === undefined ? "the last" : `${now}, the last`]]} onChange={(step) => set({ at: step || null })} />
+          {at !== null && known && <span>{known.length ? format.plural(known.length, "finding") : "nothing was found by then"}</span>}
+        </div>
+      )}
+      {failed.value ? <Empty title="This cannot be shown">{failed.value}</Empty>
+        : known === null ? <Empty title="Asking the rules" />
+        : known.length ? <section class="charts findings">{known.map((f) => <Found key={f.rule} finding={f} />)}</section>
+        : <Empty title={at === null ? "Nothing found" : `Nothing found after step ${at}`}>{at === null ? (run.questions.wrong?.note ?? "") : ""}</Empty>}
+    </>
+  );
+}
+
 export function Log(): JSX.Element {
-  const run = here().run.value;
+  const opened = here();
+  const run = opened.run.value;
   const level = param("level") ?? "all";
   const kind = param("event") ?? "all";
   const kinds = [...new Set(run.events.map((e) => e.kind))].sort();
   const events = run.events.filter((e) => (level === "all" || e.level === level || (level === "warn" && e.level === "error")) && (kind === "all" || e.kind === kind));
   return (
     <>
-      <h2 class="section first">Findings</h2>
-      {run.findings.length ? <section class="charts findings">{run.findings.map((f, k) => <Found key={k} finding={f} />)}</section> : <Empty title="Nothing found">{run.questions.wrong?.note ?? ""}</Empty>}
+      <Findings run={run} table={opened.table} />
       <section class="charts"><Card class="wide" title="Rules" sub="hollow: could not judge, and why"><Rules run={run} /></Card></section>
       <h2 class="section">Events</h2>
       <div class="toolbar">

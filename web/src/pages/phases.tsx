@@ -29,7 +29,7 @@ export function PlanBars({ rows, height = 88, left = 70 }: { rows: Row[]; height
           {ticks(0, most, width > 380 ? 4 : 3).map((v, k, all) => (
             <g key={v}>
               <line class="gridline" x1={px(v)} x2={px(v)} y1={0} y2={axisAt} />
-              <text x={px(v)} y={axisAt + 12} text-anchor="middle">{format.number(v)}{k === all.length - 1 ? " s" : ""}</text>
+              <text x={Math.min(px(v), width - 14)} y={axisAt + 12} text-anchor="middle">{format.number(v)}{k === all.length - 1 ? " s" : ""}</text>
             </g>
           ))}
           {rows.map((row, k) => {
@@ -71,7 +71,8 @@ export function barsOf(run: Run): Row[] {
   ];
 }
 
-const signed = (v: number | null | undefined): string => (v === null || v === undefined ? format.DASH : `${v >= 0 ? "+" : "\u2212"}${format.percent(Math.abs(v), 0)}`);
+/** How much more than planned: as a share, and as a factor where a share would be hundreds. */
+const signed = (v: number | null | undefined): string => (v === null || v === undefined ? format.DASH : v >= 2 ? `${format.number(1 + v, 2)}\u2009\u00d7` : `${v >= 0 ? "+" : "\u2212"}${format.percent(Math.abs(v), 0)}`);
 
 /** The two or three phases that matter, and the rest as one row. */
 export function PhaseTable({ run, most = 3 }: { run: Run; most?: number }): JSX.Element {

@@ -24,6 +24,8 @@ EARLY_STEPS = 10
 """Most first steps that count as the beginning."""
 LEVEL_FACTOR = 4.0
 """A metric that changes by this factor from one step to the next, and stays there, has shifted to a new level."""
+LARGEST = 1e150
+"""Rules see larger values as this one, so that sums of squares stay numbers: a run that diverges may write 1e308."""
 T = TypeVar("T", int, str, bool)
 
 
@@ -75,6 +77,7 @@ class Record:
         """(step, value) of every step that has a value."""
         if name not in self._points:
             steps, values = self.metrics.points(name)
+            values = np.clip(values, -LARGEST, LARGEST)
             self._points[name] = list(zip(steps.astype(int).tolist(), values.tolist()))
         return self._points[name]
 

@@ -11,6 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from trimtab.base.errors import DataError
+from trimtab.observe.doctor.examine import MIN_STEPS_TO_JUDGE
 from trimtab.observe.format import MISSING, duration, gib, number, percent
 from trimtab.observe.look import RunLook
 from trimtab.observe.visible import visible
@@ -20,8 +21,9 @@ from trimtab.record.layout import CHECKPOINTS, CONFIG, METRICS_FILE, NOW_FILE
 from trimtab.record.reader import RunReader
 
 MAX_DEPTH = 3
-HEAD = ("run", "state", "step", "learns", "held out", "s a step", "peak", "last sign")
-RIGHT = {2, 3, 4, 5, 6, 7}
+JUDGE_EVERY_S = 10.0
+HEAD = ("run", "state", "step", "learns", "held out", "findings", "s a step", "peak", "last sign")
+RIGHT = {2, 3, 4, 6, 7, 8}
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -50,6 +52,8 @@ class RunsSource:
         self.folder, self._clock = folder, clock
         self._looks: dict[Path, RunLook] = {}
         self._heads: dict[Path, dict[str, Any]] = {}
+        self._judged: dict[Path, tuple[float, str]] = {}
+        """When the rules were last asked, and what they said."""
         self.refresh()
 
     def refresh(self) -> bool:
@@ -72,8 +76,18 @@ class RunsSource:
             return {"name": name, "kind": "unknown", "sign": 0.0}
         sign = max(_mtime(path / METRICS_FILE), _mtime(path / NOW_FILE), _mtime(path / CONFIG))
         known = self._heads.get(path)
-        facts = known["facts"] if known and "facts" in known and not changed else _facts(look)
-        return {"name": name, "kind": look.state.kind, "sign": sign, "facts": facts}
+        kind = look.state.kind
+        if known and "facts" in known and not changed and known["kind"] == kind:
+            return known | {"sign": sign}
+        return {"name": name, "kind": kind, "sign": sign, "facts": _facts(look) | {"findings": self._judge(look, kind)}}
+
+    def _judge(self, look: RunLook, kind: str) -> str:
+        """The rules take up to a second on a long run, so one that is running is judged at most every ten seconds."""
+        at, said = self._judged.get(look.folder, (-JUDGE_EVERY_S, ""))
+        if kind != "running" or self._clock() - at >= JUDGE_EVERY_S:
+            said = _findings(look)
+            self._judged[look.folder] = self._clock(), said
+        return said
 
 
 def _facts(look: RunLook) -> dict[str, str]:
@@ -93,6 +107,15 @@ def _facts(look: RunLook) -> dict[str, str]:
         "s a step": duration(float(np.median(seconds[-20:])) if len(seconds) else None),
         "peak": gib(max((peak for peak in peaks if peak is not None), default=None)),
     }
+
+
+def _findings(look: RunLook) -> str:
+    """How many, and how bad the worst is; a dash where too few steps were made for any rule to judge."""
+    done = look.done
+    if not done.findings:
+        return f"{MARKS['ok'][0]} none" if len(look.record.steps) >= MIN_STEPS_TO_JUDGE else MISSING
+    worst = "bad" if any(finding.level == "bad" for finding in done.findings) else "warn"
+    return f"{MARKS[worst][0]} {len(done.findings)}"
 
 
 def _last(reader: RunReader, name: str) -> float | None:
@@ -129,7 +152,7 @@ def _cells(row: dict[str, Any], now: float) -> list[str]:
     mark = MARKS[STATE_LEVEL.get(row["kind"], "unknown")][0]
     facts = row.get("facts") or {}
     sign = f"{duration(max(0.0, round(now - row['sign'])))} ago" if row["sign"] else MISSING
-    return [f"{mark} {row['kind']}", *(facts.get(name, MISSING) for name in HEAD[2:7]), sign]
+    return [f"{mark} {row['kind']}", *(facts.get(name, MISSING) for name in HEAD[2:-1]), sign]
 
 
 def _line(cells: list[str], widths: list[int], style: str, state_style: str = "") -> Text:

@@ -16,8 +16,9 @@ from trimtab.observe.look import RunLook, look_at
 from trimtab.observe.verdict import judge
 from trimtab.observe.watch.view import RunView, newest_values
 from trimtab.observe.web import sections
-from trimtab.observe.web.data import damaged, findings
+from trimtab.observe.web.data import damaged
 from trimtab.observe.web.facts import head
+from trimtab.observe.web.findings import findings_of
 from trimtab.observe.web.questions import questions
 from trimtab.record.layout import CONFIG, EVENTS_FILE, FINAL, METRICS_FILE, NOW_FILE, PLAN, RUN_FILE
 
@@ -82,7 +83,7 @@ def describe(look: RunLook) -> dict[str, Any]:
         "questions": questions(look, verdict),
         "phases": sections.phases(look),
         "memory": sections.memory(look),
-        "findings": findings(look),
+        "findings": findings_of(look.done.findings),
         "events": sections.events(look),
         "damaged": damaged(look),
     }

@@ -14,14 +14,15 @@ from typing import Any
 
 from trimtab.base.errors import TrimtabError
 from trimtab.observe.charts import catalogue
-from trimtab.observe.doctor.rules import RULES
 from trimtab.observe.gains import single_changes
 from trimtab.observe.look import RunLook
 from trimtab.observe.verdict import judge
 from trimtab.observe.web import sections
 from trimtab.observe.web.compare import compare
+from trimtab.observe.web.earlier import looks_back
 from trimtab.observe.web.encode import clean, column
 from trimtab.observe.web.facts import head, run_id
+from trimtab.observe.web.findings import findings_of
 from trimtab.observe.web.histograms import distributions, evaluations
 from trimtab.observe.web.private import make_private
 from trimtab.observe.web.questions import questions
@@ -74,7 +75,7 @@ def run_data(look: RunLook, id: str | None = None, whole: bool = True, changes: 
         "phases": sections.phases(look),
         "memory": sections.memory(look),
         "funnel": sections.funnel(look),
-        "findings": findings(look),
+        "findings": findings_of(look.done.findings),
         "plan": _plan(look, whole and changes),
         "config": config(look),
         "events": _part(look, sections.events, []),
@@ -88,6 +89,7 @@ def run_data(look: RunLook, id: str | None = None, whole: bool = True, changes: 
         found["columns"] = {name: column(table.column(name)) for name in table.names}
         found["samples"] = _part(look, samples, {"index": [], "rows": {}, "left_out": 0, "total": 0})
         found["trace"] = trace(look.folder)
+        found["earlier"] = looks_back(look)
     found["limit_tokens"] = look.record.setting("learn.max_new_tokens", 0) or None
     found["missing"] = sections.missing(look, _has(look, found))
     found["damaged"] = damaged(look)
@@ -101,12 +103,6 @@ def _part(look: RunLook, make: Callable[[RunLook], Any], otherwise: Any) -> Any:
         return make(look)
     except (TrimtabError, OSError):
         return otherwise
-
-
-def findings(look: RunLook) -> list[dict[str, Any]]:
-    """What the doctor found, each with the metric that it is about."""
-    needs = {rule.id: rule.needs for rule in RULES}
-    return [finding.as_json() | {"metric": next(iter(needs[finding.rule]), None)} for finding in look.done.findings]
 
 
 def _plan(look: RunLook, changes: bool) -> dict[str, Any] | None:

@@ -52,11 +52,11 @@ def _bound(verdict: Verdict) -> dict[str, Any] | None:
     if bound is None:
         return None
     shares = [{"phase": phase, "share": share} for phase, share in bound.shares.items()]
-    cause = f"{bound.cause.words[0].upper()}{bound.cause.words[1:]}; " if bound.cause else ""
+    cause = f": {bound.cause.words}" if bound.cause else ""
     return {
         "value": IN_WORDS[bound.phase],
         "note": f"{100 * bound.share:.0f} % of the time",
-        "detail": f"{cause}{bound.detail}",
+        "detail": f"{bound.detail}{cause}",
         "cause": bound.cause.rule if bound.cause else None,
         "shares": shares,
     }

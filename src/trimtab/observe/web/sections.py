@@ -192,7 +192,7 @@ def missing(look: RunLook, has: dict[str, bool]) -> list[dict[str, str]]:
         "distributions": "There are no distributions: runs of this version write distributions.jsonl.",
         "plan": "There is no plan.json, so nothing can be compared with the plan.",
         "events": "There are no events: runs of this version write events.jsonl.",
-        "profile": "No step was profiled: start the run with --profile.",
+        "profile": "No step was profiled: start the run with --profile-steps 3:5.",
     }
     sampled = ("samples", "distributions") if look.stage == "rl" else ()
     asked = ("evaluation", *sampled, "trace", "plan", "events", "profile")

@@ -29,6 +29,7 @@ from trimtab.rollout.external.kinds import Kind
 from trimtab.rollout.external.members import Member, Members
 from trimtab.rollout.external.messages import Abort, Ask, Beat, Done, Generate, Sleep
 from trimtab.rollout.external.process import SILENCE_TIMEOUT_S, EngineLost, wait_for
+from trimtab.rollout.external.tail import TailClock
 from trimtab.rollout.feed import Feed, Load
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.trajectory import Group, Trajectory
@@ -166,22 +167,26 @@ class ExternalEngine:
         self._backlog = Backlog()
         asked, whose = Collector(self.tokenizer), dict[int, tuple[int, int]]()
         self._generating, began, callers = True, time.perf_counter(), 0.0
+        tail = TailClock(self.max_sequences)
         try:
             self._begin(requests, asked, whose, hold=feed is not None)
             while feed is not None or any(member.asks for member in self.members):
                 whole: list[Group | None] = []
                 if feed is not None:
                     came = time.perf_counter()
+                    tail.pause(came)
                     last, whole = self._exchange(feed, asked, whose)
                     callers += time.perf_counter() - came
                     if last:
                         break
+                tail.see(self._unfinished, time.perf_counter())
                 ended = self._next_done() if feed is None else self._next_done(wait=False)
                 if ended is not None:
                     index, sample = whose[ended.id]
                     whole.append(asked.put(index, self._trajectory(asked.requests[index], sample, ended)))
                 for group in filter(None, whole):
                     left = time.perf_counter()
+                    tail.pause(left)
                     yield group
                     callers += time.perf_counter() - left
         finally:
@@ -189,7 +194,12 @@ class ExternalEngine:
             # Those between two rollouts are told with the next.
             self.stats.restarts, self.members.restarts = self.members.restarts, 0
             self._generating = False
-        self.stats.decode_s = time.perf_counter() - began - callers
+        tail.see(0, time.perf_counter())
+        self.stats.decode_s, self.stats.tail_s = time.perf_counter() - began - callers, tail.seconds
+
+    @property
+    def _unfinished(self) -> int:
+        return len(self._backlog) + sum(len(member.asks) for member in self.members)
 
     def _exchange(
         self, feed: Feed, asked: Collector, whose: dict[int, tuple[int, int]]

@@ -14,10 +14,8 @@ from time import perf_counter
 import torch
 
 from trimtab.base.spans import log
+from trimtab.rollout.engine import TAIL_SHARE
 from trimtab.rollout.native.scheduler import Scheduler
-
-TAIL_SHARE = 0.25
-"""With fewer sequences than this share of the slots that could be used, and none to come, decoding is in its tail."""
 
 MAX_GAP_S = 0.002
 """Between rounds that are one span in the trace."""

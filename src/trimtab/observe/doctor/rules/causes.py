@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from trimtab.observe.doctor.record import Record
 from trimtab.observe.doctor.rule import DoctorRule, Symptom
-from trimtab.observe.doctor.rules.common import total
+from trimtab.observe.doctor.rules.common import on_cpu, total, update_memory_share
 from trimtab.observe.doctor.rules.speed import occupancy
 from trimtab.observe.format import count, duration, percent
 
@@ -77,14 +77,10 @@ def update_offload(record: Record) -> Symptom | None:
 
 
 def update_recompute(record: Record) -> Symptom | None:
-    size, peak = record.now("memory/device_total_gib"), record.now("memory/update_peak_gib")
-    if not size or not peak or peak >= 0.6 * size or not _matters(record, "update"):
+    used = update_memory_share(record)
+    if used is None or used >= 0.6 or not _matters(record, "update"):
         return None
-    return Symptom("warn", f"the update's peak is {percent(peak / size)} of the device's memory")
-
-
-def _on_cpu(record: Record) -> str | None:
-    return None if record.on_cuda else "runs on a CPU"
+    return Symptom("warn", f"the update's peak is {percent(used)} of the device's memory")
 
 
 def _recomputes(record: Record) -> bool:
@@ -93,7 +89,7 @@ def _recomputes(record: Record) -> bool:
 
 
 def _nothing_recomputed(record: Record) -> str | None:
-    return _on_cpu(record) or (None if _recomputes(record) else "nothing is recomputed")
+    return on_cpu(record) or (None if _recomputes(record) else "nothing is recomputed")
 
 
 RULES = (
@@ -122,7 +118,7 @@ RULES = (
         kind="safe",
         check=rollout_batch,
         needs=("rollout/slots", "rollout/batch_occupancy", "rollout/kv_usage"),
-        unless=_on_cpu,
+        unless=on_cpu,
     ),
     DoctorRule(
         "rollout_prefill",
@@ -135,7 +131,7 @@ RULES = (
         kind="safe",
         check=rollout_prefill,
         needs=("rollout/prefill_s", "time/rollout"),
-        unless=_on_cpu,
+        unless=on_cpu,
     ),
     DoctorRule(
         "update_offload",
@@ -148,7 +144,7 @@ RULES = (
         kind="safe",
         check=update_offload,
         needs=("update/offload_wait_s", "time/update"),
-        unless=_on_cpu,
+        unless=on_cpu,
     ),
     DoctorRule(
         "update_recompute",

@@ -146,6 +146,21 @@ def on_policy(record: Record) -> str | None:
     return "one update per batch: the ratio is 1 by construction" if record.updates_per_batch == 1 else None
 
 
+def on_cpu(record: Record) -> str | None:
+    """Why rules about a GPU's speed have nothing to judge."""
+    return None if record.on_cuda else "runs on a CPU"
+
+
+def update_memory_share(record: Record) -> float | None:
+    """The update's peak divided by the device's memory; None where one of them is not known."""
+    size, peak = record.now("memory/device_total_gib"), record.now("memory/update_peak_gib")
+    return peak / size if size and peak else None
+
+
+def microbatches_per_update(record: Record) -> float:
+    return (record.now("run/microbatches") or 0.0) / record.updates_per_batch
+
+
 def total(record: Record, name: str) -> float:
     """Sum over the recent steps."""
     return sum(record.recent(name))

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from trimtab.observe.doctor.record import Record
 from trimtab.observe.doctor.rule import DoctorRule, Symptom, steady_band
-from trimtab.observe.doctor.rules.common import total
+from trimtab.observe.doctor.rules.common import microbatches_per_update, on_cpu, total, update_memory_share
 from trimtab.observe.format import count, duration, number, percent
 
 SPEED = "rollout/tokens_per_s"
@@ -69,14 +69,10 @@ def decode_graphs(record: Record) -> Symptom | None:
     return Symptom("warn", f"{percent(share)} of decode steps (median of {record.span('rollout/graph_share')})")
 
 
-def _on_cpu(record: Record) -> str | None:
-    return None if record.on_cuda else "runs on a CPU"
-
-
 def small_microbatches(record: Record) -> Symptom | None:
     """Room is known only where the device's size is; without it the numbers alone decide."""
-    per_update = (record.now("run/microbatches") or 0.0) / record.updates_per_batch
-    budget, room = record.now("run/token_budget") or 0.0, _used_memory(record)
+    per_update = microbatches_per_update(record)
+    budget, room = record.now("run/token_budget") or 0.0, update_memory_share(record)
     if budget >= 8192 or per_update < 4 or (room is not None and room > 0.8):
         return None
     seen = f"{number(per_update, 1)} micro-batches per update, of at most {budget:.0f} tokens"
@@ -85,15 +81,10 @@ def small_microbatches(record: Record) -> Symptom | None:
     )
 
 
-def _used_memory(record: Record) -> float | None:
-    size, peak = record.now("memory/device_total_gib"), record.now("memory/update_peak_gib")
-    return peak / size if size and peak else None
-
-
 def waits_for_host(record: Record) -> Symptom | None:
     """One micro-batch leaves nothing to launch ahead."""
     behind = record.now("run/device_behind")
-    per_update = (record.now("run/microbatches") or 0.0) / record.updates_per_batch
+    per_update = microbatches_per_update(record)
     if behind is None or behind >= 0.1 or per_update < 3:
         return None
     return Symptom(
@@ -115,10 +106,7 @@ def low_use(record: Record) -> Symptom | None:
 
 def packing(record: Record) -> Symptom | None:
     """With few micro-batches an even split is what leaves room; with many it is sequences that do not fit side by side."""
-    fill, per_update = (
-        record.now("run/packing_fill") or 1.0,
-        (record.now("run/microbatches") or 0) / record.updates_per_batch,
-    )
+    fill, per_update = record.now("run/packing_fill") or 1.0, microbatches_per_update(record)
     if fill >= 0.7 or per_update < 4:
         return None
     return Symptom(
@@ -185,7 +173,7 @@ RULES = (
         check=decode_graphs,
         band=steady_band("rollout/graph_share", "above 90 %", low=0.9),
         needs=("rollout/graph_share",),
-        unless=_on_cpu,
+        unless=on_cpu,
     ),
     DoctorRule(
         "reward_share",
@@ -210,7 +198,7 @@ RULES = (
         kind="safe",
         check=small_microbatches,
         needs=("run/microbatches", "run/token_budget"),
-        unless=_on_cpu,
+        unless=on_cpu,
     ),
     DoctorRule(
         "waits_for_host",
@@ -224,7 +212,7 @@ RULES = (
         check=waits_for_host,
         band=steady_band("run/device_behind", "above 0.1", low=0.1),
         needs=("run/device_behind", "run/microbatches"),
-        unless=_on_cpu,
+        unless=on_cpu,
     ),
     DoctorRule(
         "low_use",
@@ -240,7 +228,7 @@ RULES = (
         kind="safe",
         check=low_use,
         needs=("throughput/update_mfu", "time/update"),
-        unless=_on_cpu,
+        unless=on_cpu,
     ),
     DoctorRule(
         "packing",

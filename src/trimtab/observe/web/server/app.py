@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from trimtab.base.errors import DataError, TrimtabError
 from trimtab.observe.charts import catalogue
+from trimtab.observe.web.earlier import findings_at
 from trimtab.observe.web.server import judged
 from trimtab.observe.web.server.answers import as_json, gone, http_error, number, user_error
 from trimtab.observe.web.server.columns import metrics_body
@@ -31,6 +32,7 @@ from trimtab.observe.web.server.search import Query, parse_cursor, search
 from trimtab.observe.web.server.shell import asset, shell
 from trimtab.observe.web.server.stream import Poll, live_id, stream
 from trimtab.observe.web.server.threads import Threads
+from trimtab.record.columns import MAX_STEP
 from trimtab.record.jsonl import dump_line
 from trimtab.record.layout import TRACE_FILE
 from trimtab.record.prometheus import exposition
@@ -72,6 +74,7 @@ def make_app(root: Path, ended: Callable[[], bool]) -> Starlette:
         Route("/api/runs", bound(_runs)),
         Route(run, bound(_run)),
         Route(f"{run}/metrics", bound(_metrics)),
+        Route(f"{run}/findings", bound(_findings)),
         Route(f"{run}/samples", bound(_samples)),
         Route(f"{run}/search", bound(_search)),
         Route(f"{run}/trace", bound(_trace)),
@@ -149,10 +152,19 @@ async def _metrics(served: Served, request: Request) -> Response:
     return Response(await served.threads.run(body), media_type="application/octet-stream")
 
 
+async def _findings(served: Served, request: Request) -> Response:
+    _, folder = await _folder(served, request)
+    step = number(request, "step")
+    if step is None or not 0 <= step < MAX_STEP:
+        raise DataError("findings: write step=N")
+    found = await served.threads.run(served.looks.ask, folder, lambda look: findings_at(look, int(step)))
+    return as_json({"findings": found})
+
+
 async def _samples(served: Served, request: Request) -> Response:
     _, folder = await _folder(served, request)
     kind, step = request.query_params.get("kind") or "train", number(request, "step")
-    if kind not in KINDS or step is None or not 0 <= step < 1e15:
+    if kind not in KINDS or step is None or not 0 <= step < MAX_STEP:
         raise DataError("samples: write step=N and kind=train or kind=eval")
     found = await served.threads.run(read_step, folder, served.table.root, kind, int(step))
     if found is None:

@@ -1,5 +1,6 @@
 """Metrics as a browser gets them: the length of a JSON header in four bytes, little-endian; the header; then a float32 column for
-the steps and one for each name. NaN is missing.
+the steps and one for each name. Names that the header has in `wide` come last, as float64 at a multiple of eight bytes: clocks
+and counts that float32 would round to other numbers. NaN is missing.
 
 With `points`, rows are put together so that no more are sent: each stretch of rows becomes two, with the least and the greatest
 value of every metric there, in the order in which they occurred. Nothing that a chart of that width could show is lost: a
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.observe.web.encode import needs_float64
 from trimtab.record.columns import MetricTable
 
 MIN_POINTS = 8
@@ -40,8 +42,10 @@ def metrics_body(
     rows = len(steps)
     if points is not None and rows > max(points, MIN_POINTS):
         steps, columns = envelope(steps, columns, max(points, MIN_POINTS))
-    header = {"steps": rows, "names": chosen, "rows": len(steps), **(more or {})}
-    return _packed(header, steps, columns)
+    is_wide = [needs_float64(column) for column in columns]
+    wide = [name for name, needed in zip(chosen, is_wide) if needed]
+    header = {"steps": rows, "names": chosen, "wide": wide, "rows": len(steps), **(more or {})}
+    return _packed(header, steps, columns, np.array(is_wide, dtype=bool))
 
 
 def envelope(
@@ -67,11 +71,11 @@ def envelope(
     return np.stack([steps[starts], steps[ends]], axis=1).reshape(-1), pairs.reshape(len(columns), -1)
 
 
-def _packed(header: Mapping[str, Any], steps: NDArray[np.float64], columns: NDArray[np.float64]) -> bytes:
-    """The header is filled up with spaces so that the columns lie at a multiple of four bytes, as typed arrays need it."""
+def _packed(
+    header: Mapping[str, Any], steps: NDArray[np.float64], columns: NDArray[np.float64], wide: NDArray[np.bool_]
+) -> bytes:
+    """The header is filled up with spaces so that all columns lie at a multiple of their size, as typed arrays need it."""
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 4)
-    with np.errstate(over="ignore"):
-        data = np.concatenate([steps[None, :], columns]).astype("<f4")
-    data[np.isinf(data)] = np.nan
-    return struct.pack("<I", len(text)) + text + data.tobytes()
+    narrow = np.concatenate([steps[None, :], columns[~wide]]).astype("<f4")
+    text += b" " * (-(4 + len(text) + narrow.nbytes) % 8)
+    return struct.pack("<I", len(text)) + text + narrow.tobytes() + columns[wide].astype("<f8").tobytes()

@@ -36,7 +36,7 @@ class Threads:
             result, failure = None, None
             try:
                 result = function(*args)
-            except BaseException as error:
+            except BaseException as error:  # raised by whoever awaits it
                 failure = error
             with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits any more
                 loop.call_soon_threadsafe(tell, result, failure)
