@@ -55,16 +55,23 @@ def refuse_missing_devices(run: Run, machine: Machine) -> None:
         raise ConfigError([Problem("run.devices", what, f"Write {machine.devices} or less, or auto.")])
 
 
+def refuse_unbuilt_placement(run: Run) -> None:
+    """Raises where a run asks for a placement that this version can only predict."""
+    if run.placement in ("auto", "colocated") or "split" in PLACEMENTS_BUILT:
+        return
+    what = (
+        "this version cannot train with roles on different devices yet; `trimtab plan --device NAME --devices N` shows what it "
+        "would take"
+    )
+    raise ConfigError([Problem("run.placement", what, "Write colocated or auto, and run.devices for a number.")])
+
+
 def _refuse_placement(run: Run, machine: Machine) -> None:
     """A placement that this version cannot run here, or that the machine has too few devices for."""
     if run.placement in ("auto", "colocated"):
         return
-    if machine.here and "split" not in PLACEMENTS_BUILT:
-        what = (
-            "this version cannot train with roles on different devices yet; `trimtab plan --device NAME --devices N` shows "
-            "what it would take"
-        )
-        raise ConfigError([Problem("run.placement", what, "Write colocated or auto, and run.devices for a number.")])
+    if machine.here:
+        refuse_unbuilt_placement(run)
     need = sum(n for n in run.placement.values() if isinstance(n, int)) if isinstance(run.placement, dict) else 2
     if need > machine.devices:
         have = f"{machine.devices} device{'s' * (machine.devices > 1)}"

@@ -22,6 +22,7 @@ from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
+from trimtab.plan.refuse_devices import refuse_unbuilt_placement
 from trimtab.record.checkpoint import RunState
 from trimtab.record.folder import find_folder, refuse_existing
 from trimtab.reward.models import ModelBackend
@@ -71,6 +72,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     stack.enter_context(memory_limit(asked.run, device))
     folder = find_folder(asked.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
+    refuse_unbuilt_placement(asked.run)
     refuse_without_engine(asked.run, device)
     refuse_missing_sinks(asked.observe)
     refuse_kernels(asked.run, asked.model, device)
