@@ -65,12 +65,12 @@ def _step(chosen: Arrangement) -> str:
 def _runners_up(chosen: Arrangement, others: tuple[Arrangement, ...]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column("runner-up")
-    table.add_column("seconds a step", justify="right")
-    table.add_column("tokens/s per device", justify="right")
+    table.add_column("s/step", justify="right", no_wrap=True)
+    table.add_column("tokens/s/device", justify="right", no_wrap=True)
     table.add_column("")
     for other in others:
-        notes = [] if other.built else ["predicted only: this version cannot run it"]
-        notes += ["changes what is learned"] if other.staleness != chosen.staleness else []
+        notes = [] if other.built else ["predicted only"]
+        notes += ["changes learn"] if other.staleness != chosen.staleness else []
         cells = other.words(), f"{other.times.total:.2f}", f"{other.tokens_per_device_s:,.0f}", "; ".join(notes)
         table.add_row(*(Text(cell) for cell in cells))
     return table

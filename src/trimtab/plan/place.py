@@ -13,7 +13,16 @@ from dataclasses import replace
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.placement import TENSOR_CUTS, Placement, device_counts, placements
-from trimtab.plan.planner import ENGINE_OVER_DEVICES, Plan, gave_up_nothing, lack, limits_of, make_plan, within
+from trimtab.plan.planner import (
+    ENGINE_OVER_DEVICES,
+    MIN_SPEEDUP_OF_OTHER_ENGINE,
+    Plan,
+    gave_up_nothing,
+    lack,
+    limits_of,
+    make_plan,
+    within,
+)
 from trimtab.plan.rules import why_placed
 from trimtab.plan.sizes import SMALLEST
 from trimtab.plan.states import least_bytes
@@ -45,9 +54,11 @@ def _shortest(plans: list[Plan]) -> float:
 
 
 def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) -> Plan:
-    """The best plan on so many devices. A rollout copy is cut over several only where nothing else fits."""
+    """The best plan on so many devices. A rollout copy is cut over several only where nothing else fits, or the native engine is
+    slow, as it is with experts."""
     plan = _simplest_fast(run, job, machine, profile, placements(run, job, machine, devices))
-    if plan.fits or devices == 1 or not _may_cut(run, job, machine):
+    enough = plan.fits and not job.shape.has_experts
+    if enough or devices == 1 or not _may_cut(run, job, machine):
         return plan
     heads = min(block.kv_heads for block in job.shape.kinds)
     tried = [plan]
@@ -55,7 +66,10 @@ def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) ->
         if cut <= min(devices, machine.per_host) and heads % cut == 0 and devices % cut == 0:
             tried.append(_simplest_fast(run, job, machine, profile, placements(run, job, machine, devices, tensor=cut)))
     fitting = [plan for plan in tried if plan.fits]
-    return min(fitting, key=lambda plan: plan.times.total) if fitting else min(tried, key=lack)
+    if not fitting:
+        return min(tried, key=lack)
+    slower = {True: 1.0, False: MIN_SPEEDUP_OF_OTHER_ENGINE}  # as in choosing an engine on one device
+    return min(fitting, key=lambda one: slower[one is plan or not plan.fits] * one.times.total)
 
 
 def _may_cut(run: Run, job: Job, machine: Machine) -> bool:

@@ -6,7 +6,7 @@ What a config alone contradicts is in config/ranks.py; here are the machine and 
 from __future__ import annotations
 
 from trimtab.base.errors import ConfigError, Problem
-from trimtab.config.placement import RoleMap, groups_of_roles
+from trimtab.config.placement import groups_of_roles
 from trimtab.config.ranks import nearest_divisor
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK
@@ -68,8 +68,11 @@ def refuse_missing_devices(run: Run, machine: Machine) -> None:
         raise ConfigError([Problem("run.devices", what, f"Write {machine.devices} or less, or auto.")])
 
 
-def refuse_unbuilt(placement: RoleMap | str) -> None:
-    """A placement that this version can plan and not run."""
+def refuse_unbuilt_placement(run: Run) -> None:
+    """Raises where a run asks for a placement that this version can only predict."""
+    placement = run.placement
+    if placement in ("auto", "colocated"):
+        return
     if isinstance(placement, str):
         what = "does not say how many devices generate"
         fix = "Write numbers, such as {actor: 4, rollout: 4}; `trimtab plan --devices N` compares them."
@@ -91,7 +94,7 @@ def _refuse_placement(run: Run, machine: Machine) -> None:
     if run.placement in ("auto", "colocated"):
         return
     if machine.here:
-        refuse_unbuilt(run.placement)
+        refuse_unbuilt_placement(run)
     need = sum(n for n in run.placement.values() if isinstance(n, int)) if isinstance(run.placement, dict) else 2
     if need > machine.devices:
         have = f"{machine.devices} device{'s' * (machine.devices > 1)}"

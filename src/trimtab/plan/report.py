@@ -81,7 +81,7 @@ class Offer:
 def offers(plan: Plan, run: Run, profile: str) -> list[Offer]:
     """A step with more of the memory filled, where that helps; with a gigabyte more, with half as much again, and with twice as
     many devices."""
-    if plan.machine.cpu or not plan.fits or plan.machine.hosts > 1:  # for several hosts there are runners-up
+    if plan.machine.cpu or not plan.fits:
         return []
     machine, memory = plan.machine, plan.machine.device.memory
     run = run.with_values({"memory": None})  # which the plan's machine has no more than already
@@ -100,7 +100,7 @@ def offers(plan: Plan, run: Run, profile: str) -> list[Offer]:
         found.append(
             Offer(f"run.profile: max, which fills {PROFILES['max']:.0%}".replace("%", " %"), fuller.times.total)
         )
-    for words, asked, other in tries:
+    for words, asked, other in tries if machine.hosts == 1 else ():  # for several hosts there are runners-up
         better = place_over(asked, plan.job, other, profile)
         if better.fits:
             found.append(Offer(words, better.times.total))

@@ -17,8 +17,10 @@ from trimtab.plan.times import engine_clock
 DEFAULT_STEPS = 4
 """Steps that are simulated, beside those that `learn.staleness` begins with."""
 QUANTILES_EXAMPLE = "p50=300,p90=900,max=4096"
+GIVEN_QUANTILES = 100
+"""Evenly spaced quantiles that those on a command line are kept as: the longest sequence of a step decides its end."""
 QUANTILES = 20
-"""Quantiles of completion lengths that a distribution is kept as, evenly spaced."""
+"""Evenly spaced quantiles that the lengths of a run are kept as."""
 
 
 def parse_quantiles(text: str) -> tuple[float, ...]:
@@ -40,7 +42,7 @@ def parse_quantiles(text: str) -> tuple[float, ...]:
         points.insert(0, (0.0, max(1.0, low - (high - low) * at / (after - at))))
     if points[-1][0] < 1:
         points.append((1.0, points[-1][1]))
-    return tuple(between(points, (i + 0.5) / QUANTILES) for i in range(QUANTILES))
+    return tuple(between(points, (i + 0.5) / GIVEN_QUANTILES) for i in range(GIVEN_QUANTILES))
 
 
 def between(points: list[tuple[float, float]], at: float) -> float:

@@ -123,7 +123,7 @@ def simulate(scenario: Scenario) -> Simulated:
 
 
 @dataclass
-class _Engine:
+class _SimulatedEngine:
     number: int
     speed: EngineSpeed
     version: int = 0
@@ -149,7 +149,7 @@ class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         steps = len(scenario.lengths)
         self.given = scenario
-        self.engines = [_Engine(number, speed) for number, speed in enumerate(scenario.engines)]
+        self.engines = [_SimulatedEngine(number, speed) for number, speed in enumerate(scenario.engines)]
         self.groups = [deque(_groups(lengths, scenario.samples)) for lengths in scenario.lengths]
         self.left = [len(lengths) for lengths in scenario.lengths]
         self.begun: list[float | None] = [None] * steps
@@ -187,7 +187,7 @@ class _Simulation:
 
     # --- engines
 
-    def _filler(self, engine: _Engine) -> Callable[[float], None]:
+    def _filler(self, engine: _SimulatedEngine) -> Callable[[float], None]:
         """Takes one group; engines that ask at the same moment take turns. Then it decodes."""
 
         def fill(now: float) -> None:
@@ -201,7 +201,7 @@ class _Simulation:
 
         return fill
 
-    def _take(self, engine: _Engine, now: float) -> bool:
+    def _take(self, engine: _SimulatedEngine, now: float) -> bool:
         """One more piece of work for an engine with free rows: of its own backlog, of the queue, or of another's backlog."""
         if not engine.backlog:
             batch = self._next_batch(now)
@@ -235,7 +235,7 @@ class _Simulation:
             self.open = batch
         return batch if batch == self.open else None
 
-    def _steal(self, thief: _Engine) -> bool:
+    def _steal(self, thief: _SimulatedEngine) -> bool:
         """Half of the unstarted samples of the engine that has the most, for an engine that has none."""
         if not thief.empty:
             return False
@@ -249,7 +249,7 @@ class _Simulation:
         self.stolen += share
         return True
 
-    def _change_version(self, engine: _Engine, version: int, now: float) -> bool:
+    def _change_version(self, engine: _SimulatedEngine, version: int, now: float) -> bool:
         engine.version, engine.at_work = version, True
         self._span(
             f"engine {engine.number}", "publish", version + self.given.staleness, now, now + self.given.publish_s
@@ -262,7 +262,7 @@ class _Simulation:
         self._at(now + self.given.publish_s, done)
         return True
 
-    def _decode(self, engine: _Engine, now: float) -> None:
+    def _decode(self, engine: _SimulatedEngine, now: float) -> None:
         """Decode steps until the first row ends."""
         engine.at_work = True
         begin = now

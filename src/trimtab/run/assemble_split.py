@@ -26,7 +26,7 @@ from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.refusal import plan_devices
-from trimtab.plan.refuse_devices import refuse_unbuilt
+from trimtab.plan.refuse_devices import refuse_unbuilt_placement
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
@@ -62,7 +62,7 @@ def split_sizes(config: AnyConfig) -> tuple[int, int] | None:
     asked = config.run.placement
     if asked in ("auto", "colocated") or not isinstance(config, ResolvedConfig):
         return None
-    refuse_unbuilt(asked)
+    refuse_unbuilt_placement(config.run)
     assert not isinstance(asked, str)
     groups = groups_of_roles(asked)
     return int(asked["actor"]), groups[("rollout",)]

@@ -24,6 +24,7 @@ from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import refuse_uneven_cut
+from trimtab.plan.refuse_devices import refuse_unbuilt_placement
 from trimtab.record.batches import SampledBatch, load_batches
 from trimtab.record.checkpoint import RunState, read_state
 from trimtab.record.folder import find_folder, refuse_existing
@@ -77,6 +78,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     device = open_device(asked.run, inputs.hosts, stack)
     folder = find_folder(asked.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
+    refuse_unbuilt_placement(asked.run)
     refuse_without_engine(asked.run, device)
     refuse_missing_sinks(asked.observe)
     refuse_kernels(asked.run, asked.model, device)
