@@ -1,6 +1,7 @@
 #!/bin/sh
 # Submits a run as a Ray job: HEAD=10.0.0.1 examples/cluster/job.sh config.yaml [key=value ...]
-# The folder that you are in travels with it. Submitted again, it resumes.
+# The folder that you are in travels with it. Submitted again, it resumes. Ray would kill a job 3 s after it is stopped.
 set -eu
-exec ray job submit --address "http://${HEAD:?the head of the Ray cluster}:8265" --working-dir . --no-wait -- \
+exec ray job submit --address "http://${HEAD:?the head of the Ray cluster}:8265" --working-dir . --no-wait \
+  --runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}}' -- \
   trimtab train --resume "$@"

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    with nodes(2) as address:
-        yield address
+    with nodes(2) as found:
+        yield found.address
 
 
 @pytest.fixture

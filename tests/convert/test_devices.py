@@ -12,10 +12,10 @@ CASES = [
     ("openrlhf", "--zero_stage 2", "run.shard", "write run.shard: gradients to keep it"),
     ("openrlhf", "--zero_stage 3", "run.shard", "run.shard: full"),
     ("openrlhf", "--actor_num_gpus_per_node 8", "run.devices", "write run.devices: 8 to keep that number"),
-    ("openrlhf", "--actor_num_nodes 6", "run.devices", "of the 6 machines asked for, one is used"),
+    ("openrlhf", "--actor_num_nodes 6", "run.devices", "start ray on the 6 machines, and write run.cluster"),
     ("openrlhf", "--zpg 4", "run.shard_devices", "write run.shard_devices: 4 to keep that number"),
     ("verl", "trainer.n_gpus_per_node=8", "run.devices", "write run.devices: 8 to keep that number"),
-    ("verl", "trainer.nnodes=2", "run.devices", "of the 2 machines asked for, one is used"),
+    ("verl", "trainer.nnodes=2", "run.devices", "start ray on the 2 machines, and write run.cluster"),
     ("verl", "actor_rollout_ref.actor.fsdp_config.fsdp_size=4", "run.shard_devices", "run.shard_devices: 4"),
     ("verl", "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False", "run.shard", "run.shard: gradients"),
     ("verl", "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=True", "run.shard", "run.shard: full"),
@@ -46,4 +46,7 @@ def test_a_launchers_processes_are_devices() -> None:
     text = "torchrun --nnodes 2 --nproc_per_node 8 -m scripts.chat_rl -- --num_samples 8"
     lines = {line["flag"]: line for line in convert("nanochat", text=text).as_dict()["flags"]}
     assert lines["--nproc_per_node"]["key"] == "run.devices"
-    assert "of the 2 machines asked for, one is used" in lines["--nnodes"]["note"].lower()
+    assert (
+        "start ray on the 2 machines, and write run.cluster: the address of its head"
+        in lines["--nnodes"]["note"].lower()
+    )

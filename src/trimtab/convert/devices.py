@@ -9,7 +9,7 @@ from trimtab.convert.sheet import Line, Sheet
 from trimtab.plan.placement import SHARDS_BUILT
 
 DEVICES = "Trimtab takes as many of the visible GPUs as make a step fastest, a process each; no divisibility is needed"
-NODES = "Trimtab runs on one machine today, on as many of its GPUs as make a step fastest"
+NODES = "Trimtab takes the GPUs of this machine or, with run.cluster, those of all machines of a Ray cluster"
 TOGETHER = "reference, critic and reward models are on the policy's devices, on each of them"
 SHARD = (
     "Trimtab takes the simplest of none, optimizer, gradients and full (ZeRO 0 to 3) that fits and is fast; "
@@ -54,7 +54,9 @@ def pin_of(key: str, name: str, value: Any) -> str:
     count = value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
     if key == "run.devices" and count is not None:
         if name.endswith("nodes") and count > 1:
-            return f"of the {count} machines asked for, one is used"
+            return (
+                f"start Ray on the {count} machines, and write run.cluster: the address of its head (docs/cluster.md)"
+            )
         return "" if name.endswith("nodes") else f"write run.devices: {count} to keep that number"
     if key == "run.shard_devices" and count is not None and count > 1:
         return f"write run.shard_devices: {count} to keep that number"
