@@ -231,7 +231,7 @@ def test_json_names_roles_devices_and_runners_up() -> None:
     assert "rollout" in phases["rollout"] and "update" in phases["actor"] and "update" not in phases["rollout"]
     assert phases["actor"]["update"]["components"]["gradients"] > 0
     assert all(0 < phase["bytes"] <= phase["device_bytes"] for each in phases.values() for phase in each.values())
-    assert told["placement"]["kind"] == "split" and not told["placement"]["runs_in_this_version"]
+    assert told["placement"]["kind"] == "split" and told["placement"]["runs_in_this_version"]
 
 
 def test_a_group_that_is_too_small_is_named() -> None:
