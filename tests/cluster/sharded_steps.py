@@ -95,9 +95,10 @@ class Ranked:
     def gradient(self) -> dict[str, torch.Tensor]:
         found = {}
         for name, one in self.policy.weights.sharded.items():
-            found[name] = one.whole.grad.full_tensor()
+            if one.whole.requires_grad:
+                found[name] = one.whole.grad.full_tensor()
         for name, parameter in self.policy.weights.parameters.items():
-            if name not in found:
+            if parameter.requires_grad and name not in found:
                 found[name] = self.updater.optimizer.gradients.view(parameter).clone()
                 self.mesh.sum(found[name])
         return found
