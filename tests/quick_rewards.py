@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 
@@ -41,3 +44,27 @@ def one_flat_group_and_one_failure(completions: list[str], answer: list[str], **
         return [0.0] * len(completions)
     values = [float(place) for place in range(len(completions))]
     return [math.nan, *values[1:]] if answer[0] == "4" else values
+
+
+def waits_for_the_update(completions: list[str], batch: list[int], **_: Any) -> list[float]:
+    """Batch b waits until the update of batch b - 1 has begun, which leaves a mark."""
+    mark = Path(os.environ["TRIMTAB_TEST_MARKS"]) / str(batch[0] - 1)
+    deadline = time.monotonic() + 8
+    while batch[0] and not mark.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no update of batch {batch[0] - 1}")
+        time.sleep(0.01)
+    return [float(len(set(text))) for text in completions]
+
+
+def few_letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text)) < 9) for text in completions]
+
+
+def double(number: int) -> int:
+    """Twice a number.
+
+    Args:
+        number: Any.
+    """
+    return 2 * number

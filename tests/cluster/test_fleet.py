@@ -34,7 +34,7 @@ def start(count: int, logs: Path) -> Ranks:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def three(forked_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = start(3, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
@@ -165,7 +165,7 @@ def test_a_fleet_goes_on_after_a_caller_that_stopped_listening_and_after_a_refus
     assert told(list(fleet.generate(asked()))) == told(alone)
 
 
-def test_a_rank_that_dies_while_it_generates_ends_all(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_it_generates_ends_all(forked_ranks: None, tmp_path: Path) -> None:
     ranks = start(2, tmp_path)
     try:
         ranks.ask("build", {"max_sequences": 1}, 0.05)

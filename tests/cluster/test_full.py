@@ -42,7 +42,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, alone_saved:
         folder / "alone", RunState(step=1), alone_saved.policy.model, tokenizer, alone_saved.optimizer, keep=1
     )
     store = open_store()
-    processes.spawn(sharded_steps.run_rank, (store.port, folder), nprocs=2)
+    processes.start_processes(sharded_steps.run_rank, (store.port, folder), nprocs=2, start_method="fork")
     alone_saved.step(samples(), 1e-2)
     return folder
 

@@ -79,7 +79,7 @@ def read_and_save(config: Any, folder: Path) -> Path:
     folder.mkdir()
     with ExitStack() as stack:
         session = open_session(config, INPUTS, stack, resume=True)
-        session.trainer.save(folder, RunState(step=1), 1)
+        session.trainer.save(folder, RunState(step=1), 1, {})
         session.trainer.settle_saves()
     newest = newest_checkpoint(folder)
     assert newest is not None

@@ -23,8 +23,9 @@ ROLLOUT = ResolvedRollout(
 )
 RUN = ResolvedRun(
     devices=1,
+    cluster="local",
     shard="none",
-    shard_devices=1, prefetch=1,
+    shard_devices=1, prefetch=1, placement="colocated",
     device="cpu", threads=1, engine="native", kernels="plain", token_budget=99, score_token_budget=98, logprob_chunk=7,
     checkpoint_activations="some", reward_workers=2, rollout=ROLLOUT,
     offload=ResolvedOffload(optimizer=True, reference=False, activations=False),

@@ -58,7 +58,11 @@ def run(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **l
 
 @pytest.mark.parametrize(
     "learn",
-    [{}, {"updates_per_step": 2, "epochs_per_step": 2}, {"mask_truncated": True, "updates_per_step": 4}],
+    [
+        {},
+        {"updates_per_step": 2, "epochs_per_step": 2, "staleness": 2},
+        {"mask_truncated": True, "updates_per_step": 4},
+    ],
     ids=str,
 )
 def test_sampled_equals_trained_plus_dropped(model_folder, tmp_path, monkeypatch, learn: dict) -> None:

@@ -21,9 +21,12 @@ from trimtab.run.session import open_session
 CASES: dict[str, list[Any]] = {
     "device": ["cpu", *(["cuda"] if torch.cuda.is_available() else [])],
     "devices": [1],  # several, and what they share, run in processes of their own: test_ranks.py
+    "cluster": ["auto", "local"],  # a Ray cluster: tests/cluster/test_ray.py
+    "wait_for_hosts": [0],
     "shard": ["auto"],
     "shard_devices": ["auto"],
     "prefetch": ["auto"],
+    "placement": ["auto", "colocated"],  # roles on different devices: no run can have them yet
     "profile": ["safe", "balanced", "max"],
     "memory": ["3GiB"],
     "threads": [1, 2],

@@ -121,7 +121,7 @@ def test_every_auto_is_filled_and_explained_and_every_pin_stays(
     assert "auto" not in got.values()
     explained = {choice.key.removeprefix("run."): choice.value for choice in plan.choices}
     for key, value in asked.items():
-        if key == "device":
+        if key in ("device", "cluster"):  # known before there is a plan
             continue
         if value == "auto":
             assert explained[key] == got[key]
@@ -484,10 +484,10 @@ def test_a_run_that_generates_nothing_has_no_cache() -> None:
 
 def test_the_engine_is_told_after_what_it_runs_with() -> None:
     keys = [choice.key for choice in make_plan(Run(), qwen(), h(140)).choices]
-    assert keys[:4] == ["run.devices", "run.shard", "run.shard_devices", "run.prefetch"]
+    assert keys[:5] == ["run.devices", "run.shard", "run.shard_devices", "run.prefetch", "run.placement"]
     at = keys.index("run.engine")
     rollout = [key.startswith("run.rollout.") for key in keys]
-    assert rollout == [*[False] * 4, *[True] * (at - 4), *[False] * (len(keys) - at)]
+    assert rollout == [*[False] * 5, *[True] * (at - 5), *[False] * (len(keys) - at)]
 
 
 def test_the_native_engine_has_no_processes_whatever_is_pinned() -> None:

@@ -138,7 +138,7 @@ def test_too_small_a_budget_is_not_probed() -> None:
     assert probe(updater, job, RESOLVED.model_copy(update={"token_budget": 200})) == NO_CORRECTION
 
 
-@pytest.mark.parametrize("prompt", [1024, 2048, 5000])
+@pytest.mark.parametrize("prompt", [1024, 2048, pytest.param(5000, marks=pytest.mark.slow)])
 def test_prompts_may_be_longer_than_the_probe(monkeypatch: pytest.MonkeyPatch, prompt: int) -> None:
     updater, job = updater_of(16384)
     job = replace(job, typical_prompt=prompt, longest_prompt=prompt)

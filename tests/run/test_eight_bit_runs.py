@@ -62,6 +62,7 @@ def supervised(states: str, budget: int = 4096, steps: int = 24) -> tuple[list[f
     return losses, before, torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
 
+@pytest.mark.slow
 def test_the_curve_is_near_that_of_full_moments_and_is_not_the_same() -> None:
     """Within 2 % of the loss over 24 steps. (Later curves part as those of two learning rates 3 % apart do:
     bench/eight_bit.py.) The weights are more than 1 % of the way apart, a hundred times what the order of float sums makes: so

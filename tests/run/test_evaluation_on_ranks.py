@@ -10,19 +10,8 @@ from tiny import VOCABULARY, tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 import trimtab
-
-
-def double(number: int) -> int:
-    """Twice a number.
-
-    Args:
-        number: Any.
-    """
-    return 2 * number
-
-
-def short(completions: list[str], **_: object) -> list[float]:
-    return [float(len(set(text)) < 9) for text in completions]
+from tests.forked_ranks import fork_ranks
+from tests.quick_rewards import double, few_letters
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_ranks_score_as_one_device_with_tools_and_a_reward_model(folder: Path) -> None:
+def test_two_ranks_score_as_one_device_with_tools_and_a_reward_model(folder: Path, monkeypatch) -> None:
+    fork_ranks(monkeypatch)
+
     def scores(devices: int) -> dict[str, float]:
         return trimtab.evaluate(
             model=str(folder / "model"),
             data=[{"prompt": text} for text in ("12+34=", "7+8=", "abc", "9+99=")],
-            reward=[{"fn": f"model:{folder}/judge", "name": "judge"}, short],
+            reward=[{"fn": f"model:{folder}/judge", "name": "judge"}, few_letters],
             environment={"tools": [double], "max_turns": 2},
             learn={"max_new_tokens": 10},
             eval={"samples_per_prompt": 3, "sampling": {"temperature": 1.0}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,12 @@ from trimtab.cli.output import console_file, loading, print_json, user_errors
 
 def doctor(
     run: Annotated[Path | None, typer.Argument(help="Run folder. Without it, the command checks this machine.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="ADDRESS", help="Check a Ray cluster: its head's HOST:PORT, or auto for the one here."
+        ),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as unhealthy, too.")] = False,
     rules: Annotated[bool, typer.Option("--rules", help="Print the rules as a Markdown table and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
@@ -24,7 +31,10 @@ def doctor(
 
             print(rules_table(RULES), end="")
             return
-        healthy = _run(run, strict, as_json) if run is not None else _machine(strict, as_json)
+        if cluster is not None:
+            healthy = _cluster(cluster, strict, as_json)
+        else:
+            healthy = _run(run, strict, as_json) if run is not None else _machine(strict, as_json)
         if not healthy:
             raise typer.Exit(1)
 
@@ -54,6 +64,30 @@ def _run(folder: Path, strict: bool, as_json: bool) -> bool:
                 "rules_healthy": done.healthy,
                 "rules_not_judged": done.not_judged,
             }
+        )
+    return healthy
+
+
+def _cluster(address: str, strict: bool, as_json: bool) -> bool:
+    from importlib.util import find_spec
+
+    from trimtab.base.errors import ConfigError, Problem
+
+    if find_spec("ray") is None:
+        raise ConfigError([Problem("--cluster", "Ray is not installed here", "pip install 'trimtab[ray]'")])
+    with loading(as_json, "asking the nodes, and measuring the network between them"):
+        from trimtab.cluster.ray_links import look_at_cluster
+        from trimtab.observe.doctor.cluster import cluster_facts, cluster_findings, cluster_json
+        from trimtab.observe.doctor.finding import is_healthy
+        from trimtab.observe.doctor.report import facts_report, print_report
+
+        found = look_at_cluster(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address, Path.cwd())
+    findings = cluster_findings(found)
+    healthy = is_healthy(findings, strict)
+    print_report(console_file(as_json), facts_report(cluster_facts(found), findings))
+    if as_json:
+        print_json(
+            {"healthy": healthy, "findings": [each.as_json() for each in findings], "cluster": cluster_json(found)}
         )
     return healthy
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 
 from trimtab.cluster.messages import RankFailed
-from trimtab.workers.program import ProcessLost, ProgramProcess, wait_for
+from trimtab.cluster.process import AnyProcess
+from trimtab.workers.program import ProcessLost, wait_for
 
 BLAME_S = 2.0
 """How long to look for it."""
@@ -15,7 +16,7 @@ SIGNS_OF_A_LOST_PEER = ("by peer", "gloo", "nccl", "broken pipe", "connection re
 """In what a rank says that fails because another is gone."""
 
 
-def to_blame(processes: Sequence[ProgramProcess], lost: int, why: str) -> tuple[int, str]:
+def to_blame(processes: Sequence[AnyProcess], lost: int, why: str) -> tuple[int, str]:
     """The number of the rank that was lost first and why, as far as that can be known. `lost`: one that was, and why."""
     deadline = time.monotonic() + BLAME_S
     others = [number for number in range(len(processes)) if number != lost]
@@ -29,7 +30,7 @@ def to_blame(processes: Sequence[ProgramProcess], lost: int, why: str) -> tuple[
     return lost, why
 
 
-def _end_of(process: ProgramProcess) -> str | None:
+def _end_of(process: AnyProcess) -> str | None:
     """Why a process has ended; None where it has not."""
     try:
         while (message := process.take()) is not None:

@@ -27,11 +27,12 @@ T = TypeVar("T")
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other: they load models at different speed."""
 STORE_TIMEOUT = timedelta(seconds=60)
+LOCALHOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of this machine find each other: at a store that the driver serves."""
+    """Where ranks find each other: at a store that the driver serves."""
 
     store_port: int
     prefix: str
@@ -41,9 +42,11 @@ class Meeting:
     backend: str
     """nccl, or gloo where ranks have no GPU each."""
     device: torch.device
+    store_host: str = LOCALHOST
+    """The driver's machine."""
 
     def open_store(self) -> dist.TCPStore:
-        return dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=STORE_TIMEOUT)
+        return dist.TCPStore(self.store_host, self.store_port, is_master=False, timeout=STORE_TIMEOUT)
 
 
 class GroupBroken(Exception):
@@ -178,6 +181,7 @@ class Mesh:
         return next(group for ranks, group in made.items() if self.rank in ranks)
 
 
-def open_store() -> dist.TCPStore:
-    """Where ranks meet; on a port that is free. It lives in the driver, so that ranks can meet again after one was lost."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def open_store(host: str = LOCALHOST) -> dist.TCPStore:
+    """Where ranks meet; on a port that is free. It lives in the driver, so that ranks can meet again after one was lost. `host`:
+    the driver's machine, as ranks see it."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)

@@ -18,9 +18,8 @@ from typing import Any
 from trimtab.base.errors import TrainingError
 from trimtab.cluster.blame import to_blame
 from trimtab.cluster.messages import Answer, Broken, Heartbeat, Item, Order, Raised, RankFailed, Short, Told
-from trimtab.cluster.tensors import RankProcess
-from trimtab.workers.process import package_environment
-from trimtab.workers.program import ProcessLost, wait_for
+from trimtab.cluster.process import AnyProcess, StartRank, start_here
+from trimtab.workers.program import STOP_TIMEOUT_S, ProcessLost, wait_for
 
 START_TIMEOUT_S = 1800.0
 """For loading a model."""
@@ -53,7 +52,7 @@ class ShortOnRank(MemoryError):
 @dataclass
 class _Rank:
     number: int
-    process: RankProcess
+    process: AnyProcess
     progress: Any = None
     moved: float = 0.0
     """When its progress last changed."""
@@ -73,8 +72,12 @@ class Ranks:
         variables: Sequence[dict[str, str]],
         tell: Callable[[str, str], None] = lambda kind, text: None,
         stall_s: float = MIN_STALL_S,
+        start: StartRank = start_here,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start a rank for each of `setups`. `variables`: of its environment. `tell`: called with what ranks say on their own."""
+        """Start a rank for each of `setups`. `variables`: of its environment. `tell`: called with what ranks say on their own.
+        `on_end`: called when none is left."""
+        self._on_end = on_end
         self._tell, self._stall_s, self._log_folder = tell, max(MIN_STALL_S, stall_s), logs
         logs.mkdir(parents=True, exist_ok=True)
         self._ranks: list[_Rank] = []
@@ -83,13 +86,13 @@ class Ranks:
         self.closed = self._built = False
         self._orders = 0
         try:
-            for number, (setup, own) in enumerate(zip(setups, variables, strict=True)):
+            for number, own in enumerate(variables):
                 log = logs / f"rank-{number}.log"
-                process = RankProcess(module, [], log, package_environment() | own)
-                self._ranks.append(_Rank(number, process))
-                process.send(setup, SEND_TIMEOUT_S)
+                self._ranks.append(_Rank(number, start(number, module, log, dict(own))))
+            for rank, setup in zip(self._ranks, setups, strict=True):
+                rank.process.send(setup, SEND_TIMEOUT_S)
         except ProcessLost as lost:
-            raise self._lost(self._ranks[-1], str(lost)) from lost
+            raise self._lost(rank, str(lost)) from lost
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -123,6 +126,10 @@ class Ranks:
         """An order for some ranks, by number, whose messages are then heard one by one."""
         self._order([(self._ranks[number], Order(method, own)) for number, own in args.items()])
 
+    def end(self, numbers: Collection[int]) -> list[Any]:
+        """What these ranks returned for an order that was begun."""
+        return [value for value, _ in self._answers([self._ranks[number] for number in numbers], self._stall_s)]
+
     def hear(self, numbers: Collection[int]) -> Iterator[tuple[int, Any]]:
         """Messages of ranks that are carrying out an order, after a wait for the first: Items, then Answer, Short or Raised."""
         for rank, message in self._hear([self._ranks[number] for number in numbers], self._stall_s):
@@ -143,18 +150,19 @@ class Ranks:
 
     def close(self) -> None:
         """No rank is left."""
-        self.closed = True
-        for rank in self._ranks:
-            rank.process.link.close()
-        for rank in self._ranks:
-            rank.process.close()
-        self._remove_empty_logs()
+        self._close(STOP_TIMEOUT_S)
 
     def kill(self) -> None:
         """The same, at once: ranks may hang."""
+        self._close(0.0)
+
+    def _close(self, patience_s: float) -> None:
         self.closed = True
         for rank in self._ranks:
-            rank.process.close(patience_s=0.0)
+            rank.process.begin_close(patience_s)
+        for rank in self._ranks:
+            rank.process.close(patience_s)
+        self._on_end()
         self._remove_empty_logs()
 
     def _remove_empty_logs(self) -> None:
@@ -269,4 +277,4 @@ class Ranks:
         self.kill()
         log = os.path.relpath(rank.process.log)
         said = f" Last lines of {log}:\n{lines}" if lines else ""
-        return RankLost(f"rank {rank.number} is lost: {why.rstrip('.')}.{said}")
+        return RankLost(f"rank {rank.number}{rank.process.place} is lost: {why.rstrip('.')}.{said}")

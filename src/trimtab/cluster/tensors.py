@@ -48,23 +48,33 @@ class _TensorUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def dumps(message: Any) -> bytes:
+    """A message as bytes."""
+    buffer = io.BytesIO()
+    pickler = _TensorPickler(buffer)
+    pickler.dump(message)
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in pickler.tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+    arrays = [(dtype, torch.cat(found).view(torch.uint8).numpy()) for dtype, found in by_type.items()]
+    shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in pickler.tensors]
+    return pickle.dumps((buffer.getvalue(), arrays, shapes), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def loads(data: bytes) -> Any:
+    """The message that `dumps` made bytes of."""
+    body, arrays, shapes = pickle.loads(data)
+    return _TensorUnpickler(body, _tensors(arrays, shapes)).load()
+
+
 class TensorChannel(Channel):
     """See workers/messages.py."""
 
     def dumps(self, message: Any) -> bytes:
-        buffer = io.BytesIO()
-        pickler = _TensorPickler(buffer)
-        pickler.dump(message)
-        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in pickler.tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
-        arrays = [(dtype, torch.cat(found).view(torch.uint8).numpy()) for dtype, found in by_type.items()]
-        shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in pickler.tensors]
-        return pickle.dumps((buffer.getvalue(), arrays, shapes), protocol=pickle.HIGHEST_PROTOCOL)
+        return dumps(message)
 
     def loads(self, data: bytes) -> Any:
-        body, arrays, shapes = pickle.loads(data)
-        return _TensorUnpickler(body, _tensors(arrays, shapes)).load()
+        return loads(data)
 
 
 def _tensors(

@@ -62,10 +62,10 @@ class RankedTrainer(GuardedTrainer):
         self._before_change()
         return super().apply(lr, model)
 
-    def save(self, folder: Path, state: RunState, keep: int) -> None:
+    def save(self, folder: Path, state: RunState, keep: int, files: Mapping[str, bytes]) -> None:
         started = time.perf_counter()
         self.settle_saves()
-        pending = PendingCheckpoint(folder, state, keep)
+        pending = PendingCheckpoint(folder, state, keep, files)
 
         def capture() -> list[bool]:
             found: list[bool] = self.ranks.ask("capture", folder, state.step)

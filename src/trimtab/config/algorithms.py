@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trimtab.config.known import ResolvedClip, ResolvedDynamicSampling, ResolvedLearn
+from trimtab.config.known import ResolvedClip, ResolvedDynamicSampling, ResolvedImportance, ResolvedLearn
 from trimtab.config.learn import AdvantageName, AggregateName, Learn, LossName
 
 
@@ -51,11 +51,14 @@ def resolve(learn: Learn) -> ResolvedLearn:
 
     bounds = {"low": pick(clip.low, recipe.clip_low), "high": pick(clip.high, recipe.clip_high)}
     enabled = {"enabled": pick(refills.enabled, recipe.dynamic_sampling)}
+    ratio_corrects = learn.old_logprobs == "engine" and learn.updates_per_batch > 1
+    level = {"level": pick(learn.importance.level, "token" if learn.staleness and not ratio_corrects else "off")}
     chosen = {
         "advantage": pick(learn.advantage, recipe.advantage),
         "loss": pick(learn.loss, recipe.loss),
         "aggregate": pick(learn.aggregate, recipe.aggregate),
         "clip": ResolvedClip.model_validate(dict(clip) | bounds),
+        "importance": ResolvedImportance.model_validate(dict(learn.importance) | level),
         "dynamic_sampling": ResolvedDynamicSampling.model_validate(dict(refills) | enabled),
     }
     return ResolvedLearn.model_validate(dict(learn) | chosen)

@@ -17,6 +17,7 @@ from trimtab.config.contradiction import Contradiction, changed, clash, reward_n
 from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
 from trimtab.config.objectives import judges, normalized, reward_models, tasks
+from trimtab.config.placement import placement
 from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
 from trimtab.config.reward_model import RewardModelConfig
@@ -44,7 +45,7 @@ def clashes(config: Config | Offline) -> list[Contradiction]:
     if isinstance(config, Config):
         learn = resolve(config.learn)
         return [clash for check in CHECKS for clash in check(config, learn)]
-    shared = (offload, kernels, prefetch, ranks, _data, _texts, _observe)
+    shared = (offload, kernels, prefetch, ranks, placement, _data, _texts, _observe)
     return [clash for check in shared for clash in check(config, None)] + [*too_large(config), *_supervised(config)]
 
 
@@ -117,6 +118,12 @@ def _updates(config: Config, learn: Learn) -> Iterator[Contradiction]:
             "learn.importance.level learn.old_logprobs learn.updates_per_step learn.epochs_per_step",
             "corrects the difference between engine and trainer a second time: learn.old_logprobs: engine already does",
             "Write learn.importance.level: off, or learn.old_logprobs: trainer",
+        )
+    if learn.staleness >= learn.steps:
+        yield clash(
+            "learn.staleness learn.steps",
+            f"is {learn.staleness}, but the run has {learn.steps} steps: the first policy would sample all of them",
+            f"Write a number below {learn.steps}, or raise learn.steps",
         )
     if learn.importance.level == "off":
         for name in changed(learn.importance, "cap", "mode"):
@@ -446,6 +453,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     kernels,
     prefetch,
     ranks,
+    placement,
     _clip,
     _kl,
     _schedule,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trimtab.config.learn import AdvantageName, AggregateName, Clip, DynamicSampling, Learn, LossName
+from pydantic import StrictInt
+
+from trimtab.config.learn import AdvantageName, AggregateName, Clip, DynamicSampling, Importance, Learn, LossName
 from trimtab.config.run import Offload, Recompute, Rollout, Run, Shard
 
 
@@ -26,6 +28,12 @@ class ResolvedDynamicSampling(DynamicSampling):
     enabled: bool
 
 
+class ResolvedImportance(Importance):
+    """`learn.importance` with what staleness asks for."""
+
+    level: Literal["off", "token", "sequence"]
+
+
 class ResolvedLearn(Learn):
     """`learn` with what its algorithm stands for. Made by `algorithms.resolve`."""
 
@@ -34,6 +42,7 @@ class ResolvedLearn(Learn):
     aggregate: AggregateName
     clip: ResolvedClip
     dynamic_sampling: ResolvedDynamicSampling
+    importance: ResolvedImportance
 
 
 class ResolvedRollout(Rollout):
@@ -60,9 +69,11 @@ class ResolvedRun(Run):
 
     device: Literal["cpu", "cuda"]
     devices: int
+    cluster: str
     shard: Shard
     shard_devices: int
     prefetch: int
+    placement: Literal["colocated", "split"] | dict[str, StrictInt | str]
     threads: int
     engine: Literal["native", "vllm", "sglang"]
     kernels: Literal["native", "liger", "plain"]

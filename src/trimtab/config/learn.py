@@ -110,10 +110,12 @@ class Optimizer(Section):
 
 
 class Importance(Section):
-    """Truncated importance correction for the difference between the engine that sampled and the trainer."""
+    """Truncated importance correction for the difference between the policy that sampled and the one that learns: the engine's
+    numerics, and with `learn.staleness` the updates since."""
 
-    level: Literal["off", "token", "sequence"] = "off"
-    """One weight a token, or one a sequence (the product over its tokens)."""
+    level: Literal["off", "token", "sequence"] | Auto = "auto"
+    """One weight a token, or one a sequence (the product over its tokens). auto: token where `learn.staleness` is above 0: then
+    an older policy has sampled; else off. Also off where the ratio itself is this correction (`learn.old_logprobs: engine`)."""
     cap: Annotated[float, Field(gt=0)] = 2.0
     """Weights above this are lowered to it (truncate), or their tokens are left out (mask)."""
     mode: Literal["truncate", "mask"] = "truncate"
@@ -173,6 +175,10 @@ class Learn(Section):
     """Optimizer steps per pass over a step's batch: the batch is split by prompts into this many parts."""
     epochs_per_step: PositiveInt = 1
     """Passes over a step's batch."""
+    staleness: Count = 0
+    """How many steps old the policy is that samples a step's batch. 0: the one that learns from it. k: that of k steps before,
+    exactly and for every token, so that sampling and learning can go on side by side and the result still does not depend on
+    timing. Rewards of a batch are then computed while the policy learns from the batch before it. See docs/asynchronous.md."""
     max_new_tokens: PositiveInt = 512
     """Longest completion, in tokens: everything after the prompt, an environment's replies included."""
     lr: Annotated[float, Field(gt=0)] = 1e-6

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, StrictInt, model_validator
 
 from trimtab.base.units import BYTES_IN
 from trimtab.config.base import Auto, PositiveInt, Section
@@ -84,6 +84,13 @@ class Run(Section):
     devices: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """Devices to train and generate on. Each has a process of its own, called a rank. auto: as many of the visible GPUs as make a
     step fastest; 1 on a CPU, where a number starts that many processes."""
+    cluster: str | Auto = "auto"
+    """Where the devices are. local: this machine. An address, such as 10.0.0.1:6379: the Ray cluster whose head is there, on any
+    of whose nodes the run may be started (docs/cluster.md); devices then counts those of all nodes, by default all GPUs or,
+    without any, a process a node. auto: the cluster that RAY_ADDRESS names, as it does in a Ray job, or else this machine."""
+    wait_for_hosts: Annotated[float, Field(ge=0)] = 60.0
+    """Seconds for which a run on a Ray cluster that has lost a host waits for as many devices as before. Then it is planned anew
+    for those that are left. Either way it goes on from its newest checkpoint."""
     shard: Shard | Auto = "auto"
     """What each rank holds only its part of. none: nothing, every rank holds everything. optimizer: master weights and optimizer
     state (ZeRO-1). gradients: these and gradients (ZeRO-2). full: these and the weights, which are gathered layer by layer
@@ -93,6 +100,11 @@ class Run(Section):
     prefetch: PositiveInt | Auto = "auto"
     """Layers whose weights are gathered while the ones before them are computed, with shard: full. Each takes the memory of a
     layer. auto: 1."""
+    placement: Literal["auto", "colocated", "split"] | dict[str, StrictInt | str] = "auto"
+    """Which devices do what. colocated: all do everything, in turn. split: some train and others generate. A mapping pins it:
+    each role (actor, critic, reference, reward, rollout) has a number of devices, or a role to share with:
+    {actor: 16, critic: 16, reference: actor, reward: critic, rollout: 16}. A role left out is on the actor's devices. auto: the
+    fastest that this version can run."""
     profile: Literal["safe", "balanced", "max"] = "balanced"
     """How much of the memory a plan may fill: 80, 90 or 96 %. max also makes micro-batches as large as fit, where the others stop
     at what makes a step faster."""

@@ -27,13 +27,17 @@ COLOURS = {
 }  # fmt: skip
 
 
-def plan_view(plan: Plan, offers: Sequence[Offer] = (), profile: str = "balanced") -> RenderableType:
+def plan_view(
+    plan: Plan, offers: Sequence[Offer] = (), profile: str = "balanced", of: str | None = None
+) -> RenderableType:
+    """`of`: whose plan it is, where it is that of some devices only."""
     parts: list[RenderableType] = [_facts(plan, profile), Text(), _bars(plan), Text(), _components(plan), Text()]
     if not plan.fits:
         parts.append(Text("The run does not fit, even with these minimum memory settings:", style="red"))
     parts.append(choices_table([(c.key, c.value, c.why) for c in plan.choices]))
     parts += [Text(), _times(plan, offers)] if plan.fits else []
-    title = "Plan" if plan.fits else "Plan: does not fit"
+    title = f"Plan of {of}" if of else "Plan"
+    title += "" if plan.fits else ": does not fit"
     return Panel(
         Group(*parts),
         title=title,

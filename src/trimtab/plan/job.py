@@ -85,6 +85,10 @@ class Job:
     """PPO's value model; None: there is none."""
     reward_models: tuple[ModelShape, ...] = ()
     """Reward models on the device; what they read is taken to be as long as what the policy reads."""
+    frozen: tuple[ModelShape, ...] = ()
+    """Models beside the first that only score, in parts where weights are: roles on devices that are not the actor's."""
+    staleness: int = 0
+    """Steps by which the policy that samples may lie behind the one that learns (`learn.staleness`)."""
     environment: bool = False
     """Completions are conversations with an environment, which has workers of its own."""
     eight_bit: bool = False

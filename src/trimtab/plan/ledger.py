@@ -26,6 +26,7 @@ from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, upd
 from trimtab.plan.job import NO_CORRECTION, Job, Machine
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
 from trimtab.plan.states import (
+    FROZEN,
     buffer_bytes,
     critic_state,
     critic_trained,
@@ -68,6 +69,7 @@ ENGINE = "engine's processes"
 MERGED, MERGING = "merged copy", "merging adapters"
 CHECKPOINT_COPY, MAX_COPY_SHARE = "checkpoint copy", 1 / 3
 """A checkpoint is copied before it is written if that takes at most this share of the host memory that states leave."""
+VERSIONS = "kept versions"
 NCCL = "NCCL"
 NCCL_BYTES = 512 * MIB
 """Device memory that NCCL takes for a communicator. An estimate, between 0.3 and 1 GiB: to be measured."""
@@ -143,6 +145,7 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
         "reference",
         "critic",
         "reward models",
+        FROZEN,
         *([] if "weights" in states else ["masters"]),
     )
     loaded = {name: states[name] for name in kept if name in states}
@@ -154,6 +157,9 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
         rollout = _phase("rollout", resident | _rollout(job, machine, run, place) | _rewarding(job), host)
         merged = {} if run.external or not place.shares_weights else _merged_copy(rollout, job, machine)
         phases.append(replace(rollout, device=rollout.device | merged | (_merging(rollout, job) if merged else {})))
+    if not job.training and not job.generates:
+        path = update_path(job, run)
+        phases.append(_phase("score", _scoring(job, run, place, resident, path), host))
     if job.training:
         stays = {} if run.rollout.lend_memory else merged
         phases += _training_phases(job, machine, run, place, states | stays, resident | stays, copy)
@@ -194,10 +200,17 @@ def _training_phases(
             key=lambda phase: phase.device_bytes,
         ),
         _phase("optimizer", states | _stepping(job, run) | stays, host),
-        _phase("publish", resident | ({} if place.shares_weights else copies) | awake, host),
+        _phase("publish", resident | ({} if place.shares_weights or not job.generates else copies) | awake, host),
         _phase("checkpoint", resident | gathered | awake, host | staging),
         _phase("export", resident | gathered | awake, host | whole),
     ]
+
+
+def kept_versions_bytes(job: Job, place: Placement) -> int:
+    """Host bytes of a rank for the last `staleness + 1` versions of what is trained: slow engines take them late, and the trainer
+    does not wait."""
+    one = job.adapters * 4 if job.rank else job.shape.parameters * job.itemsize
+    return (job.staleness + 1) * -(-one // place.devices)
 
 
 def update_path(job: Job, run: ResolvedRun) -> UpdatePath:
@@ -280,11 +293,11 @@ def merging_bytes(job: Job) -> int:
 def _scoring(
     job: Job, run: ResolvedRun, place: Placement, resident: dict[str, int], path: UpdatePath
 ) -> dict[str, int]:
-    if not (job.compared or job.old_logprobs or job.critic):
+    if not (job.compared or job.old_logprobs or job.critic or job.frozen):
         return resident
     row = job.row(min(run.score_token_budget, most_tokens(job, place.devices)))
     work = max(
-        (score_peak(shape, row, path) for shape in (job.shape, job.critic) if shape is not None),
+        (score_peak(shape, row, path) for shape in (job.shape, job.critic, *job.frozen) if shape is not None),
         key=lambda found: sum(found.values()),
     )
     visiting = {}
@@ -389,6 +402,8 @@ def parts_of(run: Run, place: Placement = SINGLE_DEVICE) -> int:
 def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:
     """True where weights reach an outside engine through host memory: experts have other names in a checkpoint, in place only one
     device can be read, and weights that no device has whole are gathered layer by layer into one copy for all engines."""
+    if place.generates_only:  # trainers on other devices send each part to its device
+        return False
     return place.shard == "full" or job.shape.has_experts or parts_of(run) > 1
 
 
@@ -433,6 +448,8 @@ def _host(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dic
         found["optimizer state"] = here * waiting_state_bytes(job, place)
     if run.offload.reference and job.reference:
         found["reference"] = here * reference_bytes(job, place)
+    if job.staleness and job.training and job.generates:
+        found[VERSIONS] = kept_versions_bytes(job, place) * here
     if run.offload.activations:
         found["activations"] = here * run.token_budget * job.shape.layers * 4 * job.shape.hidden
     return found

@@ -13,9 +13,9 @@ from dataclasses import replace
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.placement import TENSOR_CUTS, Placement, device_counts, placements
-from trimtab.plan.planner import ENGINE_OVER_DEVICES, Plan, lack, limits_of, make_plan, within
+from trimtab.plan.planner import ENGINE_OVER_DEVICES, Plan, gave_up_nothing, lack, limits_of, make_plan, within
 from trimtab.plan.rules import why_placed
-from trimtab.plan.sizes import SHARED, SMALLEST, WHAT_FITS
+from trimtab.plan.sizes import SMALLEST
 from trimtab.plan.states import least_bytes
 
 MAX_SLOWDOWN_OF_SIMPLER_SHARD = 1.01
@@ -28,7 +28,7 @@ def place_over(run: Run, job: Job, machine: Machine, profile: str = "balanced") 
     """The fastest plan on the devices there are; where none fits, the one that lacks the least."""
     found: list[Plan] = []
     for count in device_counts(run, machine):
-        plan = _on(count, run, job, machine, profile)
+        plan = plan_on(count, run, job, machine, profile)
         if found and not plan.fits:
             break
         found.append(plan)
@@ -44,7 +44,7 @@ def _shortest(plans: list[Plan]) -> float:
     return min(plan.times.total for plan in plans)
 
 
-def _on(devices: int, run: Run, job: Job, machine: Machine, profile: str) -> Plan:
+def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) -> Plan:
     """The best plan on so many devices. A rollout copy is cut over several only where nothing else fits."""
     plan = _simplest_fast(run, job, machine, profile, placements(run, job, machine, devices))
     if plan.fits or devices == 1 or not _may_cut(run, job, machine):
@@ -76,7 +76,7 @@ def _simplest_fast(run: Run, job: Job, machine: Machine, profile: str, places: I
             continue  # fewer in a set have less to gather, which is nothing to gain here
         plan = make_plan(run, job, machine, profile, place)
         tried.append(plan)
-        if plan.fits and _gave_up_nothing(plan) and (_waits_little(plan) or place.shard != "none"):
+        if plan.fits and gave_up_nothing(plan) and (_waits_little(plan) or place.shard != "none"):
             break  # `optimizer` exchanges the least, and each mode after it more
     fitting = [plan for plan in tried if plan.fits]
     if not fitting:
@@ -84,13 +84,6 @@ def _simplest_fast(run: Run, job: Job, machine: Machine, profile: str, places: I
     fastest = min(plan.times.total for plan in fitting)
     chosen = next(plan for plan in fitting if plan.times.total <= MAX_SLOWDOWN_OF_SIMPLER_SHARD * fastest)
     return _explained(chosen, {"run.shard": _why_shard(chosen, tried)})
-
-
-def _gave_up_nothing(plan: Plan) -> bool:
-    """No size was cut for want of memory, nothing is recomputed and nothing waits in host memory."""
-    run = plan.run
-    saved = run.checkpoint_activations or run.offload.optimizer or run.offload.reference or run.offload.activations
-    return not saved and not {choice.why for choice in plan.choices} & {WHAT_FITS, SHARED, SMALLEST}
 
 
 def _waits_little(plan: Plan) -> bool:

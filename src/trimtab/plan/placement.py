@@ -23,6 +23,8 @@ SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """All modes, the simplest first."""
 SHARDS_BUILT: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """Modes that a run of this version can use; plans for other machines show all."""
+PLACEMENTS_BUILT = ("colocated",)
+"""Placements that a run of this version can use; plans for other machines show all."""
 TENSOR_CUTS = (2, 4, 8)
 """Devices that an engine's copy may be cut over where it does not fit on one."""
 
@@ -38,6 +40,8 @@ class Placement:
     """Ranks that hold one set of parts together."""
     tensor: int = 1
     """Devices that one rollout copy is cut over."""
+    generates_only: bool = False
+    """Its devices only generate: no weights but the engine's."""
 
     @property
     def state_parts(self) -> int:
@@ -103,12 +107,13 @@ def device_counts(run: Run, machine: Machine) -> list[int]:
 def placements(run: Run, job: Job, machine: Machine, devices: int, tensor: int = 1) -> Iterator[Placement]:
     """Every placement on so many devices that a run leaves open, the simplest first."""
     hosts, tensor = machine.on(devices).hosts, max(tensor, _pinned_tensor(run))
+    only = job.generates and not job.training and run.placement not in ("auto", "colocated")
     if devices == 1:
-        yield Placement(tensor=tensor)
+        yield Placement(tensor=tensor, generates_only=only)
         return
     for shard in _modes(run, job, machine):
         for group in _groups(run, shard, devices, min(devices, machine.per_host)):
-            yield Placement(devices, hosts, shard, group, tensor)
+            yield Placement(devices, hosts, shard, group, tensor, only)
 
 
 def _modes(run: Run, job: Job, machine: Machine) -> tuple[Shard, ...]:
@@ -116,7 +121,7 @@ def _modes(run: Run, job: Job, machine: Machine) -> tuple[Shard, ...]:
         return (run.shard,)
     modes = SHARDS_BUILT if machine.here else SHARDS
     if not job.training:
-        return ("none",)
+        return ("none",) if job.generates else tuple(mode for mode in modes if mode in ("none", "full"))
     if job.rank:  # adapters are whole everywhere: nothing but frozen weights is worth cutting
         modes = tuple(mode for mode in modes if mode in ("none", "full"))
     if unblocked_row(job) is not None:
@@ -134,7 +139,8 @@ def _groups(run: Run, shard: Shard, devices: int, host: int) -> list[int]:
     if run.shard_devices != "auto":
         return [run.shard_devices]
     inside = [n for n in range(host, 1, -1) if host % n == 0] if shard == "full" else [host]
-    found = [n for n in inside if devices % n == 0]
+    across = [hosts * host for hosts in (2, 4, 8) if hosts * host < devices] if shard == "full" else []
+    found = [n for n in (*inside, *across) if devices % n == 0]
     return found + ([devices] if devices not in found else [])
 
 

@@ -20,7 +20,7 @@ from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import Ledger, build_ledger
 from trimtab.plan.placement import Placement, pinned_placement
 from trimtab.plan.rules import lends, page_tokens, small_page, useful_budget
-from trimtab.plan.sizes import KV_FIFTHS, SHARED, SMALLEST, WHAT_FITS, Case, Limits, Way, grow, smallest
+from trimtab.plan.sizes import KV_FIFTHS, SHARED, SMALLEST, WHAT_FITS, Case, Limits, Way, grow, smallest, unbounded
 from trimtab.plan.times import Times, predict, prefill_tokens_per_step
 
 PROFILES = {"safe": 0.80, "balanced": 0.90, "max": 0.96}
@@ -36,6 +36,8 @@ ASSUMED_STEPS = 1000
 """Steps that a plan assumes if the number of steps is not known."""
 MAX_SLOWDOWN_TO_TRY_KV_SHARES = 1.1
 """Plans whose step is at most this many times as long as the shortest are tried with other shares of memory for the KV cache."""
+MAX_SLOWDOWN_AT_BEST = 1.03
+"""A way is left out if even with the largest sizes its step would take more than so many times as long as one that fits."""
 MAX_SLOWDOWN_BY_RECOMPUTING = 1.05
 """Recomputing some activations is accepted if the predicted step is at most this many times as long."""
 
@@ -110,13 +112,35 @@ def make_plan(run: Run, job: Job, machine: Machine, profile: str = "balanced", p
 def _fastest(run: Run, case: Case, fill: bool) -> Plan:
     plans: list[Plan] = []
     for ways in _ways(run, case):
-        tried = [_plan(run, case, way, fill) for way in ways]
-        plans += tried + _with_other_shares(run, case, ways, tried, fill)
+        first = _plan(run, case, ways[0], fill)
+        if first.fits and gave_up_nothing(first):
+            return first  # no other way could be faster: it only saves memory
+        tried = _promising(run, case, ways, first, fill)
+        plans += [*tried.values(), *_with_other_shares(run, case, list(tried), list(tried.values()), fill)]
         if fitting := [plan for plan in plans if plan.fits]:
             fastest = min(plan.times.total for plan in fitting)
             # The first within a hundredth of the fastest: plans that recompute and offload least come first.
             return next(plan for plan in fitting if plan.times.total <= 1.01 * fastest)
     return min(plans, key=lack)
+
+
+def _promising(run: Run, case: Case, ways: list[Way], first: Plan, fill: bool) -> dict[Way, Plan]:
+    """The plans of all ways, in their order, but for those that would be slower even if memory were no matter."""
+    found = {ways[0]: first}
+    if case.machine.cpu:
+        return found | {way: _plan(run, case, way, fill) for way in ways[1:]}
+    fitting = {way: sizes for way in ways[1:] if case.fits((sizes := smallest(run, case, way)).run)}
+    if not fitting:
+        return found | {way: _plan(run, case, way, fill) for way in ways[1:]}
+    best = {
+        way: predict(case.job, case.machine, unbounded(sizes, case, fill), case.place).total
+        for way, sizes in fitting.items()
+    }
+    for way in sorted(best, key=lambda way: best[way]):
+        fastest = min((plan.times.total for plan in found.values() if plan.fits), default=None)
+        if fastest is None or best[way] <= MAX_SLOWDOWN_AT_BEST * fastest:
+            found[way] = _plan(run, case, way, fill)
+    return {way: found[way] for way in ways if way in found}
 
 
 def _with_other_shares(run: Run, case: Case, ways: list[Way], plans: list[Plan], fill: bool) -> list[Plan]:
@@ -139,6 +163,13 @@ def _with_other_shares(run: Run, case: Case, ways: list[Way], plans: list[Plan],
 
 def _whys(plan: Plan) -> set[str]:
     return {choice.why for choice in plan.choices}
+
+
+def gave_up_nothing(plan: Plan) -> bool:
+    """No size was cut for want of memory, nothing is recomputed and nothing waits in host memory."""
+    run = plan.run
+    saved = run.checkpoint_activations or run.offload.optimizer or run.offload.reference or run.offload.activations
+    return not saved and not _whys(plan) & {WHAT_FITS, SHARED, SMALLEST}
 
 
 def lack(plan: Plan) -> tuple[int, int, int]:
@@ -241,7 +272,7 @@ def _ways(run: Run, case: Case) -> Iterator[list[Way]]:
 
 
 def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, ResolvedOffload]]:
-    levels: list[Recompute] = [False, "some", True] if job.fused else [False, True]
+    levels: list[Recompute] = [False] if not job.training else [False, "some", True] if job.fused else [False, True]
     if run.checkpoint_activations != "auto":
         levels = [run.checkpoint_activations]
 
@@ -249,9 +280,9 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
         return [bool(pinned)] if pinned != "auto" else [False, True] if useful and not machine.cpu else [False]
 
     for optimizer, reference, activations, recompute in product(
-        tries(run.offload.optimizer, True),
+        tries(run.offload.optimizer, job.training),
         tries(run.offload.reference, job.reference),
-        tries(run.offload.activations, True),
+        tries(run.offload.activations, job.training),
         levels,
     ):
         if activations and recompute is not True and (True in levels or run.offload.activations == "auto"):
@@ -260,7 +291,7 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
 
 
 CHOICE_ORDER = (
-    "devices", "shard", "shard_devices", "prefetch",
+    "devices", "shard", "shard_devices", "prefetch", "placement",
     *(f"rollout.{key}" for key in ("page_tokens", "lend_memory", "max_sequences", "prefill_tokens", "processes", "kv_memory")),
     "kernels", "threads", "reward_workers", "token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations",
     *(f"offload.{key}" for key in ("optimizer", "reference", "activations")),

@@ -6,6 +6,7 @@ What a config alone contradicts is in config/ranks.py; here are the machine and 
 from __future__ import annotations
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.config.placement import RoleMap, groups_of_roles
 from trimtab.config.ranks import nearest_divisor
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK
@@ -19,6 +20,7 @@ MAX_RANKS_PER_CORE = 4
 def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     """Raises where this machine, or this model, has no such placement."""
     refuse_missing_devices(run, machine)
+    _refuse_placement(run, machine)
     most = run.devices if run.devices != "auto" else 1 if machine.cpu else machine.devices
     if run.shard not in ("auto", "none") and most == 1:
         where = "a CPU counts as one device" if machine.cpu else f"{_this(machine)} has one GPU"
@@ -64,6 +66,38 @@ def refuse_missing_devices(run: Run, machine: Machine) -> None:
         gpus = "1 GPU" if machine.devices == 1 else f"{machine.devices} GPUs"
         what = f"is {run.devices}, but {_this(machine)} has {gpus}"
         raise ConfigError([Problem("run.devices", what, f"Write {machine.devices} or less, or auto.")])
+
+
+def refuse_unbuilt(placement: RoleMap | str) -> None:
+    """A placement that this version can plan and not run."""
+    if isinstance(placement, str):
+        what = "does not say how many devices generate"
+        fix = "Write numbers, such as {actor: 4, rollout: 4}; `trimtab plan --devices N` compares them."
+        raise ConfigError([Problem("run.placement", what, fix)])
+    groups = groups_of_roles(placement)
+    if len(groups) == 1:
+        (count,) = groups.values()
+        what = "puts all roles on the same devices"
+        raise ConfigError([Problem("run.placement", what, f"Write run.devices: {count} instead.")])
+    for roles in groups:
+        if "actor" not in roles and roles != ("rollout",):
+            role = next(role for role in roles if role != "rollout")
+            what = f"gives {role} devices apart from the actor's, which this version can plan and not run"
+            raise ConfigError([Problem("run.placement", what, f"Write {role}: actor, or leave it out.")])
+
+
+def _refuse_placement(run: Run, machine: Machine) -> None:
+    """A placement that this version cannot run here, or that the machine has too few devices for."""
+    if run.placement in ("auto", "colocated"):
+        return
+    if machine.here:
+        refuse_unbuilt(run.placement)
+    need = sum(n for n in run.placement.values() if isinstance(n, int)) if isinstance(run.placement, dict) else 2
+    if need > machine.devices:
+        have = f"{machine.devices} device{'s' * (machine.devices > 1)}"
+        what = f"needs {need} devices, but {_this(machine)} has {have}"
+        fix = f"Plan for --devices {need}, or write a smaller placement."
+        raise ConfigError([Problem("run.placement", what, fix)])
 
 
 def _this(machine: Machine) -> str:

@@ -81,7 +81,7 @@ class Offer:
 def offers(plan: Plan, run: Run, profile: str) -> list[Offer]:
     """A step with more of the memory filled, where that helps; with a gigabyte more, with half as much again, and with twice as
     many devices."""
-    if plan.machine.cpu or not plan.fits:
+    if plan.machine.cpu or not plan.fits or plan.machine.hosts > 1:  # for several hosts there are runners-up
         return []
     machine, memory = plan.machine, plan.machine.device.memory
     run = run.with_values({"memory": None})  # which the plan's machine has no more than already

@@ -40,6 +40,7 @@ MIN_USEFUL_PREFILL_TOKENS = 1024
 """Tokens of the smallest prefill that is taken for more sequences at once: with less, weights are read too often. Even less is
 taken only where nothing else fits."""
 SMALLEST, WHAT_FITS = "takes the least memory", "the largest that fits"
+COLOCATED = "rollout and update take turns on the same devices"
 SHARED = "its share of free memory; micro-batches use the rest"
 
 
@@ -117,9 +118,11 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
     values = {
         "engine": "native",
         "devices": case.place.devices,
+        "cluster": "local",
         "shard": case.place.shard,
         "shard_devices": case.place.shard_devices,
         "prefetch": 1,
+        "placement": "colocated",
         "kernels": "native" if job.fused else "plain",
         "threads": machine.cores_per_rank,
         "reward_workers": workers_for(machine.cores),
@@ -142,7 +145,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         filled = filled.with_values({"rollout.kv_memory": _least_kv(filled, case, way.crowd_out)})
     why = {
         "rollout.page_tokens": way.page_tokens[1],
-        "rollout.lend_memory": way.lend_memory[1],
+        "rollout.lend_memory": "nothing else needs it here" if case.place.generates_only else way.lend_memory[1],
         "rollout.processes": why_processes,
         "kernels": why_kernels(job, machine),
         "threads": "one per physical core" if machine.devices == 1 else "the cores, divided among ranks",
@@ -150,6 +153,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "prefetch": "one layer is gathered while another runs"
         if case.place.shard == "full"
         else "no layer is gathered",
+        "placement": "there is one device" if case.place.devices == 1 else COLOCATED,
         "reward_workers": "one per core, at most 8",
     }
     return Sizes(run, filled, why, way.kv_fifths)
@@ -175,11 +179,25 @@ def _least_kv(draft: ResolvedRun, case: Case, crowd_out: bool) -> int:
     return least + more if size and (crowd_out or (more < size and not case.fits(filled))) else least
 
 
+def unbounded(sizes: Sizes, case: Case, fill: bool) -> ResolvedRun:
+    """The run with the largest useful size of all that is open, as if memory were no matter: no plan of this way is faster."""
+    job, machine = case.job, case.machine
+    budget = useful_budget(job, machine, fill)[0] if sizes.free("token_budget") else sizes.run.token_budget
+    values: dict[str, Any] = {
+        "token_budget": max(budget, job.longest_trained),
+        "score_token_budget": max(2 * budget, job.longest_trained),
+        "rollout.prefill_tokens": most_prefilled(machine),
+        "rollout.max_sequences": most_at_once(job, machine, case.place.engines),
+        "rollout.kv_memory": 1 << 50,
+    }
+    return sizes.run.with_values({key: value for key, value in values.items() if sizes.free(key)})
+
+
 def grow(sizes: Sizes, case: Case, fill: bool) -> None:
     """Raise what is open from the least, which fits, to the largest that is useful and fits. `fill`: larger micro-batches are
     useful too."""
     job, machine = case.job, case.machine
-    busiest = case.ledger(sizes.run)["update" if job.training else "rollout"]
+    busiest = case.ledger(sizes.run)["update" if job.training else "rollout" if job.generates else "score"]
     limit, used = (
         (case.limits.host, busiest.host_bytes) if machine.cpu else (case.limits.device, busiest.required_bytes)
     )
@@ -243,7 +261,7 @@ def _widest(fits: Callable[[int], bool], least: int, most: int, why: str) -> tup
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * GRAIN_TOKENS) else (low, middle)
-    return (low * GRAIN_TOKENS, WHAT_FITS) if low * GRAIN_TOKENS > least else (least, "just holds the longest sequence")
+    return max(least, low * GRAIN_TOKENS), WHAT_FITS
 
 
 def _grow_rollout(sizes: Sizes, case: Case) -> None:
@@ -328,7 +346,7 @@ def _kv_memory(run: ResolvedRun, case: Case, fifths: int) -> tuple[int, str]:
             f"holds all sequences of a step{share}" if at_once == mine else "holds all sequences that run at once",
         )
     if whole <= least:
-        return least, "just holds the longest sequence"
+        return least, WHAT_FITS
     return room, "all memory that is left; lent to the update between rollouts" if lent else SHARED
 
 

@@ -14,19 +14,23 @@ from trimtab.plan.job import Job
 from trimtab.plan.placement import Placement
 from trimtab.plan.shape import ModelShape
 
-GATHERED, BUFFERS = "gathered layers", "gradient buffers"
+GATHERED, BUFFERS, FROZEN = "gathered layers", "gradient buffers", "models that score"
 
 
 def policy_and_critic(job: Job, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """Bytes on a rank of all that stays between phases, and of the gradients."""
     whole_state = 1 if job.rank else place.state_parts  # adapters are whole on every rank
-    found = {} if masters_are_weights(job, place) else {"weights": _weights(job, place)}
+    elsewhere = place.generates_only and (run.external or place.tensor > 1)  # the engine's copy is the only one
+    found = {} if masters_are_weights(job, place) or elsewhere else {"weights": _weights(job, place)}
     if job.rank:
         found["adapters"] = job.adapters * 4
     if job.reference and not run.offload.reference:
         found["reference"] = reference_bytes(job, place)
     if job.reward_models:
         found["reward models"] = sum(shape.parameters for shape in job.reward_models) * job.itemsize
+    if job.frozen:
+        nbytes = sum(shape.parameters for shape in job.frozen) * job.itemsize
+        found[FROZEN] = _parts(nbytes, place.weight_parts)
     if job.critic is not None:
         critic = replace(job, shape=job.critic)
         in_float32 = masters_are_weights(critic, place)
@@ -50,13 +54,17 @@ def state_bytes(job: Job, place: Placement) -> int:
     """Bytes of weights, gradients, masters and moments of the policy on a rank, nothing of it elsewhere."""
     parts = 1 if job.rank else place.state_parts
     master = 0 if is_own_master(job) or masters_are_weights(job, place) else _parts(4 * job.trained, parts)
-    return least_bytes(job, place) + master + _parts(moment_bytes(job, job.trained), parts)
+    return least_bytes(replace(job, generates=False), place) + master + _parts(moment_bytes(job, job.trained), parts)
 
 
 def least_bytes(job: Job, place: Placement) -> int:
-    """Bytes that a rank holds on its device in the update, whatever waits elsewhere."""
-    whole = 4 * job.shape.parameters if masters_are_weights(job, place) else job.shape.parameters * job.itemsize
-    return _parts(whole, place.weight_parts) + gradient_bytes(job, job.trained, place)
+    """Bytes that a rank holds on its device in the update, whatever waits elsewhere; or in rollout, with the engine's own copy,
+    where that is more."""
+    one = job.shape.parameters * job.itemsize
+    whole = 4 * job.shape.parameters if masters_are_weights(job, place) else one
+    copy = 0 if place.shares_weights or not job.generates else _parts(one, place.tensor)
+    held = 0 if place.generates_only and copy else _parts(whole, place.weight_parts)
+    return held + max(gradient_bytes(job, job.trained, place), copy)
 
 
 def masters_are_weights(job: Job, place: Placement) -> bool:

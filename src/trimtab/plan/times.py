@@ -8,6 +8,7 @@ the same elsewhere: good for comparing plans, not for promises.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from trimtab.config.known import ResolvedRun
 from trimtab.config.run import Run
@@ -18,6 +19,7 @@ from trimtab.plan.kv import shared_kv_bytes
 from trimtab.plan.ledger import parts_of, processes_of, through_host
 from trimtab.plan.links import link_of
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.shape import ModelShape
 from trimtab.plan.states import reference_bytes, waiting_state_bytes
 
 LAUNCH_LAYER_S = 2.6e-3
@@ -126,6 +128,22 @@ def prefill_tokens_per_step(job: Job, machine: Machine, run: ResolvedRun, place:
     return step_s * clock.flops * parts_of(run, place) / (2 * job.shape.active_parameters)
 
 
+def engine_clock(job: Job, machine: Machine, run: ResolvedRun, place: Placement = SINGLE_DEVICE) -> EngineClock:
+    """How fast an engine of a plan is."""
+    return _Clock(job, machine, run, place)
+
+
+class EngineClock(Protocol):
+    """How many sequences an engine decodes at once, and how long its passes take."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def step_s(self, batch: float, context: float) -> float: ...
+
+    def prefill_s(self, tokens: float) -> float: ...
+
+
 @dataclass(frozen=True)
 class _Rates:
     """What does not depend on the sizes of a plan."""
@@ -187,17 +205,38 @@ class _Clock(_Rates):
         return OUTSIDE_START[self.run.engine] * (2 if processes_of(self.run) > 1 else 1)
 
     def rollout(self) -> float:
-        job, rollout = self.job, self.run.rollout
+        job = self.job
         if not job.generates:
             return 0.0
-        mine = min(job.sequences, -(-job.prompts // self.place.engines) * job.samples)  # the busiest engine's
-        tokens = round(job.expected_completion)
-        one = shared_kv_bytes(job, self.run, mine, job.samples, tokens, rollout.page_tokens) / mine
-        slots = max(1, min(mine, rollout.max_sequences, int(rollout.kv_memory / max(1.0, one))))
+        mine, slots = self._mine, self.rows
         # Slots that become free are filled while sequences wait; then the batch shrinks.
         full = self._decode_step(slots, job.typical_prompt + job.expected_completion / 2)
         refilled = (mine - slots) / slots * job.expected_completion * full
         return refilled + self._last_batch(slots) + self._prefill(mine)
+
+    @property
+    def _mine(self) -> int:
+        """Sequences of the busiest engine."""
+        job = self.job
+        return min(job.sequences, -(-job.prompts // self.place.engines) * job.samples)
+
+    @property
+    def rows(self) -> int:
+        """Sequences that an engine decodes at once."""
+        job, rollout, mine = self.job, self.run.rollout, self._mine
+        tokens = round(job.expected_completion)
+        one = shared_kv_bytes(job, self.run, mine, job.samples, tokens, rollout.page_tokens) / mine
+        return max(1, min(mine, rollout.max_sequences, int(rollout.kv_memory / max(1.0, one))))
+
+    def step_s(self, batch: float, context: float) -> float:
+        """Seconds of a decode step of an engine."""
+        return self._decode_step(batch, context)
+
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds of the passes of an engine over so many tokens of prompts."""
+        products = 2 * self.job.shape.active_parameters * tokens / parts_of(self.run, self.place) / self.flops
+        passes = -(-tokens // self.run.rollout.prefill_tokens)
+        return max(products, passes * self.device_step(1, self.job.typical_prompt))
 
     def _last_batch(self, batch: int) -> float:
         """Seconds of the decode steps from when all slots are full for the last time, summed over stretches of equal length: the
@@ -220,17 +259,23 @@ class _Clock(_Rates):
     def _prefill(self, sequences: int) -> float:
         """Seconds of the passes over prompts: each takes at least as long as a decode step, which reads the weights too."""
         tokens = sequences / self.job.samples * self.job.typical_prompt
-        products = 2 * self.job.shape.active_parameters * tokens / parts_of(self.run, self.place) / self.flops
-        passes = -(-tokens // self.run.rollout.prefill_tokens)
-        return max(products, passes * self.device_step(1, self.job.typical_prompt)) + 0.01
+        return self.prefill_s(tokens) + 0.01
 
     def score(self) -> float:
+        frozen = sum(self._frozen_pass(shape) for shape in (*self.job.frozen, *self.job.reward_models))
         if not self._scorings:
-            return 0.0
-        moved = 0.0
+            return frozen
+        moved = frozen
         if self.job.reference and self.run.offload.reference:
             moved = reference_bytes(self.job, self.place) / self.machine.device.host_link
         return self._scorings * self._one_scoring().total + moved
+
+    def _frozen_pass(self, shape: ModelShape) -> float:
+        """Seconds of a model beside the first that reads every conversation of the step once."""
+        job = self.job
+        tokens = job.sequences * (job.typical_prompt + job.expected_completion) / self.machine.devices
+        mine = replace(self, job=replace(job, shape=shape))
+        return 2 * shape.active_parameters * tokens / mine.flops
 
     @property
     def _scorings(self) -> int:

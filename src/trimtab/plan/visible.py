@@ -52,7 +52,7 @@ class ChosenDevices:
         return min(device.free for device in self.devices)
 
 
-def choose_devices(run: Run, found: Sequence[VisibleDevice]) -> ChosenDevices:
+def choose_devices(run: Run, found: Sequence[VisibleDevice], where: str = "this machine") -> ChosenDevices:
     """Those that a run may use; raises where there are fewer alike and free ones than it asks for."""
     assert found, "torch sees a CUDA device"
     alike, notes = _alike(found)
@@ -63,7 +63,7 @@ def choose_devices(run: Run, found: Sequence[VisibleDevice]) -> ChosenDevices:
         left = [device for device in alike if device not in chosen]
         notes += [f"{_named(device)} is left out: {_held(device)}" for device in left]
         return ChosenDevices(tuple(chosen), tuple(notes))
-    _refuse_too_few(run.devices, found, alike, free)
+    _refuse_too_few(run.devices, found, alike, free, where)
     enough = free if len(free) >= run.devices else sorted(alike, key=lambda device: -device.free)
     return ChosenDevices(tuple(sorted(enough[: run.devices], key=lambda device: device.index)))
 
@@ -78,11 +78,11 @@ def _alike(found: Sequence[VisibleDevice]) -> tuple[list[VisibleDevice], list[st
 
 
 def _refuse_too_few(
-    count: int, found: Sequence[VisibleDevice], alike: list[VisibleDevice], free: list[VisibleDevice]
+    count: int, found: Sequence[VisibleDevice], alike: list[VisibleDevice], free: list[VisibleDevice], where: str
 ) -> None:
     here = "1 GPU" if len(found) == 1 else f"{len(found)} GPUs"
     if count > len(found):
-        what, most = f"is {count}, but this machine has {here}", len(alike)
+        what, most = f"is {count}, but {where} has {here}", len(alike)
     elif count > len(alike):
         kinds = Counter(device.name for device in found)
         mixed = ", ".join(f"{number} × {name}" for name, number in kinds.most_common())

@@ -113,6 +113,7 @@ def _sampled(config: ResolvedConfig, job: Job, models: Models, lengths: Lengths)
         compared=learn.kl.coef > 0,
         old_logprobs=learn.updates_per_batch > 1 and learn.old_logprobs != "engine",
         epochs=learn.epochs_per_step,
+        staleness=getattr(learn, "staleness", 0),
     )
 
 

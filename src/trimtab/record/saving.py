@@ -44,9 +44,9 @@ INDEX = f"{WEIGHTS_FILE}.index.json"
 class PendingCheckpoint:
     """A checkpoint that is being written, as the driver sees it. The state is copied: the run may go on with its own."""
 
-    def __init__(self, run_dir: Path, state: RunState, keep: int) -> None:
-        """`keep`: how many of the newest are left besides the best."""
-        self.run_dir, self.step, self._keep = run_dir, state.step, keep
+    def __init__(self, run_dir: Path, state: RunState, keep: int, files: Mapping[str, bytes] | None = None) -> None:
+        """`keep`: how many of the newest are left besides the best. `files`: what the driver has to add."""
+        self.run_dir, self.step, self._keep, self._files = run_dir, state.step, keep, files or {}
         self._state = RunState(**asdict(state))
         self._had_config = (run_dir / CONFIG).exists()
         self._target = run_dir / "checkpoints" / f"step-{state.step}"
@@ -67,7 +67,10 @@ class PendingCheckpoint:
             size = (aside / name).stat().st_size  # another host's may not be here, where no disk is shared
             if size != found["bytes"]:
                 raise OSError(f"{aside / name} has {size:,} bytes; {found['bytes']:,} were written")
-        own = []
+        own = list(self._files)
+        for name, data in self._files.items():
+            (aside / name).write_bytes(data)
+            fsync(aside / name)
         if self._had_config:
             shutil.copy(self.run_dir / CONFIG, aside)
             own.append(CONFIG)

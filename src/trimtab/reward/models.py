@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -204,7 +205,7 @@ class ModelBackend:
         self.paths = list(paths)
         self.needs = [frozenset[str]() for _ in paths]
         self._models: list[AnyClassifier] = []
-        self._waiting: list[RewardRequest] = []
+        self._waiting: deque[RewardRequest] = deque()
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         self._models = [Classifier(path, device, dtype) for path in self.paths]
@@ -218,7 +219,7 @@ class ModelBackend:
 
     def work(self) -> None:
         """Answer everything that waits, all of a model's samples together."""
-        waiting, self._waiting = self._waiting, []
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]  # another thread may add to them
         for number, model in enumerate(self._models):
             mine = [request for request in waiting if request.part == number]
             if not mine:
@@ -238,4 +239,4 @@ class ModelBackend:
         assert self._models or not self._waiting, "a reward model was asked before it was loaded"
 
     def close(self) -> None:
-        self._models, self._waiting = [], []
+        self._models, self._waiting = [], deque()

@@ -1,7 +1,7 @@
 """Scores groups while others are still being sampled.
 
 Guarantees:
-- Every submitted group comes back from the next `collect`, in the order of submission, its trajectories filled in.
+- Every submitted group comes back from one `collect`, in the order of submission, its trajectories filled in.
 - A sample has a reward, or a failure with its reason, or neither because no part applied. A failure is never a zero.
 - A failed call costs only the samples that are to blame: the group's samples are then called one by one. Where a function
   returned another number of values than there are samples, and none of them is to blame (one value for all would pass for right
@@ -174,17 +174,21 @@ class Scorer:
         self._scored.append(scores)
         scores.start()
 
-    def collect(self) -> list[Group]:
-        """Wait for every group submitted since the last collect, and fill in its trajectories."""
+    def collect(self, groups: Collection[Group] | None = None) -> list[Group]:
+        """Wait for these of the groups that were submitted, and fill in their trajectories. None: for all that were not
+        collected. Another thread may go on to submit others."""
         start = time.monotonic()
+        wanted = None if groups is None else {id(group) for group in groups}
+        scored = [each for each in self._scored if wanted is None or id(each.group) in wanted]
         if self.models is not None:
             self.models.work()
-        for scores in self._scored:
+        for scores in scored:
             while not scores.done.wait(POLL_S):
                 for backend in self._backends:
                     backend.raise_if_broken()
         wait_s = time.monotonic() - start
-        scored, self._scored = self._scored, []
+        for scores in scored:
+            self._scored.remove(scores)
         for scores in scored:
             self.failures.update(scores.fill_in())
         self.stats = _stats(scored, self.names, start, wait_s)

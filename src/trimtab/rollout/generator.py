@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from trimtab.rollout.engine import Engine, Request, RolloutStats, Sampler
 from trimtab.rollout.trajectory import Group
@@ -13,6 +13,8 @@ Repeat = Callable[[str, Callable[[], None]], None]
 
 class LocalGenerator:
     """See run/roles.py. `sampler`: the engine, or the engine that talks with an environment."""
+
+    apart = False
 
     def __init__(self, engine: Engine, sampler: Sampler, repeat: Repeat) -> None:
         self._engine, self._sampler, self._repeat = engine, sampler, repeat
@@ -27,8 +29,9 @@ class LocalGenerator:
     def lend(self) -> None:
         self._engine.lend()
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> Mapping[str, float]:
         self._repeat("publish", lambda: self._engine.publish(version))
+        return {}
 
     def close(self) -> None:
         self._engine.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from trimtab.base.errors import EngineError
+from trimtab.base.errors import ConfigError, EngineError, Problem
 from trimtab.cluster.fleet import Fleet
-from trimtab.cluster.mesh import open_store
+from trimtab.cluster.mesh import LOCALHOST, open_store
+from trimtab.cluster.process import StartRank, start_here
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.cluster.trainer import RankedTrainer
+from trimtab.cluster.transfer import ChannelSetup
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Run
@@ -29,12 +31,14 @@ from trimtab.plan.planner import Choice, Plan
 from trimtab.plan.refusal import plan_devices
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
+from trimtab.rollout.engine import Engine
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.build import is_automatic
 from trimtab.run.engines import gives_way, native_instead
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
+from trimtab.run.ray_hosts import RayHosts, paths_of
 from trimtab.run.same_ranks import refuse_unequal_software
 from trimtab.run.shapes import shape_of, stated_models
 from trimtab.run.stage import CheckedRun, OnWait, Stage
@@ -58,15 +62,18 @@ class RankPlan:
     """All that could be used."""
     notes: tuple[str, ...] = ()
     """What the user should know of devices that are left out."""
+    hosts: RayHosts | None = None
+    """Where they are; None: on this machine."""
 
     @property
     def backend(self) -> str:
         """NCCL wants a GPU for each rank."""
-        own_gpus = "cpu" not in self.devices and len(set(self.devices)) == len(self.devices)
+        own = self.hosts is not None or len(set(self.devices)) == len(self.devices)
+        own_gpus = "cpu" not in self.devices and own
         return "nccl" if own_gpus else "gloo"
 
 
-def plan_ranks(ready: CheckedRun, asked: Run | None = None) -> RankPlan | None:
+def plan_ranks(ready: CheckedRun, hosts: RayHosts | None = None, asked: Run | None = None) -> RankPlan | None:
     """The plan of a run on several devices, from the model's description alone; None where it runs on one. `asked`: what is asked
     for instead of the config's own."""
     config = ready.config
@@ -76,11 +83,30 @@ def plan_ranks(ready: CheckedRun, asked: Run | None = None) -> RankPlan | None:
         models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
         return job_of(config, models, ready.lengths)
 
-    return plan_over(asked or config.run, ready.device, job)
+    run = asked or config.run
+    return plan_over(run, ready.device, job) if hosts is None else _plan_over_hosts(run, hosts, job)
+
+
+def _plan_over_hosts(run: Run, hosts: RayHosts, job: Callable[[Machine], Job]) -> RankPlan:
+    """The plan of a job over a Ray cluster. It has ranks also where there is one device: the driver need not have any."""
+    refuse_engines_of_several_actors(run, hosts)
+    asked = hosts.asked(run)
+    machine, notes = hosts.machine(asked)
+    plan = plan_devices(asked, job(machine), machine)
+    if hosts.most is not None:
+        notes = (*notes, f"devices were lost: the run is planned anew for {plan.run.devices}")
+    return RankPlan(plan, ("cpu" if hosts.kind == "CPU" else "cuda:0",) * plan.run.devices, machine, notes, hosts)
+
+
+def refuse_engines_of_several_actors(run: Run, hosts: RayHosts | None) -> None:
+    """A rank on a Ray cluster sees its own GPU alone, so its engine cannot span others."""
+    if hosts is not None and hosts.kind != "CPU" and run.external and run.rollout.tensor_parallel > 1:
+        what = f"is {run.rollout.tensor_parallel}, but a rank of run.cluster sees one GPU"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or leave run.cluster out.")])
 
 
 def plan_over(asked: Run, device: torch.device, job: Callable[[Machine], Job]) -> RankPlan | None:
-    """The plan of a job over the devices that may be used; None where it is for one."""
+    """The plan of a job over the devices of this machine that may be used; None where it is for one."""
     several = device.type == "cuda" and torch.cuda.device_count() > 1
     if asked.devices == 1 or (asked.devices == "auto" and not several):
         return None
@@ -125,11 +151,11 @@ def assemble_ranks(
     rows, lowered = plan.run.rollout.max_sequences, [each.lowered for each in facts]
     tokens_per_step = plan.prefill_tokens_per_step if sampled else 0.0
     engine = Fleet(ranks, facts[0].engine, rows, lowered, plan.engine_devices, tokens_per_step)
-    trainer = _trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
+    trainer = ranked_trainer(stage, ready, config, plan, ranks, facts, engine, recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
     meter = RankMeter(ranks, None if total is None else int(total * 2**30))
-    gpus = sorted({device for device in planned.devices if device != "cpu"})
+    gpus = sorted({device for device in planned.devices if device != "cpu" and planned.hosts is None})
     return BuiltRun(config, plan, facts[0].policy, engine, trainer, meter, planned.notes, gpus, ranks)
 
 
@@ -144,7 +170,7 @@ def _build(
     tell: OnWait,
 ) -> tuple[Ranks, list[RankFacts]]:
     """Ranks that have built their part; they end with `stack`."""
-    ranks = _start(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
+    ranks = start_ranks(planned, stage, ready, checkpoint, folder / RANK_LOGS, recoveries)
     stack.callback(ranks.close)
     tell(f"loading {checkpoint or ready.config.model.path} on {len(ranks)} ranks")
     return ranks, ranks.wait_until_built()
@@ -153,53 +179,95 @@ def _build(
 def _with_native(planned: RankPlan, ready: CheckedRun, why: Choice) -> RankPlan:
     """A plan for as many devices with the native engine, where the one that was planned did not start on some rank."""
     asked = ready.config.run.with_values({"engine": "native", "devices": len(planned.devices)})
-    found = plan_ranks(ready, asked)
+    found = plan_ranks(ready, planned.hosts, asked)
     assert found is not None
     return replace(found, plan=replace(found.plan, choices=(*found.plan.choices, why)))
 
 
-def _start(
-    planned: RankPlan, stage: Stage, ready: CheckedRun, checkpoint: Path | None, logs: Path, recoveries: Recoveries
+def start_ranks(
+    planned: RankPlan,
+    stage: Stage,
+    ready: CheckedRun,
+    checkpoint: Path | None,
+    logs: Path,
+    recoveries: Recoveries,
+    channel: ChannelSetup | None = None,
 ) -> Ranks:
-    """Start a rank for each device."""
-    store, plan, count = open_store(), planned.plan, len(planned.devices)
+    """Start a rank for each device. `channel`: where other ranks generate, how they are sent weights."""
+    plan, count, hosts = planned.plan, len(planned.devices), planned.hosts
+    host = LOCALHOST if hosts is None else hosts.driver
+    store = open_store(host)
     known = CheckedRun(ready.config, ready.device, ready.folder, ready.tokenizer, [], ready.lengths, ())
     models = stage.reward_models(ready)
     paths = () if models is None else tuple(models.paths)
     prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", planned.backend
     setups = [
         RankSetup(
-            rank, count, store.port, prefix, backend, device, stage, known, plan, checkpoint, paths, planned.devices
+            rank,
+            count,
+            store.port,
+            prefix,
+            backend,
+            device,
+            stage,
+            known,
+            plan,
+            checkpoint,
+            paths,
+            host,
+            channel,
+            planned.devices,
         )
         for rank, device in enumerate(planned.devices)
     ]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(plan.run.threads)}
 
     def tell(kind: str, text: str) -> None:
         (recoveries.restarted if kind == "restarted" else recoveries.of_engine)(text)
 
-    ranks = Ranks(
-        "trimtab.run.rank",
-        setups,
-        logs,
-        variables=[variables] * count,
-        tell=tell,
-        stall_s=STALL_STEPS * plan.times.total,
+    ranks = open_ranks(
+        "trimtab.run.rank", planned, setups, logs, ready, paths_of(ready.config, paths, checkpoint), tell
     )
     ranks.store = store  # it lives as long as they do
     return ranks
 
 
-def _trainer(
+def open_ranks(
+    module: str,
+    planned: RankPlan,
+    setups: Sequence[Any],
+    logs: Path,
+    ready: CheckedRun,
+    paths: Mapping[str, str],
+    tell: Callable[[str, str], None],
+) -> Ranks:
+    """Start a program for each device, wherever these are. `paths`: what the programs read there."""
+    plan, count, hosts = planned.plan, len(planned.devices), planned.hosts
+    variables = {"OMP_NUM_THREADS": str(plan.run.threads)} | ({"GLOO_SOCKET_IFNAME": "lo"} if hosts is None else {})
+    start: StartRank = start_here
+    with ExitStack() as placed:
+        if hosts is not None:
+            placement = hosts.place(count)
+            placed.callback(placement.close)
+            placement.refuse_missing(dict(paths), ready.folder)
+            start = placement.start
+        on_end = placed.pop_all().close
+    stall_s = STALL_STEPS * plan.times.total
+    return Ranks(
+        module, setups, logs, variables=[variables] * count, tell=tell, stall_s=stall_s, start=start, on_end=on_end
+    )
+
+
+def ranked_trainer(
     stage: Stage,
     ready: CheckedRun,
     config: Any,
     plan: Plan,
     ranks: Ranks,
     facts: list[RankFacts],
-    engine: Fleet,
+    engine: Engine,
     recoveries: Recoveries,
 ) -> RankedTrainer:
+    """`engine`: what shares the devices' memory with the update."""
     job, asked = plan.job, ready.config.run
     longest = job.longest_sequence if job.generates else job.longest_trained
     shape = job.shape

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from trimtab.base.errors import ConfigError, Problem
+from trimtab.plan.scenario import QUANTILES, between
 from trimtab.record.layout import METRICS_FILE
 from trimtab.record.reader import RunReader
 
 LENGTHS = ("response/length_p50", "response/length_p90", "response/length_max")
 RECENT_STEPS = 20
-QUANTILES = 20
-"""Quantiles of completion lengths, evenly spaced."""
 
 
 def lengths_of(run: Path, most: int) -> tuple[float, ...]:
@@ -30,12 +28,4 @@ def lengths_of(run: Path, most: int) -> tuple[float, ...]:
         )
     half, nine_tenths, longest = (min(float(most), median(values)) for values in seen)
     points = [(0.0, max(1.0, 2 * half - nine_tenths)), (0.5, half), (0.9, nine_tenths), (1.0, longest)]
-    return tuple(_between(points, (i + 0.5) / QUANTILES) for i in range(QUANTILES))
-
-
-def _between(points: list[tuple[float, float]], at: float) -> float:
-    """The value at `at` on the straight lines between the points."""
-    for (left, low), (right, high) in pairwise(points):
-        if at <= right:
-            return low + (high - low) * (at - left) / (right - left)
-    return points[-1][1]
+    return tuple(between(points, (i + 0.5) / QUANTILES) for i in range(QUANTILES))

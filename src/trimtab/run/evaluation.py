@@ -41,9 +41,11 @@ def measure(
         Request(prompt, settings.samples_per_prompt, limit, sampling, config.learn.seed, EVAL_STEP)
         for prompt in prompts
     ]
+    submitted = []
     for group in counted(generator, requests):
         rewarder.submit(group)
-    groups = sorted(rewarder.collect(), key=lambda group: group.index)
+        submitted.append(group)
+    groups = sorted(rewarder.collect(submitted), key=lambda group: group.index)
     check_failures(groups, config.observe.max_failed_rewards)
     part = settings.part or rewarder.names[0]
     found = scores(groups, settings, part) | judge_metrics(rewarder.stats.judges, "eval")

@@ -10,6 +10,7 @@ from typing import Any
 from trimtab.base.errors import DataError
 from trimtab.observe.observer import Callback
 from trimtab.observe.profiling.request import ProfileRequest
+from trimtab.run.ray_hosts import RayHosts
 
 GIVEN_ROWS = "object:rows"
 """Stands for rows that were handed over from Python."""
@@ -38,6 +39,10 @@ class Inputs:
     """How often ranks of the run were lost and started again so far."""
     lost: str = ""
     """Why the latest were lost, if nobody has been told."""
+    devices_before: int = 0
+    """How many devices the run had when it lost them."""
+    hosts: RayHosts | None = None
+    """Of the Ray cluster that the run is on; None: it is on this machine alone (open_run.py)."""
     restarts_left: int = 0
     """How often they may still be (restarts.py)."""
 

@@ -1,5 +1,6 @@
 """The run: rollout -> reward -> advantages -> update -> publish -> observe, once a step.
 
+What is learned from was sampled `learn.staleness` steps before, and waits in the session meanwhile (buffer.py).
 Every completion that was sampled is trained on or dropped with a reason, and the counts add up each step (`SampleCounts.check`).
 A step that is killed anywhere leaves the last checkpoint as it was, and repeats the same way from there; one that is stopped, or
 fails, leaves a checkpoint of the last whole step (save_on_stop.py).
@@ -12,7 +13,6 @@ from typing import Any
 from trimtab.run.evaluation import measure, outcomes, success_threshold
 from trimtab.run.finish_step import is_due
 from trimtab.run.roles import Session
-from trimtab.run.rollout_step import rollout
 from trimtab.run.save_on_stop import StepSaver, save_on_stop
 from trimtab.run.update_step import update
 
@@ -35,20 +35,22 @@ def _train(run: Session, saver: StepSaver) -> None:
         saver.evaluate_again(lambda: evaluate(run))
     while state.step < learn.steps:
         recovered, number = state.oom_recoveries, state.step + 1
-        groups, metrics = rollout(run)
+        batch = run.buffer.next(run)
+        metrics = batch.metrics
         saver.settle_written()
         with observer.phase("publish"):
             run.generator.lend()
-        metrics |= update(run, groups)
+        metrics |= update(run, batch.groups)
+        run.buffer.settle(run)
         due = bool(run.data.held_out) and is_due(number, observe.eval_every, learn.steps)
         saver.finish(metrics, metrics["rollout/tokens"], recovered, run.data.stream.position, due)
         with observer.phase("publish"):
-            run.generator.publish(state.version)
+            metrics |= run.generator.publish(state.version)
         if due:
             metrics |= evaluate(run)
             saver.evaluated()
         if observe.samples_every and (is_due(number, observe.samples_every, learn.steps) or number == 1):
-            observer.samples(number, groups)
+            observer.samples(number, batch.groups)
         saver.end_step()
 
 

@@ -25,6 +25,7 @@ from trimtab.rollout.external.find import engines_here
 
 
 def pick_device(run: Run) -> torch.device:
+    """Of this machine."""
     if run.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if run.device == "cuda" and not torch.cuda.is_available():
@@ -105,7 +106,7 @@ def machine_of_run(run: Run, device: torch.device) -> tuple[Machine, ChosenDevic
     chosen = choose_devices(run, visible_devices())
     host = free_memory(torch.device("cpu")) + psutil.Process().memory_info().rss
     first, count = chosen.devices[0], len(chosen.devices)
-    known = _as_planned(nearest(first.name, chosen.free, first.total), device, first.capability)
+    known = as_planned(nearest(first.name, chosen.free, first.total), device, first.capability)
     return Machine(known, count, host, physical_cores(), per_host=count, engines=engines_here(), here=True), chosen
 
 
@@ -141,10 +142,10 @@ def _device_here(device: torch.device) -> Device:
     share = torch.cuda.get_per_process_memory_fraction(device.index)
     memory = min(free, int(share * properties.total_memory)) + CUDA_CONTEXT_BYTES
     found = nearest(properties.name, memory, properties.total_memory)
-    return _as_planned(found, device, (properties.major, properties.minor))
+    return as_planned(found, device, (properties.major, properties.minor))
 
 
-def _as_planned(found: Device, device: torch.device, capability: tuple[int, int]) -> Device:
+def as_planned(found: Device, device: torch.device, capability: tuple[int, int]) -> Device:
     from trimtab.rollout.native.arena import why_not_lendable
 
     major, _ = capability

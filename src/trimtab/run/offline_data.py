@@ -32,7 +32,7 @@ from trimtab.rollout.no_rollout import NoRollout
 from trimtab.rollout.seat import ONLY_SEAT, EngineSeat
 from trimtab.run.build import refuse_kernels, refuse_missing_sinks
 from trimtab.run.inputs import Inputs, given_rows
-from trimtab.run.machine import memory_limit, pick_device
+from trimtab.run.ray_hosts import open_device
 from trimtab.run.roles import Trainer
 from trimtab.run.stage import CheckedRun, OnWait
 from trimtab.update.batch import Sample, parts_by_prompt
@@ -174,8 +174,7 @@ class OfflineStage(ABC):
 
 def check(stage: OfflineStage, config: Offline, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedExamples:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
-    device = pick_device(config.run)
-    stack.enter_context(memory_limit(config.run, device))
+    device = open_device(config.run, inputs.hosts, stack)
     folder = find_folder(config.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
     refuse_missing_sinks(config.observe)

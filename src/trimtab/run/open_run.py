@@ -3,9 +3,11 @@ the run folder is written only when nothing is left that could refuse the run.""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 from trimtab.config.load import AnyConfig
@@ -26,11 +28,13 @@ from trimtab.record.record_writer import RecordWriter
 from trimtab.record.sinks import Sinks
 from trimtab.rollout.engine import Engine
 from trimtab.run.assemble import AnyTrainer, BuiltRun, assemble_here
-from trimtab.run.assemble_ranks import assemble_ranks, plan_ranks
+from trimtab.run.assemble_ranks import RankPlan, assemble_ranks, plan_ranks
+from trimtab.run.assemble_split import SplitPlan, assemble_split, plan_split, split_sizes
 from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
 from trimtab.run.profile import check_profile, open_profile
+from trimtab.run.ray_hosts import open_hosts
 from trimtab.run.resume import load_or_init_state
 from trimtab.run.stage import CheckedRun, Stage
 
@@ -41,6 +45,8 @@ class OpenRun:
 
     config: Any
     ready: Any
+    checkpoint: Path | None
+    """What it resumes from."""
     state: RunState
     stream: Stream[Any]
     engine: Engine
@@ -62,6 +68,8 @@ def open_run(
     console.on_event = journal.event
     if inputs.lost:
         console.warn(f"{inputs.lost}\nAll ranks start again", "rank")
+    opened = open_hosts(asked.run, inputs.devices_before, console.waiting)
+    inputs = replace(inputs, hosts=stack.enter_context(opened))
     console.waiting(stage.reading_note)
     ready = stage.check(asked, inputs, stack, resume=resume)
     config, folder = ready.config, ready.folder
@@ -75,11 +83,12 @@ def open_run(
     if ready.before_loading:
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
-    planned = plan_ranks(ready)
+    sizes = split_sizes(ready.config)
+    planned = plan_ranks(ready, inputs.hosts) if sizes is None else plan_split(ready, *sizes, inputs.hosts)
     profiled = check_profile(
         inputs.profile, state.step, steps, 1 if planned is None else len(planned.devices), console.warn
     )
-    build = assemble_here if planned is None else partial(assemble_ranks, planned)
+    build = _builder(planned)
     parts = build(stage, ready, stack, recoveries, checkpoint, folder, console.waiting)
     config, trainer = parts.config, parts.trainer
     parts.engine.publish(state.version)
@@ -125,7 +134,13 @@ def open_run(
     if lowered := trainer.recall(state.memory):
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())
         console.note(f"this run ran out of memory before, so it keeps these lower settings: {values}")
-    return OpenRun(config, ready, state, stream, parts.engine, trainer, observer)
+    return OpenRun(config, ready, checkpoint, state, stream, parts.engine, trainer, observer)
+
+
+def _builder(planned: RankPlan | SplitPlan | None) -> Callable[..., BuiltRun]:
+    if isinstance(planned, SplitPlan):
+        return partial(assemble_split, planned)
+    return assemble_here if planned is None else partial(assemble_ranks, planned)
 
 
 def _tell_of_start(

@@ -13,18 +13,22 @@ from trimtab.config.load import AnyConfig, load_any
 from trimtab.config.resolved import resolve_config
 from trimtab.config.run import Run, parse_bytes
 from trimtab.config.schema import Config
+from trimtab.plan.arrange import Arranged, arrange
 from trimtab.plan.devices import find_device, of_size
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.ledger import GIB
-from trimtab.plan.place import place_over
+from trimtab.plan.placed_report import arranged_as_dict, refuse_split
 from trimtab.plan.placement import SHARDS_BUILT
 from trimtab.plan.planner import PROFILES, Plan
-from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot, widest
+from trimtab.plan.refusal import refuse, refuse_small_kv, refuse_what_engines_cannot
 from trimtab.plan.refuse_devices import refuse_devices
 from trimtab.plan.report import as_dict
+from trimtab.plan.scenario import DEFAULT_STEPS, parse_quantiles, scenario_of, with_lengths
+from trimtab.plan.simulate import Scenario, Simulated, simulate
 from trimtab.plan.source import ASSUMED_EXAMPLE_TOKENS, stated_lengths
 from trimtab.plan.work import job_of
 from trimtab.run.completion_lengths import lengths_of
+from trimtab.run.measured_times import measured_times
 from trimtab.run.shapes import shape_of, stated_models
 
 ASSUMED_HOST_BYTES = 256 * GIB
@@ -37,10 +41,16 @@ class PlanOptions:
 
     device: str | None = None
     devices: int | None = None
+    devices_per_host: int | None = None
     device_memory: str | None = None
     host_memory: str | None = None
     profile: str | None = None
     like: Path | None = None
+    simulate: bool = False
+    lengths: str | None = None
+    times: Path | None = None
+    steps: int = DEFAULT_STEPS
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,22 +58,40 @@ class PlanResult:
     """A plan, and what is to be said about it."""
 
     plan: Plan
+    """Of the devices that train; of all, where they do everything."""
     config: AnyConfig
     profile: str
     notes: Sequence[str]
+    arranged: Arranged
+    simulated: tuple[Scenario, Simulated] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        found = as_dict(self.plan) | {"profile": self.profile, "notes": list(self.notes)}
-        if not self.plan.fits:
+        found = as_dict(self.plan) | arranged_as_dict(self.arranged)
+        found |= {"profile": self.profile, "notes": list(self.notes), "fits": self.fits}
+        if self.split:
+            found |= {"devices": self.arranged.chosen.devices}
+            found["step_seconds"] = self.arranged.chosen.times.as_dict() if self.fits else None
+        if not self.fits:
             found["refusal"] = str(self.refusal())
         return found
 
+    @property
+    def fits(self) -> bool:
+        return self.arranged.chosen.fits
+
+    @property
+    def split(self) -> bool:
+        return self.arranged.chosen.kind == "split"
+
     def refusal(self) -> ConfigError:
+        if self.split:
+            return refuse_split(self.arranged.chosen)
         return refuse(self.plan, self.config.run, self.profile)
 
 
 def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
     config = load_any(file, overrides)
+    _refuse_simulation(asked, config)
     profile = _profile(asked.profile or config.run.profile)
     memory = _bytes("--device-memory", asked.device_memory)
     machine, notes = _machine(asked, memory, config.run)
@@ -80,7 +108,10 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
         notes.append(
             f"Assuming {job.longest_prompt}-token prompts. Set data.max_prompt_tokens, or run train, which measures them."
         )
-    if asked.like is not None and job.generates:
+    if asked.lengths is not None and job.generates:
+        job, words = _with_lengths(job, asked.lengths)
+        notes.append(f"Assuming completions {words}: {job.expected_completion:.0f} tokens on average.")
+    elif asked.like is not None and job.generates:
         job = replace(job, lengths=lengths_of(asked.like, job.completion))
         notes.append(
             f"Assuming completions as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
@@ -97,22 +128,55 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
     refuse_devices(config.run, job, machine)
     refuse_small_kv(config.run, job, machine)
     refuse_what_engines_cannot(config.run, job, machine)
-    if asked.profile is not None:
-        plan = place_over(config.run, job, machine, profile)
-        return PlanResult(plan, config, profile, [*notes, *_not_built(plan)])
-    plan, filled = widest(config.run, job, machine, profile)
-    if filled != profile:
+    arranged, filled = arrange(config.run, job, machine, profile), profile
+    if asked.profile is None and profile != "max" and not arranged.chosen.fits:
+        arranged, filled = arrange(config.run, job, machine, "max"), "max"
         notes.append(
             f"The run does not fit with run.profile: {profile}. This plan uses {filled} instead, as train would."
         )
-    return PlanResult(plan, config, filled, [*notes, *_not_built(plan)])
+    plan = arranged.chosen.trainer.plan
+    simulated = None
+    if asked.simulate and arranged.chosen.fits:
+        measured = None if asked.times is None else measured_times(asked.times)
+        scenario = scenario_of(arranged.chosen, asked.steps, asked.seed, measured)
+        simulated = scenario, simulate(scenario)
+    return PlanResult(plan, config, filled, [*notes, *_not_built(arranged)], arranged, simulated)
 
 
-def _not_built(plan: Plan) -> list[str]:
+def _with_lengths(job: Job, lengths: str) -> tuple[Job, str]:
+    """The job with lengths of a run folder, or of quantiles; and what they are, in words."""
+    folder = Path(lengths).expanduser()
+    if folder.is_dir():
+        return with_lengths(job, lengths_of(folder, job.completion)), f"as long as in {folder}"
+    return with_lengths(job, parse_quantiles(lengths)), f"of the lengths {lengths}"
+
+
+def _refuse_simulation(asked: PlanOptions, config: AnyConfig) -> None:
+    """Options of a simulation that there is none of."""
+    if asked.simulate and not isinstance(config, Config):
+        what = "this stage generates nothing, so there is nothing to simulate"
+        raise ConfigError([Problem("--simulate", what, "Leave it out.")])
+    if asked.times is not None and not asked.simulate:
+        raise ConfigError([Problem("--times", "has no effect without --simulate", "Add --simulate, or leave it out.")])
+    if asked.like is not None and asked.lengths is not None:
+        raise ConfigError([Problem("--lengths", "says the same as --like", "Leave one of the two out.")])
+
+
+def _not_built(arranged: Arranged) -> list[str]:
     """What a plan for another machine shows and a run of this version cannot do yet."""
-    if plan.place.shard in SHARDS_BUILT:
-        return []
-    return [f"This version cannot run run.shard: {plan.place.shard} yet; the plan shows what it would take."]
+    chosen, notes = arranged.chosen, []
+    shard = chosen.trainer.plan.place.shard
+    if shard not in SHARDS_BUILT:
+        notes.append(f"This version cannot run run.shard: {shard} yet; the plan shows what it would take.")
+    if not chosen.built:
+        other = next((one for one in arranged.runners_up if one.built and one.staleness == chosen.staleness), None)
+        instead = f" train would run {other.words()}: {other.times.total:.3g} s a step." if other else ""
+        notes.append(
+            f"This placement is only predicted: this version runs all roles together, or rollout alone apart.{instead}"
+        )
+    if chosen.devices > chosen.trainer.plan.machine.per_host:
+        notes.append("Links between hosts are estimated at 50 GB/s for each device, of which 70 % are reached.")
+    return notes
 
 
 def _job(config: AnyConfig, folder: Path, machine: Machine) -> Job:
@@ -145,19 +209,22 @@ def _machine(asked: PlanOptions, memory: int | None, run: Run) -> tuple[Machine,
     host = _bytes("--host-memory", asked.host_memory)
     cpu = (asked.device or "").lower() == "cpu" or (asked.device is None and memory is None and run.device == "cpu")
     if asked.device is None and memory is None and not cpu:
-        return _here(asked.devices, host, run)
+        return _here(asked.devices, host, run, per_host=asked.devices_per_host)
     if cpu:
-        if asked.devices is not None:
+        if asked.devices is not None or asked.devices_per_host is not None:
             fix = "Leave it out. To plan for several processes on a CPU, write run.devices=N."
             raise ConfigError([Problem("--devices", "a CPU counts as one device", fix)])
         return _here(None, host, run, cpu=True)
     device = of_size(memory or ASSUMED_HOST_BYTES) if asked.device is None else find_device(asked.device, memory)
     notes = [] if host else [f"Assuming {ASSUMED_HOST_BYTES // GIB} GiB of host memory. Set it with --host-memory."]
-    devices = asked.devices or (1 if run.devices == "auto" else run.devices)
-    return Machine(device, devices, host or ASSUMED_HOST_BYTES, 16), notes
+    pinned = sum(n for n in run.placement.values() if isinstance(n, int)) if isinstance(run.placement, dict) else 1
+    devices = asked.devices or (pinned if run.devices == "auto" else run.devices)
+    return Machine(device, devices, host or ASSUMED_HOST_BYTES, 16, per_host=asked.devices_per_host or 8), notes
 
 
-def _here(devices: int | None, host: int | None, run: Run, cpu: bool = False) -> tuple[Machine, list[str]]:
+def _here(
+    devices: int | None, host: int | None, run: Run, cpu: bool = False, per_host: int | None = None
+) -> tuple[Machine, list[str]]:
     """This machine, with so many of its GPUs, or with more than it has."""
     import torch
 
@@ -171,7 +238,7 @@ def _here(devices: int | None, host: int | None, run: Run, cpu: bool = False) ->
     if machine.cpu and not cpu:
         notes.append("This machine has no GPU, so the plan is for its CPU. To plan for a GPU, add --device h200.")
     if devices is not None:
-        machine = replace(machine.on(devices), per_host=max(machine.per_host, min(devices, 8)))
+        machine = replace(machine.on(devices), per_host=per_host or max(machine.per_host, min(devices, 8)))
     return replace(machine, host_memory=host or machine.host_memory), notes
 
 

@@ -18,9 +18,10 @@ import torch
 
 from trimtab.base.errors import TrimtabError
 from trimtab.base.spans import Taken, log
-from trimtab.cluster.mesh import GroupBroken, Meeting, Mesh
+from trimtab.cluster.mesh import LOCALHOST, GroupBroken, Meeting, Mesh
 from trimtab.cluster.serve import Link, serve
 from trimtab.cluster.trainer import WriteFailed
+from trimtab.cluster.transfer import ChannelSetup, Transferred, whole_weights
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
 from trimtab.config.run import Recompute
@@ -60,7 +61,7 @@ class RankSetup:
     rank: int
     ranks: int
     store_port: int
-    """Where ranks meet, on this machine."""
+    """Where ranks meet, on the driver's machine."""
     prefix: str
     """Of this set of ranks there: another one may have been lost before."""
     backend: str
@@ -72,6 +73,10 @@ class RankSetup:
     checkpoint: Path | None
     reward_models: tuple[str, ...] = ()
     """Paths of the models that rewards come from."""
+    store_host: str = LOCALHOST
+    """The driver's machine, as ranks see it."""
+    channel: ChannelSetup | None = None
+    """Where other ranks generate: how they are sent weights."""
     devices: tuple[str, ...] = ()
     """Of all ranks."""
 
@@ -91,7 +96,9 @@ class RankFacts:
 
 COLLECTIVE: dict[str, frozenset[str]] = {
     "gradients": frozenset({"accumulate"}),
-    "full": frozenset({"accumulate", "score", "time_update", "publish", "reserve_copy", "capture", "export"}),
+    "full": frozenset(
+        {"accumulate", "score", "time_update", "publish", "send_weights", "reserve_copy", "capture", "export"}
+    ),
 }
 """Orders in which ranks wait for each other, by `run.shard`. `apply` is one too: a rank that fails there cannot go on."""
 
@@ -114,7 +121,9 @@ class Rank(RolloutOrders, ProfileOrders):
         torch.set_num_threads(plan.run.threads)
         self._stack = ExitStack()
         self._stack.enter_context(memory_limit(ready.config.run, device))
-        meeting = Meeting(setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device)
+        meeting = Meeting(
+            setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device, setup.store_host
+        )
         self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
         self._collective = COLLECTIVE.get(plan.run.shard, frozenset())
         self._build(setup, device)
@@ -170,6 +179,7 @@ class Rank(RolloutOrders, ProfileOrders):
         if setup.checkpoint is not None:
             self._trainer.load(setup.checkpoint)
         self._active = updater
+        self._channel = setup.channel.open(0, device) if setup.channel is not None and setup.rank == 0 else None
         self._link.progress = self._progress
 
     def ready(self) -> RankFacts:
@@ -215,6 +225,14 @@ class Rank(RolloutOrders, ProfileOrders):
     def _sharded_models(self) -> list[ShardedPolicy]:
         models = [*(updater.policy for updater in self._updaters.values()), self._reference]
         return [model for model in models if isinstance(model, ShardedPolicy)]
+
+    def send_weights(self, version: int) -> Transferred:
+        """Send the weights to the ranks that generate. All are asked: where they hold the weights in parts, all are needed. One
+        sends."""
+        if self._channel is not None:
+            return self._channel.pass_on(self._policy, version)
+        moved = sum(weight.nbytes for weight in whole_weights(self._policy)) if self._sharded_models() else 0
+        return Transferred(0.0, moved)
 
     def time_update(self, job: Job, budget: int) -> Trial:
         return timed_update(self._updaters["policy"], job, budget)

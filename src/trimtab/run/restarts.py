@@ -34,9 +34,9 @@ Attempt = Callable[[AConfig, Inputs, bool], dict[str, Any]]
 class _StartAgain(Exception):
     """Ranks were lost in an attempt that has been told of."""
 
-    def __init__(self, folder: Path, restarts: int) -> None:
+    def __init__(self, folder: Path, restarts: int, devices: int) -> None:
         super().__init__()
-        self.folder, self.restarts = folder, restarts
+        self.folder, self.restarts, self.devices = folder, restarts, devices
 
 
 def with_restarts(attempt: Attempt[AConfig], config: AConfig, inputs: Inputs, resume: bool) -> dict[str, Any]:
@@ -48,6 +48,7 @@ def with_restarts(attempt: Attempt[AConfig], config: AConfig, inputs: Inputs, re
             return attempt(config, replace(inputs, restarts_left=restarts_left), resume)
         except _StartAgain as again:
             folder, inputs.rank_restarts, inputs.lost = again.folder, again.restarts, ""
+            inputs.devices_before = max(inputs.devices_before, again.devices)
         except (
             RankLost
         ) as lost:  # before it was opened: not told, and worth another attempt where an earlier one was opened
@@ -76,7 +77,7 @@ def telling_how_it_ends(run: TrainingRun[Any, Any], steps: int, inputs: Inputs) 
                 f"step {run.state.step + 1}: {lost}\nAll ranks start again from {place} "
                 f"(restart {number} of at most {MAX_RANK_RESTARTS})"
             )
-            raise _StartAgain(run.folder, run.state.rank_restarts + 1) from None
+            raise _StartAgain(run.folder, run.state.rank_restarts + 1, run.config.run.devices) from None
         run.observer.stopped(run.state, steps)
         raise RankLost(f"{lost}\n{_given_up(inputs)}") from lost
     except (KeyboardInterrupt, TrimtabError):

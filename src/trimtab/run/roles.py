@@ -5,7 +5,7 @@ So they take and give plain data: samples, groups, numbers, names. Nobody reache
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from trimtab.config.resolved import PlannedConfig
 from trimtab.data.prompt import Prompt
 from trimtab.data.stream import Stream
 from trimtab.observe.tasks import Tasks
+from trimtab.record.batches import SampledBatch
 from trimtab.record.checkpoint import RunState
 from trimtab.reward.scorer import Stats
 from trimtab.rollout.engine import Request, RolloutStats
@@ -64,9 +65,9 @@ class Trainer(Protocol):
         """What running out of memory has taught, in JSON: a resumed run begins with it."""
         ...
 
-    def save(self, folder: Path, state: RunState, keep: int) -> None:
-        """Begin to write the checkpoint of the state's step into a run's folder, and keep so many besides the best. Weights and
-        state are those of now; the checkpoint before it is on disk when this returns."""
+    def save(self, folder: Path, state: RunState, keep: int, files: Mapping[str, bytes]) -> None:
+        """Begin to write the checkpoint of the state's step into a run's folder, with these files, and keep so many besides the
+        best. Weights and state are those of now; the checkpoint before it is on disk when this returns."""
         ...
 
     def settle_saves(self, wait: bool = True) -> None:
@@ -90,12 +91,17 @@ class Generator(Protocol):
         """Yield every request's group once, in the order they finish."""
         ...
 
+    @property
+    def apart(self) -> bool:
+        """It has weights of its own: it may generate, in another thread, while the trainer changes its own."""
+        ...
+
     def lend(self) -> None:
         """Rollout is over for now: give up memory that the update can use."""
         ...
 
-    def publish(self, version: int) -> None:
-        """From now on generate with the trainer's current weights, known as `version`."""
+    def publish(self, version: int) -> Mapping[str, float]:
+        """From now on generate with the trainer's current weights, known as `version`. Returns what that came to, as metrics."""
         ...
 
     def close(self) -> None: ...
@@ -111,8 +117,8 @@ class Rewarder(Protocol):
 
     def submit(self, group: Group) -> None: ...
 
-    def collect(self) -> list[Group]:
-        """Every group that was submitted, its rewards filled in."""
+    def collect(self, groups: Collection[Group] | None = None) -> list[Group]:
+        """These of the groups that were submitted, or all of them, their rewards filled in. Another thread may submit others."""
         ...
 
     def close(self) -> None: ...
@@ -199,6 +205,22 @@ class Observer(Protocol):
         ...
 
 
+class Batches(Protocol):
+    """Has what is sampled and not learned from yet (buffer.py)."""
+
+    def next(self, run: Session) -> SampledBatch:
+        """The batch of this step, scored. What is due by now is sampled first, or while the policy learns from this batch."""
+        ...
+
+    def settle(self, run: Session) -> None:
+        """All that is due is sampled: the generator may have other weights."""
+        ...
+
+    def snapshot(self) -> Callable[[], Mapping[str, bytes]]:
+        """The files that hold what waits now, once they are asked for."""
+        ...
+
+
 AConfig = TypeVar("AConfig", bound=AnyConfig)
 AData = TypeVar("AData")
 
@@ -213,6 +235,11 @@ class TrainingRun(Generic[AConfig, AData]):
     data: AData
     trainer: Trainer
     observer: Observer
+
+    def snapshot(self) -> Callable[[], Mapping[str, bytes]]:
+        """What a checkpoint of now has to hold beside the trainer's weights and the state: files, by name, once they are asked
+        for."""
+        return dict
 
 
 @dataclass
@@ -230,3 +257,7 @@ class Session(TrainingRun[PlannedConfig, Prompts]):
 
     generator: Generator
     rewarder: Rewarder
+    buffer: Batches
+
+    def snapshot(self) -> Callable[[], Mapping[str, bytes]]:
+        return self.buffer.snapshot()

@@ -92,8 +92,12 @@ class Work:
 
     def first_prompt(self, config: Config) -> list[int]:
         """What the model reads of the first row."""
+        return self.prompts(config, [0])[0].tokens
+
+    def prompts(self, config: Config, ids: Sequence[int]) -> list[Prompt]:
+        """The prompts of rows of the training data, by their numbers."""
         encoder = PromptEncoder(config.data, self.tokenizer, "data.train", self.tools)
-        return encoder.encode([0], self.train.rows[:1])[0].tokens
+        return encoder.encode(ids, [self.train.rows[number] for number in ids])
 
     def view(self, config: Config, stop_token_ids: Sequence[int]) -> View:
         """The first prompt as the model reads it. `stop_token_ids`: the model's own."""

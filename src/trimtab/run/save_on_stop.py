@@ -48,6 +48,7 @@ class StepSaver:
     def _mark(self) -> None:
         """Weights and state belong together now."""
         self._whole = copy.deepcopy(self._run.state)
+        self._files = self._run.snapshot()
         self._begun = self._run.trainer.begun
 
     @property
@@ -159,7 +160,7 @@ class StepSaver:
         try:
             with run.observer.phase("checkpoint"):
                 run.observer.flush()
-                run.trainer.save(run.folder, state, run.config.observe.keep_checkpoints)
+                run.trainer.save(run.folder, state, run.config.observe.keep_checkpoints, self._files())
         except Exception:
             self._save_failed = True
             raise

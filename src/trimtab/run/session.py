@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from trimtab.cluster.split_fleet import SplitFleet, SplitGenerator
 from trimtab.config.resolved import PlannedConfig, ResolvedConfig, eval_in_words, resolve_config
 from trimtab.config.schema import Config
 from trimtab.data.prompt import Prompt
@@ -23,19 +24,22 @@ from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import refuse_uneven_cut
-from trimtab.record.checkpoint import RunState
+from trimtab.record.batches import SampledBatch, load_batches
+from trimtab.record.checkpoint import RunState, read_state
 from trimtab.record.folder import find_folder, refuse_existing
 from trimtab.reward.models import ModelBackend
 from trimtab.reward.scorer import Scorer
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.external.find import refuse_without_engine
 from trimtab.rollout.generator import LocalGenerator
+from trimtab.rollout.no_rollout import NoRollout
 from trimtab.rollout.seat import ONLY_SEAT, EngineSeat
+from trimtab.run.buffer import Buffer
 from trimtab.run.build import load_policy, refuse_kernels, refuse_missing_sinks, update_settings
 from trimtab.run.engines import EnvironmentSession, external_note, open_engine, sampler_on
 from trimtab.run.inputs import Inputs
-from trimtab.run.machine import memory_limit, pick_device
-from trimtab.run.open_run import open_run
+from trimtab.run.open_run import OpenRun, open_run
+from trimtab.run.ray_hosts import open_device
 from trimtab.run.roles import Prompts, Session
 from trimtab.run.rollout_data import (
     Work,
@@ -70,8 +74,7 @@ class CheckedPrompts(CheckedRun):
 
 def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedPrompts:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
-    device = pick_device(asked.run)
-    stack.enter_context(memory_limit(asked.run, device))
+    device = open_device(asked.run, inputs.hosts, stack)
     folder = find_folder(asked.observe.dir, inputs.name, resume)
     refuse_existing(folder, resume)
     refuse_without_engine(asked.run, device)
@@ -116,7 +119,19 @@ def open_session(
 ) -> Session:
     """Build a run that learns from what it samples; see `open_run`."""
     opened = open_run(RolloutStage(), config, inputs, stack, resume=resume, console_file=console_file)
-    ready, engine, trainer = opened.ready, opened.engine, opened.trainer
+    ready, engine, trainer, learn = opened.ready, opened.engine, opened.trainer, opened.config.learn
+    if learn.staleness and learn.importance.level == "off" and learn.old_logprobs == "trainer":
+        opened.observer.warn(
+            f"learn.staleness is {learn.staleness} and learn.importance.level is off: the policy learns from samples of an older "
+            "one as if they were its own. Leave learn.importance.level out to correct for it"
+        )
+    sampler, waiting = sampler_on(engine, ready.environment), _waiting_batches(opened)
+    if isinstance(engine, SplitFleet):
+        generator: LocalGenerator = SplitGenerator(engine, sampler, trainer.guard.run)
+        buffer = Buffer(waiting, engine.interrupt)
+    else:
+        generator, buffer = LocalGenerator(engine, sampler, trainer.guard.run), Buffer(waiting)
+    stack.callback(buffer.close)
     return Session(
         config=opened.config,
         folder=ready.folder,
@@ -124,9 +139,25 @@ def open_session(
         data=Prompts(opened.stream, ready.work.eval.prompts, ready.tasks),
         trainer=trainer,
         observer=opened.observer,
-        generator=LocalGenerator(engine, sampler_on(engine, ready.environment), trainer.guard.run),
+        generator=generator,
         rewarder=ready.scorer,
+        buffer=buffer,
     )
+
+
+def _waiting_batches(opened: OpenRun) -> list[SampledBatch]:
+    """What the run that is resumed had sampled and not learned from; rewards that it waited for are being computed again."""
+    if opened.checkpoint is None:
+        return []
+    ready, scorer = opened.ready, opened.ready.scorer
+    if read_state(opened.checkpoint).data_mark != opened.state.data_mark:
+        opened.observer.warn("batches that were sampled from the old data.train are dropped")
+        return []
+    batches = load_batches(opened.checkpoint, lambda ids: ready.work.prompts(opened.config, ids))
+    for batch in batches:
+        for group in [] if batch.scored else batch.groups:
+            scorer.submit(group)
+    return batches
 
 
 class RolloutStage:
@@ -157,6 +188,8 @@ class RolloutStage:
         tell: OnWait,
         seat: EngineSeat = ONLY_SEAT,
     ) -> tuple[Plan, Engine]:
+        if not plan.job.generates:
+            return plan, NoRollout()
         tell(f"starting the {plan.run.engine} engine")
         return open_engine(ready.config, plan, policy, ready.tokenizer, recoveries, logs, seat)
 

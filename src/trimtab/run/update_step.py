@@ -56,6 +56,7 @@ def _learn(run: Session, groups: list[Group]) -> dict[str, float]:
     """One optimizer step for each part of the batch in each epoch."""
     learn, state, tasks = run.config.learn, run.state, run.data.tasks
     parts = reward_parts(run.config, run.rewarder)
+    older = any(int(t.versions.min()) < state.version for group in groups for t in group.trajectories if len(t))
     batch = sort_out(groups, learn, parts)
     metrics = reward_metrics(groups, run.rewarder.names, batch.zero_signal, batch.counts)
     if tasks is not None:
@@ -87,6 +88,8 @@ def _learn(run: Session, groups: list[Group]) -> dict[str, float]:
     if done:
         last = learn.updates_per_batch - 1
         metrics |= update_metrics(done) | {"policy/lr": learning_rate(learn, state.step, last)}
+        if older:  # the gap is that of two policies, and says nothing of the engine
+            metrics["rollout/stale_gap"] = metrics.pop("rollout/logprob_gap")
     return metrics
 
 

@@ -147,8 +147,8 @@ class LocalTrainer(GuardedTrainer):
         self._folder_files = other_files(self.updater.policy.model, self._tokenizer)
         self.writer.prepare(self._part().nbytes)
 
-    def save(self, folder: Path, state: RunState, keep: int) -> None:
-        self.writer.save(self._part, PendingCheckpoint(folder, state, keep))
+    def save(self, folder: Path, state: RunState, keep: int, files: Mapping[str, bytes]) -> None:
+        self.writer.save(self._part, PendingCheckpoint(folder, state, keep, files))
 
     def settle_saves(self, wait: bool = True) -> None:
         if wait:

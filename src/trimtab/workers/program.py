@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trimtab.workers.messages import Channel
 from trimtab.workers.spawn import KILL_EARLY, PYTHON, how_it_ended, kill_all, start
@@ -42,6 +42,8 @@ class ProgramProcess:
     lost_as: type[ProcessLost] = ProcessLost
     """What is raised when the process is lost."""
     channel_type: type[Channel] = Channel
+    place = ""
+    """Where it runs, if not on this machine; for messages."""
 
     def __init__(
         self,
@@ -65,6 +67,10 @@ class ProgramProcess:
     def pid(self) -> int:
         """Of its first guardian."""
         return self._process.pid
+
+    def fileno(self) -> int:
+        """To wait for several of them."""
+        return self.link.fileno()
 
     def send(self, message: Any, seconds: float) -> None:
         """Send a message; it is lost where nobody reads for so long. A large one has to be read before it is all written."""
@@ -99,6 +105,10 @@ class ProgramProcess:
         lines = self.log.read_bytes()[self._begin_of_log :].decode(errors="replace").splitlines()
         return "\n".join(line[:400] for line in lines[-LAST_LINES:])
 
+    def begin_close(self, patience_s: float = STOP_TIMEOUT_S) -> None:
+        """It hears that nothing more comes, and ends; `close` waits for that."""
+        self.link.close()
+
     def close(self, patience_s: float = STOP_TIMEOUT_S) -> None:
         """No process is left, nor anything that it started."""
         self.link.close()
@@ -113,6 +123,12 @@ class ProgramProcess:
         return "its process closed the connection" if code is None else f"its process ended: {how_it_ended(code)}"
 
 
-def wait_for(processes: Sequence[ProgramProcess], seconds: float = POLL_S) -> None:
+class Heard(Protocol):
+    """Something that speaks."""
+
+    def fileno(self) -> int: ...
+
+
+def wait_for(processes: Sequence[Heard], seconds: float = POLL_S) -> None:
     """Until one of them has said something, or for a moment."""
-    wait([process.link.fileno() for process in processes], seconds)
+    wait([process.fileno() for process in processes], seconds)

@@ -40,6 +40,10 @@ def machine_report(machine: MachineReport, findings: Sequence[Finding]) -> list[
     return [_facts(_machine_facts(machine)), *map(_finding, findings), Text(), _verdict(findings, [])]
 
 
+def facts_report(facts: list[tuple[str, str]], findings: Sequence[Finding]) -> list[RenderableType]:
+    return [_facts(facts), *map(_finding, findings), Text(), _verdict(findings, [])]
+
+
 def verdict_report(parts: Sequence[tuple[str, str, str | None, str | None, str]]) -> RenderableType:
     """The verdict (observe/verdict.py) as a sentence, and what to do next. Each part: id, text, key, gain, level."""
     said = Text()
