@@ -15,9 +15,16 @@ class SplitFleet(Fleet):
     """See rollout/engine.py. What it generates with does not change while the trainers learn, until `publish`."""
 
     def __init__(
-        self, samplers: Ranks, trainers: Ranks, description: str, rows: int, lowered: Sequence[Mapping[str, int]]
+        self,
+        samplers: Ranks,
+        trainers: Ranks,
+        description: str,
+        rows: int,
+        lowered: Sequence[Mapping[str, int]],
+        parts: int = 1,
+        tokens_per_step: float = 0.0,
     ) -> None:
-        super().__init__(samplers, description, rows, lowered)
+        super().__init__(samplers, description, rows, lowered, parts, tokens_per_step)
         self._trainers = trainers
         self.published = Transferred(0.0, 0)
         """What the latest `publish` came to."""

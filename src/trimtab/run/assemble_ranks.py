@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trimtab.base.errors import EngineError
+from trimtab.base.errors import ConfigError, EngineError, Problem
 from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.mesh import LOCALHOST, open_store
 from trimtab.cluster.process import StartRank, start_here
@@ -90,12 +90,20 @@ def plan_ranks(ready: CheckedRun, hosts: RayHosts | None = None, asked: Run | No
 
 def _plan_over_hosts(run: Run, hosts: RayHosts, job: Callable[[Machine], Job]) -> RankPlan:
     """The plan of a job over a Ray cluster. It has ranks also where there is one device: the driver need not have any."""
+    refuse_engines_of_several_actors(run, hosts)
     asked = hosts.asked(run)
     machine, notes = hosts.machine(asked)
     plan = plan_devices(asked, job(machine), machine)
     if hosts.most is not None:
         notes = (*notes, f"devices were lost: the run is planned anew for {plan.run.devices}")
     return RankPlan(plan, ("cpu" if hosts.kind == "CPU" else "cuda:0",) * plan.run.devices, machine, notes, hosts)
+
+
+def refuse_engines_of_several_actors(run: Run, hosts: RayHosts | None) -> None:
+    """A rank on a Ray cluster sees its own GPU alone, so its engine cannot span others."""
+    if hosts is not None and hosts.kind != "CPU" and run.external and run.rollout.tensor_parallel > 1:
+        what = f"is {run.rollout.tensor_parallel}, but a rank of run.cluster sees one GPU"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or leave run.cluster out.")])
 
 
 def plan_over(asked: Run, device: torch.device, job: Callable[[Machine], Job]) -> RankPlan | None:

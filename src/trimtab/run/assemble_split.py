@@ -20,6 +20,7 @@ from trimtab.cluster.split_fleet import SplitFleet
 from trimtab.cluster.transfer import ChannelSetup
 from trimtab.config.load import AnyConfig
 from trimtab.config.placement import groups_of_roles
+from trimtab.config.ranks import nearest_divisor
 from trimtab.config.resolved import ResolvedConfig, with_plan
 from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
@@ -31,7 +32,13 @@ from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
 from trimtab.run.assemble import BuiltRun
-from trimtab.run.assemble_ranks import RankPlan, open_ranks, ranked_trainer, start_ranks
+from trimtab.run.assemble_ranks import (
+    RankPlan,
+    open_ranks,
+    ranked_trainer,
+    refuse_engines_of_several_actors,
+    start_ranks,
+)
 from trimtab.run.evaluation_rank import EvaluationFacts
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts
@@ -72,6 +79,12 @@ def plan_split(ready: CheckedRun, trainers: int, samplers: int, hosts: RayHosts 
     """The plans for so many devices that train and so many that generate."""
     config, count = ready.config, trainers + samplers
     run = config.run.with_values({"devices": count})
+    parts = run.rollout.tensor_parallel
+    if run.external and samplers % parts:
+        what = f"is {parts}, but the {samplers} devices of rollout cannot be divided into engines of {parts}"
+        fix = f"Write {nearest_divisor(parts, samplers)}, or another run.placement."
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])
+    refuse_engines_of_several_actors(run, hosts)
     machine, notes, names = _devices(run, ready, count, hosts)
     shape = shape_of(config.model.path, config.model.trust_remote_code)
     models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
@@ -150,7 +163,15 @@ def assemble_split(
     )
     config = with_plan(ready.config, run)
     rows, lowered = rollout.rollout.max_sequences, [each.lowered for each in engines]
-    engine = SplitFleet(samplers, trainers, engines[0].engine, rows, lowered)
+    engine = SplitFleet(
+        samplers,
+        trainers,
+        engines[0].engine,
+        rows,
+        lowered,
+        samples.plan.engine_devices,
+        samples.plan.prefill_tokens_per_step,
+    )
     trainer = ranked_trainer(stage, ready, config, learns.plan, trainers, facts, NoRollout(), recoveries)
     stack.callback(trainer.close)
     total = facts[0].policy.device_total_gib
@@ -169,7 +190,9 @@ def _start_samplers(
 ) -> Ranks:
     plan, count = planned.plan, len(planned.devices)
     setups = [
-        SamplerSetup(rank, count, device, ready.config, ready.tokenizer, plan, checkpoint, folder, channel)
+        SamplerSetup(
+            rank, count, device, ready.config, ready.tokenizer, plan, checkpoint, folder, channel, planned.devices
+        )
         for rank, device in enumerate(planned.devices)
     ]
 

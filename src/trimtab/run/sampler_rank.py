@@ -15,6 +15,7 @@ from trimtab.config.resolved import ResolvedConfig
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.planner import Plan
 from trimtab.record.folder import ENGINE_LOGS
+from trimtab.rollout.seat import seat_of
 from trimtab.run.build import load_policy, own_modes, use_planned_kernels
 from trimtab.run.engines import open_engine
 from trimtab.run.evaluation_rank import EvaluationFacts
@@ -35,6 +36,8 @@ class SamplerSetup:
     checkpoint: Path | None
     folder: Path
     channel: ChannelSetup
+    devices: tuple[str, ...]
+    """Of all that generate."""
 
 
 class SamplerRank(RolloutOrders):
@@ -43,6 +46,7 @@ class SamplerRank(RolloutOrders):
     def __init__(self, setup: SamplerSetup, link: Link) -> None:
         self._link, self._rank, self._ranks = link, setup.rank, setup.ranks
         config, device = setup.config, torch.device(setup.device)
+        self._device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         torch.set_num_threads(setup.plan.run.threads)
@@ -53,7 +57,9 @@ class SamplerRank(RolloutOrders):
         use_planned_kernels(setup.plan, policy)
         self._policy = policy
         logs = setup.folder / ENGINE_LOGS / f"sampler-{setup.rank}"
-        _, engine = open_engine(config, setup.plan, policy, setup.tokenizer, LinkReports(link), logs)  # type: ignore[arg-type]
+        reports: Any = LinkReports(link)
+        seat = seat_of(setup.rank, setup.devices, setup.plan.engine_devices)
+        _, engine = open_engine(config, setup.plan, policy, setup.tokenizer, reports, logs, seat)
         self._use_engine(engine, [])
         self._meter = MemoryMeter(device, outside=lambda: engine.non_torch_bytes)
         self._channel = setup.channel.open(1 + setup.rank, device)
