@@ -25,7 +25,6 @@ def nodes(count: int, cpus: int = 1, dashboard: bool = False) -> Iterator[Cluste
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
         patch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
         patch.setenv("RAY_enable_metrics_collection", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "120")  # other tests may keep the cores busy
         patch.setattr("trimtab.cluster.ray.RANK_PYTHON", [warm.python, "-u", "-P"])
         settings = {
             "num_cpus": cpus,
