@@ -192,13 +192,13 @@ def policy_facts(policy: Policy, tokenizer: Any) -> PolicyFacts:
 
 def card_facts(config: AnyConfig, policy: PolicyFacts, plan: Plan) -> dict[str, Any]:
     """Facts for a start card: the model, the machine, and what was decided."""
-    cuda, devices = policy.device_total_gib is not None, plan.run.devices
+    cuda = policy.device_total_gib is not None
     return {
         "model": config.model.path,
         "parameters": policy.parameters,
         "trainable_parameters": policy.trained,
         "dtype": policy.dtype,
-        "device": policy.device if devices == 1 else f"{devices} × {policy.device}, shard: {plan.run.shard}",
+        "device": _devices_in_words(config.run, policy.device, plan),
         "update": policy.description,
         "device_peak_gib": plan.ledger.fullest.device_bytes / GIB if cuda else None,
         "device_total_gib": policy.device_total_gib,
@@ -206,6 +206,14 @@ def card_facts(config: AnyConfig, policy: PolicyFacts, plan: Plan) -> dict[str, 
         "host_total_gib": psutil.virtual_memory().total / GIB,
         "choices": [(c.key, c.value, c.why) for c in plan.choices],
     }
+
+
+def _devices_in_words(run: Run, name: str, plan: Plan) -> str:
+    devices = plan.run.devices
+    if not isinstance(run.placement, str):
+        shard = f", shard: {plan.run.shard}" if devices > 1 else ""
+        return f"{devices} × {name} that train{shard}, {run.placement['rollout']} × {name} that generate"
+    return name if devices == 1 else f"{devices} × {name}, shard: {plan.run.shard}"
 
 
 def refuse_kernels(run: Run, model: Model, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from trimtab.config.load import AnyConfig
 from trimtab.data.stream import Stream
 from trimtab.observe.card import StartCard
 from trimtab.observe.console import Console
-from trimtab.observe.device_watch import open_device_watch
+from trimtab.observe.device_watch import DeviceWatch, open_device_watch
 from trimtab.observe.journal import Journal
 from trimtab.observe.look_back import report_of_broken_run
 from trimtab.observe.observer import LocalObserver, Meters, SampleChoice, Writers
@@ -83,13 +83,11 @@ def open_run(
     if ready.before_loading:
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
-    sizes = split_sizes(ready.config)
-    planned = plan_ranks(ready, inputs.hosts) if sizes is None else plan_split(ready, *sizes, inputs.hosts)
+    planned = _plan(ready, inputs)
     profiled = check_profile(
         inputs.profile, state.step, steps, 1 if planned is None else len(planned.devices), console.warn
     )
-    build = _builder(planned)
-    parts = build(stage, ready, stack, recoveries, checkpoint, folder, console.waiting)
+    parts = _builder(planned)(stage, ready, stack, recoveries, checkpoint, folder, console.waiting)
     config, trainer = parts.config, parts.trainer
     parts.engine.publish(state.version)
     if checkpoint is not None:
@@ -99,9 +97,7 @@ def open_run(
     stream = stage.stream(config, ready, state.data_position)
     stack.callback(stream.close)
     resumed_from = state.step if checkpoint else None
-    devices = open_device_watch(uuids_of(parts.gpus)) if parts.gpus else None
-    if devices is not None:
-        stack.callback(devices.close)
+    devices = _watch(parts, stack)
     looks = [each.look for each in (parts.meter.host_peaks, devices) if each is not None]
     journal.open(folder, resumed_from, steps, run_facts(asked, config, parts, folder, inputs), looks)
     sinks = Sinks(folder, config.observe, resumed_from)
@@ -110,8 +106,12 @@ def open_run(
     spare_the_collector(stack)
     trainer.prepare_to_save()
     profile = open_profile(profiled, parts.ranks, folder, ready.device, state.step, console.note)
-    timeline = Timeline(folder, on_phase=console.working, steps=steps)
-    writers = Writers(journal, timeline, sinks, RecordWriter(folder, resumed_from))
+    writers = Writers(
+        journal,
+        Timeline(folder, on_phase=console.working, steps=steps),
+        sinks,
+        RecordWriter(folder, resumed_from),
+    )
     meters = Meters(parts.meter, PlanWatch(parts.plan), recoveries, devices, profile)
     kept = SampleChoice(config.observe.samples_rows, config.learn.seed, stage.task_of(ready))
     observer = LocalObserver(folder, state, console, writers, meters, kept, inputs.callbacks)
@@ -122,6 +122,20 @@ def open_run(
         values = ", ".join(f"{name} {value}" for name, value in lowered.items())
         console.note(f"this run ran out of memory before, so it keeps these lower settings: {values}")
     return OpenRun(config, ready, checkpoint, state, stream, parts.engine, trainer, observer)
+
+
+def _watch(parts: BuiltRun, stack: ExitStack) -> DeviceWatch | None:
+    """Looks at the run's GPUs while it goes on."""
+    devices = open_device_watch(uuids_of(parts.gpus)) if parts.gpus else None
+    if devices is not None:
+        stack.callback(devices.close)
+    return devices
+
+
+def _plan(ready: CheckedRun, inputs: Inputs) -> RankPlan | SplitPlan | None:
+    """The plan of a run on several devices; None where it runs on one, whose plan is made with its models."""
+    sizes = split_sizes(ready.config)
+    return plan_ranks(ready, inputs.hosts) if sizes is None else plan_split(ready, *sizes, inputs.hosts)
 
 
 def _builder(planned: RankPlan | SplitPlan | None) -> Callable[..., BuiltRun]:
