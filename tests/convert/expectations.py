@@ -60,6 +60,8 @@ OPENRLHF: list[Case] = [
     ("algo.dynamic_filtering_enable", f"{_GROUP} --algo.dynamic_filtering_enable",
      {"learn.dynamic_sampling.enabled": True}),
     ("algo.dynamic_filtering_range", f"{_GROUP} --algo.dynamic_filtering_range 0 1", {}),
+    ("train.async_enable", "--train.async_enable", {"learn.staleness": 1}),
+    ("train.async_queue_size", "--train.async_enable --train.async_queue_size 3", {"learn.staleness": 3}),
     ("algo.advantage.is_correction_enable", _IS,
      {"learn.importance.level": "token", "learn.importance.mode": "truncate", "learn.importance.cap": 5.0}),
     ("algo.advantage.is_correction_type", f"{_IS} --algo.advantage.is_correction_type icepop",

@@ -92,6 +92,7 @@ def settle(sheet: Sheet) -> None:
     _clip(sheet)
     _optimizer(sheet)
     _correction(sheet)
+    _staleness(sheet)
     _data(sheet)
     _reward(sheet)
     _logging(sheet)
@@ -240,6 +241,17 @@ def _optimizer(sheet: Sheet) -> None:
         updates=updates,
         cold=("constant",),
     )
+
+
+def _staleness(sheet: Sheet) -> None:
+    """OpenRLHF's queue bounds how old samples are; here they are exactly so old."""
+    enabled, size = "train.async_enable", "train.async_queue_size"
+    if not sheet.read(enabled, yes, False):
+        for name in (enabled, size):
+            sheet.refuse(name, "has no effect: asynchronous training is off", "dead")
+        return
+    note = "samples are exactly so many steps old. For rollout on devices of its own write run.placement: {actor: N, rollout: M}"
+    sheet.put("learn.staleness", sheet.read(size, whole, 1), enabled, *([size] if sheet.line(size) else []), note=note)
 
 
 def _correction(sheet: Sheet) -> None:

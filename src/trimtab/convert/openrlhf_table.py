@@ -339,11 +339,9 @@ RULES: tuple[ConvertRule, ...] = (
         "ds.tensor_parallel_size ds_tensor_parallel_size",
         "training cuts no matrix over devices; run.shard says what each device holds a part of",
     ),
-    unsupported(
-        "train.async_enable async_train", "sampling and training alternate: every sample comes from the newest weights"
-    ),
-    unsupported("train.async_queue_size async_queue_size", "sampling and training take turns"),
-    unsupported("train.partial_rollout_enable partial_rollout", "sampling and training take turns"),
+    together("train.async_enable async_train", "learn.staleness"),
+    together("train.async_queue_size async_queue_size", "learn.staleness"),
+    unsupported("train.partial_rollout_enable partial_rollout", "weights do not change within a completion"),
     unsupported(
         "rollout.vllm_generate_batch_size vllm_generate_batch_size",
         "Trimtab samples only what it trains on; see learn.dynamic_sampling",
