@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.base.errors import ConfigError, Problem
@@ -25,9 +25,10 @@ from trimtab.config.resolved import ResolvedConfig, with_plan
 from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
-from trimtab.plan.job import Job, Machine
+from trimtab.plan.job import Machine
 from trimtab.plan.refusal import plan_devices
 from trimtab.plan.refuse_devices import refuse_unbuilt_placement
+from trimtab.plan.roles import job_of_roles, machine_of, roles_of
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
@@ -90,20 +91,18 @@ def plan_split(ready: CheckedRun, trainers: int, samplers: int, hosts: RayHosts 
     models = stated_models(config, shape, machine.cpu, machine.device.tiled_head)
     whole = job_of(config, models, ready.lengths)
 
-    def over(job: Job, count: int, names: list[str], cut: bool, machine: Machine) -> RankPlan:
-        pinned = {"devices": count, "placement": "auto"} | (
-            {} if cut and count > 1 else {"shard": "auto", "shard_devices": "auto"}
-        )
-        return RankPlan(
-            plan_devices(run.with_values(pinned), job, machine), tuple(names[:count]), machine, notes, hosts
-        )
+    def over(roles: tuple[str, ...], count: int, names: list[str]) -> RankPlan:
+        pinned: dict[str, object] = {"devices": count, "placement": "auto"}
+        if "actor" not in roles or count == 1:
+            pinned |= {"shard": "auto", "shard_devices": "auto"}
+        if "rollout" not in roles:
+            pinned |= {"engine": "native", "rollout.tensor_parallel": 1}
+        mine = machine_of(machine, count)
+        plan = plan_devices(run.with_values(pinned), job_of_roles(whole, roles), mine)
+        return RankPlan(plan, tuple(names[:count]), mine, notes, hosts)
 
-    learns = replace(whole, generates=False, eval_sequences=0, eval_completion=0)
-    samples = replace(whole, training=False, reference=False, critic=None, reward_models=(), compared=False)
-    return SplitPlan(
-        over(learns, trainers, names, True, machine.on(trainers)),
-        over(replace(samples, old_logprobs=False), samplers, names[trainers:], False, machine.on(samplers)),
-    )
+    others = tuple(role for role in roles_of(whole) if role != "rollout")
+    return SplitPlan(over(others, trainers, names), over(("rollout",), samplers, names[trainers:]))
 
 
 def _devices(
