@@ -228,7 +228,7 @@ RUN_RULES: tuple[ConvertRule, ...] = (
     *each(
         unsupported,
         "async_training.* rollout.*",
-        "sampling and training alternate: every sample comes from the newest weights",
+        "write learn.staleness and run.placement: samples are exactly so many steps old",
     ),
     unsupported("hydra.*", "sets Hydra itself, which Trimtab does not use"),
     unsupported("data.apply_chat_template_kwargs.*", "the tokenizer's template is applied as it is"),
