@@ -47,6 +47,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_shows(here: Path, warm_python: 
     runs_to_its_end(warm_python, streams, here)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_any_stream(here: Path) -> None:
     """From the interpreter's start: what is opened next has the numbers of the streams."""
     runs_to_its_end(sys.executable, "<&- >&- 2>&-", here)

@@ -80,7 +80,8 @@ def test_every_file_has_a_test() -> None:
         CALCULATOR.parent / "warm_start.py",
     }  # the second: tests/rollout/conversations/test_learning.py
     notebooks = {EXAMPLES / "first_steps.ipynb", EXAMPLES / "own_reward.ipynb"}  # test_notebooks.py
-    assert there == {*CONFIGS, SFT, PAIRS, *FIRST_SFT, *FIRST_PAIRS, *code, *notebooks}
+    cluster = {path for path in there if path.parent.name == "cluster"}  # test_cluster_examples.py
+    assert there == {*CONFIGS, SFT, PAIRS, *FIRST_SFT, *FIRST_PAIRS, *code, *notebooks, *cluster}
 
 
 def test_every_algorithm_has_an_example() -> None:

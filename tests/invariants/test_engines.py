@@ -76,7 +76,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "sglang", replace(KINDS["sglang"], needs_gpu=False))
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])  # two: also test_engine_fleet.py
 @pytest.mark.parametrize("kind", OUTSIDE)
 def test_another_engine_learns_what_the_native_engine_learns(
     folder: Path, tmp_path: Path, native, anywhere: None, monkeypatch: pytest.MonkeyPatch, kind: str, parts: int

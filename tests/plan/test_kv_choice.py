@@ -22,7 +22,7 @@ LARGE = partial(
     qwen, "llama-3.1-70b", prompts=128, samples=8, longest_prompt=512, typical_prompt=512, completion=1024, reference=True,
     compared=True, tiled_head=False,
 )  # fmt: skip
-A100S = Machine(find_device("a100-80"), 48, 256 * GIB, 16)
+A100S = Machine(find_device("a100-80"), 48, 512 * GIB, 16)
 
 
 def adapted(name: str, **settings: Any) -> Job:
@@ -72,16 +72,17 @@ def test_a_pinned_cache_is_not_faster(case: str, profile: str) -> None:
 
 
 def test_a_fuller_profile_is_offered_where_it_is_faster() -> None:
-    """70B on 48 devices: an engine's KV cache of 64 GiB does not fit into nine tenths of the memory, and a run that pins it fills
-    more."""
-    job, run = LARGE(), Run(rollout=Rollout(kv_memory=64 * GIB))
-    assert not place_over(run, job, A100S, "balanced").fits
-    by_hand, profile = widest(run, job, A100S, "balanced")
-    chosen = place_over(Run(), job, A100S, "balanced")
-    assert profile == "max" and by_hand.times.total < chosen.times.total
+    """1.5B on 14 GiB that cannot be lent: a KV cache of 1.2 GiB does not fit into nine tenths of the memory: a run that pins it
+    fills more."""
+    job, machine = CASES["1.5B, not lent"][0], unlent(14)
+    run = Run(engine="native", rollout=Rollout(kv_memory=int(1.2 * GIB)))
+    assert not place_over(run, job, machine, "balanced").fits
+    by_hand, profile = widest(run, job, machine, "balanced")
+    chosen = place_over(Run(), job, machine, "balanced")
+    assert profile == "max" and by_hand.fits and by_hand.times.total < chosen.times.total
     first = offers(chosen, Run(), "balanced")[0]
     assert first.words == "run.profile: max, which fills 96 %" and first.seconds <= by_hand.times.total
-    assert all("profile" not in offer.words for offer in offers(place_over(Run(), job, A100S, "max"), Run(), "max"))
+    assert all("profile" not in offer.words for offer in offers(place_over(Run(), job, machine, "max"), Run(), "max"))
     roomy = make_plan(Run(), qwen(), h(140))
     assert all("profile" not in offer.words for offer in offers(roomy, Run(), "balanced"))
 

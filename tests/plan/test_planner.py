@@ -390,7 +390,7 @@ def test_a_device_has_its_own_rates_however_little_of_it_is_free(name: str, tota
         assert (found.name, found.memory) == (name, memory * GIB)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA T400 4GB", "NVIDIA H20", "NVIDIA A1000"])
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA T400 4GB", "NVIDIA H2000", "NVIDIA A1000"])
 def test_a_device_is_not_taken_for_one_whose_name_begins_alike(name: str) -> None:
     assert nearest(name, 12 * GIB, 40 * GIB).flops == of_size(40 * GIB).flops
 

@@ -277,7 +277,7 @@ def test_a_run_keeps_to_run_memory(model_folder: Path, tmp_path: Path, monkeypat
         finally:
             entered.append(None)
 
-    monkeypatch.setattr("trimtab.run.session.memory_limit", noted)
+    monkeypatch.setattr("trimtab.run.ray_hosts.memory_limit", noted)
     with pytest.raises(ConfigError, match=r"of host memory, and the limit is 0\.5 GiB .* which is run\.memory"):
         step(model_folder, tmp_path, "memory", "512MiB")
     assert entered == [GIB // 2, None]

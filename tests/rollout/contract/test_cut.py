@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_a_model_in_two_parts_gives_the_tokens_of_the_whole() -> None:
     policy = Policy(tiny_model("qwen2", tie_word_embeddings=True, **SHAPE | {"num_key_value_heads": 2}))
     engine = make_engine("vllm", policy, tensor_parallel=2, python=PYTHONS["vllm"]())  # whose processes are looked at
@@ -54,6 +55,7 @@ def test_a_model_in_two_parts_gives_the_tokens_of_the_whole() -> None:
     assert psutil.wait_procs(parts, timeout=60)[1] == [], "killed, if they did not end"
 
 
+@pytest.mark.slow
 def test_adapters_of_a_model_in_two_parts_that_has_one_head_of_keys() -> None:
     policy = adapted()
     engine, native = make_engine("vllm", policy, tensor_parallel=2), make_engine("native", policy)

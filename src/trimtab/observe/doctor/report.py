@@ -31,7 +31,16 @@ def print_report(file: IO[str], parts: Sequence[RenderableType], width: int | No
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="backslashreplace")  # a terminal that cannot show '·' must not end in a traceback
     plain = None if file.isatty() else PLAIN_WIDTH
-    console = Console(file=file, width=width or plain, markup=False, emoji=False, highlight=False)
+    colours = None if isinstance(file, io.StringIO) else "auto"  # a notebook's kernel asks for them everywhere
+    console = Console(
+        file=file,
+        width=width or plain,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        force_jupyter=False,
+        color_system=colours,  # type: ignore[arg-type]
+    )
     for part in parts:
         console.print(part)
 
