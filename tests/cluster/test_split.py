@@ -136,6 +136,38 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(
     check_same(split, alone(staleness=1), **EXACT)
 
 
+@pytest.mark.parametrize("short", ["receiver", "sender"])
+def test_memory_that_runs_out_while_weights_are_sent_leaves_nobody_with_old_ones(
+    run, alone, monkeypatch, tmp_path, short: str
+) -> None:
+    """Once, at the first version: what a receiver lacks is sent again; a sender that fails has receivers waiting, and all start
+    again."""
+    mark = tmp_path / "short"
+    publish, send = NativeEngine.publish, Rank.send_weights
+
+    def fail_once(version: int) -> None:
+        if version == 1 and not mark.exists():
+            mark.touch()
+            raise MemoryError("as a test wants it")
+
+    def publishes(self: NativeEngine, version: int) -> None:
+        if short == "receiver":
+            fail_once(version)
+        publish(self, version)
+
+    def sends(self: Rank, version: int) -> Any:
+        if short == "sender":
+            fail_once(version)
+        return send(self, version)
+
+    monkeypatch.setattr(NativeEngine, "publish", publishes)
+    monkeypatch.setattr(Rank, "send_weights", sends)
+    split = run(learn={"staleness": 1}, run=placed(1, 1))
+    assert mark.exists()
+    monkeypatch.undo()
+    check_same(split, alone(staleness=1), **EXACT)
+
+
 def test_a_stop_leaves_a_checkpoint_and_nothing_running(run, alone, monkeypatch) -> None:
     before = set(psutil.Process().children(recursive=True))
 

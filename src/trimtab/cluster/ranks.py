@@ -114,24 +114,15 @@ class Ranks:
     def ask_each(self, method: str, args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
         """An order with arguments of its own for each rank."""
         self._order([(rank, Order(method, own, kwargs)) for rank, own in zip(self._ranks, args, strict=True)])
-        found = self._answers(list(self._ranks), self._patience(method))
-        shortages = [(rank.number, short) for rank, (_, short) in zip(self._ranks, found) if short is not None]
-        if any(short.parted for _, short in shortages):
-            self.ask("rejoin")
-        if shortages:
-            raise ShortOnRank(*shortages[0])
-        for rank, (value, _) in zip(self._ranks, found):
-            if isinstance(value, Broken):
-                raise self._end(rank, "another rank broke off a collective, and none says why")
-        return [value for value, _ in found]
+        return self._returned(list(self._ranks), self._patience(method))
 
     def begin(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> None:
         """An order for some ranks, by number, whose messages are then heard one by one."""
         self._order([(self._ranks[number], Order(method, own)) for number, own in args.items()])
 
     def end(self, numbers: Collection[int]) -> list[Any]:
-        """What these ranks returned for an order that was begun."""
-        return [value for value, _ in self._answers([self._ranks[number] for number in numbers], self._stall_s)]
+        """What these ranks returned for an order that was begun; raises as `ask` does."""
+        return self._returned([self._ranks[number] for number in numbers], self._stall_s)
 
     def hear(self, numbers: Collection[int]) -> Iterator[tuple[int, Any]]:
         """Messages of ranks that are carrying out an order, after a wait for the first: Items, then Answer, Short or Raised."""
@@ -195,6 +186,19 @@ class Ranks:
                 rank.process.send(order, SEND_TIMEOUT_S)
             except ProcessLost as lost:
                 raise self._lost(rank, str(lost)) from lost
+
+    def _returned(self, ranks: list[_Rank], stall_s: float) -> list[Any]:
+        """What each of these returned. Ranks that have left their group meet again first."""
+        found = self._answers(ranks, stall_s)
+        shortages = [(rank.number, short) for rank, (_, short) in zip(ranks, found) if short is not None]
+        if any(short.parted for _, short in shortages):
+            self.ask("rejoin")
+        if shortages:
+            raise ShortOnRank(*shortages[0])
+        for rank, (value, _) in zip(ranks, found):
+            if isinstance(value, Broken):
+                raise self._end(rank, "another rank broke off a collective, and none says why")
+        return [value for value, _ in found]
 
     def _answers(self, ranks: list[_Rank], stall_s: float) -> list[tuple[Any, Short | None]]:
         """What each of these answered: a value, or a shortage. An error for the user is raised once all have answered."""

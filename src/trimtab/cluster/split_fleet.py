@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trimtab.cluster.fleet import Fleet
-from trimtab.cluster.ranks import Ranks
+from trimtab.cluster.ranks import RankLost, Ranks
 from trimtab.cluster.transfer import Transferred
 from trimtab.rollout.engine import Sampler
 from trimtab.rollout.generator import LocalGenerator, Repeat
@@ -35,7 +35,11 @@ class SplitFleet(Fleet):
     def publish(self, version: int) -> None:
         everyone = range(len(self._ranks))
         self._ranks.begin("receive_weights", dict.fromkeys(everyone, (version,)))
-        sent: list[Transferred] = self._trainers.ask("send_weights", version)
+        try:
+            sent: list[Transferred] = self._trainers.ask("send_weights", version)
+        except MemoryError as short:  # the others wait for weights that do not come
+            self._ranks.kill()
+            raise RankLost(f"the weights of version {version} could not be sent: {short}") from short
         self._ranks.end(everyone)
         self.published = sent[0]
 

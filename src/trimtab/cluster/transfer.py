@@ -1,4 +1,4 @@
-"""Trained weights from ranks that train to ranks that only generate (`run.placement: split`).
+"""Trained weights from ranks that train to ranks that only generate (`run.placement: {actor: N, rollout: M}`).
 
     trainer 0 --- broadcast, unit after unit of the weight store ---> sampler 0, 1, 2 ...
 
@@ -41,7 +41,7 @@ class WeightChannel:
         together."""
         self._by_unit = by_unit
         store = dist.PrefixStore(meeting.prefix, meeting.open_store())
-        self._device, self._sends = meeting.device, meeting.rank == SENDER
+        self._device = meeting.device
         if meeting.backend == "nccl":
             group: Any = dist.ProcessGroupNCCL(store, meeting.rank, meeting.ranks, dist.ProcessGroupNCCL.Options())
         else:

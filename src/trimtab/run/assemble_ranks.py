@@ -225,13 +225,8 @@ def start_ranks(
         )
         for rank, device in enumerate(planned.devices)
     ]
-
-    def tell(kind: str, text: str) -> None:
-        (recoveries.restarted if kind == "restarted" else recoveries.of_engine)(text)
-
-    ranks = open_ranks(
-        "trimtab.run.rank", planned, setups, logs, ready, paths_of(ready.config, paths, checkpoint), tell
-    )
+    read = paths_of(ready.config, paths, checkpoint)
+    ranks = open_ranks("trimtab.run.rank", planned, setups, logs, ready, read, recoveries)
     ranks.store = store  # it lives as long as they do
     return ranks
 
@@ -262,9 +257,13 @@ def open_ranks(
     logs: Path,
     ready: CheckedRun,
     paths: Mapping[str, str],
-    tell: Callable[[str, str], None],
+    recoveries: Recoveries,
 ) -> Ranks:
     """Start a program for each device, wherever these are. `paths`: what the programs read there."""
+
+    def tell(kind: str, text: str) -> None:
+        (recoveries.restarted if kind == "restarted" else recoveries.of_engine)(text)
+
     plan, count, hosts = planned.plan, len(planned.devices), planned.hosts
     variables = {"OMP_NUM_THREADS": str(plan.run.threads)} | ({"GLOO_SOCKET_IFNAME": "lo"} if hosts is None else {})
     start: StartRank = start_here

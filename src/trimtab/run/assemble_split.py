@@ -1,4 +1,5 @@
-"""A run in which some devices train and others generate (`run.placement: split`): two sets of ranks, each with a plan of its own.
+"""A run in which some devices train and others generate (`run.placement: {actor: N, rollout: M}`): two sets of ranks, each with a
+plan of its own.
 
 The ranks that train are those of any run without a rollout. The others have an engine and a copy of the policy. With
 `learn.staleness` both work at the same time.
@@ -40,7 +41,7 @@ from trimtab.run.assemble_ranks import (
     refuse_engines_of_several_actors,
     start_ranks,
 )
-from trimtab.run.evaluation_rank import EvaluationFacts
+from trimtab.run.generating_rank import EngineFacts
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts
 from trimtab.run.ray_hosts import RayHosts, paths_of
@@ -148,7 +149,7 @@ def assemble_split(
     tell(f"loading {checkpoint or ready.config.model.path} on {len(trainers)} + {len(samplers)} ranks")
     facts: list[RankFacts] = trainers.wait_until_built()
     refuse_unequal_software([each.software for each in facts])
-    engines: list[EvaluationFacts] = samplers.wait_until_built()
+    engines: list[EngineFacts] = samplers.wait_until_built()
     if (models := stage.reward_models(ready)) is not None:
         models.use([RankedClassifier(trainers, number) for number in range(len(models.paths))])
     rollout = samples.plan.run
@@ -187,16 +188,20 @@ def _start_samplers(
     channel: ChannelSetup,
     recoveries: Recoveries,
 ) -> Ranks:
-    plan, count = planned.plan, len(planned.devices)
     setups = [
         SamplerSetup(
-            rank, count, device, ready.config, ready.tokenizer, plan, checkpoint, folder, channel, planned.devices
+            rank=rank,
+            ranks=len(planned.devices),
+            device=device,
+            config=ready.config,
+            tokenizer=ready.tokenizer,
+            plan=planned.plan,
+            devices=planned.devices,
+            checkpoint=checkpoint,
+            folder=folder,
+            channel=channel,
         )
         for rank, device in enumerate(planned.devices)
     ]
-
-    def tell(kind: str, text: str) -> None:
-        (recoveries.restarted if kind == "restarted" else recoveries.of_engine)(text)
-
     logs, paths = folder / RANK_LOGS / "samplers", paths_of(ready.config, (), checkpoint)
-    return open_ranks("trimtab.run.sampler_rank", planned, setups, logs, ready, paths, tell)
+    return open_ranks("trimtab.run.sampler_rank", planned, setups, logs, ready, paths, recoveries)

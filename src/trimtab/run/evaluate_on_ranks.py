@@ -18,7 +18,8 @@ from trimtab.plan.job import Job, Machine
 from trimtab.plan.work import Lengths, evaluation_job_of
 from trimtab.reward.models import ModelBackend
 from trimtab.run.assemble_ranks import STALL_STEPS, RankPlan, plan_over
-from trimtab.run.evaluation_rank import EvaluationFacts, EvaluationSetup
+from trimtab.run.evaluation_rank import EvaluationSetup
+from trimtab.run.generating_rank import EngineFacts
 from trimtab.run.shapes import shape_of, stated_models
 
 
@@ -41,7 +42,16 @@ def open_fleet(
     paths = () if models is None else tuple(models.paths)
     count = len(devices)
     setups = [
-        EvaluationSetup(rank, count, where, config, tokenizer, plan, paths, devices)
+        EvaluationSetup(
+            rank=rank,
+            ranks=count,
+            device=where,
+            config=config,
+            tokenizer=tokenizer,
+            plan=plan,
+            devices=devices,
+            reward_models=paths,
+        )
         for rank, where in enumerate(devices)
     ]
     logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trimtab-ranks-")))
@@ -53,7 +63,7 @@ def open_fleet(
         stall_s=STALL_STEPS * plan.times.total,
     )
     stack.callback(ranks.close)
-    facts: list[EvaluationFacts] = ranks.wait_until_built()
+    facts: list[EngineFacts] = ranks.wait_until_built()
     if models is not None:
         models.use([RankedClassifier(ranks, number) for number in range(len(paths))])
     return Fleet(
