@@ -61,7 +61,8 @@ class RoleRank(Rank):
         assert isinstance(setup, RoleSetup)
         ready, plan, mesh = setup.ready, setup.plan, self._mesh
         self._ready, self._rank, self._ranks, self._device = ready, setup.rank, setup.ranks, device
-        self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
+        saves = "critic" in setup.roles
+        self._copy = HostCopy(device) if saves and CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
         self._behind = WriteBehind()
         self._captured: CheckpointPart | None = None
         self._is_copy = False
