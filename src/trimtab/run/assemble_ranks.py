@@ -264,14 +264,8 @@ def ranked_updaters(
 
 def recorder_variables(logs: Path) -> dict[str, str]:
     """Environment of ranks in which torch remembers the latest collectives (its flight recorder), and writes what it finds wrong
-    itself beside the ranks' logs. The first name of each is torch 2.13's."""
-    size, files = str(RECORDED_COLLECTIVES), str(logs / "nccl-")
-    return {
-        "TORCH_FR_BUFFER_SIZE": size,
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
-        "TORCH_FR_DUMP_TEMP_FILE": files,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": files,
-    }
+    itself beside the ranks' logs."""
+    return {"TORCH_FR_BUFFER_SIZE": str(RECORDED_COLLECTIVES), "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-")}
 
 
 def open_ranks(

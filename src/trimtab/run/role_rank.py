@@ -61,6 +61,7 @@ class RoleRank(Rank):
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
         assert isinstance(setup, RoleSetup)
+        self.roles = setup.roles
         ready, plan, mesh = setup.ready, setup.plan, self._mesh
         self._ready, self._rank, self._ranks, self._device = ready, setup.rank, setup.ranks, device
         saves = "critic" in setup.roles
