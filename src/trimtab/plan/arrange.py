@@ -76,9 +76,8 @@ class Arrangement:
 
     @property
     def built(self) -> bool:
-        """This version can run it: all together, or rollout alone on devices of its own."""
-        apart = [group.roles for group in self.groups if "actor" not in group.roles]
-        return self.kind == "colocated" or apart == [("rollout",)]
+        """This version can run it: rollout is alone on its devices, or with the actor."""
+        return self.kind == "colocated" or "actor" in self.rollout.roles or self.rollout.roles == ("rollout",)
 
     @property
     def trainer(self) -> RoleGroup:

@@ -93,11 +93,15 @@ def refuse_unbuilt_placement(run: Run) -> None:
         (count,) = groups.values()
         what = "puts all roles on the same devices"
         raise ConfigError([Problem("run.placement", what, f"Write run.devices: {count} instead.")])
-    for roles in groups:
-        if "actor" not in roles and roles != ("rollout",):
-            role = next(role for role in roles if role != "rollout")
-            what = f"gives {role} devices apart from the actor's, which this version can plan and not run"
-            raise ConfigError([Problem("run.placement", what, f"Write {role}: actor, or leave it out.")])
+    generates = placement.get("rollout", "actor")
+    if isinstance(generates, str) and generates != "actor":
+        what = f"puts rollout on the devices of {generates}, which cannot generate"
+        raise ConfigError([Problem("run.placement", what, "Write rollout: actor, or a number of devices for it.")])
+    guests = [role for role, place in placement.items() if place == "rollout"] if generates != "actor" else []
+    if guests:
+        what = f"puts {guests[0]} on the devices of rollout, which only generate"
+        fix = f"Write {guests[0]}: actor, or a number of devices for it."
+        raise ConfigError([Problem("run.placement", what, fix)])
 
 
 def _refuse_placement(run: Run, machine: Machine) -> None:

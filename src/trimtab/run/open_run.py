@@ -135,7 +135,7 @@ def _watch(parts: BuiltRun, stack: ExitStack) -> DeviceWatch | None:
 def plan_of(ready: CheckedRun, hosts: RayHosts | None) -> RankPlan | SplitPlan | None:
     """The plan of a run on several devices; None where it runs on one, whose plan is made with its models."""
     sizes = split_sizes(ready.config)
-    return plan_ranks(ready, hosts) if sizes is None else plan_split(ready, *sizes, hosts)
+    return plan_ranks(ready, hosts) if sizes is None else plan_split(ready, sizes, hosts)
 
 
 def _builder(planned: RankPlan | SplitPlan | None) -> Callable[..., BuiltRun]:
