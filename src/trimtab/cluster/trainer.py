@@ -57,8 +57,8 @@ class RankedTrainer(GuardedTrainer):
         """`ranks`: those that train the policy. `beside`: others, each with models that are nowhere else."""
         super().__init__(guard, governor, SCORERS, critic)
         self.ranks, self._beside = ranks, beside
-        for each in beside:
-            self._guards |= {str(model): own for model, own in each.guards.items()}
+        for role in beside:
+            self._guards |= {str(model): own for model, own in role.guards.items()}
         self._places = {model: place for place, each in enumerate(beside, 1) for model in each.guards}
         self._saving = [ranks, *(each.ranks for each in beside if each.saves)]
         self._pending: PendingCheckpoint | None = None

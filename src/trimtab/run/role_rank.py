@@ -35,6 +35,7 @@ from trimtab.run.rollout_orders import load_classifiers
 from trimtab.run.same_ranks import software_here
 from trimtab.update.critic import critic_files, restore_critic
 from trimtab.update.frozen import FrozenScorer
+from trimtab.update.objectives.policy_gradient import PolicyGradient
 from trimtab.update.pass_clock import update_parts
 from trimtab.update.updater import Updater
 
@@ -85,7 +86,7 @@ class RoleRank(Rank):
             sizes = update_settings(plan.run)
             self._models["reference"] = FrozenScorer(
                 self._reference,
-                setup.stage.objective(ready.config, self._reference),
+                PolicyGradient(ready.config.learn),
                 device,
                 ranks=setup.ranks,
                 score_token_budget=sizes["score_token_budget"],
