@@ -21,7 +21,15 @@ from trimtab.run.finish_step import note_outcome
 from trimtab.run.roles import Session, Trainer
 from trimtab.run.rollout_step import reward_parts
 from trimtab.update.batch import Sample
-from trimtab.update.samples import Batch, has_critic, has_reference, optimizer_steps, set_advantages, sort_out
+from trimtab.update.samples import (
+    Batch,
+    has_critic,
+    has_reference,
+    optimizer_steps,
+    set_advantages,
+    sort_out,
+    with_gradient,
+)
 from trimtab.update.schedule import learning_rate
 from trimtab.update.stats import UpdateStats
 
@@ -147,7 +155,9 @@ def _optimize(run: Session, batch: Batch) -> tuple[list[tuple[list[Sample], Upda
             if state.step < learn.critic.warmup_steps:
                 continue
         rate = learning_rate(learn, state.step, number)
-        stats = trainer.accumulate(samples, state.kl_coef).complete(trainer.apply(rate))
+        passed = with_gradient(samples, learn)
+        stats = trainer.accumulate(passed, state.kl_coef).complete(trainer.apply(rate))
+        stats.without_gradient = len(samples) - len(passed)
         done.append((samples, stats))
         note_outcome(state, stats, observer, "at RUN/samples for what the model writes")
         if stop := newly_waiting():
