@@ -27,6 +27,7 @@ from trimtab.model.keep import Keep
 from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
+from trimtab.model.recurrent import let_plans_mix
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Unit, WeightStore
@@ -62,6 +63,7 @@ class Policy:
         """Where the parameters lie."""
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
+        let_plans_mix(self.body)
         self.head = self._head()
         self.description = OWN_MODULES
         """How packed rows run, and why not faster, in words for the user."""
@@ -209,6 +211,7 @@ class Policy:
             raise ModelError(f"{self.name} has no linear output head that Trimtab can compute log-probs from.")
         scale = float(getattr(self.config, "logit_scale", None) or 1.0)
         scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
+        scale *= float(getattr(self.config, "lm_head_multiplier", None) or 1.0)
         return Head(linear.weight, linear.bias, scale, getattr(self.config, "final_logit_softcapping", None))
 
     @torch.no_grad()
