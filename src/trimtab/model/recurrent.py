@@ -12,9 +12,11 @@ Shapes: T tokens of a packed row, E hidden size, N sequences of L tokens, C chan
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -107,6 +109,9 @@ class Mixer(nn.Module):
         """
         handed: Any = _Handed(state)
         named = {_cache_name(type(self)): handed, "attention_mask": mask_NL}
+        limit = getattr(self, "time_step_limit", None)
+        if limit is not None and state is not None and x_NLE.shape[1] == 1:
+            named["dt_limit"] = limit
         out_NLE = super().forward(x_NLE, **named)  # type: ignore[misc]
         return out_NLE, State(handed.conv, handed.recurrent)
 
@@ -132,7 +137,34 @@ def let_plans_mix(body: nn.Module) -> None:
     """From now on every mixer of the model does as the attention plan of a call says; without a plan, as before."""
     for module in body.modules():
         if is_mixer(module) and not isinstance(module, Mixer):
+            _limit_steps(sys.modules[type(module).__module__])
             module.__class__ = _planned(type(module))
+
+
+def has_mixers(body: nn.Module) -> bool:
+    return any(isinstance(module, Mixer) for module in body.modules())
+
+
+def _limit_steps(code: ModuleType) -> None:
+    """Have a step of Mamba-2 keep to the limits of its time steps, as passes over several tokens do: transformers' step is not told
+    of them, so that what it generates is not quite what it computes for the same tokens."""
+    step = getattr(code, "mamba2_selective_state_update", None)
+    if step is None or hasattr(step, "keeps_limits"):
+        return
+
+    def limited(
+        state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, *more: Any, dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, **named: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if dt_limit is not None:
+            dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+            dt = (nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+            dt_bias, dt_softplus = None, False
+        out: torch.Tensor = step(state, x, dt, *more, dt_bias=dt_bias, dt_softplus=dt_softplus, **named)
+        return out
+
+    limited.keeps_limits = True  # type: ignore[attr-defined]
+    code.mamba2_selective_state_update = limited  # type: ignore[attr-defined]
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -144,7 +176,7 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Alike:
     """Segments of a row that run together."""
 
     segments: list[int]
@@ -156,15 +188,15 @@ class Batch:
     padded: bool
 
 
-def batches_of(lengths: Sequence[int], begins: Sequence[bool], exact: Sequence[bool]) -> list[Batch]:
+def batches_of(lengths: Sequence[int], begins: Sequence[bool], exact: Sequence[bool]) -> list[Alike]:
     """The segments in batches of about equal length. `exact`: padding would change what comes of a segment."""
-    found: list[Batch] = []
+    found: list[Alike] = []
     for first in (True, False):
         for alone in (True, False):
             chosen = [i for i in range(len(lengths)) if begins[i] == first and exact[i] == alone]
             for group in _alike(sorted(chosen, key=lambda i: lengths[i]), lengths, 0 if alone else MOST_PADDING):
                 longest = max(lengths[i] for i in group)
-                found.append(Batch(sorted(group), longest, first, any(lengths[i] != longest for i in group)))
+                found.append(Alike(sorted(group), longest, first, any(lengths[i] != longest for i in group)))
     return found
 
 
@@ -190,7 +222,7 @@ class PackedMixing:
     ) -> None:
         self.lengths, self.prefixes, self.device, self._take = list(lengths), list(prefixes), device, take
         self._starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        self._made: dict[bool, tuple[list[Batch], list[torch.Tensor], list[torch.Tensor | None], torch.Tensor]] = {}
+        self._made: dict[bool, tuple[list[Alike], list[torch.Tensor], list[torch.Tensor | None], torch.Tensor]] = {}
 
     def __call__(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
         batches, rows, masks, back_T = self._plan(mixer.can_pad)
@@ -206,16 +238,16 @@ class PackedMixing:
                 states.append(after)
         return torch.cat(outs).index_select(0, back_T)
 
-    def _given(self, batch: Batch, place: dict[int, int], states: list[State]) -> State:
+    def _given(self, batch: Alike, place: dict[int, int], states: list[State]) -> State:
         """The states that the prompts of these segments ended with."""
         at = [place[prefix] for i in batch.segments if (prefix := self.prefixes[i]) is not None]
         return State.join(states).take(to_device(torch.tensor(at), self.device), self._take)
 
-    def _place(self, batches: list[Batch]) -> dict[int, int]:
+    def _place(self, batches: list[Alike]) -> dict[int, int]:
         """Where the state of each segment that begins is, among those of all batches."""
         return {i: at for at, i in enumerate(i for batch in batches if batch.begins for i in batch.segments)}
 
-    def _plan(self, can_pad: bool) -> tuple[list[Batch], list[torch.Tensor], list[torch.Tensor | None], torch.Tensor]:
+    def _plan(self, can_pad: bool) -> tuple[list[Alike], list[torch.Tensor], list[torch.Tensor | None], torch.Tensor]:
         """Batches, the rows of x that each reads, its mask, and where in their outputs each token of the row is."""
         if can_pad not in self._made:
             begins = [prefix is None for prefix in self.prefixes]
@@ -234,7 +266,7 @@ class PackedMixing:
             self._made[can_pad] = batches, rows, masks, to_device(taken, self.device)
         return self._made[can_pad]
 
-    def _rows(self, batch: Batch, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, batch: Alike, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Row positions of a batch, padding before segments that begin and after those that go on; and 1 where there is none."""
         column = torch.arange(length)
         rows, masks = [], []

@@ -123,6 +123,8 @@ def _refuse_silent_layers(
     """Layers that mix tokens by other means than attention, or in a window that they do not speak of."""
     config = policy.config
     layers = getattr(config, "num_hidden_layers", None) or 0
+    if not shapes:
+        raise ModelError("none of its layers attends, and Trimtab serves states beside keys and values only")
     kinds = getattr(config, "layer_types", None)
     alone = [kinds[index] in TOKENWISE_LAYERS for index in range(layers)] if kinds else [False] * layers
     silent = layers - len(shapes.keys() | states.keys()) - sum(alone)
@@ -131,7 +133,7 @@ def _refuse_silent_layers(
     windows = [getattr(config_of_layer(config, index), "sliding_window", None) for index in range(layers)]
     window = min((window for window in windows if window), default=policy.context_tokens)
     used = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
-    if used and shapes and window < policy.context_tokens and all(shape.rules.window is None for shape in shapes.values()):
+    if used and window < policy.context_tokens and all(shape.rules.window is None for shape in shapes.values()):
         raise ModelError(
             f"its layers have a sliding window of {window} tokens and do not pass it to the attention function"
         )
