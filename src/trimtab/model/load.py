@@ -24,7 +24,7 @@ from trimtab.base.errors import ModelError
 from trimtab.base.suggestions import is_local
 from trimtab.config.schema import Model
 from trimtab.model.adapters import has_adapters, merged_state
-from trimtab.model.context import SERVED_LAYERS
+from trimtab.model.context import HYBRIDS, served_layers
 from trimtab.model.names import inside_run, near_models
 from trimtab.model.transfer import host_state
 
@@ -217,14 +217,15 @@ def _refuse_quantised(model: Model, found: Any, undone: Sequence[str] = ()) -> N
 
 def refuse_unsupported(made: Any, name: str, config: Any) -> None:
     """Refuse a model, or the class of one, that cannot be packed; `config` is that of its text."""
-    if not getattr(made, "_supports_attention_backend", False):
+    kind = getattr(config, "model_type", None)
+    if not getattr(made, "_supports_attention_backend", False) and kind not in HYBRIDS:
         raise ModelError(
             f"{name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
             "for it without changing its result. Use a model whose class supports attention backends."
         )
-    kinds = set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS
+    kinds = set(getattr(config, "layer_types", None) or []) - served_layers(kind)
     if kinds:
-        served = " and ".join(sorted(SERVED_LAYERS))
+        served = " and ".join(sorted(served_layers(kind)))
         raise ModelError(
             f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only."
         )
