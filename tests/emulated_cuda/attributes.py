@@ -6,7 +6,6 @@ import ctypes
 from typing import Any
 
 import torch
-
 from emulated_cuda.operations import CUDA, HOST, State
 from emulated_cuda.patches import Patches
 
@@ -34,7 +33,7 @@ def _moves(patches: Patches, state: State) -> None:
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         copy = kwargs.pop("copy", False)
-        if args and isinstance(args[0], torch.Tensor) or "other" in kwargs:
+        if (args and isinstance(args[0], torch.Tensor)) or "other" in kwargs:
             other = kwargs.pop("other", None) if "other" in kwargs else args[0]
             kwargs, args = {**kwargs, "dtype": other.dtype, "device": other.device}, ()
         if len(args) > 2 and isinstance(args[-1], bool):  # device, dtype, non_blocking, copy

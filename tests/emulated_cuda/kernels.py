@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten
-
 from emulated_cuda.operations import State
 from emulated_cuda.patches import Patches
+from torch.utils._pytree import tree_flatten
 
 
 def install(patches: Patches, state: State, capability: tuple[int, int]) -> None:

@@ -12,13 +12,12 @@ import threading
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
-
 from emulated_cuda import flash
 from emulated_cuda.graphs import Graph
 from emulated_cuda.memory import DeviceMemory
 from emulated_cuda.patches import Patches
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
 HOST = torch.device("cpu")

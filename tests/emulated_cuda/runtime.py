@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-import threading
 
 import torch
-
 from emulated_cuda.graphs import Graph
 from emulated_cuda.operations import CUDA, State
 from emulated_cuda.patches import Patches

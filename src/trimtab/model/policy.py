@@ -21,6 +21,7 @@ from trimtab.config.schema import Model
 from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.attention import ATTENTION_NAME, AttentionPlan
 from trimtab.model.context import context_of
+from trimtab.model.experts import add_expert_gradients_to, use_grouped_experts
 from trimtab.model.gradients import Gradients
 from trimtab.model.head import Head
 from trimtab.model.keep import Keep
@@ -66,6 +67,7 @@ class Policy:
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         let_plans_mix(self.body)
+        use_grouped_experts(model)
         self.head = self._head()
         self.description = OWN_MODULES
         """How packed rows run, and why not faster, in words for the user."""
@@ -145,6 +147,7 @@ class Policy:
     def add_gradients_to(self, gradients: Gradients) -> None:
         """From now on products may add gradients of half-precision parameters to these sums themselves."""
         self.gradients = gradients
+        add_expert_gradients_to(self.model, gradients)
 
     def offload_activations(self, away: bool) -> None:
         """From the next pass on the inputs of layers wait in host memory for the backward pass, or stay on the device."""
@@ -244,8 +247,10 @@ class Policy:
             if has_mixers(self.body):  # a prompt's state is handed to its samples
                 packed.append(self.probe(PackedPlan(PROBE_CUT, self.device, prefixes=[None, 0, None, 2])))
         self.model.set_attn_implementation("eager")
+        use_grouped_experts(self.model, False)
         alone = [self.model(input_ids=row[None], use_cache=False).logits[0] for row in self._probe_rows()]
         self.model.set_attn_implementation(ATTENTION_NAME)
+        use_grouped_experts(self.model)
         expected = torch.cat(alone).to(packed[0].dtype).log_softmax(-1)
         worst = max((distance(found, expected) for found in packed), key=lambda gap: (math.isnan(gap), gap))
         if math.isnan(worst):
