@@ -66,7 +66,9 @@ class CutRow:
     def __init__(self, whole: PackedPlan, group: SequenceGroup, way: Way) -> None:
         self.group, self.way, self._device = group, way, whole.device
         total = sum(whole.lengths)
-        parts = [torch.cat([torch.arange(a, b) for a, b in spans(way, total, group.ranks, r)]) for r in range(group.ranks)]
+        parts = [
+            torch.cat([torch.arange(a, b) for a, b in spans(way, total, group.ranks, r)]) for r in range(group.ranks)
+        ]
         self.counts = [len(part) for part in parts]
         self._by_rank = torch.cat(parts)
         """Row positions, rank after rank."""
@@ -113,11 +115,11 @@ class OwnRows:
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """One value of each of the R, on every rank, from those that each has of its own. Every rank computes the same from them;
         its gradient is handed to the rank that has the value, once."""
-        found: torch.Tensor = _Whole.apply(values, self)
+        found: torch.Tensor = _WholeRow.apply(values, self)
         return found
 
 
-class _Whole(torch.autograd.Function):
+class _WholeRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, rows: OwnRows) -> torch.Tensor:
         ctx.rows = rows
@@ -193,7 +195,9 @@ class _ToHeads(torch.autograd.Function):
         for_rank = []
         for rank in range(split.ranks):
             chosen = split.keys(rank)
-            for_rank.append(torch.cat([q[:, split.queries(rank)].flatten(1), k[:, chosen].flatten(1), v[:, chosen].flatten(1)], 1))
+            for_rank.append(
+                torch.cat([q[:, split.queries(rank)].flatten(1), k[:, chosen].flatten(1), v[:, chosen].flatten(1)], 1)
+            )
         widths = {part.shape[1] for part in for_rank}
         if len(widths) > 1:  # ranks that share heads unevenly with others have more of them
             most = max(widths)
@@ -288,7 +292,7 @@ class KeysPlan(PackedPlan):
             keys = slice(first, min(kv_heads, first + stride))
             queries = slice(keys.start * group, keys.stop * group)
             joined = torch.cat((k_TKD[: row.real, keys], v_TKD[: row.real, keys]), -1)
-            gathered = _Gathered.apply(joined, row)
+            gathered = _GatheredKeys.apply(joined, row)
             found.append(self._some(layer, q_THD[:, queries], gathered, v_TKD.shape[2], rules_of_heads(rules, queries)))
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -306,7 +310,7 @@ class KeysPlan(PackedPlan):
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Tokens of one segment that lie side by side on one rank."""
 
     length: int
@@ -316,7 +320,9 @@ class Piece:
     """Stretches of the row that it sees: its segment's prefix, and its segment to its own end."""
 
 
-def pieces_of(lengths: Sequence[int], prefixes: Sequence[int | None], parts: Sequence[tuple[int, int]]) -> list[Piece]:
+def pieces_of(
+    lengths: Sequence[int], prefixes: Sequence[int | None], parts: Sequence[tuple[int, int]]
+) -> list[RowPiece]:
     """The pieces that stretches of a row consist of."""
     starts = [0, *accumulate(lengths)]
     found = []
@@ -327,12 +333,12 @@ def pieces_of(lengths: Sequence[int], prefixes: Sequence[int | None], parts: Seq
             prefix = prefixes[segment]
             seen = [] if prefix is None else [(starts[prefix], starts[prefix + 1])]
             before = first - starts[segment] + sum(b - a for a, b in seen)
-            found.append(Piece(end - first, before, (*seen, (starts[segment], end))))
+            found.append(RowPiece(end - first, before, (*seen, (starts[segment], end))))
             first = end
     return found
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredKeys(torch.autograd.Function):
     """Keys and values of all ranks. The gradient of a rank's own is the sum of what ranks found for them."""
 
     @staticmethod

@@ -52,19 +52,16 @@ def serves_heads(sizes: Iterable[AttentionSize], ranks: int) -> bool:
     return all(size.heads % ranks == 0 for size in sizes)
 
 
-def received(way: Way, size: AttentionSize, ranks: int) -> float:
-    """Elements that a rank receives in a layer's forward pass for each token of the row, and once more in the backward pass."""
-    elsewhere = (ranks - 1) / ranks
+def exchanged(way: Way, size: AttentionSize, ranks: int) -> float:
+    """Elements that a rank has after the exchanges of a layer's forward pass, for each token of the row; all but its own part of
+    them come from others. As many once more in the backward pass."""
     if way == "keys":
-        return elsewhere * size.kv_width
-    heads = size.heads / ranks
+        return float(size.kv_width)
     keys = max(size.kv_heads / ranks, 1.0)
-    return elsewhere * (heads + keys) * (size.key_size + size.value_size)
+    return (size.heads / ranks + keys) * (size.key_size + size.value_size)
 
 
-def pairs_of_most(
-    way: Way, ranks: int, lengths: Sequence[int], prefixes: Sequence[int | None]
-) -> float:
+def pairs_of_most(way: Way, ranks: int, lengths: Sequence[int], prefixes: Sequence[int | None]) -> float:
     """Pairs of a query and a key that it sees, of the rank that has the most."""
     total = sum(lengths)
     starts = [0, *accumulate(lengths)]
@@ -85,7 +82,11 @@ def pairs_of_most(
 
 
 def cheaper_way(
-    sizes: Sequence[AttentionSize], ranks: int, lengths: Sequence[int], prefixes: Sequence[int | None], itemsize: int = 2
+    sizes: Sequence[AttentionSize],
+    ranks: int,
+    lengths: Sequence[int],
+    prefixes: Sequence[int | None],
+    itemsize: int = 2,
 ) -> Way:
     """The same on every rank of a group, for it depends on nothing but these."""
     if not serves_heads(sizes, ranks):
@@ -93,7 +94,8 @@ def cheaper_way(
     total = sum(lengths)
 
     def cost(way: Way) -> float:
-        moved = sum(size.layers * received(way, size, ranks) for size in sizes) * itemsize * total
+        elements = sum(size.layers * exchanged(way, size, ranks) for size in sizes)
+        moved = (ranks - 1) / ranks * elements * itemsize * total
         pairs = pairs_of_most(way, ranks, lengths, prefixes)
         products = sum(2.0 * size.layers * size.heads * (size.key_size + size.value_size) for size in sizes) * pairs
         return 2.0 * moved * FLOP_PER_BYTE + 3.5 * products  # a backward pass has two and a half times the products
