@@ -29,6 +29,7 @@ from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
 from trimtab.model.recurrent import has_mixers, let_plans_mix
+from trimtab.model.sequence import SequenceGroup
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Unit, WeightStore
@@ -80,6 +81,8 @@ class Policy:
         """Where gradients of half-precision parameters add up, where the policy is trained."""
         self.before_layer: Callable[[int], None] = lambda _: None
         """What a layer waits for, by its number: weights that arrive while others run."""
+        self.sequence: SequenceGroup | None = None
+        """Ranks that run the same rows, each its own tokens; None: this one runs whole rows."""
         self.layer_done: Callable[[int], None] | None = None
         """Called in a backward pass with the number of a layer whose gradients are complete."""
         if check:
@@ -276,6 +279,7 @@ class WithoutAdapters:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head = policy, policy.head
+        self.sequence: SequenceGroup | None = None
 
     def present(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -293,6 +297,7 @@ class FromHost:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.head, self._device = policy, policy.head, policy.device
+        self.sequence: SequenceGroup | None = None
         layers = list(getattr(policy.body, "layers", []))
         self._units = _in_order_of_use(policy.weights, layers)
         self._needed = [sum(at <= index + 1 for at, _ in self._units) for index in range(len(layers))]

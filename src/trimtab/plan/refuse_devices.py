@@ -8,6 +8,7 @@ from __future__ import annotations
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.placement import groups_of_roles
 from trimtab.config.ranks import nearest_divisor
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job, Machine
@@ -31,6 +32,10 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     if run.shard_devices != "auto" and not device_counts(run, machine):
         what = f"{run.shard_devices} ranks hold one set of parts, but there are only {most} devices"
         raise ConfigError([Problem("run.shard_devices", what, "Write a divisor of the number of devices, or auto.")])
+    shared = max(row_ranks(run).values())
+    if shared > 1 and not device_counts(run, machine):
+        what = f"{shared} devices share each micro-batch, but there are only {most}"
+        raise ConfigError([Problem("run.sequence_parallel", what, f"Write {nearest_divisor(shared, most)}, or auto.")])
     refuse_engine_across_hosts(run, machine)
     row = unblocked_row(job) if run.shard == "full" else None
     if row is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from trimtab.base.errors import ModelError
 from trimtab.model.context import context_of
+from trimtab.model.sequence_way import AttentionSize
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,14 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Parameters that a token is multiplied by: an embedding is read, not multiplied."""
         return sum(b.active for b in self.blocks) + self.other + self.table
+
+    @property
+    def attention_sizes(self) -> tuple[AttentionSize, ...]:
+        """How the layers attend, kind by kind."""
+        return tuple(
+            AttentionSize(count, block.heads, block.kv_heads, block.head_size, block.value_size)
+            for block, count in self.kinds.items()
+        )
 
     @property
     def has_experts(self) -> bool:
