@@ -8,6 +8,7 @@ from __future__ import annotations
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.placement import groups_of_roles
 from trimtab.config.ranks import nearest_divisor
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job, Machine
@@ -26,9 +27,15 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
         where = "a CPU counts as one device" if machine.cpu else f"{_this(machine)} has one GPU"
         what = f"{run.shard} has no effect on one device, and {where}"
         raise ConfigError([Problem("run.shard", what, "Leave it out, or set run.devices.")])
+    if most == 1:
+        _refuse_parts_of_one_device(run)
     if run.shard_devices != "auto" and not device_counts(run, machine):
         what = f"{run.shard_devices} ranks hold one set of parts, but there are only {most} devices"
         raise ConfigError([Problem("run.shard_devices", what, "Write a divisor of the number of devices, or auto.")])
+    shared = max(row_ranks(run).values())
+    if shared > 1 and not device_counts(run, machine):
+        what = f"{shared} devices share each micro-batch, but there are only {most}"
+        raise ConfigError([Problem("run.sequence_parallel", what, f"Write {nearest_divisor(shared, most)}, or auto.")])
     refuse_engine_across_hosts(run, machine)
     row = unblocked_row(job) if run.shard == "full" else None
     if row is not None:
@@ -41,6 +48,14 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     if machine.here and run.shard not in ("auto", *SHARDS_BUILT):
         what = f"this version cannot run {run.shard} yet; `trimtab plan --device NAME --devices N` shows what it would take"
         raise ConfigError([Problem("run.shard", what, f"Write {', '.join(SHARDS_BUILT[:-1])} or {SHARDS_BUILT[-1]}.")])
+
+
+def _refuse_parts_of_one_device(run: Run) -> None:
+    """Raises where a run says how devices share a model, and there is one."""
+    for key, value in (("shard_devices", run.shard_devices), ("prefetch", run.prefetch)):
+        if value not in ("auto", 1):  # 1 is what a plan writes
+            what = f"is {value}, which has no effect on one device"
+            raise ConfigError([Problem(f"run.{key}", what, "Leave it out, or set run.devices.")])
 
 
 def refuse_engine_across_hosts(run: Run, machine: Machine) -> None:
@@ -60,7 +75,8 @@ def refuse_missing_devices(run: Run, machine: Machine) -> None:
     if machine.cpu:
         most = MAX_RANKS_PER_CORE * machine.cores
         if run.devices > most:
-            what = f"is {run.devices}, but this machine has {machine.cores} cores: at most {MAX_RANKS_PER_CORE} processes each"
+            cores = "1 core" if machine.cores == 1 else f"{machine.cores} cores"
+            what = f"is {run.devices}, but this machine has {cores}: at most {MAX_RANKS_PER_CORE} processes each"
             raise ConfigError([Problem("run.devices", what, f"Write {most} or less.")])
     elif run.devices > machine.devices:
         gpus = "1 GPU" if machine.devices == 1 else f"{machine.devices} GPUs"

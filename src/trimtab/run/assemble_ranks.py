@@ -23,6 +23,7 @@ from trimtab.cluster.trainer import RankedTrainer, RoleSet
 from trimtab.cluster.transfer import ChannelSetup
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
@@ -244,7 +245,7 @@ def start_ranks(
 def calibrated_on(ranks: Ranks, plan: Plan, asked: Run, updaters: Iterable[RankedUpdater], engine: Fleet) -> Plan:
     """The plan after every rank has measured two micro-batches, as one device does. Not where passes need other ranks, or whole
     gradients have no room: a rank that ran short of memory would leave the others waiting."""
-    if plan.run.shard not in ("none", "optimizer"):
+    if plan.run.shard not in ("none", "optimizer") or max(row_ranks(plan.run).values()) > 1:
         return plan
     return calibrated(plan, asked, updaters, engine, lambda job, run: worst(ranks.ask("calibrate", job, run)))
 
@@ -255,9 +256,18 @@ def ranked_updaters(
     shape = plan.job.shape
     cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
     full = plan.run.shard == "full"
-    equal = full or plan.run.shard == "gradients"
+    equal, sharing = full or plan.run.shard == "gradients", row_ranks(plan.run)
     return {
-        name: RankedUpdater(ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full)  # type: ignore[arg-type]
+        name: RankedUpdater(
+            ranks,
+            name,
+            [each.updaters[name] for each in facts],
+            stage.together,
+            cost,
+            equal,
+            full,
+            sharing,  # type: ignore[arg-type]
+        )
         for name in facts[0].updaters
     }
 

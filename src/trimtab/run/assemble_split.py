@@ -113,7 +113,7 @@ def plan_split(ready: CheckedRun, sizes: Mapping[tuple[str, ...], int], hosts: R
     def over(roles: tuple[str, ...], count: int, names: list[str]) -> RankPlan:
         pinned: dict[str, object] = {"devices": count, "placement": "auto"}
         if "actor" not in roles or count == 1:
-            pinned |= {"shard": "auto", "shard_devices": "auto"}
+            pinned |= {"shard": "auto", "shard_devices": "auto", "sequence_parallel": 1}
         if "rollout" not in roles:
             pinned |= {"engine": "native", "rollout.tensor_parallel": 1}
         mine = machine_of(machine, count)

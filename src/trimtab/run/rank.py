@@ -25,14 +25,17 @@ from trimtab.cluster.transfer import ChannelSetup, Transferred, whole_weights
 from trimtab.cluster.updater import UpdaterFacts
 from trimtab.config.known import ResolvedRun
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
+from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Recompute
 from trimtab.model.memory import Shortage, attempt, free, is_out_of_memory
+from trimtab.model.policy import AnyPolicy
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.meters import MemoryMeter
 from trimtab.plan.governor import Governor
 from trimtab.plan.job import Correction, Job
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
+from trimtab.plan.shape import ModelShape
 from trimtab.plan.trials import Trial
 from trimtab.record.behind import WriteBehind
 from trimtab.record.folder import ENGINE_LOGS
@@ -136,9 +139,14 @@ class Rank(RolloutOrders, ProfileOrders):
         meeting = Meeting(
             setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device, setup.store_host
         )
-        self._mesh = Mesh(meeting, 1 if plan.run.shard == "none" else plan.run.shard_devices)
         self._trace_file = self._folder_of(setup) / f"rank-{setup.rank}.json"
+        self._sharing = row_ranks(plan.run)
+        """Ranks that share each micro-batch, by the model."""
+        shards = 1 if plan.run.shard == "none" else plan.run.shard_devices
+        self._mesh = Mesh(meeting, shards, {size for size in self._sharing.values() if size > 1})
         self._collective = COLLECTIVE.get(plan.run.shard, frozenset())
+        if max(self._sharing.values()) > 1:
+            self._collective |= {"accumulate", "score", "time_update"}
         self._build(setup, device)
 
     def _folder_of(self, setup: RankSetup) -> Path:
@@ -192,6 +200,7 @@ class Rank(RolloutOrders, ProfileOrders):
         cut = mesh.device_mesh if isinstance(policy, ShardedPolicy) else None
         critic = None if "critic" in setup.elsewhere else stage.open_critic(config, device, cut, mesh)
         self._policy, self._reference = policy, reference
+        self._share_rows(plan.job, critic)
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
         self._trainer = LocalTrainer(
             updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,
@@ -203,6 +212,17 @@ class Rank(RolloutOrders, ProfileOrders):
         self._channel = setup.channel.open(0, device) if setup.channel is not None and setup.rank == 0 else None
         self._link.progress = self._progress
 
+    def _share_rows(self, job: Job, critic: Updater | None) -> None:
+        """Tell models which ranks run the same rows."""
+        models: list[tuple[Scored, AnyPolicy | None, ModelShape | None]] = [
+            ("policy", self._policy, job.shape),
+            ("reference", self._reference, job.shape),
+            ("critic", None if critic is None else critic.policy, job.critic),
+        ]
+        for name, model, shape in models:
+            if model is not None and shape is not None:
+                model.sequence = self._mesh.sequence_group(self._sharing[name], shape.attention_sizes)
+
     def ready(self) -> RankFacts:
         updaters = {name: facts_of(updater) for name, updater in self._updaters.items()}
         facts = policy_facts(self._policy, self._ready.tokenizer)
@@ -212,7 +232,7 @@ class Rank(RolloutOrders, ProfileOrders):
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
         self._active = updater = self._updaters[model]
-        if not updater.overlaps:
+        if not updater.overlaps or updater.policy.sequence is not None:  # others wait for this rank inside a pass, then
             return updater.accumulate_share(share, kl_coef).on_host()
         outcome = attempt(lambda: updater.accumulate_share(share, kl_coef).on_host())
         if isinstance(outcome, Shortage):
@@ -291,6 +311,8 @@ class Rank(RolloutOrders, ProfileOrders):
         scorer = self._reference if by == "reference" else self._updaters[by].policy
         assert scorer is not None
         self._active.score_share(share, scorer, field)
+        if self._rank % self._sharing[by]:
+            return []  # the first of those that share rows says it
         own = len(share.batches) - share.fillers
         return [
             (place, getattr(sample, field))

@@ -24,7 +24,15 @@ from trimtab.run.roles import Session, Trainer
 from trimtab.run.rollout_step import reward_parts
 from trimtab.run.side_by_side import side_by_side
 from trimtab.update.batch import Sample
-from trimtab.update.samples import Batch, has_critic, has_reference, optimizer_steps, set_advantages, sort_out
+from trimtab.update.samples import (
+    Batch,
+    has_critic,
+    has_reference,
+    optimizer_steps,
+    set_advantages,
+    sort_out,
+    with_gradient,
+)
 from trimtab.update.schedule import learning_rate
 from trimtab.update.stats import Scored, Trained, UpdateStats
 
@@ -146,12 +154,13 @@ def _optimize(run: Session, batch: Batch) -> tuple[list[tuple[list[Sample], Upda
     warming = has_critic(learn) and state.step < learn.critic.warmup_steps
     for number, samples in optimizer_steps(batch, learn):
         works: list[tuple[int, Callable[[], UpdateStats]]] = []
+        passed = with_gradient(samples, learn)
         if has_critic(learn):
             rate = learning_rate(learn, state.step, number, learn.critic.lr)
             works.append((trainer.place_of("critic"), partial(_step, trainer, samples, 0.0, rate, "critic")))
         if not warming:
             rate = learning_rate(learn, state.step, number)
-            works.append((trainer.place_of("policy"), partial(_step, trainer, samples, state.kl_coef, rate, "policy")))
+            works.append((trainer.place_of("policy"), partial(_step, trainer, passed, state.kl_coef, rate, "policy")))
         found = side_by_side(works)
         if has_critic(learn):
             valued.append(found[0])
@@ -160,6 +169,7 @@ def _optimize(run: Session, batch: Batch) -> tuple[list[tuple[list[Sample], Upda
         if warming:
             continue
         stats = found[-1]
+        stats.without_gradient = len(samples) - len(passed)
         done.append((samples, stats))
         note_outcome(state, stats, observer, "at RUN/samples for what the model writes")
         if stop := newly_waiting():
