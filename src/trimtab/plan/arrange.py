@@ -228,7 +228,7 @@ class _Search:
             job, machine = job_of_roles(self.job, roles), machine_of(self.machine, devices)
             values: dict[str, object] = {"devices": devices, "placement": "split"}
             if "actor" not in roles or devices == 1:
-                values |= {"shard": "auto", "shard_devices": "auto", "sequence_parallel": "auto"}
+                values |= {"shard": "auto", "shard_devices": "auto", "sequence_parallel": 1}
             if "rollout" not in roles:
                 values |= {"engine": "native", "rollout.tensor_parallel": 1}
             self.plans[key] = RoleGroup(

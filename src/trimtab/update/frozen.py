@@ -16,7 +16,7 @@ from trimtab.model.policy import AnyPolicy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.pass_clock import PassClock
-from trimtab.update.shares import Share, pack_samples
+from trimtab.update.shares import Share, cap, pack_samples
 from trimtab.update.updater import Progress
 
 
@@ -68,6 +68,10 @@ class FrozenScorer:
             log.progress = (number - 1, len(loads), "micro-batches")
             place_of = {id(sample): place for sample, place in zip(samples, places)}
             yield MicroBatch.build(samples, self.device, place_of)
+
+    def longest(self, samples: Sequence[Sample], policy: AnyPolicy | None = None) -> int:
+        """Its ranks run their own rows."""
+        return cap(samples, 0)
 
     def abandon(self) -> None:
         free(self.device)
