@@ -110,7 +110,7 @@ def test_a_hybrid_learns_from_worked_answers(name: str, hybrid_folders: dict[str
         "data": ROWS[:24], "eval_data": ROWS[24:], "learn": {"steps": 12, "sequences_per_step": 8, "lr": 1e-2},
     }  # fmt: skip
     run = running.train(hybrid_folders[name], tmp_path, usual, {}, "sft")
-    losses = [row["policy/loss"] for row in run.metrics if "policy/loss" in row]
+    losses = [row["sft/loss"] for row in run.metrics if "sft/loss" in row]
     assert losses[-1] < losses[0] - 0.5
     assert_loads_anywhere(run.folder / "final")
 

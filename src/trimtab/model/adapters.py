@@ -16,7 +16,12 @@ from transformers.pytorch_utils import Conv1D
 
 from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, Problem
 from trimtab.config.schema import Lora
+from trimtab.model.context import TOKENWISE_LAYERS
 from trimtab.model.transfer import apart
+
+
+NO_ADAPTERS_ON_OUT_PROJ = {"falcon_h1", "nemotron_h"}
+"""Families that PEFT refuses them for: a kernel of theirs reads that weight alone."""
 
 
 def has_adapters(model: Any) -> bool:
@@ -27,12 +32,17 @@ def refuse_unknown_targets(lora: Lora, config: Any, trust_remote_code: bool) -> 
     """Refuse a wrong name in `targets` by the architecture alone, before any weight is read."""
     if lora.targets == "all-linear":
         text = config.get_text_config()
-        if any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+        named = TOKENWISE_LAYERS.intersection(getattr(text, "layer_types", None) or [])
+        experts = any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+        if experts and named != {"mlp"}:  # a config may state experts that none of its layers has
             raise ConfigError([ADAPTERS_ON_EXPERTS])
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+    if config.get_text_config().model_type in NO_ADAPTERS_ON_OUT_PROJ and "out_proj" in lora.targets:
+        what = f"PEFT puts no adapters on out_proj of a {config.get_text_config().model_type} model"
+        raise ConfigError([Problem("model.lora.targets", what, "Leave it out, or write all-linear, which does.")])
     unknown = [target for target in lora.targets if not any(f".{name}".endswith(f".{target}") for name in names)]
     if unknown or not lora.targets:
         what = f"{type(model).__name__} has no linear layer {', '.join(unknown)}" if unknown else "the list is empty"
@@ -45,6 +55,7 @@ def add_adapters(model: Any, lora: Lora, seed: int) -> PeftModel:
     settings = LoraConfig(
         r=lora.r, lora_alpha=2 * lora.r if lora.alpha is None else lora.alpha, target_modules=lora.targets, lora_dropout=0.0,
         bias="none", task_type="CAUSAL_LM",
+        exclude_modules=["out_proj"] if model.config.model_type in NO_ADAPTERS_ON_OUT_PROJ else None,
     )  # fmt: skip
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
