@@ -72,7 +72,13 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
-_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, "num_experts": 0},
     "qwen3_5_text": _DELTA,

@@ -19,7 +19,6 @@ from trimtab.config.schema import Lora
 from trimtab.model.context import TOKENWISE_LAYERS
 from trimtab.model.transfer import apart
 
-
 NO_ADAPTERS_ON_OUT_PROJ = {"falcon_h1", "nemotron_h"}
 """Families that PEFT refuses them for: a kernel of theirs reads that weight alone."""
 
