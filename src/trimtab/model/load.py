@@ -27,6 +27,7 @@ from trimtab.model.adapters import has_adapters, merged_state
 from trimtab.model.context import HYBRIDS, served_layers
 from trimtab.model.names import inside_run, near_models
 from trimtab.model.transfer import host_state
+from trimtab.model.versions import STATES_ARE_HANDED
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
 
@@ -228,6 +229,11 @@ def refuse_unsupported(made: Any, name: str, config: Any) -> None:
         served = " and ".join(sorted(served_layers(kind)))
         raise ModelError(
             f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only."
+        )
+    if kind in HYBRIDS and not STATES_ARE_HANDED:
+        raise ModelError(
+            f"{name} has layers that carry a state, which this version of transformers does not hand over. "
+            "Install transformers 5.22 or newer."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Trimtab trains decoder-only models.")
