@@ -25,6 +25,7 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 MOE = {"num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "head_dim": 4}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -36,6 +37,48 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "mixtral": {"num_local_experts": 4, **MOE},
     "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "decoder_sparse_step": 1, **MOE},
+    "olmoe": {"num_experts": 4, **MOE},
+    "qwen2_moe": {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 4,
+        "decoder_sparse_step": 1,
+        **MOE,
+    },
+    "deepseek_v2": {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "num_key_value_heads": 4,
+        "routed_scaling_factor": 1.5,
+        "topk_method": "greedy",
+        **LATENT,
+        **MOE,
+    },
+    "deepseek_v3": {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 12,
+        "num_key_value_heads": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        **LATENT,
+        **MOE,
+    },
+    "glm4_moe": {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        **MOE,
+    },
     "granite": {"logits_scaling": 2.0},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5, "rope_scaling": None, **MOE},
 }

@@ -129,4 +129,4 @@ def _explicit_attention(
         weights = torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
     else:
         weights = torch.softmax(scores, -1)
-    return torch.einsum("nkgls,nksd->nkgld", weights.to(v_NKSD.dtype), v_NKSD).reshape(n, heads, length, size)
+    return torch.einsum("nkgls,nksd->nkgld", weights.to(v_NKSD.dtype), v_NKSD).reshape(n, heads, length, -1)

@@ -48,6 +48,11 @@ class PackedPlan:
         ]
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
+    @property
+    def prefixes(self) -> list[int | None]:
+        """The segment that each continues from."""
+        return self._prefixes
+
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest sequence that any segment ends."""
@@ -118,7 +123,7 @@ class PackedPlan:
     @cached_property
     def _copies(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._keys_seen is not None
-        return _copies_of(self._keys_seen, sum(self.lengths))
+        return copies_of(self._keys_seen, sum(self.lengths))
 
     def _rows(self, run: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
         """Neighbouring segments of equal length as the rows of one dense call."""
@@ -143,7 +148,7 @@ class PackedPlan:
 
 def take_rows(x_TX: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
     """Rows of x, some of them several times; on a GPU the gradients of such copies add up in float32, in order."""
-    return _take(x_TX, rows_S, lambda: _copies_of(rows_S, x_TX.shape[0]))
+    return _take(x_TX, rows_S, lambda: copies_of(rows_S, x_TX.shape[0]))
 
 
 def _take(
@@ -156,7 +161,7 @@ def _take(
     return x_TX.index_select(0, rows_S)
 
 
-def _copies_of(rows_S: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def copies_of(rows_S: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the copies of each of `count` rows lie: an order of all copies, and where in it each row's begin."""
     row, order = torch.sort(rows_S, stable=True)
     return order, torch.searchsorted(row, torch.arange(count + 1, device=rows_S.device))

@@ -76,9 +76,8 @@ class Arrangement:
 
     @property
     def built(self) -> bool:
-        """This version can run it: all together, or rollout alone on devices of its own."""
-        apart = [group.roles for group in self.groups if "actor" not in group.roles]
-        return self.kind == "colocated" or apart == [("rollout",)]
+        """This version can run it: rollout is alone on its devices, or with the actor."""
+        return self.kind == "colocated" or "actor" in self.rollout.roles or self.rollout.roles == ("rollout",)
 
     @property
     def trainer(self) -> RoleGroup:
@@ -148,7 +147,7 @@ def _why(chosen: Arrangement, others: list[Arrangement], asked: str) -> str:
         return "the fastest of the split placements that fit"
     rivals = [one for one in others if one.staleness == chosen.staleness and one.kind != chosen.kind]
     if not rivals:
-        return "roles take turns on the same devices" if chosen.kind == "colocated" else "no other placement fits"
+        return "roles take turns on the same devices" if chosen.kind == "colocated" else "all roles on the same devices do not fit"
     gain = rivals[0].times.total / chosen.times.total
     if chosen.kind == "colocated":
         if gain < 1:
@@ -229,7 +228,7 @@ class _Search:
             job, machine = job_of_roles(self.job, roles), machine_of(self.machine, devices)
             values: dict[str, object] = {"devices": devices, "placement": "split"}
             if "actor" not in roles or devices == 1:
-                values |= {"shard": "auto", "shard_devices": "auto"}
+                values |= {"shard": "auto", "shard_devices": "auto", "sequence_parallel": "auto"}
             if "rollout" not in roles:
                 values |= {"engine": "native", "rollout.tensor_parallel": 1}
             self.plans[key] = RoleGroup(

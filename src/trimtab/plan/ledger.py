@@ -26,6 +26,7 @@ from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, upd
 from trimtab.plan.job import NO_CORRECTION, Job, Machine
 from trimtab.plan.kv import STATES, carried_bytes
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.rows import row_here
 from trimtab.plan.states import (
     FROZEN,
     buffer_bytes,
@@ -171,10 +172,12 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
 
 
 def _nccl(place: Placement) -> dict[str, int]:
-    """One communicator of all ranks, and two more where several sets of parts are added up."""
+    """One communicator of all ranks, two more where several sets of parts are added up, and one for each size of a set of ranks
+    that share micro-batches."""
     if place.devices == 1:
         return {}
-    return {NCCL: NCCL_BYTES * (3 if place.copies > 1 and place.state_parts > 1 else 1)}
+    sharing = len({n for n in place.rows if n not in (1, place.devices)})
+    return {NCCL: NCCL_BYTES * ((3 if place.copies > 1 and place.state_parts > 1 else 1) + sharing)}
 
 
 def _training_phases(
@@ -193,7 +196,7 @@ def _training_phases(
             (
                 _phase("update", resident | gathered | buffer_bytes(job, place) | work | stays, host)
                 for work in (
-                    {"gradients": states["gradients"]} | _updating(job, machine, run, path),
+                    {"gradients": states["gradients"]} | _updating(job, machine, run, path, place.rows.policy),
                     {"gradients": states["gradients"], EMBEDDING_GRADIENT: embedding_gradient(job, first=False)},
                     *_improving_critic(job, machine, run, path, place),
                 )
@@ -298,9 +301,15 @@ def _scoring(
 ) -> dict[str, int]:
     if not (job.compared or job.old_logprobs or job.critic or job.frozen):
         return resident
-    row = job.row(min(run.score_token_budget, most_tokens(job, place.devices)))
+    rows = place.rows
+    fewest = min(rows.policy, rows.reference) if job.compared else rows.policy
+    models = [(job.shape, fewest), (job.critic, rows.critic), *((shape, fewest) for shape in job.frozen)]
     work = max(
-        (score_peak(shape, row, path) for shape in (job.shape, job.critic, *job.frozen) if shape is not None),
+        (
+            score_peak(shape, row_here(job, run.score_token_budget, ranks, place.devices), path)
+            for shape, ranks in models
+            if shape is not None
+        ),
         key=lambda found: sum(found.values()),
     )
     visiting = {}
@@ -309,17 +318,10 @@ def _scoring(
     return resident | visiting | gathered_bytes(job, place) | work
 
 
-def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath) -> dict[str, int]:
-    budget = min(run.token_budget, most_tokens(job, machine.devices))
+def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath, sharing: int) -> dict[str, int]:
+    """`sharing`: ranks that share each micro-batch."""
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
-    return update_work(job, job.row(budget), path) | rounding
-
-
-def most_tokens(job: Job, devices: int) -> int:
-    """Most tokens of a rank's micro-batch, however large its budget: its share of the step, and a sequence by which it may have
-    more than others."""
-    share = -(-job.step_row.tokens // devices) + (job.longest_trained if devices > 1 else 0)
-    return max(job.longest_trained, min(job.step_row.tokens, share))
+    return update_work(job, row_here(job, run.token_budget, sharing, machine.devices), path) | rounding
 
 
 def embedding_gradient(job: Job, *, first: bool) -> int:
@@ -337,7 +339,7 @@ def _improving_critic(
     critic = replace(job, shape=job.critic)
     trained = {"gradients": gradient_bytes(job, critic_trained(job), place)}
     passing = gathered_bytes(critic, place) | buffer_bytes(critic, place)
-    return [trained | passing | _updating(critic, machine, run, critic_path(path))]
+    return [trained | passing | _updating(critic, machine, run, critic_path(path), place.rows.critic)]
 
 
 def critic_path(path: UpdatePath) -> UpdatePath:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.placement import TENSOR_CUTS, Placement, device_counts, placements
+from trimtab.plan.placement import TENSOR_CUTS, Placement, device_counts, placements, row_cuts
 from trimtab.plan.planner import (
     ENGINE_OVER_DEVICES,
     MIN_SPEEDUP_OF_OTHER_ENGINE,
@@ -23,6 +23,7 @@ from trimtab.plan.planner import (
     make_plan,
     within,
 )
+from trimtab.plan.rows import RowRanks
 from trimtab.plan.rules import why_placed
 from trimtab.plan.sizes import SMALLEST
 from trimtab.plan.states import least_bytes
@@ -56,7 +57,7 @@ def _shortest(plans: list[Plan]) -> float:
 def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) -> Plan:
     """The best plan on so many devices. A rollout copy is cut over several only where nothing else fits, or the native engine is
     slow, as it is with experts."""
-    plan = _simplest_fast(run, job, machine, profile, placements(run, job, machine, devices))
+    plan = _with_shared_rows(run, job, machine, profile, devices)
     enough = plan.fits and not job.shape.has_experts
     if enough or devices == 1 or not _may_cut(run, job, machine):
         return plan
@@ -70,6 +71,25 @@ def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) ->
         return min(tried, key=lack)
     slower = {True: 1.0, False: MIN_SPEEDUP_OF_OTHER_ENGINE}  # as in choosing an engine on one device
     return min(fitting, key=lambda one: slower[one is plan or not plan.fits] * one.times.total)
+
+
+def _with_shared_rows(run: Run, job: Job, machine: Machine, profile: str, devices: int) -> Plan:
+    """The best plan on so many devices with whole rollout copies. Micro-batches are shared by several ranks only where a sequence
+    does not fit otherwise, or activations would have to wait in host memory for it and that is slower."""
+
+    def sharing(ranks: int) -> Plan:
+        rows = RowRanks(ranks, ranks, ranks)
+        return _simplest_fast(run, job, machine, profile, placements(run, job, machine, devices, rows=rows))
+
+    plan = sharing(1)
+    open_ = run.sequence_parallel == "auto" and (job.training or job.compared) and not machine.cpu
+    if not open_ or (plan.fits and not plan.run.offload.activations):
+        return plan
+    for ranks in row_cuts(devices):
+        shared = sharing(ranks)
+        if shared.fits and (not plan.fits or shared.times.total < plan.times.total):
+            return shared
+    return plan
 
 
 def _may_cut(run: Run, job: Job, machine: Machine) -> bool:

@@ -323,6 +323,7 @@ class _Clock(_Rates):
             self._one_update(),
             Passes(self._scorings * scoring.count, scoring.seconds),
             self.run.overlap,
+            self.run.checkpoint_activations is True,
         )
 
     def _gate_up_share(self) -> float:
@@ -347,9 +348,11 @@ class _Clock(_Rates):
         return Passes(count, seconds / count if self.machine.cpu else max(seconds / count, shape.layers * launch))
 
     def _dealt(self, budget: int) -> Deal:
-        if self.machine.devices == 1:
+        sharing = self.place.rows.policy
+        if self.machine.devices == sharing:
+            budget *= sharing
             return Deal(1.0, max(1, -(-self.job.expected_row.tokens // budget)))
-        return deal(self.job, self.machine.devices, budget)
+        return deal(self.job, self.machine.devices // sharing, budget * sharing)
 
     def _optimizer_step(self) -> float:
         job = self.job

@@ -31,7 +31,8 @@ def plan_evaluation(config: ResolvedConfig, device: torch.device, lengths: Lengt
         stated = replace(stated_models(config, shape, machine.cpu), adapters=0, critic=None)
         return evaluation_job_of(config, stated, lengths)
 
-    return plan_over(config.run.with_values({"shard": "auto", "shard_devices": "auto"}), device, job)
+    whole = {"shard": "auto", "shard_devices": "auto", "sequence_parallel": "auto"}
+    return plan_over(config.run.with_values(whole), device, job)
 
 
 def open_fleet(
