@@ -14,8 +14,8 @@ from typing import Any
 
 from trimtab.base.errors import ModelError
 from trimtab.model.context import context_of
-from trimtab.plan.mixing import Mixing
 from trimtab.model.sequence_way import AttentionSize
+from trimtab.plan.mixing import Mixing
 
 
 @dataclass(frozen=True)
