@@ -61,7 +61,7 @@ def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) ->
     enough = plan.fits and not job.shape.has_experts
     if enough or devices == 1 or not _may_cut(run, job, machine):
         return plan
-    heads = min(block.kv_heads for block in job.shape.kinds)
+    heads = min(block.kv_heads for block in job.shape.kinds if block.kv_heads)
     tried = [plan]
     for cut in TENSOR_CUTS:
         if cut <= min(devices, machine.per_host) and heads % cut == 0 and devices % cut == 0:
@@ -82,7 +82,7 @@ def _with_shared_rows(run: Run, job: Job, machine: Machine, profile: str, device
         return _simplest_fast(run, job, machine, profile, placements(run, job, machine, devices, rows=rows))
 
     plan = sharing(1)
-    open_ = run.sequence_parallel == "auto" and (job.training or job.compared) and not machine.cpu
+    open_ = run.sequence_parallel == "auto" and (job.training or job.compared) and not machine.cpu and not job.shape.carries
     if not open_ or (plan.fits and not plan.run.offload.activations):
         return plan
     for ranks in row_cuts(devices):

@@ -36,6 +36,9 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     if shared > 1 and not device_counts(run, machine):
         what = f"{shared} devices share each micro-batch, but there are only {most}"
         raise ConfigError([Problem("run.sequence_parallel", what, f"Write {nearest_divisor(shared, most)}, or auto.")])
+    if shared > 1 and job.shape.carries:
+        what = f"cuts rows between tokens, and {job.shape.kind} has layers that carry a state from one token to the next"
+        raise ConfigError([Problem("run.sequence_parallel", what, "Write 1 or auto.")])
     refuse_engine_across_hosts(run, machine)
     row = unblocked_row(job) if run.shard == "full" else None
     if row is not None:
