@@ -19,8 +19,8 @@ def row_ranks(run: Run) -> dict[RowRole, int]:
 
 
 def longest_here(run: Run, longest: int, budget: str) -> int:
-    """Tokens that a device has of the longest sequence, for `token_budget` or `score_token_budget`; of a model that shares its rows
-    among the fewest."""
+    """Tokens that a device has of the longest sequence, for `token_budget` or `score_token_budget`; of a model that shares its
+    rows among the fewest."""
     passing = ROLES if budget != "token_budget" else ("policy", "critic")
     return -(-longest // min(row_ranks(run)[role] for role in passing))
 

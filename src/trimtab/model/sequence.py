@@ -1,6 +1,6 @@
 """A packed row that is cut over several ranks token by token, and attention over it (`run.sequence_parallel`).
 
-Everything in a layer but attention is done token by token, so each rank runs its own tokens, and only the plan knows of the others.
+Everything in a layer but attention is done token by token, so each rank runs its own tokens; only the plan knows of others.
 No padding: ranks' parts may differ by a token. Two ways, equal to the whole row in outputs and gradients:
 
     heads   ranks exchange tokens for heads, attend over the whole row with a part of the heads each, and exchange back (Ulysses).
@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -86,7 +86,7 @@ class CutRow:
         """Those of some places of the row that are here. `rows_R`, in host memory, is the same on all ranks of the group."""
         owner_T = torch.empty(len(self._place_T), dtype=torch.int64)
         ends = [0, *accumulate(self.counts)]
-        for rank, (first, last) in enumerate(zip(ends, ends[1:])):
+        for rank, (first, last) in enumerate(pairwise(ends)):
             owner_T[self._by_rank[first:last]] = rank
         owner_R = owner_T[rows_R]
         chosen = [(owner_R == rank).nonzero()[:, 0] for rank in range(self.group.ranks)]
@@ -95,8 +95,8 @@ class CutRow:
         order = torch.cat(chosen)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
-        there = (to_device(one, self._device) for one in (mine, here, back))
-        return OwnRows(self.group, *there, [len(one) for one in chosen])
+        mine, here, back = (to_device(one, self._device) for one in (mine, here, back))
+        return OwnRows(self.group, mine, here, back, [len(one) for one in chosen])
 
 
 @dataclass(frozen=True)

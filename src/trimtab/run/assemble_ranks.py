@@ -46,6 +46,7 @@ from trimtab.run.shapes import shape_of, stated_models
 from trimtab.run.stage import CheckedRun, OnWait, Stage
 from trimtab.update.guard import Guard
 from trimtab.update.shares import Cost
+from trimtab.update.stats import Trained
 
 STALL_STEPS = 5
 """Work that stands still for so many predicted steps hangs."""
@@ -245,18 +246,12 @@ def ranked_updaters(stage: Stage, plan: Plan, ranks: Ranks, facts: list[RankFact
     cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
     full = plan.run.shard == "full"
     equal, sharing = full or plan.run.shard == "gradients", row_ranks(plan.run)
+    names: list[Trained] = list(facts[0].updaters)  # type: ignore[arg-type]
     return {
         name: RankedUpdater(
-            ranks,
-            name,
-            [each.updaters[name] for each in facts],
-            stage.together,
-            cost,
-            equal,
-            full,
-            sharing,  # type: ignore[arg-type]
+            ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full, sharing
         )
-        for name in facts[0].updaters
+        for name in names
     }
 
 
