@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,10 +78,13 @@ class Ranks:
         stall_s: float = MIN_STALL_S,
         start: StartRank = start_here,
         on_end: Callable[[], None] = lambda: None,
+        name: str = "",
     ) -> None:
         """Start a rank for each of `setups`. `variables`: of its environment. `tell`: called with what ranks say on their own.
-        `on_end`: called when none is left."""
-        self._on_end = on_end
+        `on_end`: called when none is left. `name`: of this set, where a run has several."""
+        self._on_end, self._name = on_end, f"{name} " if name else ""
+        self._asking = threading.RLock()
+        """Orders for all ranks come from one thread at a time: another waits."""
         self._tell, self._stall_s, self._log_folder = tell, max(MIN_STALL_S, stall_s), logs
         logs.mkdir(parents=True, exist_ok=True)
         self._ranks: list[_Rank] = []
@@ -113,8 +117,9 @@ class Ranks:
 
     def ask_each(self, method: str, args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
         """An order with arguments of its own for each rank."""
-        self._order([(rank, Order(method, own, kwargs)) for rank, own in zip(self._ranks, args, strict=True)])
-        return self._returned(list(self._ranks), self._patience(method))
+        with self._asking:
+            self._order([(rank, Order(method, own, kwargs)) for rank, own in zip(self._ranks, args, strict=True)])
+            return self._returned(list(self._ranks), self._patience(method))
 
     def begin(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> None:
         """An order for some ranks, by number, whose messages are then heard one by one."""
@@ -293,4 +298,4 @@ class Ranks:
         self.kill()
         log = os.path.relpath(rank.process.log)
         said = f" Last lines of {log}:\n{lines}" if lines else ""
-        return RankLost(f"rank {rank.number}{rank.process.place} is lost: {why.rstrip('.')}.{said}")
+        return RankLost(f"{self._name}rank {rank.number}{rank.process.place} is lost: {why.rstrip('.')}.{said}")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
+from trimtab.model.recurrent import Mixer, PackedMixing
 from trimtab.model.transfer import to_device
 from trimtab.model.versions import grouped_varlen_attn
 
@@ -108,6 +109,13 @@ class PackedPlan:
         seen = [(before + length) * count for before, length, count in self.runs]
         parts = zip(q_THD.split(own), k_TKD.split(seen), v_TKD.split(seen))
         return torch.cat([self._rows(run, q, k, v, rules) for run, (q, k, v) in enumerate(parts)])
+
+    @cached_property
+    def _mixing(self) -> PackedMixing:
+        return PackedMixing(self.lengths, self._prefixes, self.device, take_rows)
+
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        return self._mixing(mixer, x_TE)
 
     def _lay_out(self, x_TKD: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return _take(x_TKD, seen, lambda: self._copies)

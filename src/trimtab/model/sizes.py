@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-FUSED_FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
+FUSED_FAMILIES = {
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "qwen3_moe", "mixtral", "qwen2_moe",
+}  # fmt: skip
 """Model families (`model_type`) that have fused layers (model/parts.py)."""
 TOKEN_SUM_PROGRAMS = 2112
 """Most Triton programs of a kernel that sums over tokens (model/kernels/train.py): 16 for each multiprocessor of an H200."""

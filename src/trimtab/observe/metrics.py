@@ -79,6 +79,7 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
         "run/max_microbatch_tokens": float(max(stats.largest for stats in done)),
         "run/microbatches": float(microbatches),
         "run/packing_fill": sum(stats.row_tokens for stats in done) / room,
+        "run/samples_without_gradient": float(sum(stats.without_gradient for stats in done)),
         "run/skipped_updates": float(sum(not stats.applied for stats in done)),
     }
     behind = [stats.behind for stats in done if stats.behind is not None]

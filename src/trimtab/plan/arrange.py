@@ -76,9 +76,8 @@ class Arrangement:
 
     @property
     def built(self) -> bool:
-        """This version can run it: all together, or rollout alone on devices of its own."""
-        apart = [group.roles for group in self.groups if "actor" not in group.roles]
-        return self.kind == "colocated" or apart == [("rollout",)]
+        """This version can run it: rollout is alone on its devices, or with the actor."""
+        return self.kind == "colocated" or "actor" in self.rollout.roles or self.rollout.roles == ("rollout",)
 
     @property
     def trainer(self) -> RoleGroup:
@@ -148,7 +147,7 @@ def _why(chosen: Arrangement, others: list[Arrangement], asked: str) -> str:
         return "the fastest of the split placements that fit"
     rivals = [one for one in others if one.staleness == chosen.staleness and one.kind != chosen.kind]
     if not rivals:
-        return "roles take turns on the same devices" if chosen.kind == "colocated" else "no other placement fits"
+        return "roles take turns on the same devices" if chosen.kind == "colocated" else "all roles on the same devices do not fit"
     gain = rivals[0].times.total / chosen.times.total
     if chosen.kind == "colocated":
         if gain < 1:

@@ -364,7 +364,9 @@ def _kv_memory(run: ResolvedRun, case: Case, fifths: int) -> tuple[int, str]:
         )
     if whole <= least:
         return least, WHAT_FITS
-    return room, "all memory that is left; lent to the update between rollouts" if lent else SHARED
+    if not lent:
+        return room, SHARED
+    return room, "all memory that is left" + ("; lent to the update between rollouts" if job.training else "")
 
 
 def _kv_room(run: ResolvedRun, case: Case) -> int:

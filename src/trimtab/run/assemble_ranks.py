@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trimtab.cluster.mesh import LOCALHOST, open_store
 from trimtab.cluster.process import StartRank, start_here
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
-from trimtab.cluster.trainer import RankedTrainer
+from trimtab.cluster.trainer import RankedTrainer, RoleSet
 from trimtab.cluster.transfer import ChannelSetup
 from trimtab.cluster.updater import RankedUpdater
 from trimtab.config.resolved import ResolvedConfig, with_offline_plan, with_plan
@@ -41,6 +42,7 @@ from trimtab.run.engines import gives_way, native_instead
 from trimtab.run.machine import machine_of_run
 from trimtab.run.rank import RankFacts, RankSetup
 from trimtab.run.ray_hosts import RayHosts, paths_of
+from trimtab.run.role_rank import RoleFacts, RoleSetup
 from trimtab.run.same_ranks import refuse_unequal_software
 from trimtab.run.shapes import shape_of, stated_models
 from trimtab.run.stage import CheckedRun, OnWait, Stage
@@ -199,17 +201,22 @@ def start_ranks(
     logs: Path,
     recoveries: Recoveries,
     channel: ChannelSetup | None = None,
+    elsewhere: frozenset[str] = frozenset(),
+    roles: tuple[str, ...] = (),
 ) -> Ranks:
-    """Start a rank for each device. `channel`: where other ranks generate, how they are sent weights."""
+    """Start a rank for each device. `channel`: where other ranks generate, how they are sent weights. `elsewhere`: roles that
+    other ranks have. `roles`: of ranks that have only these, and not the policy's training."""
     plan, count, hosts = planned.plan, len(planned.devices), planned.hosts
     host = LOCALHOST if hosts is None else hosts.driver
     store = open_store(host)
     known = CheckedRun(ready.config, ready.device, ready.folder, ready.tokenizer, [], ready.lengths, ())
     models = stage.reward_models(ready)
-    paths = () if models is None else tuple(models.paths)
+    mine = "reward" not in elsewhere if not roles else "reward" in roles
+    paths = tuple(models.paths) if models is not None and mine else ()
     prefix, backend = f"ranks-{os.getpid()}-{next(_sets)}", planned.backend
+    make = partial(RoleSetup, roles=roles) if roles else RankSetup
     setups = [
-        RankSetup(
+        make(
             rank,
             count,
             store.port,
@@ -224,11 +231,13 @@ def start_ranks(
             planned.devices,
             host,
             channel,
+            elsewhere,
         )
         for rank, device in enumerate(planned.devices)
     ]
     read = paths_of(ready.config, paths, checkpoint)
-    ranks = open_ranks("trimtab.run.rank", planned, setups, logs, ready, read, recoveries)
+    module, name = ("trimtab.run.role_rank", roles[0]) if roles else ("trimtab.run.rank", "")
+    ranks = open_ranks(module, planned, setups, logs, ready, read, recoveries, name)
     ranks.store = store  # it lives as long as they do
     return ranks
 
@@ -241,7 +250,9 @@ def calibrated_on(ranks: Ranks, plan: Plan, asked: Run, updaters: Iterable[Ranke
     return calibrated(plan, asked, updaters, engine, lambda job, run: worst(ranks.ask("calibrate", job, run)))
 
 
-def ranked_updaters(stage: Stage, plan: Plan, ranks: Ranks, facts: list[RankFacts]) -> dict[str, RankedUpdater]:
+def ranked_updaters(
+    stage: Stage, plan: Plan, ranks: Ranks, facts: Sequence[RankFacts | RoleFacts]
+) -> dict[str, RankedUpdater]:
     shape = plan.job.shape
     cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
     full = plan.run.shard == "full"
@@ -263,8 +274,9 @@ def open_ranks(
     ready: CheckedRun,
     paths: Mapping[str, str],
     recoveries: Recoveries,
+    name: str = "",
 ) -> Ranks:
-    """Start a program for each device, wherever these are. `paths`: what the programs read there."""
+    """Start a program for each device, wherever these are. `paths`: what the programs read there. `name`: of this set."""
 
     def tell(kind: str, text: str) -> None:
         (recoveries.restarted if kind == "restarted" else recoveries.of_engine)(text)
@@ -281,7 +293,15 @@ def open_ranks(
         on_end = placed.pop_all().close
     stall_s = STALL_STEPS * plan.times.total
     return Ranks(
-        module, setups, logs, variables=[variables] * count, tell=tell, stall_s=stall_s, start=start, on_end=on_end
+        module,
+        setups,
+        logs,
+        variables=[variables] * count,
+        tell=tell,
+        stall_s=stall_s,
+        start=start,
+        on_end=on_end,
+        name=name,
     )
 
 
@@ -296,9 +316,10 @@ def ranked_trainer(
     recoveries: Recoveries,
     updaters: Mapping[str, RankedUpdater] | None = None,
     automatic: bool | None = None,
+    beside: Sequence[RoleSet] = (),
 ) -> RankedTrainer:
     """`engine`: what shares the devices' memory with the update. `updaters`, and whether micro-batches are the planner's own
-    choice: where these are known already."""
+    choice: where these are known already. `beside`: ranks with other models."""
     updaters = ranked_updaters(stage, plan, ranks, facts) if updaters is None else updaters
     job, asked = plan.job, ready.config.run
     longest = job.longest_sequence if job.generates else job.longest_trained
@@ -310,4 +331,4 @@ def ranked_trainer(
     updates = config.learn.updates_per_batch if isinstance(config, ResolvedConfig) else 1
     automatic = is_automatic(asked, plan) if automatic is None else automatic
     governor = Governor(plan, automatic, asked.checkpoint_activations == "auto", updates)
-    return RankedTrainer(ranks, guard, governor, critic)
+    return RankedTrainer(ranks, guard, governor, critic, beside)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from trimtab.base.errors import ConfigError, Problem
 from trimtab.config.load import Offline
 from trimtab.config.row_ranks import longest_here
@@ -144,7 +147,9 @@ class OfflineStage(ABC):
     def reward_models(self, ready: Any) -> None:
         return None
 
-    def open_critic(self, config: Offline, policy: Policy, peers: Peers) -> Updater | None:
+    def open_critic(
+        self, config: Offline, device: torch.device, mesh: DeviceMesh | None, peers: Peers
+    ) -> Updater | None:
         return None
 
     def shorter(self, config: Offline) -> str:

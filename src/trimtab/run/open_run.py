@@ -34,7 +34,7 @@ from trimtab.run.build import card_facts, spare_the_collector
 from trimtab.run.facts import run_facts, uuids_of
 from trimtab.run.inputs import Inputs
 from trimtab.run.profile import check_profile, open_profile
-from trimtab.run.ray_hosts import open_hosts
+from trimtab.run.ray_hosts import RayHosts, open_hosts
 from trimtab.run.resume import load_or_init_state
 from trimtab.run.stage import CheckedRun, Stage
 
@@ -83,7 +83,7 @@ def open_run(
     if ready.before_loading:
         console.note(ready.before_loading)
     recoveries = Recoveries(state, console.warn)
-    planned = _plan(ready, inputs)
+    planned = plan_of(ready, inputs.hosts)
     profiled = check_profile(
         inputs.profile, state.step, steps, 1 if planned is None else len(planned.devices), console.warn
     )
@@ -132,10 +132,10 @@ def _watch(parts: BuiltRun, stack: ExitStack) -> DeviceWatch | None:
     return devices
 
 
-def _plan(ready: CheckedRun, inputs: Inputs) -> RankPlan | SplitPlan | None:
+def plan_of(ready: CheckedRun, hosts: RayHosts | None) -> RankPlan | SplitPlan | None:
     """The plan of a run on several devices; None where it runs on one, whose plan is made with its models."""
     sizes = split_sizes(ready.config)
-    return plan_ranks(ready, inputs.hosts) if sizes is None else plan_split(ready, *sizes, inputs.hosts)
+    return plan_ranks(ready, hosts) if sizes is None else plan_split(ready, sizes, hosts)
 
 
 def _builder(planned: RankPlan | SplitPlan | None) -> Callable[..., BuiltRun]:

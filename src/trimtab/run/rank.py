@@ -84,6 +84,8 @@ class RankSetup:
     """The driver's machine, as ranks see it."""
     channel: ChannelSetup | None = None
     """Where other ranks generate: how they are sent weights."""
+    elsewhere: frozenset[str] = frozenset()
+    """Roles of the run that other ranks have."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Rank(RolloutOrders, ProfileOrders):
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
         stage, ready, plan, mesh = setup.stage, setup.ready, setup.plan, self._mesh
-        asked = ready.config.run
+        asked, compares = ready.config.run, "reference" not in setup.elsewhere
         self._ready, self._rank, self._ranks, self._device = ready, setup.rank, setup.ranks, device
         logs = ready.folder / ENGINE_LOGS / f"rank-{setup.rank}"
         self._copy = HostCopy(device) if CHECKPOINT_COPY in plan.ledger["checkpoint"].host else None
@@ -166,15 +168,18 @@ class Rank(RolloutOrders, ProfileOrders):
                 setup.checkpoint,
                 mesh.device_mesh,
                 mesh,
+                compares,
             )
         else:
-            policy, reference = load_within(asked, device, load_policies, ready.config, device, setup.checkpoint, mesh)
+            policy, reference = load_within(
+                asked, device, load_policies, ready.config, device, setup.checkpoint, mesh, compares
+            )
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
         seat = seat_of(setup.rank, setup.devices, plan.engine_devices)
         reports: Any = LinkReports(self._link)
         _, engine = stage.open_engine(ready, plan, policy, reports, logs, lambda what: None, seat)
-        self._use_engine(engine, load_classifiers(setup.reward_models, policy))
+        self._use_engine(engine, load_classifiers(setup.reward_models, device, policy.dtype))
         self._meter = MemoryMeter(device, outside=lambda: engine.non_torch_bytes)
         updater = Updater(
             policy,
@@ -186,7 +191,8 @@ class Rank(RolloutOrders, ProfileOrders):
         )
         sampled = isinstance(ready.config, ResolvedConfig)
         config = with_plan(ready.config, plan.run) if sampled else with_offline_plan(ready.config, plan.run)
-        critic = stage.open_critic(config, policy, mesh)
+        cut = mesh.device_mesh if isinstance(policy, ShardedPolicy) else None
+        critic = None if "critic" in setup.elsewhere else stage.open_critic(config, device, cut, mesh)
         self._policy, self._reference = policy, reference
         self._share_rows(plan.job, critic)
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
@@ -212,7 +218,7 @@ class Rank(RolloutOrders, ProfileOrders):
                 model.sequence = self._mesh.sequence_group(self._sharing[name], shape.attention_sizes)
 
     def ready(self) -> RankFacts:
-        updaters = {name: _facts(updater) for name, updater in self._updaters.items()}
+        updaters = {name: facts_of(updater) for name, updater in self._updaters.items()}
         facts = policy_facts(self._policy, self._ready.tokenizer)
         return RankFacts(facts, self._engine.description, self._engine.lowered, updaters, software_here())
 
@@ -411,7 +417,8 @@ class Rank(RolloutOrders, ProfileOrders):
         return self._active.progress.part, self._active.progress.microbatch, *self._rollout_progress()
 
 
-def _facts(updater: Updater) -> UpdaterFacts:
+def facts_of(updater: Any) -> UpdaterFacts:
+    """What an updater, or what only scores, says of itself."""
     return UpdaterFacts(
         token_budget=updater.token_budget,
         score_token_budget=updater.score_token_budget,
