@@ -27,8 +27,10 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab.base.errors import ModelError
 from trimtab.model.attention import Rules
 from trimtab.model.packed import PackedPlan, copies_of
+from trimtab.model.recurrent import Mixer
 from trimtab.model.sequence_way import AttentionSize, Way, cheaper_way, spans, tokens_of
 from trimtab.model.transfer import to_device
 
@@ -132,7 +134,16 @@ class _WholeRow(torch.autograd.Function):
         return None if grad is None else grad.index_select(0, ctx.rows.mine), None
 
 
-class HeadsPlan(PackedPlan):
+class CutPlan(PackedPlan):
+    """What both ways have in common."""
+
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        raise ModelError(
+            "its layers carry a state from token to token, which ranks that share a sequence cannot (sequence_parallel)"
+        )
+
+
+class HeadsPlan(CutPlan):
     """The whole row's attention, for some of the heads."""
 
     def __init__(self, whole: PackedPlan, row: CutRow) -> None:
@@ -257,7 +268,7 @@ class _ToTokens(torch.autograd.Function):
         return got.view(got.shape[0], -1, grad.shape[2]), None
 
 
-class KeysPlan(PackedPlan):
+class KeysPlan(CutPlan):
     """This rank's tokens as pieces of sequences, each of which sees what comes before it, wherever that is."""
 
     def __init__(self, whole: PackedPlan, row: CutRow) -> None:
