@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trimtab.config.placement import groups_of_roles
+from trimtab.config.row_ranks import of_roles
 from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.place import place_over, plan_on
@@ -228,7 +229,9 @@ class _Search:
             job, machine = job_of_roles(self.job, roles), machine_of(self.machine, devices)
             values: dict[str, object] = {"devices": devices, "placement": "split"}
             if "actor" not in roles or devices == 1:
-                values |= {"shard": "auto", "shard_devices": "auto", "sequence_parallel": "auto"}
+                values |= {"shard": "auto", "shard_devices": "auto"}
+            if "actor" not in roles:
+                values |= {"sequence_parallel": of_roles(self.run, roles)}
             if "rollout" not in roles:
                 values |= {"engine": "native", "rollout.tensor_parallel": 1}
             self.plans[key] = RoleGroup(

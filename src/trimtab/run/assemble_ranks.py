@@ -49,6 +49,7 @@ from trimtab.run.shapes import shape_of, stated_models
 from trimtab.run.stage import CheckedRun, OnWait, Stage
 from trimtab.update.guard import Guard
 from trimtab.update.shares import Cost
+from trimtab.update.stats import Trained
 
 RECORDED_COLLECTIVES = 2000
 """That a rank remembers, for when it hangs."""
@@ -257,18 +258,12 @@ def ranked_updaters(
     cost = Cost(6.0 * shape.parameters, 12.0 * shape.hidden * shape.layers)
     full = plan.run.shard == "full"
     equal, sharing = full or plan.run.shard == "gradients", row_ranks(plan.run)
+    names: list[Trained] = list(facts[0].updaters)  # type: ignore[arg-type]
     return {
         name: RankedUpdater(
-            ranks,
-            name,
-            [each.updaters[name] for each in facts],
-            stage.together,
-            cost,
-            equal,
-            full,
-            sharing,  # type: ignore[arg-type]
+            ranks, name, [each.updaters[name] for each in facts], stage.together, cost, equal, full, sharing
         )
-        for name in facts[0].updaters
+        for name in names
     }
 
 
