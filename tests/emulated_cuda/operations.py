@@ -135,7 +135,7 @@ def run(state: State, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _check_places(state, func, name, args, placed)
     _check_waits(state, func, name, args)
     work = flash.REPLACED.get(f"{func._schema.name}", func)
-    if name in ("mm", "addmm", "bmm", "baddbmm") and "out_dtype" in func._overloadname.replace("dtype_out", "out_dtype"):
+    if name in ("mm", "addmm", "bmm", "baddbmm") and func._overloadname in ("dtype", "dtype_out"):
         work = _wide_product(func, name)
     return execute(state, func, work, args, kwargs, target)
 
@@ -264,6 +264,8 @@ def _check_arrived(state: State, source: torch.Tensor) -> None:
 def _wide_product(func: Any, name: str) -> Any:
     def product(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if any(x.dtype not in (torch.float16, torch.bfloat16) for x in tensors):
+            raise RuntimeError("out_dtype is only supported for torch.float32 output with float16/bfloat16 inputs on CUDA")
         wide = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype))
         found: torch.Tensor = getattr(torch, name)(*(x.to(wide) for x in tensors))
         out = kwargs.get("out")
