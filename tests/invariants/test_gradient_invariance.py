@@ -26,6 +26,7 @@ CASES: dict[str, list[Any]] = {
     "shard": ["auto"],
     "shard_devices": ["auto"],
     "sequence_parallel": ["auto", 1],  # test_sequence_parallel.py
+    "tensor_parallel": ["auto", 1],  # more is refused
     "prefetch": ["auto"],
     "overlap": ["auto", False],
     "placement": ["auto", "colocated"],  # rollout on devices of its own: tests/cluster/test_split.py

@@ -74,6 +74,7 @@ class ResolvedRun(Run):
     shard_devices: int
     prefetch: int
     sequence_parallel: int | dict[RowRole, int]
+    tensor_parallel: int
     overlap: bool
     placement: Literal["colocated", "split"] | dict[str, StrictInt | str]
     threads: int

@@ -16,6 +16,13 @@ from trimtab.config.sft import SftConfig
 def ranks(config: Config | SftConfig | RewardModelConfig, learn: Learn | None = None) -> Iterator[Contradiction]:
     """Parts that nobody shares, and sets of parts that do not add up to all devices."""
     run = config.run
+    if run.tensor_parallel not in ("auto", 1):
+        yield clash(
+            "run.tensor_parallel",
+            f"is {run.tensor_parallel}, but this version does not cut layers over devices where it trains",
+            "Leave it out; run.shard: full holds weights in parts, run.sequence_parallel shares long sequences, and "
+            "run.rollout.tensor_parallel cuts engines",
+        )
     cut = run.shard not in ("auto", "none")
     if cut and run.devices == 1:
         yield clash(

@@ -98,6 +98,15 @@ def abort_process_group() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
+def collective_trace(backend: str) -> bytes | None:
+    """What torch's flight recorder has of this process's collectives, as JSON; None where it has none. May be called while one
+    hangs. NCCL has a recorder of its own; older torch has none for gloo."""
+    name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    found: bytes | str | None = None if dump is None else dump()
+    return found.encode() if isinstance(found, str) else found
+
+
 def reset_fsdp(units: Sequence[Any]) -> None:
     """Forget what FSDP2 knows of a pass that failed half-way, and give up what is gathered; `units` has the root last. torch 2.11
     has no name for it."""

@@ -18,6 +18,7 @@ from math import lcm
 
 from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run, Shard
+from trimtab.model.context import HYBRIDS
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.rows import WHOLE_ROWS, RowRanks
@@ -110,6 +111,11 @@ def device_counts(run: Run, machine: Machine) -> list[int]:
     shared = lcm(*row_ranks(run).values())
     fitting = (n for n in counts if n >= least and n % group == 0 and (n == 1 or n % parts == 0) and n % shared == 0)
     return sorted(fitting, reverse=True)
+
+
+def may_share_rows(job: Job) -> bool:
+    """Several ranks can have a part of each sequence."""
+    return not any(shape is not None and shape.kind in HYBRIDS for shape in (job.shape, job.critic))
 
 
 def row_cuts(devices: int) -> list[int]:

@@ -12,7 +12,7 @@ from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job, Machine
-from trimtab.plan.placement import SHARDS_BUILT, device_counts, unblocked_row
+from trimtab.plan.placement import SHARDS_BUILT, device_counts, may_share_rows, unblocked_row
 
 MAX_RANKS_PER_CORE = 4
 """Processes that a CPU is asked to run for each of its cores: with more, they only wait for each other."""
@@ -36,9 +36,9 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     if shared > 1 and not device_counts(run, machine):
         what = f"{shared} devices share each micro-batch, but there are only {most}"
         raise ConfigError([Problem("run.sequence_parallel", what, f"Write {nearest_divisor(shared, most)}, or auto.")])
-    if shared > 1 and job.shape.carries:
-        what = f"cuts rows between tokens, and {job.shape.kind} has layers that carry a state from one token to the next"
-        raise ConfigError([Problem("run.sequence_parallel", what, "Write 1 or auto.")])
+    if shared > 1 and not may_share_rows(job):
+        what = f"layers of {job.shape.kind} carry a state from token to token, which devices that share a sequence cannot hand on"
+        raise ConfigError([Problem("run.sequence_parallel", what, "Write 1, or leave it out.")])
     refuse_engine_across_hosts(run, machine)
     row = unblocked_row(job) if run.shard == "full" else None
     if row is not None:

@@ -132,6 +132,7 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "threads": machine.cores_per_rank,
         "reward_workers": workers_for(machine.cores),
         "sequence_parallel": written(place_rows(case.place)),
+        "tensor_parallel": 1,
         "token_budget": least_budget(job, case.place.rows),
         "score_token_budget": least_score_budget(job, case.place.rows),
         "logprob_chunk": 1,
@@ -159,9 +160,9 @@ def smallest(run: Run, case: Case, way: Way) -> Sizes:
         "prefetch": "one layer is gathered while another runs"
         if case.place.shard == "full"
         else "no layer is gathered",
-        "sequence_parallel": "each device holds the longest sequence"
+        "sequence_parallel": "each device holds whole sequences"
         if case.place.rows.most == 1
-        else "the longest sequence fits only in parts",
+        else "long sequences fit only in parts, or are faster so",
         "overlap": why_overlap(case.place, job),
         "placement": "there is one device" if case.place.devices == 1 else COLOCATED,
         "reward_workers": "one per core, at most 8",

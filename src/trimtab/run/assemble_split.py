@@ -27,6 +27,7 @@ from trimtab.config.load import AnyConfig
 from trimtab.config.placement import groups_of_roles
 from trimtab.config.ranks import nearest_divisor
 from trimtab.config.resolved import ResolvedConfig, with_plan
+from trimtab.config.row_ranks import of_roles
 from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
@@ -113,7 +114,9 @@ def plan_split(ready: CheckedRun, sizes: Mapping[tuple[str, ...], int], hosts: R
     def over(roles: tuple[str, ...], count: int, names: list[str]) -> RankPlan:
         pinned: dict[str, object] = {"devices": count, "placement": "auto"}
         if "actor" not in roles or count == 1:
-            pinned |= {"shard": "auto", "shard_devices": "auto", "sequence_parallel": "auto"}
+            pinned |= {"shard": "auto", "shard_devices": "auto"}
+        if "actor" not in roles:
+            pinned |= {"sequence_parallel": of_roles(run, roles)}
         if "rollout" not in roles:
             pinned |= {"engine": "native", "rollout.tensor_parallel": 1}
         mine = machine_of(machine, count)
@@ -161,8 +164,7 @@ def assemble_split(
     channel = None if samples is None else _channel_of(learns, samples, store.port, host)
     logs, elsewhere = folder / RANK_LOGS, frozenset(role for roles in planned.others for role in roles)
     trainers = start_ranks(learns, stage, ready, checkpoint, logs, recoveries, channel, elsewhere)
-    trainers.store = trainers.store, store  # of the channel: it lives as long as the sender
-    stack.callback(trainers.close)
+    stack.callback(lambda kept: trainers.close(), store)  # the channel's lives as long as the sender
     others: dict[tuple[str, ...], Ranks] = {}
     for roles, each in planned.others.items():
         others[roles] = start_role(each, roles, stage, ready, checkpoint, logs, recoveries)

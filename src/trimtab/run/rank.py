@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,11 @@ from trimtab.plan.governor import Governor
 from trimtab.plan.job import Correction, Job
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
-from trimtab.plan.shape import ModelShape
 from trimtab.plan.trials import Trial
 from trimtab.record.behind import WriteBehind
 from trimtab.record.folder import ENGINE_LOGS
 from trimtab.record.host_copy import HostCopy
+from trimtab.record.layout import RANK_LOGS
 from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
 from trimtab.rollout.external.lent import LentDevice
@@ -51,6 +51,7 @@ from trimtab.run.models import load_policies, load_sharded_policies, put_referen
 from trimtab.run.profile import ProfileOrders
 from trimtab.run.rollout_orders import LinkReports, RolloutOrders, load_classifiers
 from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
+from trimtab.run.shapes import shape_of
 from trimtab.run.stage import CheckedRun, Stage
 from trimtab.run.tuner import time_decode, timed_update
 from trimtab.update.shares import Share
@@ -138,6 +139,7 @@ class Rank(RolloutOrders, ProfileOrders):
         meeting = Meeting(
             setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device, setup.store_host
         )
+        self._trace_file = self._folder_of(setup) / f"rank-{setup.rank}.json"
         self._sharing = row_ranks(plan.run)
         """Ranks that share each micro-batch, by the model."""
         shards = 1 if plan.run.shard == "none" else plan.run.shard_devices
@@ -146,6 +148,10 @@ class Rank(RolloutOrders, ProfileOrders):
         if max(self._sharing.values()) > 1:
             self._collective |= {"accumulate", "score", "time_update"}
         self._build(setup, device)
+
+    def _folder_of(self, setup: RankSetup) -> Path:
+        """Where this rank's log is."""
+        return Path(setup.ready.folder) / RANK_LOGS
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
         stage, ready, plan, mesh = setup.stage, setup.ready, setup.plan, self._mesh
@@ -194,7 +200,7 @@ class Rank(RolloutOrders, ProfileOrders):
         cut = mesh.device_mesh if isinstance(policy, ShardedPolicy) else None
         critic = None if "critic" in setup.elsewhere else stage.open_critic(config, device, cut, mesh)
         self._policy, self._reference = policy, reference
-        self._share_rows(plan.job, critic)
+        self._share_rows(setup, {"policy": policy, "reference": reference, "critic": critic and critic.policy})
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
         self._trainer = LocalTrainer(
             updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,
@@ -206,16 +212,15 @@ class Rank(RolloutOrders, ProfileOrders):
         self._channel = setup.channel.open(0, device) if setup.channel is not None and setup.rank == 0 else None
         self._link.progress = self._progress
 
-    def _share_rows(self, job: Job, critic: Updater | None) -> None:
+    def _share_rows(self, setup: RankSetup, models: Mapping[Scored, AnyPolicy | None]) -> None:
         """Tell models which ranks run the same rows."""
-        models: list[tuple[Scored, AnyPolicy | None, ModelShape | None]] = [
-            ("policy", self._policy, job.shape),
-            ("reference", self._reference, job.shape),
-            ("critic", None if critic is None else critic.policy, job.critic),
-        ]
-        for name, model, shape in models:
-            if model is not None and shape is not None:
-                model.sequence = self._mesh.sequence_group(self._sharing[name], shape.attention_sizes)
+        config = setup.ready.config
+        for name, model in models.items():
+            if model is None or self._sharing[name] == 1:
+                continue
+            critic = config.learn.critic.path if name == "critic" and isinstance(config, ResolvedConfig) else None
+            shape = shape_of(critic or config.model.path, config.model.trust_remote_code)
+            model.sequence = self._mesh.sequence_group(self._sharing[name], shape.attention_sizes)
 
     def ready(self) -> RankFacts:
         updaters = {name: facts_of(updater) for name, updater in self._updaters.items()}
@@ -413,8 +418,14 @@ class Rank(RolloutOrders, ProfileOrders):
         return replace(self._active.progress)
 
     def _progress(self) -> Any:
-        self._mesh.leave_if_asked()
+        self._look_at_store()
         return self._active.progress.part, self._active.progress.microbatch, *self._rollout_progress()
+
+    def _look_at_store(self) -> None:
+        """What this rank is told there while its own thread may hang."""
+        with suppress(RuntimeError, OSError):  # the driver is gone, or the folder
+            self._mesh.leave_if_asked()
+            self._mesh.write_trace_if_asked(self._trace_file)
 
 
 def facts_of(updater: Any) -> UpdaterFacts:

@@ -13,10 +13,11 @@ from trimtab.base.spans import log
 from trimtab.config.run import Recompute
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy
+from trimtab.model.sequence import tokens_here
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.pass_clock import PassClock
-from trimtab.update.shares import Share, pack_samples
+from trimtab.update.shares import Share, cap, pack_samples
 from trimtab.update.updater import Progress
 
 
@@ -62,12 +63,15 @@ class FrozenScorer:
             self.objective.write(estimates, batch, field)
 
     def _micro_batches(self, share: Share) -> Iterator[MicroBatch]:
-        loads = share.loads
+        loads = [tokens_here(load, self.policy.sequence) for load in share.loads]
         for number, (samples, places, load) in enumerate(zip(share.batches, share.places, loads), 1):
             self.progress = Progress("forward", number, len(loads), load, max(loads))
             log.progress = (number - 1, len(loads), "micro-batches")
             place_of = {id(sample): place for sample, place in zip(samples, places)}
             yield MicroBatch.build(samples, self.device, place_of)
+
+    def longest(self, samples: Sequence[Sample], policy: AnyPolicy | None = None) -> int:
+        return tokens_here(cap(samples, 0), (policy or self.policy).sequence)
 
     def abandon(self) -> None:
         free(self.device)
