@@ -105,7 +105,7 @@ def _sizes(config: Config, asked: RoleMap) -> Iterator[Contradiction]:
     if run.shard_devices != "auto" and actor % run.shard_devices:
         what = f"is {run.shard_devices}, which does not divide the actor's {actor} devices into equal sets"
         yield clash("run.shard_devices run.placement", what, "Write a divisor of the actor's devices, or leave it out")
-    cut = run.rollout.tensor_parallel
+    cut = run.cut
     mine = next(count for roles, count in groups.items() if "rollout" in roles)
     if mine % cut:
         what = f"gives rollout {mine} devices, which engines over {cut} devices each (run.rollout.tensor_parallel) cannot share"

@@ -181,7 +181,7 @@ def _training_phases(
     copy: dict[str, int],
 ) -> list[Phase]:  # fmt: skip
     host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), gathered_bytes(job, place)
-    own = {} if run.external else {"rollout weights": job.shape.parameters * job.itemsize}  # another's is in `awake`
+    own = {} if run.external else {"rollout weights": own_weights(job, run, place)}  # another's is in `awake`
     copies = own | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     staging = {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
@@ -245,8 +245,8 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     rows = batch * ((12 * job.longest_sequence if run.external else 16 * job.new_tokens) + 512)
     apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
-    own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
-    words = 4 * shape.vocabulary  # every device draws from all of them
+    own = {"rollout weights": copies * own_weights(job, run, place)} if apart else {}
+    words = 4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)  # every device draws from all: they are gathered
     return own | {
         "KV cache": rollout.kv_memory // _kv_cut(job, run),
         "decode step": batch * (words + (entry - words) // parts) + rows,
@@ -378,7 +378,7 @@ def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> di
 
 def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an engine holds between two rollouts if it lends nothing."""
-    kept = ("KV cache", "rollout weights") if run.external else ("KV cache",)
+    kept = ("KV cache", "rollout weights")
     return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
 
 
@@ -396,7 +396,14 @@ def processes_of(run: Run) -> int:
 
 def parts_of(run: Run, place: Placement = SINGLE_DEVICE) -> int:
     """Devices that a rollout copy of the model is cut over; the trainer's device is counted as holding one part."""
-    return max(place.tensor, run.rollout.tensor_parallel if run.external else 1)
+    return max(place.tensor, run.cut)
+
+
+def own_weights(job: Job, run: Run, place: Placement) -> int:
+    """Bytes of an engine's copy on each of its devices. The native engine cuts all but the embedding."""
+    parts, shape = parts_of(run, place), job.shape
+    whole = 0 if run.external or parts == 1 else shape.table
+    return (whole + -(-(shape.parameters - whole) // parts)) * job.itemsize
 
 
 def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:

@@ -73,10 +73,11 @@ def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) ->
 
 
 def _may_cut(run: Run, job: Job, machine: Machine) -> bool:
-    """Another engine than the native one would cut its copy over devices; on this machine it has to be there."""
-    if not job.generates or machine.cpu or run.rollout.tensor_parallel > 1:
+    """An engine could cut its copy over devices: the native one, which cuts no experts, or another where there is one."""
+    if not job.generates or machine.cpu or run.rollout.tensor_parallel != "auto":
         return False
-    return run.engine == "auto" and (not machine.here or ENGINE_OVER_DEVICES in machine.engines)
+    native = not job.shape.has_experts
+    return (run.engine == "native" and native) or (run.engine == "auto" and (native or vllm_cuts(machine)))
 
 
 def _simplest_fast(run: Run, job: Job, machine: Machine, profile: str, places: Iterable[Placement]) -> Plan:

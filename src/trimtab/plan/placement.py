@@ -145,7 +145,7 @@ def _groups(run: Run, shard: Shard, devices: int, host: int) -> list[int]:
 
 
 def _pinned_tensor(run: Run) -> int:
-    return run.rollout.tensor_parallel if run.external else 1
+    return run.cut
 
 
 def unblocked_row(job: Job) -> tuple[str, int] | None:

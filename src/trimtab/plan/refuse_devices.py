@@ -45,9 +45,9 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
 
 def refuse_engine_across_hosts(run: Run, machine: Machine) -> None:
     """Raises where an engine that is cut over devices would not stay on one host: its parts exchange something in every layer."""
-    parts, host = run.rollout.tensor_parallel, machine.per_host
+    parts, host = run.cut, machine.per_host
     several = machine.hosts > 1 and not machine.cpu
-    if run.external and several and host % parts:
+    if several and host % parts:
         what = f"is {parts}, but a host has {host} devices, which cannot be divided into engines of {parts}"
         fix = f"Write {nearest_divisor(parts, host)}."
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])

@@ -33,6 +33,7 @@ from trimtab.plan.roles import job_of_roles, machine_of, roles_of
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
+from trimtab.rollout.seat import EngineMeeting
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.assemble_ranks import (
     RankPlan,
@@ -81,8 +82,8 @@ def plan_split(ready: CheckedRun, trainers: int, samplers: int, hosts: RayHosts 
     """The plans for so many devices that train and so many that generate."""
     config, count = ready.config, trainers + samplers
     run = config.run.with_values({"devices": count})
-    parts = run.rollout.tensor_parallel
-    if run.external and samplers % parts:
+    parts = run.cut
+    if samplers % parts:
         what = f"is {parts}, but the {samplers} devices of rollout cannot be divided into engines of {parts}"
         fix = f"Write {nearest_divisor(parts, samplers)}, or another run.placement."
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])
@@ -143,7 +144,8 @@ def assemble_split(
     channel = ChannelSetup(store.port, prefix, 1 + len(samples.devices), backend, by_unit, host)
     trainers = start_ranks(learns, stage, ready, checkpoint, folder / RANK_LOGS, recoveries, channel)
     stack.callback(trainers.close)
-    samplers = _start_samplers(samples, ready, checkpoint, folder, channel, recoveries)
+    meeting = EngineMeeting(host, store.port, prefix, samples.backend)
+    samplers = _start_samplers(samples, ready, checkpoint, folder, channel, meeting, recoveries)
     samplers.store = store
     stack.callback(samplers.close)
     tell(f"loading {checkpoint or ready.config.model.path} on {len(trainers)} + {len(samplers)} ranks")
@@ -171,6 +173,7 @@ def assemble_split(
         lowered,
         samples.plan.engine_devices,
         samples.plan.prefill_tokens_per_step,
+        joint=samples.plan.joint_ranks,
     )
     trainer = ranked_trainer(stage, ready, config, learns.plan, trainers, facts, NoRollout(), recoveries)
     stack.callback(trainer.close)
@@ -186,6 +189,7 @@ def _start_samplers(
     checkpoint: Path | None,
     folder: Path,
     channel: ChannelSetup,
+    meeting: EngineMeeting,
     recoveries: Recoveries,
 ) -> Ranks:
     setups = [
@@ -200,6 +204,7 @@ def _start_samplers(
             checkpoint=checkpoint,
             folder=folder,
             channel=channel,
+            meeting=meeting,
         )
         for rank, device in enumerate(planned.devices)
     ]

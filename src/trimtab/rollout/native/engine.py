@@ -25,7 +25,7 @@ import torch
 
 from trimtab.base.errors import EngineError, MemoryExhausted
 from trimtab.config.learn import Sampling
-from trimtab.model.memory import Shortage, attempt, free, in_parts
+from trimtab.model.memory import Arguments, Result, Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape, layer_shapes
 from trimtab.rollout.collect import Collector
@@ -94,8 +94,10 @@ class NativeEngine:
         prefix_cache: bool = True,
         lend_memory: bool = False,
         on_recovery: Callable[[str], None] = lambda line: None,
+        kv_parts: int = 1,
     ) -> None:
-        """`on_recovery` is called with what was lowered each time `generate` ran out of memory and goes on."""
+        """`on_recovery` is called with what was lowered each time `generate` ran out of memory and goes on. `kv_parts`: devices
+        that share the bytes of the KV cache."""
         self.policy = policy
         self.tokenizer = tokenizer
         self.stop_token_ids = list(stop_token_ids)
@@ -106,7 +108,7 @@ class NativeEngine:
         self.on_recovery = on_recovery
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
         self._shapes = shapes = layer_shapes(policy)
-        page_bytes = page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
+        page_bytes = kv_parts * page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
         self._prefix_cache = prefix_cache
         self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
         self.page_bytes = page_bytes
@@ -207,9 +209,7 @@ class NativeEngine:
         self.stats = RolloutStats(slots=self.max_sequences, total_pages=self.pool.total)
         self.pool.peak_held = 0
         if self._lent:
-            if isinstance(attempt(self._decoder.reclaim), Shortage):
-                free(self.policy.device)
-                self._decoder.reclaim()
+            self._reclaim()
             self._lent = False
         stop_token_ids = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
         rows = self._rows_for(bounds, len(stop_token_ids))
@@ -256,6 +256,15 @@ class NativeEngine:
         self.stats.cached_prefix_tokens = work.cached_tokens
         self.stats.peak_pages = self.pool.peak_held
         self.stats.graph_steps = self._decoder.replays - replays
+
+    def _reclaim(self) -> None:
+        if isinstance(attempt(self._decoder.reclaim), Shortage):
+            free(self.policy.device)
+            self._decoder.reclaim()
+
+    def _attempt(self, work: Callable[[*Arguments], Result], *args: *Arguments) -> Result | Shortage:
+        """See model/memory.py. Ranks that generate together have the same outcome (cut.py)."""
+        return attempt(work, *args)
 
     def _exchange(self, feed: Feed, asked: Collector, work: Scheduler, pending: bool) -> tuple[bool, list[Group]]:
         """Tell the feed what there is to do, and take what it has: whether that was the last, and groups that became whole as
@@ -351,7 +360,7 @@ class NativeEngine:
     def _fill(self, work: Scheduler, rows: Rows) -> bool:
         """Prefill what the scheduler chose, in smaller chunks where memory runs out; False where there was nothing to fill."""
         while chosen := work.next_fill():
-            outcome = attempt(self._fill_chunk, chosen, rows)
+            outcome = self._attempt(self._fill_chunk, chosen, rows)
             if not isinstance(outcome, Shortage):
                 for (filling, count), last in zip(chosen, outcome):
                     if work.filled(filling, count):
@@ -381,7 +390,7 @@ class NativeEngine:
         return hidden[rows.to_device(torch.tensor(attention.lengths).cumsum(0) - 1)]
 
     def _in_parts(self, work: Callable[[slice], None], count: int, what: str) -> None:
-        short = in_parts(work, count, self.policy.device)
+        short = in_parts(work, count, self.policy.device, self._attempt)
         if short is not None:
             raise _exhausted(what, short)
 
@@ -400,7 +409,7 @@ class NativeEngine:
         self.stats.preempted += len(preempted)
         live[:] = [s for s in live if s.row >= 0]
         rows.set_pages(live)
-        outcome = attempt(self._decoder.run, live, steps)
+        outcome = self._attempt(self._decoder.run, live, steps)
         if isinstance(outcome, Shortage):
             if len(live) == 1:
                 raise _exhausted("decoding a single sequence", outcome)
