@@ -79,6 +79,8 @@ def cut_engine(run: Run) -> Iterator[Contradiction]:
             f"splits one engine over {devices} devices, which leaves no device for other engine processes",
             "Leave one of the two out",
         )
+    elif isinstance(run.placement, dict):
+        return  # placement.py looks at the devices of rollout
     elif run.devices != "auto" and run.devices > 1 and run.devices % devices:
         whole = max(1, round(run.devices / devices)) * devices
         yield clash(

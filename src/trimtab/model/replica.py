@@ -18,13 +18,13 @@ from trimtab.model.weights import WeightStore
 NO_SHAPES: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
-class Taken(Protocol):
+class PartOfWeight(Protocol):
     """What a copy has of a weight (slices.py)."""
 
     def fill(self, own: torch.Tensor, whole: torch.Tensor) -> None: ...
 
 
-WHOLE: Mapping[str, Taken] = MappingProxyType({})
+WHOLE: Mapping[str, PartOfWeight] = MappingProxyType({})
 
 
 def skeleton_of(model: Any) -> Any:
@@ -55,7 +55,7 @@ def with_parameters(model: Any, device: torch.device, shapes: Mapping[int, tuple
 
 @torch.no_grad()
 def fill(
-    made: Any | None, model: Any, weights: WeightStore, frozen: bool = True, taken: Mapping[str, Taken] = WHOLE
+    made: Any | None, model: Any, weights: WeightStore, frozen: bool = True, taken: Mapping[str, PartOfWeight] = WHOLE
 ) -> None:
     """Make a copy's weights the model's. A collective: a rank that has no copy takes part with None. `frozen`: also those that
     are not trained. `taken`: by name, what the copy has of weights that it has in part."""

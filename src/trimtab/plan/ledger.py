@@ -246,7 +246,9 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
     own = {"rollout weights": copies * own_weights(job, run, place)} if apart else {}
-    words = 4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)  # every device draws from all: they are gathered
+    words = (
+        4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)
+    )  # every device draws from all: they are gathered
     return own | {
         "KV cache": rollout.kv_memory // _kv_cut(job, run),
         "decode step": batch * (words + (entry - words) // parts) + rows,

@@ -14,13 +14,13 @@ from trimtab.config.run import Run
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.placement import TENSOR_CUTS, Placement, device_counts, placements
 from trimtab.plan.planner import (
-    ENGINE_OVER_DEVICES,
     MIN_SPEEDUP_OF_OTHER_ENGINE,
     Plan,
     gave_up_nothing,
     lack,
     limits_of,
     make_plan,
+    vllm_cuts,
     within,
 )
 from trimtab.plan.rules import why_placed

@@ -101,7 +101,10 @@ def device_counts(run: Run, machine: Machine) -> list[int]:
     least = 1 if run.shard in ("auto", "none") else 2
     group = 1 if run.shard_devices == "auto" else run.shard_devices
     parts = _pinned_tensor(run)
-    return sorted((n for n in counts if n >= least and n % group == 0 and (n == 1 or n % parts == 0)), reverse=True)
+    alone = run.external  # vLLM takes devices behind the one of the run
+    return sorted(
+        (n for n in counts if n >= least and n % group == 0 and (n % parts == 0 or (alone and n == 1))), reverse=True
+    )
 
 
 def placements(run: Run, job: Job, machine: Machine, devices: int, tensor: int = 1) -> Iterator[Placement]:

@@ -303,7 +303,8 @@ def _savings(run: Run, job: Job, machine: Machine) -> Iterator[tuple[Recompute, 
 
 CHOICE_ORDER = (
     "devices", "shard", "shard_devices", "prefetch", "overlap", "placement",
-    *(f"rollout.{key}" for key in ("tensor_parallel", "page_tokens", "lend_memory", "max_sequences", "prefill_tokens", "processes", "kv_memory")),
+    "rollout.tensor_parallel",
+    *(f"rollout.{key}" for key in ("page_tokens", "lend_memory", "max_sequences", "prefill_tokens", "processes", "kv_memory")),
     "kernels", "threads", "reward_workers", "token_budget", "score_token_budget", "logprob_chunk", "checkpoint_activations",
     *(f"offload.{key}" for key in ("optimizer", "reference", "activations")),
 )  # fmt: skip

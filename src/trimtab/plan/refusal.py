@@ -119,8 +119,9 @@ def refuse_uneven_cut(run: Run, shape: ModelShape) -> None:
     if uneven(asked):
         block = uneven(asked)[0]
         most = max(parts for parts in range(1, asked) if not uneven(parts) and devices % parts == 0)
+        who = "vLLM" if run.external else "the native engine"
         what = (
-            f"{'vLLM' if run.external else 'the native engine'} cannot split {block.heads} heads, {block.kv_heads} KV heads and {block.width} feed-forward columns evenly "
+            f"{who} cannot split {block.heads} heads, {block.kv_heads} KV heads and {block.width} feed-forward columns evenly "
             f"over {asked} devices"
         )
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}.")])

@@ -30,6 +30,7 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
         what = f"{run.shard_devices} ranks hold one set of parts, but there are only {most} devices"
         raise ConfigError([Problem("run.shard_devices", what, "Write a divisor of the number of devices, or auto.")])
     refuse_engine_across_hosts(run, machine)
+    _refuse_cut_over_missing(run, job, most)
     row = unblocked_row(job) if run.shard == "full" else None
     if row is not None:
         name, size = row
@@ -41,6 +42,15 @@ def refuse_devices(run: Run, job: Job, machine: Machine) -> None:
     if machine.here and run.shard not in ("auto", *SHARDS_BUILT):
         what = f"this version cannot run {run.shard} yet; `trimtab plan --device NAME --devices N` shows what it would take"
         raise ConfigError([Problem("run.shard", what, f"Write {', '.join(SHARDS_BUILT[:-1])} or {SHARDS_BUILT[-1]}.")])
+
+
+def _refuse_cut_over_missing(run: Run, job: Job, most: int) -> None:
+    """Raises where a native engine is cut over more devices than there are: each has a rank."""
+    if job.generates and not run.external and run.cut > most:
+        have = "1 device" if most == 1 else f"{most} devices"
+        what = f"is {run.cut}, but the run has {have}, and a native engine is cut over ranks"
+        fix = f"Write run.devices: {run.cut}, or tensor_parallel: {most}."
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])
 
 
 def refuse_engine_across_hosts(run: Run, machine: Machine) -> None:

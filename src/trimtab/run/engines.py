@@ -20,7 +20,7 @@ from trimtab.rollout.conversations.episodes import Episodes
 from trimtab.rollout.conversations.hosts import Hosts
 from trimtab.rollout.conversations.replies import ReplyEncoder
 from trimtab.rollout.engine import Engine, Sampler
-from trimtab.rollout.external.engine import ExternalEngine
+from trimtab.rollout.external.engine import ExternalEngine, kv_cut
 from trimtab.rollout.external.find import interpreter
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.lent import LentDevice

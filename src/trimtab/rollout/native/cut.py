@@ -1,10 +1,11 @@
 """The native engine cut over several devices (`run.rollout.tensor_parallel`): each rank has a slice of every layer and of the KV
 cache, and all run one schedule.
 
-`publish` fills a rank's slices from the trainer's weights, one parameter after the other, whatever `run.shard` is (model/slices.py).
-After the attention's output and the feed-forward layers ranks add up their terms; the logits of all words are gathered, so every
-rank draws the same token from the same counter. What a rank decides by itself it decides like the others, because it knows the
-same: requests come to the first rank, which passes on what it hears each round, and shortages of memory are voted on (together.py).
+`publish` fills a rank's slices from the trainer's weights, one parameter after the other, whatever `run.shard` is
+(model/slices.py). After the attention's output and the feed-forward layers ranks add up their terms; the logits of all words are
+gathered, so every rank draws the same token from the same counter. What a rank decides by itself it decides like the others,
+because it knows the same: requests come to the first rank, which passes on what it hears each round, and shortages of memory are
+voted on (together.py).
 
 At the start the log-probs of the slices are compared with those of the whole model, on its real weights.
 """
@@ -43,8 +44,6 @@ class CutHead(Head):
 
     def logits(self, hidden_TE: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         own = super().logits(hidden_TE, temperature)
-        assert self.together is not None
-        self.together.refuse_short()
         return self.gathered(own)
 
     def gathered(self, own_TV: torch.Tensor) -> torch.Tensor:

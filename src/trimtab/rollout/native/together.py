@@ -62,9 +62,11 @@ class Together:
         return values
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """All ranks' values side by side along the last dimension."""
+        """All ranks' values side by side along the last dimension. Nothing happens where a rank has no room for them."""
+        values = values.contiguous()
         found = [torch.empty_like(values) for _ in range(self.parts)]
-        self._tensors.allgather([found], [values.contiguous()]).wait()
+        self.refuse_short()
+        self._tensors.allgather([found], [values]).wait()
         return torch.cat(found, -1)
 
     def vote(self, short: bool = False) -> bool:
