@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ from trimtab.rollout.native.cut import CutEngine
 
 SUMMED = {"rtol": 1e-4, "atol": 1e-5}
 """Where ranks add up what one process adds in another order."""
-LORA = {"path": "", "lora": {"r": 4, "alpha": 8}}
 
 
 def cut(parts: int, devices: int = 2, shard: str = "none", **more: Any) -> dict[str, Any]:
@@ -68,25 +69,22 @@ def test_engines_of_their_own_devices_are_cut_too(run, alone, shard: str) -> Non
     check_same(split, alone)
 
 
-def test_a_rank_of_an_engine_that_is_killed_is_named_and_the_run_goes_on(run, alone, monkeypatch, tmp_path) -> None:
+def test_a_rank_of_an_engine_that_is_killed_is_named_and_the_run_goes_on(
+    run, alone, monkeypatch, tmp_path, capsys
+) -> None:
     original, mark = CutEngine.follow, tmp_path / "killed"
 
     def follow(self: CutEngine, *given: Any) -> None:
         if self.version == 1 and not mark.exists():
             mark.touch()
-            step = EagerDecoder.run
-
-            def die(*args: Any) -> None:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            monkeypatch.setattr(EagerDecoder, "run", die)
-            assert step is not None
+            self._decoder.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         original(self, *given)
 
     monkeypatch.setattr(CutEngine, "follow", follow)
     found = run(run=cut(2))
     check_same(found, alone)
-    assert mark.exists()
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "rank 1 is lost: its process ended: killed by SIGKILL" in said
 
 
 def test_an_evaluation_scores_as_one_engine_does(forked_ranks, model_folder: Path) -> None:
