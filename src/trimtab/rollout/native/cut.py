@@ -46,13 +46,17 @@ class CutHead(Head):
         own = super().logits(hidden_TE, temperature)
         return self.gathered(own)
 
-    def gathered(self, own_TV: torch.Tensor) -> torch.Tensor:
-        """The logits of all words from those of this rank's."""
+    @property
+    def words(self) -> int:
+        return self.vocabulary
+
+    def gathered(self, own_TV: torch.Tensor, vote: bool = True) -> torch.Tensor:
+        """The logits of all words from those of this rank's. `vote`: see together.py."""
         assert self.together is not None
         each = -(-self.vocabulary // self.together.parts)
         if own_TV.shape[-1] < each:
             own_TV = torch.nn.functional.pad(own_TV, (0, each - own_TV.shape[-1]))
-        return self.together.gather(own_TV)[..., : self.vocabulary]
+        return self.together.gather(own_TV, vote)[..., : self.vocabulary]
 
 
 class CutPolicy(Policy):
@@ -96,7 +100,7 @@ class CutEngine(ReplicaEngine):
         self._together = together
         if together.rank != FIRST:  # all lower the same: one says so
             settings["on_recovery"] = lambda line: None
-        super().__init__(policy, tokenizer, stop_token_ids, **settings)
+        super().__init__(policy, tokenizer, stop_token_ids, joined=together, **settings)
         self._compare(policy)
 
     @property

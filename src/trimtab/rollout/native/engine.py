@@ -39,6 +39,7 @@ from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.round_clock import RoundClock
 from trimtab.rollout.native.rows import Outputs, Rows
 from trimtab.rollout.native.scheduler import Filling, PromptGroup, Scheduler, Sequence
+from trimtab.rollout.native.together import Together
 from trimtab.rollout.sampler import stream_key
 from trimtab.rollout.stops import CHECK_EVERY_TOKENS, StopStrings
 from trimtab.rollout.trajectory import Finish, Group, Trajectory
@@ -95,9 +96,10 @@ class NativeEngine:
         lend_memory: bool = False,
         on_recovery: Callable[[str], None] = lambda line: None,
         kv_parts: int = 1,
+        joined: Together | None = None,
     ) -> None:
-        """`on_recovery` is called with what was lowered each time `generate` ran out of memory and goes on. `kv_parts`: devices
-        that share the bytes of the KV cache."""
+        """`on_recovery` is called with what was lowered each time `generate` ran out of memory and goes on. Of cut.py: `joined`,
+        the ranks that generate with this one, and `kv_parts`, devices that share the bytes of the KV cache."""
         self.policy = policy
         self.tokenizer = tokenizer
         self.stop_token_ids = list(stop_token_ids)
@@ -107,11 +109,11 @@ class NativeEngine:
         self.stats = RolloutStats()
         self.on_recovery = on_recovery
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
+        self._joined = joined
         self._shapes = shapes = layer_shapes(policy)
-        page_bytes = kv_parts * page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
-        self._prefix_cache = prefix_cache
-        self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
-        self.page_bytes = page_bytes
+        token_bytes = sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
+        self.page_bytes, self._prefix_cache = kv_parts * page_tokens * token_bytes, prefix_cache
+        self.pool = PagePool(kv_bytes // self.page_bytes, page_tokens, prefix_cache)
         self._rows: Rows | None = None
         self._clock = RoundClock(max_sequences)
         self._lends, self._lent, self._generating = lend_memory, False, False
@@ -144,7 +146,7 @@ class NativeEngine:
             return decoder
         from trimtab.rollout.native.cuda import CudaDecoder
 
-        return CudaDecoder(policy, shapes, self.pool.total, self.pool.page_tokens, self.max_sequences)
+        return CudaDecoder(policy, shapes, self.pool.total, self.pool.page_tokens, self.max_sequences, self._joined)
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""

@@ -9,6 +9,8 @@ Shapes: B batch entries, E hidden size, F feed-forward size, H query heads, K ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -24,6 +26,8 @@ from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan
 from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, Partials, decode_attention
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MAX_ROWS, Cut, cut_for, most_rows, serves, skinny
+
+AddUp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Product:
@@ -144,8 +148,9 @@ class Workspace:
 class FusedBody:
     """Decode steps of a model whose layers are known."""
 
-    def __init__(self, policy: Policy, shapes: dict[int, LayerShape]) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], add_up: AddUp | None = None) -> None:
+        """`add_up`: where layers are cut over devices, the sum of what each has of an output, in place."""
+        self.policy, self._add_up = policy, add_up
         parts = read_parts(policy, shapes)
         self.layers = [FusedLayer(layer) for layer in parts.layers]
         self.final, self.table, self.factor = parts.final, parts.embedding.data, parts.factor
@@ -190,14 +195,20 @@ class FusedBody:
             narrow = _table(space.gated, b, layer.down.inputs)
             layer.qkv.few(x, qkv) if few else layer.qkv(x, qkv)
             self._attend(batch, layer, qkv, attended, cache, index, space)
-            found = layer.output.few(attended, space.parts, whole=False) if few else layer.output(attended, y)
+            few_of_sum = few and self._add_up is None
+            found = (
+                layer.output.few(attended, space.parts, whole=False)
+                if few_of_sum
+                else self._whole(layer.output, attended, y)
+            )
             residual_norm(residual, found, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
             if few:
                 layer.gate_up.few(x, narrow, layer.parts.activation)
-                found = layer.down.few(narrow, space.parts, whole=False)
             else:
                 gated(layer.gate_up(x, _table(space.gate_up, b, layer.gate_up.outputs)), narrow, layer.parts.activation)
-                found = layer.down(narrow, y)
+            found = (
+                layer.down.few(narrow, space.parts, whole=False) if few_of_sum else self._whole(layer.down, narrow, y)
+            )
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
 
@@ -213,13 +224,17 @@ class FusedBody:
             rotated = rope(qkv, positions_T, shape.heads, shape.kv_heads, rotary, norm)
             q_THD, k_TKD, v_TKD = rotated.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
-            layer.output(attended.flatten(1), y)
+            self._whole(layer.output, attended.flatten(1), y)
             residual_norm(residual, y, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
             narrow = x.new_empty((x.shape[0], layer.down.inputs))
             gated(layer.gate_up(x), narrow, layer.parts.activation)
-            layer.down(narrow, y)
+            self._whole(layer.down, narrow, y)
             residual_norm(residual, y, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
+
+    def _whole(self, product: Product, x_BI: torch.Tensor, out_BE: torch.Tensor) -> torch.Tensor:
+        found = product(x_BI, out_BE)
+        return found if self._add_up is None else self._add_up(found)
 
     def _following(self, index: int) -> Norm | None:
         return self.final if index + 1 == len(self.layers) else self.layers[index + 1].parts.before_attention

@@ -61,11 +61,12 @@ class Together:
         self._sums_left -= 1
         return values
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
+    def gather(self, values: torch.Tensor, vote: bool = True) -> torch.Tensor:
         """All ranks' values side by side along the last dimension. Nothing happens where a rank has no room for them."""
         values = values.contiguous()
         found = [torch.empty_like(values) for _ in range(self.parts)]
-        self.refuse_short()
+        if vote:
+            self.refuse_short()
         self._tensors.allgather([found], [values]).wait()
         return torch.cat(found, -1)
 
@@ -124,6 +125,14 @@ class Together:
         self._broadcast(torch.tensor([len(data)]))
         if data:
             self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def of_first(self, mine: Result) -> Result:
+        """What the first rank has found."""
+        if self.rank == FIRST:
+            self.tell(mine)
+            return mine
+        found: Result = self.hear()
+        return found
 
     def hear(self) -> Any:
         self._listening = True
