@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +26,18 @@ from trimtab.base.errors import EngineError, MemoryExhausted
 from trimtab.config.learn import Sampling
 from trimtab.model.memory import Arguments, Result, Shortage, attempt, free, in_parts
 from trimtab.model.policy import Policy
-from trimtab.model.shapes import LayerShape, layer_shapes
+from trimtab.model.shapes import LayerShape, layer_shapes, state_shapes
 from trimtab.rollout.collect import Collector
 from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while
 from trimtab.rollout.feed import Bounds, Feed
-from trimtab.rollout.native.cache import PrefillPlan, PrefillSegment
+from trimtab.rollout.native.cache import Carried, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.handing_back import hand_back, load_of
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.round_clock import RoundClock
-from trimtab.rollout.native.rows import Outputs, Rows
+from trimtab.rollout.native.rounds import Ended, Round
+from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Filling, PromptGroup, Scheduler, Sequence
 from trimtab.rollout.native.together import Together
 from trimtab.rollout.sampler import stream_key
@@ -46,37 +46,6 @@ from trimtab.rollout.trajectory import Finish, Group, Trajectory
 
 MIN_PREFILL_TOKENS = 16
 """Tokens of a prefill: a smaller one would save nothing worth having."""
-
-
-@dataclass
-class _Round:
-    """Launched work, and the answers that will be there when it is done."""
-
-    sequences: list[Sequence]
-    facts: torch.Tensor
-    tokens: torch.Tensor | None
-    """What those sequences drew, where stop strings have to be looked for."""
-    done: torch.cuda.Event | None
-    launched: int
-    """Pieces of work up to this one."""
-
-    @property
-    def idle(self) -> bool:
-        """True once the device has done it."""
-        return self.done is None or self.done.query()
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
-
-
-@dataclass
-class _Ended:
-    """Sequences that are off their rows, and what they drew."""
-
-    sequences: list[Sequence]
-    finish: list[Finish]
-    outputs: Outputs
 
 
 class NativeEngine:
@@ -112,8 +81,10 @@ class NativeEngine:
         self._joined = joined
         self._shapes = shapes = layer_shapes(policy)
         token_bytes = sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
-        self.page_bytes, self._prefix_cache = kv_parts * page_tokens * token_bytes, prefix_cache
-        self.pool = PagePool(kv_bytes // self.page_bytes, page_tokens, prefix_cache)
+        self.page_bytes = kv_parts * page_tokens * token_bytes
+        self._states = state_shapes(policy)
+        self._prefix_cache = prefix_cache and not self._states  # pages alone do not say what layers carried there
+        self.pool = PagePool(kv_bytes // self.page_bytes, page_tokens, self._prefix_cache)
         self._rows: Rows | None = None
         self._clock = RoundClock(max_sequences)
         self._lends, self._lent, self._generating = lend_memory, False, False
@@ -137,16 +108,18 @@ class NativeEngine:
 
     def _make_decoder(self, shapes: dict[int, LayerShape]) -> Decoder:
         policy = self.policy
+        carried = Carried(self._states, self.max_sequences) if self._states else None
         if policy.device.type != "cuda":
-            return EagerDecoder(policy, shapes, self.pool)
+            return EagerDecoder(policy, shapes, self.pool, carried)
         if policy.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
-            decoder = EagerDecoder(policy, shapes, self.pool)
+            decoder = EagerDecoder(policy, shapes, self.pool, carried)
             lacking = "float64 has no kernels" if policy.dtype == torch.float64 else "Triton is not installed"
             decoder.description += f": {lacking}"
             return decoder
         from trimtab.rollout.native.cuda import CudaDecoder
 
-        return CudaDecoder(policy, shapes, self.pool.total, self.pool.page_tokens, self.max_sequences, self._joined)
+        pages, page_tokens = self.pool.total, self.pool.page_tokens
+        return CudaDecoder(policy, shapes, pages, page_tokens, self.max_sequences, carried, self._joined)
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""
@@ -219,12 +192,14 @@ class NativeEngine:
         self._decoder.begin(rows, sampling, bounds.tokens)
         replays = self._decoder.replays
         stops = StopStrings(sampling.stop, self.tokenizer)
-        work = Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save)
+        states = self._decoder.cache.states
+        slots = None if states is None else states.prompts
+        work = Scheduler(self.pool, min(rows.count, self.max_sequences), self.prefill_tokens, rows.save, slots)
         self._clock = clock = RoundClock(min(len(work.free_rows), bounds.samples))
         asked = Collector(self.tokenizer)
         _add(requests, asked, work)
-        rounds: deque[_Round] = deque()
-        ended: _Ended | None = None
+        rounds: deque[Round] = deque()
+        ended: Ended | None = None
         began, callers = time.perf_counter(), 0.0
         self._generating = True
         try:
@@ -296,7 +271,7 @@ class NativeEngine:
 
     def _launch(
         self, work: Scheduler, rows: Rows, requests: Seq[Request], stops: StopStrings, more: bool
-    ) -> _Round | None:
+    ) -> Round | None:
         """Give the device a round of work. None where there is none yet: earlier rounds (`more`) have to be looked at first."""
         if self._too_many:
             if more:
@@ -322,7 +297,7 @@ class NativeEngine:
         done = self._mark()
         if live:
             clock.decoded(done or time.perf_counter(), len(live), max(1, steps), work)
-        return _Round(asked, facts, tokens, done, clock.launched)
+        return Round(asked, facts, tokens, done, clock.launched)
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event that comes when the device has done all that was launched so far; None where there is no CUDA."""
@@ -342,6 +317,9 @@ class NativeEngine:
         if copies:
             pairs = rows.to_device(copies).t()
             self._in_parts(lambda part: self._decoder.cache.copy_pages(pairs[:, part]), len(copies), "copying a page")
+        if (states := self._decoder.cache.states) is not None:
+            slots = rows.to_device([(fork.slot, fork.sequence.row) for fork in forks]).t()
+            self._in_parts(lambda part: states.copy(slots[:, part]), len(forks), "copying a state")
         for fork in forks:
             request, sequence = requests[fork.sequence.group.index], fork.sequence
             sample = request.first_sample + sequence.sample
@@ -384,10 +362,11 @@ class NativeEngine:
 
     def _fill_chunk(self, chosen: list[tuple[Filling, int]], rows: Rows) -> torch.Tensor:
         """Put tokens into their pages; returns the last hidden state of each filling."""
-        segments = [PrefillSegment(f.tokens[f.done : f.done + n], f.done, f.pages) for f, n in chosen]
+        segments = [PrefillSegment(f.tokens[f.done : f.done + n], f.done, f.pages, f.slot) for f, n in chosen]
         attention = PrefillPlan(self._decoder.cache, segments, self.policy.device)
         tokens = rows.to_device([t for s in segments for t in s.tokens])
         hidden = self._decoder.prefill(tokens, attention.positions, attention)
+        attention.commit()
         self.stats.prefill_tokens += tokens.shape[0]
         return hidden[rows.to_device(torch.tensor(attention.lengths).cumsum(0) - 1)]
 
@@ -423,7 +402,7 @@ class NativeEngine:
         self.stats.decode_steps += steps
         return True
 
-    def _harvest(self, work: Scheduler, rows: Rows, stops: StopStrings, round: _Round) -> _Ended | None:
+    def _harvest(self, work: Scheduler, rows: Rows, stops: StopStrings, round: Round) -> Ended | None:
         """Take sequences that ended in a round off their rows."""
         round.wait()
         self._clock.looked_at(round.launched)
@@ -443,9 +422,9 @@ class NativeEngine:
         outputs = rows.results(ended)
         work.finish(ended)
         self.stats.generated_tokens += sum(outputs.counts)
-        return _Ended(ended, finish, outputs)
+        return Ended(ended, finish, outputs)
 
-    def _trajectories(self, ended: _Ended | None, requests: Seq[Request]) -> Iterator[tuple[int, Trajectory]]:
+    def _trajectories(self, ended: Ended | None, requests: Seq[Request]) -> Iterator[tuple[int, Trajectory]]:
         if ended is None:
             return
         for sequence, finish, (tokens, logprobs) in zip(ended.sequences, ended.finish, ended.outputs.each()):
