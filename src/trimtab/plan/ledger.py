@@ -32,6 +32,7 @@ from trimtab.plan.states import (
     buffer_bytes,
     critic_state,
     critic_trained,
+    engine_weights,
     gathered_bytes,
     gradient_bytes,
     gradient_itemsize,
@@ -185,7 +186,9 @@ def _training_phases(
     copy: dict[str, int],
 ) -> list[Phase]:  # fmt: skip
     host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), gathered_bytes(job, place)
-    own = {} if run.external else {"rollout weights": job.shape.parameters * job.itemsize}  # another's is in `awake`
+    own = (
+        {} if run.external else {"rollout weights": engine_weights(job, parts_of(run, place), run.external)}
+    )  # another's is in `awake`
     copies = own | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     staging = {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
@@ -250,8 +253,8 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     rows = batch * ((12 * job.longest_sequence if run.external else 16 * job.new_tokens) + 512)
     apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
-    own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
-    words = 4 * shape.vocabulary  # every device draws from all of them
+    own = {"rollout weights": copies * engine_weights(job, parts_of(run, place), run.external)} if apart else {}
+    words = 4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)  # every device draws from all, gathered
     return own | {
         "KV cache": rollout.kv_memory // _kv_cut(job, run),
         STATES: carried_bytes(job, run),
@@ -383,7 +386,7 @@ def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> di
 
 def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an engine holds between two rollouts if it lends nothing."""
-    kept = ("KV cache", STATES, "rollout weights") if run.external else ("KV cache", STATES)
+    kept = ("KV cache", STATES, "rollout weights")
     return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
 
 
@@ -401,7 +404,7 @@ def processes_of(run: Run) -> int:
 
 def parts_of(run: Run, place: Placement = SINGLE_DEVICE) -> int:
     """Devices that a rollout copy of the model is cut over; the trainer's device is counted as holding one part."""
-    return max(place.tensor, run.rollout.tensor_parallel if run.external else 1)
+    return max(place.tensor, run.cut)
 
 
 def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:

@@ -184,6 +184,7 @@ class _Rates:
         if cut > 1:
             moved = batch * shape.hidden * job.itemsize
             exchange = shape.layers * 2 * (10e-6 + moved / link_of(self.machine)[0])
+            exchange += 0.0 if self.run.external else 4 * batch * shape.vocabulary / link_of(self.machine)[0]
         return fixed + max(read / self.bandwidth, products) + (keys + logits) / self.bandwidth + exchange
 
     @property

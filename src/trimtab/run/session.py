@@ -89,7 +89,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
     refuse_other_layers(config.model)
-    if config.run.rollout.tensor_parallel > 1:
+    if config.run.cut > 1:
         refuse_uneven_cut(config.run, shape_of(config.model.path, config.model.trust_remote_code))
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
