@@ -84,7 +84,13 @@ def check_same(ours: running.Trained, theirs: running.Trained, **tolerance: floa
     [
         pytest.param(PPO, {"actor": 1, "critic": 1, "reference": "critic"}, EXACT, id="critic and reference"),
         pytest.param(PPO, {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}, SUMMED, id="all apart"),
-        pytest.param({**KL, "staleness": 1}, {"actor": 1, "reference": 1, "rollout": 1}, EXACT, id="reference"),
+        pytest.param(
+            {**KL, "staleness": 1},
+            {"actor": 1, "reference": 1, "rollout": 1},
+            EXACT,
+            id="reference",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(PPO, {"actor": 2, "critic": 2}, SUMMED, id="two and two", marks=pytest.mark.slow),
         pytest.param(KL, {"actor": 2, "reference": 2}, SUMMED, id="two that compare", marks=pytest.mark.slow),
     ],
@@ -107,7 +113,13 @@ def test_a_reward_model_of_its_own_gives_the_same_rewards(run, alone, judge: str
     )
 
 
-@pytest.mark.parametrize(("learn", "kept"), [(PPO, {"actor": 1, "critic": 2}), (PPO, None)], ids=["by ranks", "by one"])
+@pytest.mark.parametrize(
+    ("learn", "kept"),
+    [
+        pytest.param(PPO, {"actor": 1, "critic": 2}, id="by ranks", marks=pytest.mark.slow),
+        pytest.param(PPO, None, id="by one"),
+    ],
+)
 def test_checkpoints_are_resumed_by_any_number(run, alone, learn: dict[str, Any], kept: dict[str, Any] | None) -> None:
     """What the critic's own ranks have saved, one process takes up, and the other way round."""
 

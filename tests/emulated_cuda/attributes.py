@@ -102,7 +102,9 @@ def _makers(patches: Patches, state: State) -> None:
     def home(kwargs: dict[str, Any]) -> torch.device | None:
         asked = kwargs.pop("device", None)
         if asked is None:
-            default = torch.get_default_device()
+            if not torch._C._len_torch_function_stack():
+                return None
+            default = torch.empty(0).device  # `with torch.device(...)`
             return default if default.type != "cpu" else None
         return torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.model.sequence_way import AttentionSize
-from trimtab.model.versions import abort_process_group, gather_flat, reduce_flat, wait_at_most
+from trimtab.model.versions import abort_process_group, collective_trace, gather_flat, reduce_flat, wait_at_most
 from trimtab.model.waits import CopyWaits
 from trimtab.update.peers import Pending
 
@@ -37,6 +38,8 @@ STEP_TIMEOUT = timedelta(hours=24)
 """For collectives: one that was begun early waits for the slowest rank's passes, however long a step takes."""
 STORE_TIMEOUT = timedelta(seconds=60)
 LOCALHOST = "127.0.0.1"
+TRACE_KEY = "trimtab-write-traces"
+"""In the store where ranks meet: the driver has found that they hang."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Mesh:
         self._meeting, self._generation = meeting, 0
         self._watched = meeting.open_store()
         """A connection of its own, for the thread that looks for failed ranks."""
+        self._traced = False
         self.seconds, self.bytes = 0.0, 0
         """Waited for collectives, and moved in them, since `take`."""
         self._sequence: dict[int, dist.ProcessGroup | None] = {}
@@ -129,6 +133,14 @@ class Mesh:
         """Called now and then from another thread: ends collectives that would wait for ever."""
         if self._meeting.backend == "nccl" and dist.is_initialized() and self.was_aborted:
             abort_process_group()
+
+    def write_trace_if_asked(self, file: Path) -> None:
+        """Called now and then from another thread: writes what collectives this rank has begun and ended, once."""
+        if self._traced or not self._watched.check([TRACE_KEY]):
+            return
+        self._traced = True
+        if (found := collective_trace(self._meeting.backend)) is not None:
+            file.write_bytes(found)
 
     def rejoin(self) -> None:
         """Meet the others again, after `abort`."""

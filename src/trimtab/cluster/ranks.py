@@ -16,9 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from trimtab.base import spans
 from trimtab.base.errors import TrainingError
 from trimtab.cluster.blame import to_blame
+from trimtab.cluster.mesh import TRACE_KEY
 from trimtab.cluster.messages import Answer, Broken, Heartbeat, Item, Order, Raised, RankFailed, Short, Told
 from trimtab.cluster.process import AnyProcess, StartRank, start_here
 from trimtab.workers.program import STOP_TIMEOUT_S, ProcessLost, wait_for
@@ -37,6 +40,8 @@ START_ERROR_PATIENCE_S = 0.5
 SEND_TIMEOUT_S = 300.0
 STACKS_S = 1.0
 """How long ranks may take to write their stacks."""
+TRACES_S = 2.0
+"""And what collectives they have begun: they look once a second whether they shall."""
 
 
 class RankLost(TrainingError):
@@ -283,9 +288,15 @@ class Ranks:
         """Every rank writes its stacks into its log before all are ended."""
         for rank in self._ranks:
             rank.process.ask_for_stacks()
+        if isinstance(self.store, dist.Store):
+            self.store.set(TRACE_KEY, "1")
+            time.sleep(TRACES_S)
         time.sleep(STACKS_S)
         names = ", ".join(str(rank.number) for rank in waiting)
-        why = f"no progress for {stall_s:.0f} s (waiting for rank {names}; the stacks of all ranks are in their logs)"
+        why = (
+            f"no progress for {stall_s:.0f} s (waiting for rank {names}; the stacks of all ranks are in their logs, "
+            "what they exchanged in the .json files beside them)"
+        )
         return self._end(waiting[0], why)
 
     def _lost(self, rank: _Rank, why: str) -> RankLost:

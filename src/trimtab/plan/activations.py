@@ -100,6 +100,7 @@ def _kept_by_modules(shape: ModelShape, block: Block, row: MicroBatchSize, path:
     heads = (
         s * (block.projected + block.attended) + 4 * block.heads + (2 * s * block.projected if block.head_norm else 0)
     )
+    heads += 0 if block.mixing is None else block.mixing.kept_bytes(s)
     wide = (3 if path.liger else 4) * s * block.used_width + (2 * s * E * block.experts_used if block.experts else 0)
     return 0 if path.away else T * (norms + heads + wide + 7 * s * path.rank) + _keys_and_scores(block, row, s)
 
@@ -140,6 +141,8 @@ def backward_of_layer(shape: ModelShape, block: Block, row: MicroBatchSize, path
     if not path.fused:
         feed_forward = T * (3 * s * E + 2 * s * F)
         attention = T * (4 * s * E + 3 * s * block.projected) + 3 * keys
+        # Gradients of what a chunk keeps exist beside it, for one operation after the other.
+        attention += 0 if block.mixing is None else T * block.mixing.kept_bytes(s) // 2
         return again + max(feed_forward, attention + scores)
     feed_forward = T * (2 * s * E + 4 * E + 4 * s * F)
     norm = T * (3 * s * E + 8 * E) + 4 * E * min(T, TOKEN_SUM_PROGRAMS) * (2 if block.sandwich else 1)
@@ -182,7 +185,7 @@ def update_peak(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> dic
 def score_peak(shape: ModelShape, row: MicroBatchSize, path: UpdatePath) -> dict[str, int]:
     """The same for a pass without gradients: a layer or two at a time, and the head's forward pass."""
     T, E, s = row.tokens, shape.hidden, path.itemsize
-    block = max(shape.kinds, key=lambda b: b.projected + 2 * b.used_width)
+    block = max(shape.kinds, key=lambda b: (b.mixing is not None, b.projected + 2 * b.used_width))
     full = UpdatePath(s, path.fused, False, path.chunk, path.tiled_head, path.rank)
     work = kept_by_layer(shape, block, row, full) + T * (4 + s) * E + T * s * block.used_width
     work += _exchanged(block, row, s)

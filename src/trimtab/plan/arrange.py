@@ -148,11 +148,7 @@ def _why(chosen: Arrangement, others: list[Arrangement], asked: str) -> str:
         return "the fastest of the split placements that fit"
     rivals = [one for one in others if one.staleness == chosen.staleness and one.kind != chosen.kind]
     if not rivals:
-        return (
-            "roles take turns on the same devices"
-            if chosen.kind == "colocated"
-            else "all roles on the same devices do not fit"
-        )
+        return "roles take turns on the same devices" if chosen.kind == "colocated" else "colocated does not fit"
     gain = rivals[0].times.total / chosen.times.total
     if chosen.kind == "colocated":
         if gain < 1:

@@ -24,6 +24,7 @@ from trimtab.model.sizes import (
 )
 from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import NO_CORRECTION, Job, Machine
+from trimtab.plan.kv import STATES, carried_bytes
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
 from trimtab.plan.rows import row_here
 from trimtab.plan.states import (
@@ -245,6 +246,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     prompts = -(-max(job.prompts, job.eval_sequences) // place.engines)
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
+    pass_ += max((b.mixing.kept_bytes(s) for b in shape.kinds if b.mixing is not None), default=0)
     rows = batch * ((12 * job.longest_sequence if run.external else 16 * job.new_tokens) + 512)
     apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
@@ -252,6 +254,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     words = 4 * shape.vocabulary  # every device draws from all of them
     return own | {
         "KV cache": rollout.kv_memory // _kv_cut(job, run),
+        STATES: carried_bytes(job, run),
         "decode step": batch * (words + (entry - words) // parts) + rows,
         "prefill": copies * prefill * pass_ // parts,
     }
@@ -380,7 +383,7 @@ def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> di
 
 def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an engine holds between two rollouts if it lends nothing."""
-    kept = ("KV cache", "rollout weights") if run.external else ("KV cache",)
+    kept = ("KV cache", STATES, "rollout weights") if run.external else ("KV cache", STATES)
     return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
 
 
@@ -411,7 +414,7 @@ def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:
 
 def _kv_cut(job: Job, run: Run) -> int:
     """Devices that the KV cache is cut over: where there are fewer heads than devices, several hold the same head."""
-    return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds))
+    return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds if block.kv_heads))
 
 
 def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:

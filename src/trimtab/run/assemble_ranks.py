@@ -27,6 +27,7 @@ from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
+from trimtab.observe.stall_watch import STALL_STEPS
 from trimtab.plan.governor import Governor
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.planner import Choice, Plan
@@ -50,8 +51,8 @@ from trimtab.update.guard import Guard
 from trimtab.update.shares import Cost
 from trimtab.update.stats import Trained
 
-STALL_STEPS = 5
-"""Work that stands still for so many predicted steps hangs."""
+RECORDED_COLLECTIVES = 2000
+"""That a rank remembers, for when it hangs."""
 _sets = itertools.count()
 """Sets of ranks that this process has started."""
 
@@ -266,6 +267,12 @@ def ranked_updaters(
     }
 
 
+def recorder_variables(logs: Path) -> dict[str, str]:
+    """Environment of ranks in which torch remembers the latest collectives (its flight recorder), and writes what it finds wrong
+    itself beside the ranks' logs."""
+    return {"TORCH_FR_BUFFER_SIZE": str(RECORDED_COLLECTIVES), "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-")}
+
+
 def open_ranks(
     module: str,
     planned: RankPlan,
@@ -282,7 +289,8 @@ def open_ranks(
         (recoveries.restarted if kind == "restarted" else recoveries.of_engine)(text)
 
     plan, count, hosts = planned.plan, len(planned.devices), planned.hosts
-    variables = {"OMP_NUM_THREADS": str(plan.run.threads)} | ({"GLOO_SOCKET_IFNAME": "lo"} if hosts is None else {})
+    variables = {name: os.environ.get(name, value) for name, value in recorder_variables(logs).items()}
+    variables |= {"OMP_NUM_THREADS": str(plan.run.threads)} | ({"GLOO_SOCKET_IFNAME": "lo"} if hosts is None else {})
     start: StartRank = start_here
     with ExitStack() as placed:
         if hosts is not None:

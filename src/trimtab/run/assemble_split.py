@@ -164,8 +164,7 @@ def assemble_split(
     channel = None if samples is None else _channel_of(learns, samples, store.port, host)
     logs, elsewhere = folder / RANK_LOGS, frozenset(role for roles in planned.others for role in roles)
     trainers = start_ranks(learns, stage, ready, checkpoint, logs, recoveries, channel, elsewhere)
-    trainers.store = trainers.store, store  # of the channel: it lives as long as the sender
-    stack.callback(trainers.close)
+    stack.callback(lambda kept: trainers.close(), store)  # the channel's lives as long as the sender
     others: dict[tuple[str, ...], Ranks] = {}
     for roles, each in planned.others.items():
         others[roles] = start_role(each, roles, stage, ready, checkpoint, logs, recoveries)

@@ -14,10 +14,11 @@ from trimtab.cluster.fleet import Fleet
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.config.resolved import ResolvedConfig
+from trimtab.observe.stall_watch import STALL_STEPS
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.work import Lengths, evaluation_job_of
 from trimtab.reward.models import ModelBackend
-from trimtab.run.assemble_ranks import STALL_STEPS, RankPlan, plan_over
+from trimtab.run.assemble_ranks import RankPlan, plan_over
 from trimtab.run.evaluation_rank import EvaluationSetup
 from trimtab.run.generating_rank import EngineFacts
 from trimtab.run.shapes import shape_of, stated_models

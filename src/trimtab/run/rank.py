@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from trimtab.plan.trials import Trial
 from trimtab.record.behind import WriteBehind
 from trimtab.record.folder import ENGINE_LOGS
 from trimtab.record.host_copy import HostCopy
+from trimtab.record.layout import RANK_LOGS
 from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
 from trimtab.rollout.external.lent import LentDevice
@@ -138,6 +139,7 @@ class Rank(RolloutOrders, ProfileOrders):
         meeting = Meeting(
             setup.store_port, setup.prefix, setup.rank, setup.ranks, setup.backend, device, setup.store_host
         )
+        self._trace_file = self._folder_of(setup) / f"rank-{setup.rank}.json"
         self._sharing = row_ranks(plan.run)
         """Ranks that share each micro-batch, by the model."""
         shards = 1 if plan.run.shard == "none" else plan.run.shard_devices
@@ -146,6 +148,10 @@ class Rank(RolloutOrders, ProfileOrders):
         if max(self._sharing.values()) > 1:
             self._collective |= {"accumulate", "score", "time_update"}
         self._build(setup, device)
+
+    def _folder_of(self, setup: RankSetup) -> Path:
+        """Where this rank's log is."""
+        return Path(setup.ready.folder) / RANK_LOGS
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
         stage, ready, plan, mesh = setup.stage, setup.ready, setup.plan, self._mesh
@@ -412,8 +418,14 @@ class Rank(RolloutOrders, ProfileOrders):
         return replace(self._active.progress)
 
     def _progress(self) -> Any:
-        self._mesh.leave_if_asked()
+        self._look_at_store()
         return self._active.progress.part, self._active.progress.microbatch, *self._rollout_progress()
+
+    def _look_at_store(self) -> None:
+        """What this rank is told there while its own thread may hang."""
+        with suppress(RuntimeError, OSError):  # the driver is gone, or the folder
+            self._mesh.leave_if_asked()
+            self._mesh.write_trace_if_asked(self._trace_file)
 
 
 def facts_of(updater: Any) -> UpdaterFacts:

@@ -8,6 +8,7 @@ policy take no part. Of a checkpoint it writes what is the critic's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class RoleRank(Rank):
 
     def _build(self, setup: RankSetup, device: torch.device) -> None:
         assert isinstance(setup, RoleSetup)
+        self.roles = setup.roles
         ready, plan, mesh = setup.ready, setup.plan, self._mesh
         self._ready, self._rank, self._ranks, self._device = ready, setup.rank, setup.ranks, device
         saves = "critic" in setup.roles
@@ -100,6 +102,10 @@ class RoleRank(Rank):
         self._active: Any = next(iter(self._models.values()), None)
         self._link.progress = self._progress
 
+    def _folder_of(self, setup: RankSetup) -> Path:
+        assert isinstance(setup, RoleSetup)
+        return super()._folder_of(setup) / setup.roles[0]
+
     def _open_reference(self, setup: RoleSetup, device: torch.device, mesh: Mesh) -> AnyPolicy:
         config, run = setup.ready.config, setup.plan.run
         if run.shard == "full":
@@ -130,7 +136,7 @@ class RoleRank(Rank):
     def _progress(self) -> Any:
         if self._active is not None:
             return super()._progress()
-        self._mesh.leave_if_asked()
+        self._look_at_store()
         return self._rollout_progress()
 
 
