@@ -44,7 +44,7 @@ class PackedPlan:
         assert prefixes is None or before is None
         self.lengths = lengths
         self.device = torch.device(device)
-        self._prefixes = list(prefixes) if prefixes is not None else [None] * len(lengths)
+        self._prefixes: list[int | None] = list(prefixes) if prefixes is not None else [None] * len(lengths)
         self._before = list(before) if before else [0 if p is None else lengths[p] for p in self._prefixes]
         self.runs = [
             (before, length, len(list(same))) for (before, length), same in groupby(zip(self._before, lengths))
@@ -139,8 +139,8 @@ class PackedPlan:
         for first in range(0, length, step):
             at = torch.arange(before + min(first + step, length), device=self.device)
             mask = causal_window(at[before + first :], at, rules.window)
-            some = (x[:, :, : len(at)] for x in (k_NKSD, v_NKSD))
-            found.append(dense_attention(q_NHLD[:, :, first : first + step], *some, rules, mask))
+            k, v = (x[:, :, : len(at)] for x in (k_NKSD, v_NKSD))
+            found.append(dense_attention(q_NHLD[:, :, first : first + step], k, v, rules, mask))
         return torch.cat(found, 2).transpose(1, 2).flatten(0, 1)
 
     def _allowed(self, before: int, length: int, window: int | None) -> torch.Tensor:
