@@ -201,7 +201,9 @@ class Rank(RolloutOrders, ProfileOrders):
         cut = mesh.device_mesh if isinstance(policy, ShardedPolicy) else None
         critic = None if "critic" in setup.elsewhere else stage.open_critic(config, device, cut, mesh)
         self._policy, self._reference = policy, reference
-        self._share_rows(setup, {"policy": policy, "reference": reference, "critic": critic and critic.policy})
+        self._share_rows(
+            setup, {"policy": policy, "reference": reference, "critic": None if critic is None else critic.policy}
+        )
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
         self._trainer = LocalTrainer(
             updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,
