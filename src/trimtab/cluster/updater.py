@@ -39,6 +39,8 @@ class UpdaterFacts:
     layer_input_bytes: int
     """For one token."""
     device: torch.device
+    balances: bool = False
+    """As in `Updater`."""
 
 
 class RankedUpdater:
@@ -78,6 +80,10 @@ class RankedUpdater:
     def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> UpdateStats:
         shares = deal_samples(self._together, samples, self.token_budget, len(self._ranks), self._cost, self._equal)
         self.progress = Progress()
+        if self._facts.balances:
+            counted = self._ask("count_choices", [(self._model, share) for share in shares])
+            choices = torch.stack(counted).sum(0)
+            shares = [replace(share, choices=choices) for share in shares]
         found = self._ask("accumulate", [(self._model, share, kl_coef) for share in shares])
         most = max((share.flops for share in shares), default=0.0)
         mean = sum(share.flops for share in shares) / len(shares)

@@ -28,6 +28,7 @@ from trimtab.model.keep import Keep
 from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
+from trimtab.model.routing import Routers
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Unit, WeightStore
@@ -64,6 +65,8 @@ class Policy:
         _disable_dropout(model)
         model.set_attn_implementation(ATTENTION_NAME)
         use_grouped_experts(model)
+        self.routers = Routers(model)
+        """Of a mixture; none elsewhere."""
         self.head = self._head()
         self.description = OWN_MODULES
         """How packed rows run, and why not faster, in words for the user."""

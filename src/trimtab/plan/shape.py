@@ -67,7 +67,7 @@ class Block:
 
     @property
     def pair_elements(self) -> int:
-        """Elements that a token has for its experts beside what one layer of `used_width` has, by the hidden size: what it is laid
+        """Elements of the hidden size that a token has for its experts: what it is laid
         out as for each of them, and what each makes of it."""
         return 2 * self.experts_used
 
