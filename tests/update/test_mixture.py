@@ -1,4 +1,4 @@
-"""The balancing loss of a mixture, and routes that are replayed: independent of how a step is cut, and equal to plain formulas."""
+"""The balancing loss of a mixture, and replayed routes: independent of how a step is cut, and equal to plain formulas."""
 
 from __future__ import annotations
 

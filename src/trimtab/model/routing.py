@@ -3,7 +3,7 @@
 A router of transformers gives logits, the weights of the chosen experts, and which these are. Nothing here changes that but what
 a pass is asked for (`Routers.during`):
   count    how many tokens each expert is chosen by, in every layer
-  balance  the gradient of a balancing loss over shares that were counted for the whole step before: for each token it is linear in
+  balance  the gradient of a balancing loss over shares that were counted for the whole step before: for a token it is linear in
            the token's own probabilities, so that micro-batches add up to the step, however it is cut
   replay   experts that were chosen before, by the engine: their weights are computed anew from the logits
   record   the choice, given to whoever asked
@@ -71,6 +71,8 @@ class Routers:
     def __init__(self, model: nn.Module) -> None:
         self.modules = routers_of(model)
         self.asked = Asked()
+        self.kept = False
+        """An engine keeps what they choose for the trainer (`learn.router_replay`)."""
         self._rules: list[_Rule | None] = [None] * len(self.modules)
         for layer, module in enumerate(self.modules):
             module.register_forward_hook(lambda router, _, out, layer=layer: self._after(layer, router, out))
@@ -85,6 +87,11 @@ class Routers:
     @property
     def used(self) -> int:
         return int(self.modules[0].top_k)
+
+    @property
+    def routes(self) -> tuple[int, int] | None:
+        """Routers, and experts of each token, where what they choose is kept."""
+        return (len(self.modules), self.used) if self.kept and self.modules else None
 
     @contextmanager
     def during(self, asked: Asked) -> Iterator[Asked]:

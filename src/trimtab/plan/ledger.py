@@ -243,7 +243,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     prompts = -(-max(job.prompts, job.eval_sequences) // place.engines)
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width) + mixed
-    rows = batch * ((12 * job.longest_sequence if run.external else 16 * job.new_tokens) + 512)
+    rows = batch * ((12 * job.longest_sequence if run.external else (16 + job.route_bytes) * job.new_tokens) + 512)
     apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
     own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}

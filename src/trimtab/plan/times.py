@@ -307,7 +307,7 @@ class _Clock(_Rates):
 
     def _one_update(self) -> Passes:
         run, job = self.run, self.job
-        factor = 4.0 if job.rank else 6.0
+        factor = (4.0 if job.rank else 6.0) + (2.0 if job.balanced else 0.0)
         if run.checkpoint_activations is True:
             factor += 2.0
         elif run.checkpoint_activations == "some":
