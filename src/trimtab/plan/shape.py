@@ -14,6 +14,8 @@ from typing import Any
 
 from trimtab.base.errors import ModelError
 from trimtab.model.context import context_of
+from trimtab.model.sequence_way import AttentionSize
+from trimtab.plan.mixing import Mixing
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Block:
     experts_used: int = 0
     shared_width: int = 0
     """Width of the experts that every token uses, together."""
+    mixing: Mixing | None = None
+    """What carries a state from token to token, in the place of attention (then there are no heads) or beside it."""
+    own_linears: tuple[tuple[str, int, int], ...] | None = None
+    """Name, inputs and outputs of its linear layers, where they are not the usual ones."""
     latent: int = 0
     """Elements of the latent that keys and values are made of; 0: they are made of the hidden state."""
     latent_rotated: int = 0
@@ -118,6 +124,14 @@ class ModelShape:
         return sum(b.active for b in self.blocks) + self.other + self.table
 
     @property
+    def attention_sizes(self) -> tuple[AttentionSize, ...]:
+        """How the layers attend, kind by kind."""
+        return tuple(
+            AttentionSize(count, block.heads, block.kv_heads, block.head_size, block.value_size)
+            for block, count in self.kinds.items()
+        )
+
+    @property
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
 
@@ -136,8 +150,14 @@ class ModelShape:
         """Elements that one token stores in all layers."""
         return sum(b.kv_elements for b in self.blocks)
 
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes that a sequence carries in all layers, whatever its length, beside keys and values."""
+        return sum(n * b.mixing.state_bytes(itemsize) for b, n in self.kinds.items() if b.mixing is not None)
+
     def linears(self, block: Block) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linear layers of a block that adapters are put on, by name."""
+        if block.own_linears is not None:
+            return {name: (inputs, outputs) for name, inputs, outputs in block.own_linears}
         layers = {"self_attn.o_proj": (block.attended, self.hidden)}
         if block.latent:
             made = block.heads * (block.head_size - block.latent_rotated + block.value_size)
