@@ -16,6 +16,7 @@ from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
 from trimtab.config.contradiction import Contradiction, changed, clash, reward_name
 from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
+from trimtab.config.mixture import routes
 from trimtab.config.objectives import judges, normalized, reward_models, tasks
 from trimtab.config.placement import placement
 from trimtab.config.ranks import cut_engine, ranks
@@ -460,6 +461,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     prefetch,
     ranks,
     placement,
+    routes,
     _clip,
     _kl,
     _schedule,

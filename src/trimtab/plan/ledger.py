@@ -245,12 +245,13 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
         + (4 + 2 * s) * shape.hidden
         + s * (block.projected + block.attended + 3 * block.used_width)
     )
-    entry += 4 * block.heads * (2 * block.value_size + 4)
+    mixed = max(s * b.pair_elements * shape.hidden + 24 * b.experts_used + 8 * b.experts for b in shape.kinds)
+    entry += 4 * block.heads * (2 * block.value_size + 4) + mixed
     prompts = -(-max(job.prompts, job.eval_sequences) // place.engines)
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
-    pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
+    pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width) + mixed
     pass_ += max((b.mixing.kept_bytes(s) for b in shape.kinds if b.mixing is not None), default=0)
-    rows = batch * ((12 * job.longest_sequence if run.external else 16 * job.new_tokens) + 512)
+    rows = batch * ((12 * job.longest_sequence if run.external else (16 + job.route_bytes) * job.new_tokens) + 512)
     apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
     own = {"rollout weights": copies * engine_weights(job, parts_of(run, place), run.external)} if apart else {}
@@ -276,6 +277,9 @@ def _rewarding(job: Job) -> dict[str, int]:
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     """The engine merges adapters into a copy of the weights where there is room for two copies: decoding is then faster."""
     size = (job.shape.parameters - job.shape.table * (1 if job.shape.tied else 2)) * job.itemsize
+    if job.shape.has_experts:  # adapters on these stay beside them
+        kinds = job.shape.kinds.items()
+        size = job.itemsize * sum(n * i * o for block, n in kinds for i, o in job.shape.linears(block).values())
     if not job.rank or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {MERGED: size}

@@ -107,7 +107,17 @@ COLLECTIVE: dict[str, frozenset[str]] = {
     "optimizer": frozenset({"accumulate"}),
     "gradients": frozenset({"accumulate"}),
     "full": frozenset(
-        {"accumulate", "score", "time_update", "publish", "send_weights", "reserve_copy", "capture", "export"}
+        {
+            "accumulate",
+            "count_choices",
+            "score",
+            "time_update",
+            "publish",
+            "send_weights",
+            "reserve_copy",
+            "capture",
+            "export",
+        }
     ),
 }
 """Orders in which ranks wait for each other, by `run.shard`. `apply` is one too: a rank that fails there cannot go on. Under
@@ -231,6 +241,10 @@ class Rank(RolloutOrders, ProfileOrders):
         return RankFacts(facts, self._engine.description, self._engine.lowered, updaters, software_here())
 
     # The update
+
+    def count_choices(self, model: Trained, share: Share) -> torch.Tensor:
+        self._active = self._updaters[model]
+        return self._updaters[model].count_choices(share)
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
         self._active = updater = self._updaters[model]
@@ -447,6 +461,7 @@ def facts_of(updater: Any) -> UpdaterFacts:
         parameters=updater.parameters,
         layer_input_bytes=updater.layer_input_bytes(1),
         device=updater.device,
+        balances=updater.balances,
     )
 
 

@@ -308,7 +308,9 @@ class CudaDecoder:
         assert self._rows is not None
         items = self._items[: max(1, size // 2)] if sharing else None
         batch = self._batch(self._index[:size], self._rows, items)
-        self._sample(batch.index_B, self._hidden(batch, self._rows), self._rows, self._sampling)
+        with self.policy.routers.during(self._rows.recorded(batch.index_B)):
+            hidden_BE = self._hidden(batch, self._rows)
+        self._sample(batch.index_B, hidden_BE, self._rows, self._sampling)
 
     def _graph(self, size: int) -> torch.cuda.CUDAGraph:
         """The graph of a step of this size; where there is none yet it is made, on rows that are done."""

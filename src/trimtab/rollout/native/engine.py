@@ -266,7 +266,7 @@ class NativeEngine:
             if all(n <= h for n, h in zip(need, have)):
                 return self._rows
             need = tuple(map(max, need, have))  # type: ignore[assignment]
-        self._rows = Rows(*need, self.policy.device)
+        self._rows = Rows(*need, self.policy.device, self.policy.routers.routes)
         return self._rows
 
     def _launch(
@@ -427,7 +427,7 @@ class NativeEngine:
     def _trajectories(self, ended: Ended | None, requests: Seq[Request]) -> Iterator[tuple[int, Trajectory]]:
         if ended is None:
             return
-        for sequence, finish, (tokens, logprobs) in zip(ended.sequences, ended.finish, ended.outputs.each()):
+        for sequence, finish, (tokens, logprobs, routes) in zip(ended.sequences, ended.finish, ended.outputs.each()):
             yield (
                 sequence.group.index,
                 Trajectory(
@@ -437,6 +437,7 @@ class NativeEngine:
                     logprobs=logprobs,
                     versions=torch.full(tokens.shape, self.version, dtype=torch.int32),
                     finish=finish,
+                    routes=routes,
                 ),
             )
 

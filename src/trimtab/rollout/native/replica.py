@@ -31,6 +31,7 @@ class ReplicaEngine(NativeEngine):
         self._weights = Arena(sum(sizes), policy.device)
         for unit in own.weights.units:
             own.weights.put(unit, self._weights.tensor((unit.size,), unit.dtype))
+        own.routers.kept = policy.routers.kept
         self._own = own
         self._gather_weights(frozen=True)
         super().__init__(own, tokenizer, stop_token_ids, **settings)
