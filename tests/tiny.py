@@ -115,9 +115,15 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
-_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**_DELTA, "mlp_only_layers": [0, 1, 2]},
+    "qwen3_next": {**_DELTA, "num_experts": 0},
     "qwen3_5_text": _DELTA,
     "olmo_hybrid": {name: value for name, value in _DELTA.items() if name != "head_dim"} | {"linear_num_value_heads": 2},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},

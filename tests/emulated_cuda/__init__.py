@@ -26,11 +26,15 @@ from emulated_cuda.memory import DeviceMemory
 from emulated_cuda.patches import Patches
 
 GIB = 2**30
+current: DeviceMemory | None = None
+"""The device that is played now."""
 
 
 @contextmanager
 def installed(capability: tuple[int, int] = (9, 0), total_memory: int = 4 * GIB) -> Iterator[DeviceMemory]:
     """While it is open, this process has one CUDA device. What was made on it must not be used afterwards."""
+    global current
+    assert current is None, "a device is played already"
     device = DeviceMemory(total_memory)
     patches = Patches()
     _forget_what_is_known_of_devices()
@@ -41,8 +45,10 @@ def installed(capability: tuple[int, int] = (9, 0), total_memory: int = 4 * GIB)
         driver.install(patches, state)
         kernels.install(patches, state, capability)
         operations.install(patches, state)
+        current = device
         yield device
     finally:
+        current = None
         gc.collect()
         patches.undo()
         _forget_what_is_known_of_devices()

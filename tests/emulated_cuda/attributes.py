@@ -51,9 +51,13 @@ def _moves(patches: Patches, state: State) -> None:
         if here == there:
             return plain(self, dtype, non_blocking, copy, **named)
         target = CUDA if there else HOST
-        found: torch.Tensor = torch.ops.aten._to_copy(
-            self, dtype=dtype, device=target, non_blocking=non_blocking, **named
-        )
+        state.leaving.on = not there
+        try:
+            found: torch.Tensor = torch.ops.aten._to_copy(
+                self, dtype=dtype, device=target, non_blocking=non_blocking, **named
+            )
+        finally:
+            state.leaving.on = False
         return found
 
     patches.set(torch.Tensor, "to", to)
@@ -102,7 +106,9 @@ def _makers(patches: Patches, state: State) -> None:
     def home(kwargs: dict[str, Any]) -> torch.device | None:
         asked = kwargs.pop("device", None)
         if asked is None:
-            default = torch.get_default_device()
+            if not torch._C._len_torch_function_stack():
+                return None
+            default = torch.empty(0).device  # `with torch.device(...)`
             return default if default.type != "cpu" else None
         return torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
 

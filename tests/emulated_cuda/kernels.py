@@ -51,6 +51,7 @@ def install(patches: Patches, state: State, capability: tuple[int, int]) -> None
         for x in tensors:
             state.check(x)
         state.launches += 1
+        state.counts[self.fn.__name__] = state.counts.get(self.fn.__name__, 0) + 1
         graph = state.graph_here()
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
             if graph is None:

@@ -12,12 +12,13 @@ import threading
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
 from emulated_cuda import flash
 from emulated_cuda.graphs import Graph
 from emulated_cuda.memory import DeviceMemory
 from emulated_cuda.patches import Patches
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
 HOST = torch.device("cpu")
@@ -46,6 +47,9 @@ class State:
         self.coming: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Copies that the host must not read yet: where to, and what."""
         self.launches = 0
+        self.leaving = threading.local()
+        """`.on`: this thread has asked for a copy on the host. Without it, operations within torch that name the device of a
+        tensor, which they take for a CPU's, mean where it is."""
         self.counts: dict[str, int] = {}
         """Waits, recordings and replays, for tests."""
 
@@ -111,9 +115,7 @@ def run(state: State, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     placed = [(x, state.memory.holds(x)) for x in tensors if x.device.type != "meta"]
     on_device = any(there for _, there in placed)
-    if to_device is None and not on_device:
-        if asked is not None and asked.type == "cuda":
-            raise AssertionError("unreachable")
+    if not to_device and not on_device:
         if name == "_pin_memory":
             return state.pin(args[0].clone())
         if name == "is_pinned":
@@ -134,7 +136,7 @@ def run(state: State, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _check_places(state, func, name, args, placed)
     _check_waits(state, func, name, args)
     work = flash.REPLACED.get(f"{func._schema.name}", func)
-    if name in ("mm", "addmm", "bmm", "baddbmm") and "out_dtype" in func._overloadname.replace("dtype_out", "out_dtype"):
+    if name in ("mm", "addmm", "bmm", "baddbmm") and func._overloadname in ("dtype", "dtype_out"):
         work = _wide_product(func, name)
     return execute(state, func, work, args, kwargs, target)
 
@@ -144,10 +146,6 @@ def execute(state: State, func: Any, work: Any, args: Any, kwargs: dict[str, Any
     graph = state.graph_here()
     if graph is not None:
         graph.before(func, args, kwargs)
-    if state.coming and func._schema.is_mutable is False and any(
-        isinstance(x, torch.Tensor) and not state.memory.holds(x) for x in tree_flatten((args, kwargs))[0]
-    ):  # fmt: skip
-        pass
     found = work(*args, **kwargs)
     if target:
         mark(state, found)
@@ -170,7 +168,7 @@ def _of(device: Any) -> bool | None:
 
 
 def _check_places(state: State, func: Any, name: str, args: Any, placed: list[tuple[torch.Tensor, bool]]) -> None:
-    if name in PASS:
+    if name in PASS or name.startswith("new_") or name.endswith("_like"):
         return
     skipped: set[int] = set()
     if name in INDEXED:
@@ -203,7 +201,8 @@ def _copy(state: State, func: Any, name: str, args: Any, kwargs: dict[str, Any],
     memory = state.memory
     if name == "_to_copy":
         source = args[0]
-        begin, end = memory.holds(source), memory.holds(source) if to_device is None else to_device
+        begin = memory.holds(source)
+        end = begin if to_device is None else to_device or begin and not getattr(state.leaving, "on", False)
         if begin and not end:
             return _home(state, source, func(*args, **kwargs), bool(kwargs.get("non_blocking")), True)
         if end and not begin:
@@ -216,11 +215,9 @@ def _copy(state: State, func: Any, name: str, args: Any, kwargs: dict[str, Any],
         begin, end = memory.holds(source), memory.holds(where)
         blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         if begin and not end:
-            fresh = torch.empty_like(where, dtype=source.dtype).copy_(source)
             if blocking or not state.is_pinned(where):
                 state.wait("a copy to the host")
                 return func(*args, **kwargs)
-            _ = fresh
             return _home(state, source, where, True, False)
         if end and not begin:
             _check_arrived(state, source)
@@ -263,8 +260,12 @@ def _check_arrived(state: State, source: torch.Tensor) -> None:
 def _wide_product(func: Any, name: str) -> Any:
     def product(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if any(x.dtype not in (torch.float16, torch.bfloat16) for x in tensors[-2:]):
+            raise RuntimeError("out_dtype is only supported for torch.float32 output with float16/bfloat16 inputs on CUDA")
         wide = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype))
-        found: torch.Tensor = getattr(torch, name)(*(x.to(wide) for x in tensors))
+        found: torch.Tensor = getattr(torch, name)(
+            *(x.to(wide) for x in tensors), **{k: v for k, v in kwargs.items() if k in ("alpha", "beta")}
+        )  # fmt: skip
         out = kwargs.get("out")
         return found if out is None else out.copy_(found)
 
@@ -283,4 +284,3 @@ def install(patches: Patches, state: State) -> None:
             begin(self)
 
     patches.set(threading.Thread, "_bootstrap_inner", bootstrap)
-    _ = tree_map_only

@@ -1,5 +1,5 @@
-"""Layers that carry a state, in packed rows: what a sequence gives does not depend on what lies beside it, and a prompt that is in
-the row once gives all its samples what it would give each of them, forward and backward."""
+"""Layers that carry a state, in packed rows: what a sequence gives does not depend on what lies beside it, and a prompt that is
+in the row once gives all its samples what it would give each of them, forward and backward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Tokens = list[tuple[torch.Tensor, list[torch.Tensor]]]
 def drawn(groups: list[tuple[int, list[int]]], seed: int = 1) -> Tokens:
     g = torch.Generator().manual_seed(seed)
     return [
-        (torch.randint(3, VOCABULARY, (n,), generator=g), [torch.randint(3, VOCABULARY, (m,), generator=g) for m in own])
+        (
+            torch.randint(3, VOCABULARY, (n,), generator=g),
+            [torch.randint(3, VOCABULARY, (m,), generator=g) for m in own],
+        )
         for n, own in groups
     ]
 
@@ -79,7 +82,7 @@ def assert_as_alone(make: Callable[[torch.dtype], Any], checkpointed: bool = Fal
     if checkpointed:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     rows, total, at = packed_hidden(policy, groups), 0.0, 0
-    for prompt, samples in groups:
+    for _, samples in groups:
         head, at = rows[at], at + 1
         for _ in samples:
             whole = torch.cat((head, rows[at]))

@@ -5,22 +5,29 @@ Ranks are threads of one process here, which meet in every exchange; tests/invar
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from tiny import VOCABULARY, tiny_model
 
-from trimtab.model import sequence
+from trimtab.config.algorithms import resolve
+from trimtab.config.learn import Learn
+from trimtab.model import packed, sequence
 from trimtab.model.attention import Rules
 from trimtab.model.packed import PackedPlan
 from trimtab.model.policy import Policy
-from trimtab.model.sequence import CutRow, cut_row, pieces_of
-from trimtab.model.sequence_way import AttentionSize, Way, cheaper_way, pairs_of_most, spans
+from trimtab.model.sequence import CutRow, RowPiece, pieces_of
+from trimtab.model.sequence_way import AttentionSize, Way, cheaper_way, spans
+from trimtab.model.shapes import layer_shapes
+from trimtab.update.batch import MicroBatch, Sample
+from trimtab.update.objectives.objective import Objective
+from trimtab.update.objectives.policy_gradient import PolicyGradient
+from trimtab.update.stats import UpdateStats
 
 DEADLINE_S = 60.0
 WORST = 1e-12
@@ -157,8 +164,157 @@ def test_cut_rows_attend_as_whole_rows(case: int, monkeypatch: pytest.MonkeyPatc
         softcap=numbers.choice([None, None, 2.0]),
         sinks_H=torch.linspace(-1, 1, heads, dtype=torch.float64) if numbers.random() < 0.3 else None,
     )
+    if numbers.random() < 0.3:  # some queries at a time
+        monkeypatch.setattr(packed, "MAX_MASK_ELEMENTS", 20)
     if numbers.random() < 0.5:  # one head at a time
         monkeypatch.setattr(sequence, "KEYS_AT_A_TIME_BYTES", 1)
     expected, found = attention_of_rows(lengths, prefixes, (heads, kv_heads, 4, value), rules, ranks, way)
     for one, other in zip(expected, found):
         torch.testing.assert_close(other, one, atol=WORST, rtol=0)
+
+
+def samples_of(lengths: list[int]) -> list[Sample]:
+    """Samples of two prompts, each of which is in the row once."""
+    numbers = torch.Generator().manual_seed(0)
+    found = []
+    for index, length in enumerate(lengths):
+        tokens = torch.randint(3, VOCABULARY, (length,), generator=numbers)
+        per_token = torch.randn(3, length, generator=numbers, dtype=torch.float64)
+        mask = torch.rand(length, generator=numbers) < 0.7 if index == 1 else None
+        part = per_token if mask is None else per_token[:, mask]
+        found.append(
+            Sample(
+                [5, 6, 7, 8, 9][: 3 + 2 * (index % 2)], tokens, part[0], part[1] / 10, -part[2].abs(), policy_mask=mask
+            )
+        )
+        found[-1].old_logprobs = found[-1].engine_logprobs
+    return found
+
+
+def gradient_of(policy: Policy, objective: Objective, lengths: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch and its gradient."""
+    batch = MicroBatch.build(samples_of(lengths), torch.device("cpu"))
+    loss = objective.loss(policy, batch, UpdateStats(), chunk=5, kl_coef=0.0)
+    loss.backward()
+    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in policy.model.named_parameters()}
+    return float(loss.detach()), found
+
+
+def assert_ranks_have_the_gradient(architecture: str, ranks: int, lengths: list[int], **changes: Any) -> set[Way]:
+    """Of a sequence-level loss, which needs all of a sequence's log-probs at once. Returns the ways in which ranks attended."""
+    objective = PolicyGradient(resolve(Learn(algorithm="gspo")))
+    model = tiny_model(architecture, torch.float64, **changes)
+    expected, gradient = gradient_of(Policy(copy.deepcopy(model), check=False), objective, lengths)
+    policies = [Policy(copy.deepcopy(model), check=False) for _ in range(ranks)]
+    shapes = layer_shapes(policies[0]).values()
+    sizes = tuple(AttentionSize(1, s.heads, s.key[0], s.key[1], s.value[1]) for s in shapes)
+
+    def work(group: Threads) -> tuple[float, dict[str, torch.Tensor]]:
+        policies[group.rank].sequence = group
+        return gradient_of(policies[group.rank], objective, lengths)
+
+    found = on_ranks(ranks, sizes, work)
+    assert [loss for loss, _ in found] == pytest.approx([expected] * ranks, rel=1e-6, abs=1e-9)
+    scale = max(float(grad.abs().max()) for grad in gradient.values())
+    assert scale > 1e-4
+    for name, grad in gradient.items():
+        total = torch.stack([grads[name] for _, grads in found]).sum(0)
+        torch.testing.assert_close(total, grad, atol=2e-6 * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    plan = MicroBatch.build(samples_of(lengths), torch.device("cpu")).plan
+    return {cheaper_way(sizes, ranks, plan.lengths, plan.prefixes)}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ranks", "way", "changes"),
+    [
+        ("qwen3", 2, "keys", {}),
+        ("qwen3", 4, "heads", {"tie_word_embeddings": True}),
+        ("gemma2", 2, "heads", {"num_key_value_heads": 4}),
+        ("gpt_oss", 3, "keys", {}),
+        ("mistral", 4, "keys", {"num_key_value_heads": 1}),
+    ],
+)
+def test_ranks_have_the_gradient_of_whole_rows(
+    architecture: str, ranks: int, way: Way, changes: dict[str, Any]
+) -> None:
+    """Windows, soft caps, sinks, shared prompts, a mask over tokens and a loss over sequences."""
+    assert assert_ranks_have_the_gradient(architecture, ranks, [6, 9, 4, 7], **changes) == {way}
+
+
+def test_rows_that_are_shorter_than_the_ranks_are_many() -> None:
+    """A rank without a token takes part in every exchange, and adds nothing."""
+    for changes in ({}, {"num_key_value_heads": 1}):
+        assert_ranks_have_the_gradient("qwen3", 4, [1], **changes)
+
+
+def _without_the_others(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    ends = sum(ctx.row.counts[: ctx.row.group.rank])
+    return grad[ends : ends + ctx.row.counts[ctx.row.group.rank]], None
+
+
+def _averaged(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+    (grad,) = grads
+    return None if grad is None else grad.index_select(0, ctx.rows.mine) / ctx.rows.group.ranks, None
+
+
+def _shifted(lengths: Any, prefixes: Any, parts: Any) -> list[RowPiece]:
+    found = pieces_of(lengths, prefixes, parts)
+    return [RowPiece(p.length, p.before + 1, ((p.seen[0][0], p.seen[0][0] + 1), *p.seen)) for p in found]
+
+
+def _without_borders(lengths: Any, prefixes: Any, parts: Any) -> list[RowPiece]:
+    return pieces_of([sum(lengths)], [None], parts)
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a sum over ranks is missing": lambda patch: patch.setattr(
+        sequence._GatheredKeys, "backward", staticmethod(_without_the_others)
+    ),
+    "the gradient is averaged": lambda patch: patch.setattr(sequence._WholeRow, "backward", staticmethod(_averaged)),
+    "a piece sees one key too many": lambda patch: patch.setattr(sequence, "pieces_of", _shifted),
+    "borders between sequences are lost": lambda patch: patch.setattr(sequence, "pieces_of", _without_borders),
+    "positions are shifted": lambda patch: patch.setattr(
+        sequence.KeysPlan,
+        "positions",
+        property(lambda plan: plan._all_positions[plan._row.rows_S] + 1 * (plan._row.rows_S > 9)),
+    ),
+}
+
+
+@pytest.mark.parametrize("error", PLANTED)
+def test_a_planted_error_is_seen(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[error](monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_ranks_have_the_gradient("qwen3", 2, [6, 9, 4, 7])
+
+
+@pytest.mark.parametrize("way", ["heads", "keys"])
+def test_parts_are_even_and_have_every_token_once(way: Way) -> None:
+    for total in range(40):
+        for ranks in (2, 3, 4, 7):
+            parts = [[t for a, b in spans(way, total, ranks, rank) for t in range(a, b)] for rank in range(ranks)]
+            assert sorted(t for part in parts for t in part) == list(range(total))
+            assert max(map(len, parts)) == -(-total // ranks) and max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "way"),
+    [
+        (28, 4, 4, "keys"),  # Qwen2.5-7B: 4 heads of keys against 7 + 1 of queries and keys
+        (28, 4, 3, "keys"),  # 28 heads are not for 3 ranks
+        (32, 8, 2, "keys"),  # Llama-3.1-8B
+        (32, 8, 8, "heads"),
+        (32, 32, 2, "heads"),
+        (64, 8, 16, "heads"),
+    ],
+)
+def test_the_cheaper_way_is_taken(heads: int, kv_heads: int, ranks: int, way: Way) -> None:
+    sizes = (AttentionSize(28, heads, kv_heads, 128, 128),)
+    assert cheaper_way(sizes, ranks, [65536], [None]) == way
+
+
+def test_uneven_rows_are_exchanged_by_heads() -> None:
+    """A prompt and a long answer at the end of the row: with keys the last ranks would have more to do than the first."""
+    sizes = (AttentionSize(28, 8, 8, 16, 16),)
+    lengths: list[int] = [1] * 30000 + [30000]
+    assert cheaper_way(sizes, 2, lengths, [None] * len(lengths)) == "heads"

@@ -3,8 +3,6 @@ is scheduled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from rollout.test_engine import GREEDY, assert_same, engine, generate, prompts
@@ -12,7 +10,7 @@ from tiny import HYBRIDS, MIXTURE_HYBRIDS, tiny_hybrid, tiny_model
 
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import layer_shapes
-from trimtab.rollout.native import states
+from trimtab.model.sizes import prompt_slots
 from trimtab.rollout.native.states import PrefillMixing, StateCache
 
 KINDS = ["qwen3_next", "lfm2", "nemotron_h", "falcon_h1"]
@@ -53,9 +51,7 @@ def test_greedy_tokens_of_further_families(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURE_HYBRIDS)
 def test_greedy_tokens_of_mixtures(name: str) -> None:
-    assert_greedy(
-        Policy(tiny_model(name, **MIXTURE_HYBRIDS[name])), tiny_model(name, **MIXTURE_HYBRIDS[name])
-    )
+    assert_greedy(Policy(tiny_model(name, **MIXTURE_HYBRIDS[name])), tiny_model(name, **MIXTURE_HYBRIDS[name]))
 
 
 SCHEDULES = {
@@ -126,10 +122,12 @@ def test_a_prefill_that_ran_out_of_memory_half_way_is_tried_again_from_where_it_
 
 
 @pytest.fixture
-def leaking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def leaking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "neighbour":  # a fork that takes what the prompt beside it carried
         whole = StateCache.copy
-        monkeypatch.setattr(StateCache, "copy", lambda self, pairs: whole(self, torch.stack((pairs[0].roll(1), pairs[1]))))
+        monkeypatch.setattr(
+            StateCache, "copy", lambda self, pairs: whole(self, torch.stack((pairs[0].roll(1), pairs[1])))
+        )
     elif request.param == "no chunk":  # a chunk that begins anew
         begin = PrefillMixing.__init__
         monkeypatch.setattr(
@@ -137,7 +135,6 @@ def leaking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         )
     else:  # a step that forgets
         monkeypatch.setattr(StateCache, "write", lambda *_: None)
-    yield
 
 
 @pytest.mark.parametrize("leaking", ["neighbour", "no chunk", "no step"], indirect=True)
@@ -161,6 +158,4 @@ def test_planted_errors_change_tokens(
 
 
 def test_there_are_slots_for_every_row_and_a_few_prompts() -> None:
-    assert [states.prompt_slots(rows) for rows in (1, 8, 64, 512)] == [1, 8, 24, 136]
-
-
+    assert [prompt_slots(rows) for rows in (1, 8, 64, 512)] == [1, 8, 24, 136]

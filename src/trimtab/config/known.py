@@ -54,6 +54,7 @@ class ResolvedRollout(Rollout):
     page_tokens: int
     lend_memory: bool
     processes: int
+    tensor_parallel: int
 
 
 class ResolvedOffload(Offload):
@@ -74,6 +75,7 @@ class ResolvedRun(Run):
     shard_devices: int
     prefetch: int
     sequence_parallel: int | dict[RowRole, int]
+    tensor_parallel: int
     overlap: bool
     placement: Literal["colocated", "split"] | dict[str, StrictInt | str]
     threads: int

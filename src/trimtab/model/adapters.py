@@ -21,6 +21,9 @@ from trimtab.config.schema import Lora
 from trimtab.model.expert_adapters import merged_stack, stacked_weights, stand_beside_products
 from trimtab.model.transfer import apart
 
+NO_ADAPTERS_ON_OUT_PROJ = {"falcon_h1", "nemotron_h"}
+"""Families that PEFT refuses them for: a kernel of theirs reads that weight alone."""
+
 
 def has_adapters(model: Any) -> bool:
     return isinstance(model, PeftModel)
@@ -30,6 +33,10 @@ def refuse_unknown_targets(lora: Lora, config: Any, trust_remote_code: bool) -> 
     """Refuse a wrong name in `targets` by the architecture alone, before any weight is read."""
     if lora.targets == "all-linear":
         return
+    kind = config.get_text_config().model_type
+    if any(_refused_by_peft(kind, target) for target in lora.targets):
+        what = f"PEFT puts no adapters on out_proj of a {kind} model"
+        raise ConfigError([Problem("model.lora.targets", what, "Leave it out, or write all-linear, which does.")])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     names = _adaptable(model)
@@ -48,7 +55,13 @@ def _linear_layers(model: Any) -> list[str]:
     """Names of the linear layers that can be adapted: in a mixture not those of dense layers and of shared experts."""
     mixture = bool(stacked_weights(model))
     named = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+    named = [name for name in named if not _refused_by_peft(model.config.model_type, name.rsplit(".", 1)[-1])]
     return [name for name in named if not mixture or name.rsplit(".", 1)[-1] not in OLD_EXPERTS]
+
+
+def _refused_by_peft(kind: str, name: str) -> bool:
+    """An adapter there would be refused half-way."""
+    return kind in NO_ADAPTERS_ON_OUT_PROJ and name == "out_proj"
 
 
 def _adaptable(model: Any) -> list[str]:
@@ -71,6 +84,7 @@ def add_adapters(model: Any, lora: Lora, seed: int) -> PeftModel:
     settings = LoraConfig(
         r=lora.r, lora_alpha=2 * lora.r if lora.alpha is None else lora.alpha, target_modules=linear, lora_dropout=0.0,
         bias="none", task_type="CAUSAL_LM",
+        exclude_modules=["out_proj"] if _refused_by_peft(model.config.model_type, "out_proj") else None,
         target_parameters=sorted({".".join(name.split(".")[-2:]) for name in stacks}) or None,
     )  # fmt: skip
     devices = [model.device] if model.device.type == "cuda" else []

@@ -22,6 +22,8 @@ TOKENWISE_LAYERS = {"mlp", "moe"}
 def served_layers(model_type: str | None) -> set[str]:
     """The kinds of layers that a family may have."""
     return HYBRID_LAYERS if model_type in HYBRIDS else SERVED_LAYERS
+
+
 LONGROPE = ("longrope", "su")
 
 

@@ -30,6 +30,7 @@ from trimtab.model.schemes import QUANTISED, Scheme, read_scheme
 from trimtab.model.stored import Stored
 from trimtab.model.text_part import experts_turned, sees, text_config, text_names
 from trimtab.model.transfer import host_state
+from trimtab.model.versions import STATES_ARE_HANDED
 from trimtab.model.with_vision import WHOLE, save_with_vision, whole_of
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
@@ -263,6 +264,11 @@ def refuse_unsupported(made: Any, name: str, config: Any) -> None:
         served = " and ".join(sorted(served_layers(kind)))
         raise ModelError(
             f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only."
+        )
+    if kind in HYBRIDS and not STATES_ARE_HANDED:
+        raise ModelError(
+            f"{name} has layers that carry a state, which this version of transformers does not hand over. "
+            "Install transformers 5.22 or newer."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Trimtab trains decoder-only models.")

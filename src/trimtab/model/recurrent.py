@@ -146,8 +146,8 @@ def has_mixers(body: nn.Module) -> bool:
 
 
 def _limit_steps(code: ModuleType) -> None:
-    """Have a step of Mamba-2 keep to the limits of its time steps, as passes over several tokens do: transformers' step is not told
-    of them, so that what it generates is not quite what it computes for the same tokens."""
+    """Have a step of Mamba-2 keep to the limits of its time steps, as passes over several tokens do: transformers' step is not
+    told of them, so that what it generates is not quite what it computes for the same tokens."""
     step = getattr(code, "mamba2_selective_state_update", None)
     if step is None or hasattr(step, "keeps_limits"):
         return

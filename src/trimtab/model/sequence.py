@@ -1,6 +1,6 @@
 """A packed row that is cut over several ranks token by token, and attention over it (`run.sequence_parallel`).
 
-Everything in a layer but attention is done token by token, so each rank runs its own tokens, and only the plan knows of the others.
+Everything in a layer but attention is done token by token, so each rank runs its own tokens; only the plan knows of others.
 No padding: ranks' parts may differ by a token. Two ways, equal to the whole row in outputs and gradients:
 
     heads   ranks exchange tokens for heads, attend over the whole row with a part of the heads each, and exchange back (Ulysses).
@@ -22,13 +22,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
 
+from trimtab.base.errors import ModelError
 from trimtab.model.attention import Rules
 from trimtab.model.packed import PackedPlan, copies_of
+from trimtab.model.recurrent import Mixer
 from trimtab.model.sequence_way import AttentionSize, Way, cheaper_way, spans, tokens_of
 from trimtab.model.transfer import to_device
 
@@ -86,7 +88,7 @@ class CutRow:
         """Those of some places of the row that are here. `rows_R`, in host memory, is the same on all ranks of the group."""
         owner_T = torch.empty(len(self._place_T), dtype=torch.int64)
         ends = [0, *accumulate(self.counts)]
-        for rank, (first, last) in enumerate(zip(ends, ends[1:])):
+        for rank, (first, last) in enumerate(pairwise(ends)):
             owner_T[self._by_rank[first:last]] = rank
         owner_R = owner_T[rows_R]
         chosen = [(owner_R == rank).nonzero()[:, 0] for rank in range(self.group.ranks)]
@@ -95,8 +97,8 @@ class CutRow:
         order = torch.cat(chosen)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
-        there = (to_device(one, self._device) for one in (mine, here, back))
-        return OwnRows(self.group, *there, [len(one) for one in chosen])
+        mine, here, back = (to_device(one, self._device) for one in (mine, here, back))
+        return OwnRows(self.group, mine, here, back, [len(one) for one in chosen])
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,16 @@ class _WholeRow(torch.autograd.Function):
         return None if grad is None else grad.index_select(0, ctx.rows.mine), None
 
 
-class HeadsPlan(PackedPlan):
+class CutPlan(PackedPlan):
+    """What both ways have in common."""
+
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        raise ModelError(
+            "its layers carry a state from token to token, which ranks that share a sequence cannot (sequence_parallel)"
+        )
+
+
+class HeadsPlan(CutPlan):
     """The whole row's attention, for some of the heads."""
 
     def __init__(self, whole: PackedPlan, row: CutRow) -> None:
@@ -257,7 +268,7 @@ class _ToTokens(torch.autograd.Function):
         return got.view(got.shape[0], -1, grad.shape[2]), None
 
 
-class KeysPlan(PackedPlan):
+class KeysPlan(CutPlan):
     """This rank's tokens as pieces of sequences, each of which sees what comes before it, wherever that is."""
 
     def __init__(self, whole: PackedPlan, row: CutRow) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 Way = Literal["heads", "keys"]
 FLOP_PER_BYTE = 1200.0
-"""Operations that a device does in the time in which it receives a byte: 380e12 over 315e9 a second, as on an H200 with NVLink."""
+"""Operations that a device does in the time in which it receives a byte: 380e12 over 315e9 a second, an H200 with NVLink."""
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,7 @@ def _look(policy: ShapedModel) -> _ShapeProbe:
     return probe
 
 
-def _refuse_silent_layers(
-    policy: ShapedModel, shapes: dict[int, LayerShape], states: dict[int, StateShape]
-) -> None:
+def _refuse_silent_layers(policy: ShapedModel, shapes: dict[int, LayerShape], states: dict[int, StateShape]) -> None:
     """Layers that mix tokens by other means than attention, or in a window that they do not speak of."""
     config = policy.config
     layers = getattr(config, "num_hidden_layers", None) or 0

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
+from transformers import Cache
 
 VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Not in torch 2.11."""
+
+STATES_ARE_HANDED = hasattr(Cache, "get_conv_state")
+"""Layers that carry a state ask a cache for it and give it back (recurrent.py). Older transformers reach into their own cache."""
 
 
 def grouped_varlen_attn(

@@ -18,6 +18,7 @@ from math import lcm
 
 from trimtab.config.row_ranks import row_ranks
 from trimtab.config.run import Run, Shard
+from trimtab.model.context import HYBRIDS
 from trimtab.model.sizes import BLOCK
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.rows import WHOLE_ROWS, RowRanks
@@ -107,9 +108,15 @@ def device_counts(run: Run, machine: Machine) -> list[int]:
     least = 1 if run.shard in ("auto", "none") else 2
     group = 1 if run.shard_devices == "auto" else run.shard_devices
     parts = _pinned_tensor(run)
+    alone = run.external  # vLLM takes devices behind the one of the run
     shared = lcm(*row_ranks(run).values())
-    fitting = (n for n in counts if n >= least and n % group == 0 and (n == 1 or n % parts == 0) and n % shared == 0)
-    return sorted(fitting, reverse=True)
+    whole = (n for n in counts if n >= least and n % group == 0 and n % shared == 0)
+    return sorted((n for n in whole if n % parts == 0 or (alone and n == 1)), reverse=True)
+
+
+def may_share_rows(job: Job) -> bool:
+    """Several ranks can have a part of each sequence."""
+    return not any(shape is not None and shape.kind in HYBRIDS for shape in (job.shape, job.critic))
 
 
 def row_cuts(devices: int) -> list[int]:
@@ -161,7 +168,7 @@ def _groups(run: Run, shard: Shard, devices: int, host: int) -> list[int]:
 
 
 def _pinned_tensor(run: Run) -> int:
-    return run.rollout.tensor_parallel if run.external else 1
+    return run.cut
 
 
 def unblocked_row(job: Job) -> tuple[str, int] | None:

@@ -15,6 +15,7 @@ from typing import Any
 from trimtab.base.errors import ModelError
 from trimtab.model.context import context_of
 from trimtab.model.sequence_way import AttentionSize
+from trimtab.plan.mixing import Mixing
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Block:
     experts_used: int = 0
     shared_width: int = 0
     """Width of the experts that every token uses, together."""
+    mixing: Mixing | None = None
+    """What carries a state from token to token, in the place of attention (then there are no heads) or beside it."""
+    own_linears: tuple[tuple[str, int, int], ...] | None = None
+    """Name, inputs and outputs of its linear layers, where they are not the usual ones."""
     latent: int = 0
     """Elements of the latent that keys and values are made of; 0: they are made of the hidden state."""
     latent_rotated: int = 0
@@ -65,6 +70,16 @@ class Block:
     def kv_elements(self) -> int:
         """Elements that one token stores."""
         return self.kv_heads * (self.head_size + self.value_size)
+
+    @property
+    def pair_elements(self) -> int:
+        """Elements of the hidden size that a token has for its experts: what it is laid
+        out as for each of them, and what each makes of it."""
+        return 2 * self.experts_used
+
+    def experts_read(self, tokens: float) -> float:
+        """Share of the experts that so many tokens use between them, where each is as likely as any other."""
+        return 1.0 - (1.0 - self.experts_used / self.experts) ** tokens if self.experts else 1.0
 
     @property
     def used_width(self) -> int:
@@ -120,13 +135,34 @@ class ModelShape:
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
 
+    @property
+    def carries(self) -> bool:
+        """Some of its layers carry a state from token to token."""
+        return any(block.mixing is not None for block in self.kinds)
+
+    def parameters_read(self, tokens: float) -> float:
+        """Parameters that a pass over so many tokens reads: experts that none of them uses are left alone."""
+        if not self.has_experts:
+            return min(self.parameters, self.active_parameters * tokens)
+        routed = {b: 3 * self.hidden * b.width for b in self.kinds if b.experts}
+        always = self.active_parameters - sum(n * routed.get(b, 0) * b.experts_used for b, n in self.kinds.items())
+        return always + sum(
+            n * routed[b] * b.experts * b.experts_read(tokens) for b, n in self.kinds.items() if b in routed
+        )
+
     @cached_property
     def kv_elements(self) -> int:
         """Elements that one token stores in all layers."""
         return sum(b.kv_elements for b in self.blocks)
 
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes that a sequence carries in all layers, whatever its length, beside keys and values."""
+        return sum(n * b.mixing.state_bytes(itemsize) for b, n in self.kinds.items() if b.mixing is not None)
+
     def linears(self, block: Block) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linear layers of a block that adapters are put on, by name."""
+        if block.own_linears is not None:
+            return {name: (inputs, outputs) for name, inputs, outputs in block.own_linears}
         layers = {"self_attn.o_proj": (block.attended, self.hidden)}
         if block.latent:
             made = block.heads * (block.head_size - block.latent_rotated + block.value_size)

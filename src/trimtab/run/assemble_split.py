@@ -27,6 +27,7 @@ from trimtab.config.load import AnyConfig
 from trimtab.config.placement import groups_of_roles
 from trimtab.config.ranks import nearest_divisor
 from trimtab.config.resolved import ResolvedConfig, with_plan
+from trimtab.config.row_ranks import of_roles
 from trimtab.config.run import Run
 from trimtab.observe.rank_meter import RankMeter
 from trimtab.observe.recoveries import Recoveries
@@ -37,6 +38,7 @@ from trimtab.plan.roles import job_of_roles, machine_of, roles_of
 from trimtab.plan.work import job_of
 from trimtab.record.layout import RANK_LOGS
 from trimtab.rollout.no_rollout import NoRollout
+from trimtab.rollout.seat import EngineMeeting
 from trimtab.run.assemble import BuiltRun
 from trimtab.run.assemble_ranks import (
     RankPlan,
@@ -99,8 +101,8 @@ def plan_split(ready: CheckedRun, sizes: Mapping[tuple[str, ...], int], hosts: R
     """The plans for groups of roles with so many devices each."""
     config, count = ready.config, sum(sizes.values())
     run = config.run.with_values({"devices": count})
-    parts, samplers = run.rollout.tensor_parallel, next(n for roles, n in sizes.items() if "rollout" in roles)
-    if run.external and samplers % parts:
+    parts, samplers = run.cut, next(n for roles, n in sizes.items() if "rollout" in roles)
+    if samplers % parts:
         what = f"is {parts}, but the {samplers} devices of rollout cannot be divided into engines of {parts}"
         fix = f"Write {nearest_divisor(parts, samplers)}, or another run.placement."
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, fix)])
@@ -113,7 +115,9 @@ def plan_split(ready: CheckedRun, sizes: Mapping[tuple[str, ...], int], hosts: R
     def over(roles: tuple[str, ...], count: int, names: list[str]) -> RankPlan:
         pinned: dict[str, object] = {"devices": count, "placement": "auto"}
         if "actor" not in roles or count == 1:
-            pinned |= {"shard": "auto", "shard_devices": "auto", "sequence_parallel": 1}
+            pinned |= {"shard": "auto", "shard_devices": "auto"}
+        if "actor" not in roles:
+            pinned |= {"sequence_parallel": of_roles(run, roles)}
         if "rollout" not in roles:
             pinned |= {"engine": "native", "rollout.tensor_parallel": 1}
         mine = machine_of(machine, count)
@@ -219,10 +223,11 @@ def _open_fleet(
     rows, parts, tokens = plan.run.rollout.max_sequences, plan.engine_devices, plan.prefill_tokens_per_step
     if samplers is None:
         lowered = [each.lowered for each in facts]
-        return Fleet(trainers, facts[0].engine, rows, lowered, parts, tokens), plan.run
+        return Fleet(trainers, facts[0].engine, rows, lowered, parts, tokens, plan.joint_ranks), plan.run
     engines: list[EngineFacts] = samplers.wait_until_built()
     lowered = [each.lowered for each in engines]
-    return SplitFleet(samplers, trainers, engines[0].engine, rows, lowered, parts, tokens), plan.run
+    joint = plan.joint_ranks
+    return SplitFleet(samplers, trainers, engines[0].engine, rows, lowered, parts, tokens, joint), plan.run
 
 
 def _start_samplers(
@@ -233,6 +238,7 @@ def _start_samplers(
     channel: ChannelSetup,
     recoveries: Recoveries,
 ) -> Ranks:
+    meeting = EngineMeeting(channel.store_host, channel.store_port, channel.prefix, planned.backend)
     setups = [
         SamplerSetup(
             rank=rank,
@@ -245,6 +251,7 @@ def _start_samplers(
             checkpoint=checkpoint,
             folder=folder,
             channel=channel,
+            meeting=meeting,
         )
         for rank, device in enumerate(planned.devices)
     ]

@@ -35,7 +35,6 @@ from trimtab.plan.governor import Governor
 from trimtab.plan.job import Correction, Job
 from trimtab.plan.ledger import CHECKPOINT_COPY
 from trimtab.plan.planner import Plan
-from trimtab.plan.shape import ModelShape
 from trimtab.plan.trials import Trial
 from trimtab.record.behind import WriteBehind
 from trimtab.record.folder import ENGINE_LOGS
@@ -44,7 +43,7 @@ from trimtab.record.layout import RANK_LOGS
 from trimtab.record.part import CheckpointPart, PartWritten, copy_part, write_part
 from trimtab.record.saving import refuse_diverged
 from trimtab.rollout.external.lent import LentDevice
-from trimtab.rollout.seat import seat_of
+from trimtab.rollout.seat import EngineMeeting, seat_of
 from trimtab.run.build import PolicyFacts, own_modes, policy_facts, update_settings, use_planned_kernels
 from trimtab.run.calibrate import probe
 from trimtab.run.machine import load_within, memory_limit
@@ -52,6 +51,7 @@ from trimtab.run.models import load_policies, load_sharded_policies, put_referen
 from trimtab.run.profile import ProfileOrders
 from trimtab.run.rollout_orders import LinkReports, RolloutOrders, load_classifiers
 from trimtab.run.same_ranks import refuse_folder_of_rank, software_here
+from trimtab.run.shapes import shape_of
 from trimtab.run.stage import CheckedRun, Stage
 from trimtab.run.tuner import time_decode, timed_update
 from trimtab.update.shares import Share
@@ -107,7 +107,17 @@ COLLECTIVE: dict[str, frozenset[str]] = {
     "optimizer": frozenset({"accumulate"}),
     "gradients": frozenset({"accumulate"}),
     "full": frozenset(
-        {"accumulate", "score", "time_update", "publish", "send_weights", "reserve_copy", "capture", "export"}
+        {
+            "accumulate",
+            "count_choices",
+            "score",
+            "time_update",
+            "publish",
+            "send_weights",
+            "reserve_copy",
+            "capture",
+            "export",
+        }
     ),
 }
 """Orders in which ranks wait for each other, by `run.shard`. `apply` is one too: a rank that fails there cannot go on. Under
@@ -182,7 +192,8 @@ class Rank(RolloutOrders, ProfileOrders):
             )
         use_planned_kernels(plan, policy, reference)
         reference = put_reference_away(reference, plan.run)
-        seat = seat_of(setup.rank, setup.devices, plan.engine_devices)
+        meeting = EngineMeeting(setup.store_host, setup.store_port, setup.prefix, setup.backend)
+        seat = seat_of(setup.rank, setup.devices, plan.engine_devices, meeting)
         reports: Any = LinkReports(self._link)
         _, engine = stage.open_engine(ready, plan, policy, reports, logs, lambda what: None, seat)
         self._use_engine(engine, load_classifiers(setup.reward_models, device, policy.dtype))
@@ -200,7 +211,9 @@ class Rank(RolloutOrders, ProfileOrders):
         cut = mesh.device_mesh if isinstance(policy, ShardedPolicy) else None
         critic = None if "critic" in setup.elsewhere else stage.open_critic(config, device, cut, mesh)
         self._policy, self._reference = policy, reference
-        self._share_rows(plan.job, critic)
+        self._share_rows(
+            setup, {"policy": policy, "reference": reference, "critic": None if critic is None else critic.policy}
+        )
         self._updaters: dict[str, Updater] = {"policy": updater} | ({} if critic is None else {"critic": critic})
         self._trainer = LocalTrainer(
             updater, engine, Governor(plan, False, False, 1), ready.tokenizer, reference=reference, critic=critic,
@@ -212,16 +225,15 @@ class Rank(RolloutOrders, ProfileOrders):
         self._channel = setup.channel.open(0, device) if setup.channel is not None and setup.rank == 0 else None
         self._link.progress = self._progress
 
-    def _share_rows(self, job: Job, critic: Updater | None) -> None:
+    def _share_rows(self, setup: RankSetup, models: Mapping[Scored, AnyPolicy | None]) -> None:
         """Tell models which ranks run the same rows."""
-        models: list[tuple[Scored, AnyPolicy | None, ModelShape | None]] = [
-            ("policy", self._policy, job.shape),
-            ("reference", self._reference, job.shape),
-            ("critic", None if critic is None else critic.policy, job.critic),
-        ]
-        for name, model, shape in models:
-            if model is not None and shape is not None:
-                model.sequence = self._mesh.sequence_group(self._sharing[name], shape.attention_sizes)
+        config = setup.ready.config
+        for name, model in models.items():
+            if model is None or self._sharing[name] == 1:
+                continue
+            critic = config.learn.critic.path if name == "critic" and isinstance(config, ResolvedConfig) else None
+            shape = shape_of(critic or config.model.path, config.model.trust_remote_code)
+            model.sequence = self._mesh.sequence_group(self._sharing[name], shape.attention_sizes)
 
     def ready(self) -> RankFacts:
         updaters = {name: facts_of(updater) for name, updater in self._updaters.items()}
@@ -229,6 +241,10 @@ class Rank(RolloutOrders, ProfileOrders):
         return RankFacts(facts, self._engine.description, self._engine.lowered, updaters, software_here())
 
     # The update
+
+    def count_choices(self, model: Trained, share: Share) -> torch.Tensor:
+        self._active = self._updaters[model]
+        return self._updaters[model].count_choices(share)
 
     def accumulate(self, model: Trained, share: Share, kl_coef: float) -> UpdateStats:
         self._active = updater = self._updaters[model]
@@ -445,6 +461,7 @@ def facts_of(updater: Any) -> UpdaterFacts:
         parameters=updater.parameters,
         layer_input_bytes=updater.layer_input_bytes(1),
         device=updater.device,
+        balances=updater.balances,
     )
 
 

@@ -163,7 +163,7 @@ def open_hosts(run: Run, before: int = 0, tell: Callable[[str], None] = lambda w
         return
     from trimtab.cluster.ray_nodes import connect, refuse_unequal_nodes
 
-    if run.rollout.tensor_parallel > 1:
+    if run.external and run.cut > 1:
         what = "on a Ray cluster a rank has one GPU, and cannot cut its engine over several"
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Leave it out.")])
     tell(f"looking at the Ray cluster at {address}")

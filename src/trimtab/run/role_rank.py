@@ -94,6 +94,8 @@ class RoleRank(Rank):
                 score_token_budget=sizes["score_token_budget"],
                 logprob_chunk=sizes["logprob_chunk"],
             )
+        own = None if self._critic is None else self._critic.policy
+        self._share_rows(setup, {"reference": self._reference, "critic": own})
         self._updaters = self._models
         dtype = resolve_dtype(ready.config.model, device)
         self._use_engine(NoRollout(), load_classifiers(setup.reward_models, device, dtype))

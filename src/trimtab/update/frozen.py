@@ -13,6 +13,7 @@ from trimtab.base.spans import log
 from trimtab.config.run import Recompute
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy
+from trimtab.model.sequence import tokens_here
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.pass_clock import PassClock
@@ -62,7 +63,7 @@ class FrozenScorer:
             self.objective.write(estimates, batch, field)
 
     def _micro_batches(self, share: Share) -> Iterator[MicroBatch]:
-        loads = share.loads
+        loads = [tokens_here(load, self.policy.sequence) for load in share.loads]
         for number, (samples, places, load) in enumerate(zip(share.batches, share.places, loads), 1):
             self.progress = Progress("forward", number, len(loads), load, max(loads))
             log.progress = (number - 1, len(loads), "micro-batches")
@@ -70,8 +71,7 @@ class FrozenScorer:
             yield MicroBatch.build(samples, self.device, place_of)
 
     def longest(self, samples: Sequence[Sample], policy: AnyPolicy | None = None) -> int:
-        """Its ranks run their own rows."""
-        return cap(samples, 0)
+        return tokens_here(cap(samples, 0), (policy or self.policy).sequence)
 
     def abandon(self) -> None:
         free(self.device)

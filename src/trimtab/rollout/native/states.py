@@ -15,14 +15,10 @@ import torch
 
 from trimtab.model.recurrent import Mixer, State, batches_of
 from trimtab.model.shapes import StateShape
+from trimtab.model.sizes import prompt_slots
 from trimtab.model.transfer import to_device
 
 Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-
-
-def prompt_slots(rows: int) -> int:
-    """Slots of prompts beside those of rows: as many prompts may be filled or wait to be forked."""
-    return min(rows, 8 + rows // 4)
 
 
 class StateCache:
@@ -76,7 +72,12 @@ class PrefillMixing:
     """Pieces of sequences in one row: each goes on from its slot, or begins, and what it ends with is written by `commit`."""
 
     def __init__(
-        self, states: StateCache, lengths: Sequence[int], starts: Sequence[int], slots: Sequence[int], device: torch.device
+        self,
+        states: StateCache,
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        device: torch.device,
     ) -> None:
         self._states, self._lengths, self._slots, self._device = states, list(lengths), list(slots), device
         self._begins = [start == 0 for start in starts]
