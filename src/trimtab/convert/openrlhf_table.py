@@ -53,7 +53,10 @@ CRITIC_FLAGS: tuple[ConvertRule, ...] = (
     ),
     automatic("critic.num_nodes critic_num_nodes", TOGETHER),
     automatic("critic.num_gpus_per_node critic_num_gpus_per_node", TOGETHER),
-    automatic("train.colocate_critic_reward colocate_critic_reward", "the critic is on the policy's devices"),
+    automatic(
+        "train.colocate_critic_reward colocate_critic_reward",
+        "the critic is on the policy's devices unless run.placement gives it others",
+    ),
     automatic(
         "critic.save_value_network save_value_network", "the critic is in every checkpoint; export leaves it out"
     ),
