@@ -19,6 +19,10 @@ BLOCK = 256
 of it (model/weights.py)."""
 MOMENT_CHUNK_ELEMENTS = 2**22
 """Most elements whose 8-bit moments are unpacked to full precision at a time (update/eightbit.py)."""
+READ_CHUNK_ELEMENTS = 2**23
+"""Most elements of a stored weight that are widened at a time (model/quantised.py), in each of `READ_THREADS` threads."""
+READ_THREADS = 4
+"""Threads in which transformers reads weights."""
 MERGE_CHUNK_ELEMENTS = 2**23
 """Most elements of a weight that are in float32 at a time while adapters are merged into a copy of it (rollout/native/fused.py).
 Without this limit, one layer of a large model would take half a GiB."""
