@@ -81,7 +81,7 @@ def test_gradient_equals_the_models_own(architecture: str) -> None:
         pytest.param("qwen2", marks=pytest.mark.slow),
         pytest.param("qwen3", marks=pytest.mark.slow),
         "gemma2",
-        "cohere2",
+        pytest.param("cohere2", marks=pytest.mark.slow),
         pytest.param("olmo3", marks=pytest.mark.slow),
         "adapters",
     ],

@@ -252,7 +252,8 @@ def test_fused_prefill_equals_the_models_own(architecture: str) -> None:
 
 
 QUICK = ("qwen2", "gemma2", "cohere2")
-"""With biases; with windows, soft caps and norms after; in parallel, turned by neighbours or not at all. Norms of heads and multipliers have tests of their own (tests/model)."""
+"""With biases; with windows, soft caps and norms after; in parallel, turned by neighbours or not at all. Norms of heads and
+multipliers have tests of their own (tests/model)."""
 
 
 @pytest.mark.usefixtures("_few_splits")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.base.errors import ModelError
-from trimtab.config.load import AnyConfig
+from trimtab.config.load import AnyConfig, Offline
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.config.schema import Model
 from trimtab.model.context import config_of_layer, context_of
@@ -51,7 +51,7 @@ def stated_models(config: AnyConfig, shape: ModelShape, cpu: bool = False, tiled
     return models_of(config, shape, shape_of, cpu, tiled_head)
 
 
-def refuse_unreadable(config: AnyConfig, lengths: Lengths, machine: Machine) -> None:
+def refuse_unreadable(config: ResolvedConfig | Offline, lengths: Lengths, machine: Machine) -> None:
     """Refuse, before it is read, a model that fits nowhere once it is dequantised."""
     if stored_as(config.model.path) is not None:
         shape = shape_of(config.model.path, config.model.trust_remote_code)
