@@ -20,7 +20,7 @@ from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.fused import FusedForward
 from trimtab.model.gradients import Gradients
 from trimtab.model.keep import Keep
-from trimtab.model.packed import PackedPlan, _Copies, _copies_of
+from trimtab.model.packed import PackedPlan, _Copies, copies_of
 from trimtab.model.parts import Unfusable
 from trimtab.model.policy import Policy
 from trimtab.model.sizes import FUSED_FAMILIES
@@ -84,6 +84,7 @@ def test_gradient_equals_the_models_own(architecture: str) -> None:
         pytest.param("cohere2", marks=pytest.mark.slow),
         pytest.param("olmo3", marks=pytest.mark.slow),
         "adapters",
+        "qwen3_moe",
     ],
 )
 def test_what_is_kept_changes_memory_and_nothing_else(architecture: str) -> None:
@@ -193,7 +194,7 @@ def test_a_row_sums_to_the_gradient_of_its_parts() -> None:
 
 def test_what_is_not_served_is_said() -> None:
     with pytest.raises(Unfusable, match="not tested with the architecture"):
-        FusedForward(Policy(tiny_model("mixtral", num_hidden_layers=1).to(DEVICE), check=False))
+        FusedForward(Policy(tiny_model("ernie4_5", num_hidden_layers=1).to(DEVICE), check=False))
 
 
 def test_adapters_switched_off_and_on_are_followed() -> None:
@@ -232,7 +233,7 @@ def test_rows_that_are_taken_several_times_add_up_in_float32() -> None:
     """Sixteen small gradients beside a large one, which bfloat16 would lose one by one."""
     x = torch.zeros(5, 8, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     rows = torch.tensor([3, *[1] * 17, 0], device=DEVICE)
-    out = _Copies.apply(x, rows, *_copies_of(rows, 5))
+    out = _Copies.apply(x, rows, *copies_of(rows, 5))
     weights = torch.full((19, 8), 0.25, device=DEVICE)
     weights[1] = 256.0
     (out.float() * weights).sum().backward()

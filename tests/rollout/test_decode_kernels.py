@@ -196,7 +196,7 @@ def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FUSABLE = [
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3", "glm", "glm4", "smollm3",
-    "cohere", "cohere2", "exaone4", "gemma", "ministral", "seed_oss", "vaultgemma",
+    "cohere", "cohere2", "exaone4", "gemma", "ministral", "seed_oss", "vaultgemma", "qwen3_moe", "mixtral", "qwen2_moe",
 ]  # fmt: skip
 
 
@@ -366,7 +366,7 @@ def test_merging_takes_little_memory_beside_the_copy(monkeypatch: pytest.MonkeyP
     [
         ("gpt2", "not tested with the architecture"),
         ("ernie4_5", "not tested with the architecture"),
-        ("mixtral", "not tested with the architecture"),
+        ("olmoe", "not tested with the architecture"),
     ],
 )
 def test_what_is_not_known_is_not_fused(architecture: str, reason: str) -> None:

@@ -24,12 +24,13 @@ from trimtab.base.errors import ModelError
 from trimtab.base.suggestions import is_local
 from trimtab.config.schema import Model
 from trimtab.model.adapters import has_adapters, merged_state
-from trimtab.model.context import SERVED_LAYERS
+from trimtab.model.context import HYBRIDS, served_layers
 from trimtab.model.names import inside_run, near_models
 from trimtab.model.schemes import QUANTISED, Scheme, read_scheme
 from trimtab.model.stored import Stored
 from trimtab.model.text_part import experts_turned, sees, text_config, text_names
 from trimtab.model.transfer import host_state
+from trimtab.model.versions import STATES_ARE_HANDED
 from trimtab.model.with_vision import WHOLE, save_with_vision, whole_of
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
@@ -252,16 +253,22 @@ def _read_gguf(source: ModelSource, changed: int, size: int) -> Any:
 
 def refuse_unsupported(made: Any, name: str, config: Any) -> None:
     """Refuse a model, or the class of one, that cannot be packed; `config` is that of its text."""
-    if not getattr(made, "_supports_attention_backend", False):
+    kind = getattr(config, "model_type", None)
+    if not getattr(made, "_supports_attention_backend", False) and kind not in HYBRIDS:
         raise ModelError(
             f"{name} does not use transformers' attention interface, so Trimtab cannot pack sequences "
             "for it without changing its result. Use a model whose class supports attention backends."
         )
-    kinds = set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS
+    kinds = set(getattr(config, "layer_types", None) or []) - served_layers(kind)
     if kinds:
-        served = " and ".join(sorted(SERVED_LAYERS))
+        served = " and ".join(sorted(served_layers(kind)))
         raise ModelError(
             f"{name} has layers of kind {', '.join(sorted(kinds))}; Trimtab supports {served} layers only."
+        )
+    if kind in HYBRIDS and not STATES_ARE_HANDED:
+        raise ModelError(
+            f"{name} has layers that carry a state, which this version of transformers does not hand over. "
+            "Install transformers 5.22 or newer."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Trimtab trains decoder-only models.")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 FUSED_FAMILIES = {
-    "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama",
-    "ministral", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "vaultgemma",
+    "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama", "ministral", "mistral",
+    "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "vaultgemma",
 }  # fmt: skip
 """Model families (`model_type`) that have fused layers (model/parts.py)."""
 TOKEN_SUM_PROGRAMS = 2112
@@ -29,3 +29,9 @@ READ_THREADS = 4
 MERGE_CHUNK_ELEMENTS = 2**23
 """Most elements of a weight that are in float32 at a time while adapters are merged into a copy of it (rollout/native/fused.py).
 Without this limit, one layer of a large model would take half a GiB."""
+
+
+def prompt_slots(rows: int) -> int:
+    """Slots that the native engine has for what layers carry at the end of prompts, beside those of its rows: as many prompts may
+    be filled, or wait to be forked."""
+    return min(rows, 8 + rows // 4)

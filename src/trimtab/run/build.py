@@ -213,7 +213,12 @@ def _devices_in_words(run: Run, name: str, plan: Plan) -> str:
     devices = plan.run.devices
     if not isinstance(run.placement, str):
         shard = f", shard: {plan.run.shard}" if devices > 1 else ""
-        return f"{devices} × {name} that train{shard}, {run.placement['rollout']} × {name} that generate"
+        asked = run.placement
+        if asked.keys() == {"actor", "rollout"}:
+            return f"{devices} × {name} that train{shard}, {asked['rollout']} × {name} that generate"
+        sets = {owner: [role for role in asked if asked[role] == owner] for owner in asked if asked[owner] not in asked}
+        groups = [f"{asked[owner]} × {name}: {' + '.join([owner, *more])}" for owner, more in sets.items()]
+        return ", ".join(groups) + shard
     return name if devices == 1 else f"{devices} × {name}, shard: {plan.run.shard}"
 
 

@@ -118,7 +118,7 @@ def step(run: OfflineRun) -> dict[str, float]:
         "run/token_budget": float(stats.token_budget),
         "run/max_microbatch_tokens": float(stats.largest),
         "run/microbatches": float(stats.microbatches),
-        "run/packing_fill": stats.row_tokens / (stats.microbatches * stats.token_budget),
+        "run/packing_fill": stats.row_tokens / (stats.microbatches * stats.token_budget * stats.row_ranks),
         "run/skipped_updates": float(not stats.applied),
         **({} if stats.behind is None else {"run/device_behind": stats.behind}),
         **({} if stats.imbalance is None else {"run/rank_imbalance": stats.imbalance}),

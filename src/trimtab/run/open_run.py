@@ -37,6 +37,7 @@ from trimtab.run.profile import check_profile, open_profile
 from trimtab.run.ray_hosts import RayHosts, open_hosts
 from trimtab.run.resume import load_or_init_state
 from trimtab.run.stage import CheckedRun, Stage
+from trimtab.run.stalls import watch_for_stalls
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def open_run(
     stack.callback(stream.close)
     resumed_from = state.step if checkpoint else None
     devices = _watch(parts, stack)
-    looks = [each.look for each in (parts.meter.host_peaks, devices) if each is not None]
+    watch = None if planned is not None else watch_for_stalls(ready.config, folder, parts, journal, console, stack)
+    looks = [each.look for each in (parts.meter.host_peaks, devices, watch) if each is not None]
     journal.open(folder, resumed_from, steps, run_facts(asked, config, parts, folder, inputs), looks)
     sinks = Sinks(folder, config.observe, resumed_from)
     stack.callback(sinks.close)
@@ -135,7 +137,7 @@ def _watch(parts: BuiltRun, stack: ExitStack) -> DeviceWatch | None:
 def plan_of(ready: CheckedRun, hosts: RayHosts | None) -> RankPlan | SplitPlan | None:
     """The plan of a run on several devices; None where it runs on one, whose plan is made with its models."""
     sizes = split_sizes(ready.config)
-    return plan_ranks(ready, hosts) if sizes is None else plan_split(ready, *sizes, hosts)
+    return plan_ranks(ready, hosts) if sizes is None else plan_split(ready, sizes, hosts)
 
 
 def _builder(planned: RankPlan | SplitPlan | None) -> Callable[..., BuiltRun]:

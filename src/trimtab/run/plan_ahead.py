@@ -21,7 +21,7 @@ def plan_ahead(ready: CheckedRun) -> list[Plan]:
     cluster is not asked: the plan is then for as many devices as the config says, on this machine's kind."""
     found = plan_of(ready, None)
     if isinstance(found, SplitPlan):
-        return [found.trainers.plan, found.samplers.plan]
+        return [each.plan for each in found.sets.values()]
     if found is not None:
         return [found.plan]
     config, machine = ready.config, machine_here(ready.device)

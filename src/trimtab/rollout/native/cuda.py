@@ -29,9 +29,10 @@ from trimtab.model.memory import device_room
 from trimtab.model.packed import PackedPlan
 from trimtab.model.parts import Unfusable, Watch
 from trimtab.model.policy import TOLERANCE_NATS, Policy
+from trimtab.model.recurrent import Mixer
 from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.arena import Arena, piece_bytes
-from trimtab.rollout.native.cache import Empty, KVCache, PrefillPlan, PrefillSegment
+from trimtab.rollout.native.cache import Carried, Empty, KVCache, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.fused import FusedBody, Workspace
 from trimtab.rollout.native.kernels.attention import (
     DecodeBatch,
@@ -85,6 +86,10 @@ class _ModulesPlan:
         decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out)
         return out
 
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        assert self.cache.states is not None
+        return self.cache.states.step(mixer, x_TE, self.batch.index_B)
+
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
@@ -99,13 +104,14 @@ class CudaDecoder:
     rounds_ahead = 1
 
     def __init__(
-        self, policy: Policy, shapes: dict[int, LayerShape], pages: int, page_tokens: int, max_sequences: int
-    ) -> None:
+        self, policy: Policy, shapes: dict[int, LayerShape], pages: int, page_tokens: int, max_sequences: int,
+        carried: Carried | None = None,
+    ) -> None:  # fmt: skip
         self.policy = policy
         self.pages, self.page_tokens, self.batch = pages, page_tokens, max_sequences
         self.buckets = buckets(max_sequences)
         self.replays = 0
-        self._shapes = shapes
+        self._shapes, self._carried = shapes, carried
         self._decode_shapes = [DecodeShape.of(s) for s in shapes.values()]
         self._layer_bytes = max(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
         self._body, self.description = self._fuse()
@@ -205,8 +211,7 @@ class CudaDecoder:
 
     def close(self) -> None:
         self._graphs.clear()
-        self.cache.keys.clear()
-        self.cache.values.clear()
+        self.cache.clear()
         vars(self).pop("_layout", None)
         self._drop_copies()
         self.arena.close()
@@ -245,7 +250,7 @@ class CudaDecoder:
         return total
 
     def _lay_out(self, empty: Empty) -> _Layout:
-        cache = KVCache(self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty)
+        cache = KVCache(self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty, self._carried)
         space = None if self._body is None else self._body.workspace(self.batch, empty)
         partials = space.partials if space is not None else Partials(self.batch, self._decode_shapes, empty)
         return _Layout(cache, space, partials, empty((self.batch, self.policy.head.weight_VE.shape[0]), torch.float32))
