@@ -22,6 +22,7 @@ from trimtab.plan.job import Machine
 from trimtab.plan.visible import VisibleDevice, choose_devices
 from trimtab.rollout.external.find import engines_here
 from trimtab.run.machine import as_planned, memory_limit, pick_device
+from trimtab.workers.places import WorkerPlaces
 
 if TYPE_CHECKING:
     from trimtab.cluster.ray import ReservedDevices
@@ -96,6 +97,12 @@ class RayHosts:
         kinds = {node.accelerator for node in self.nodes if node.count("GPU")}
         most = max(self.nodes, key=lambda node: node.count("GPU"))
         return place(count, self.kind, most.accelerator if self.kind == "GPU" and len(kinds) > 1 else None)
+
+    def worker_places(self) -> WorkerPlaces | None:
+        """Where rewards and environments run: on all hosts; None where there is only one."""
+        from trimtab.cluster.ray_workers import ClusterPlaces
+
+        return None if len(self.nodes) < 2 else ClusterPlaces([(node.node, str(node)) for node in self.nodes])
 
     def _refuse_few_cpus(self, run: Run) -> None:
         there = sum(node.count("CPU") for node in self.nodes)
