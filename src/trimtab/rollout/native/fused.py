@@ -28,6 +28,8 @@ from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, P
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MAX_ROWS, Cut, cut_for, most_rows, serves, skinny
 
+AddUp = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Product:
     """x W^T + b, with what adapters add to it.
@@ -181,8 +183,9 @@ class Workspace:
 class FusedBody:
     """Decode steps of a model whose layers are known."""
 
-    def __init__(self, policy: Policy, shapes: dict[int, LayerShape]) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], add_up: AddUp | None = None) -> None:
+        """`add_up`: where layers are cut over devices, the sum of what each has of an output, in place."""
+        self.policy, self._add_up = policy, add_up
         parts = read_parts(policy, shapes)
         self.layers = [FusedLayer(layer) for layer in parts.layers]
         self.final, self.table, self.factor = parts.final, parts.embedding.data, parts.factor
@@ -226,13 +229,13 @@ class FusedBody:
             qkv, attended = _table(space.qkv, b, layer.qkv.outputs), _table(space.attended, b, layer.output.inputs)
             layer.qkv.few(x, qkv) if few else layer.qkv(x, qkv)
             self._attend(batch, layer, qkv, attended, cache, index, space)
-            found = layer.output.few(attended, space.parts, whole=False) if few else layer.output(attended, y)
-            if layer.parts.parallel:
-                residual_norm(residual, found, y, None, None, layer.parts.factor)
-            else:
-                residual_norm(
-                    residual, found, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor
-                )
+            few_of_sum = few and self._add_up is None
+            found = (
+                layer.output.few(attended, space.parts, whole=False)
+                if few_of_sum
+                else self._whole(layer.output, attended, y)
+            )
+            _after_attention(layer.parts, residual, found, x, y)
             dense = layer.dense
             if dense is None:
                 found = layer.feed(x, y, x.new_empty)
@@ -240,11 +243,13 @@ class FusedBody:
                 narrow = _table(space.gated, b, dense.down.inputs)
                 if few:
                     dense.gate_up.few(x, narrow, dense.activation)
-                    found = dense.down.few(narrow, space.parts, whole=False)
                 else:
                     wide = _table(space.gate_up, b, dense.gate_up.outputs)
                     gated(dense.gate_up(x, wide), narrow, dense.activation)
-                    found = dense.down(narrow, y)
+                few_down = few and self._add_up is None
+                found = (
+                    dense.down.few(narrow, space.parts, whole=False) if few_down else self._whole(dense.down, narrow, y)
+                )
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
 
@@ -261,14 +266,16 @@ class FusedBody:
             rotated = rope(qkv, positions_T, shape.heads, shape.kv_heads, rotary, norm)
             q_THD, k_TKD, v_TKD = rotated.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
-            layer.output(attended.flatten(1), y)
-            if layer.parts.parallel:
-                residual_norm(residual, y, y, None, None, layer.parts.factor)
-            else:
-                residual_norm(residual, y, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
+            self._whole(layer.output, attended.flatten(1), y)
+            _after_attention(layer.parts, residual, y, x, y)
             found = layer.feed(x, y, lambda columns, rows=x: rows.new_empty((rows.shape[0], columns)))
+            found = found if self._add_up is None else self._add_up(found)
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
+
+    def _whole(self, product: Product, x_BI: torch.Tensor, out_BE: torch.Tensor) -> torch.Tensor:
+        found = product(x_BI, out_BE)
+        return found if self._add_up is None else self._add_up(found)
 
     def _following(self, index: int) -> Norm | None:
         return self.final if index + 1 == len(self.layers) else self.layers[index + 1].parts.before_attention
@@ -288,6 +295,16 @@ class FusedBody:
             out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind],
             layer.parts.each_head_norm,
         )  # fmt: skip
+
+
+def _after_attention(
+    parts: LayerParts, residual: torch.Tensor, found: torch.Tensor, x: torch.Tensor, spare: torch.Tensor
+) -> None:
+    """Add what attention gives to the residual; the feed-forward part reads its norm, or what attention has read."""
+    if parts.parallel:
+        residual_norm(residual, found, spare, None, None, parts.factor)
+    else:
+        residual_norm(residual, found, x, parts.before_mlp, parts.after_attention, parts.factor)
 
 
 def _normalise_whole(parts: LayerParts, qkv_BX: torch.Tensor, scales: torch.Tensor) -> None:
