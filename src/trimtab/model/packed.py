@@ -47,6 +47,8 @@ class PackedPlan:
         self.device = torch.device(device)
         self._prefixes: list[int | None] = list(prefixes) if prefixes is not None else [None] * len(lengths)
         self._before = list(before) if before else [0 if p is None else lengths[p] for p in self._prefixes]
+        self._continues = before is not None and any(before)
+        """Segments go on from what is not in the row."""
         self.runs = [
             (before, length, len(list(same))) for (before, length), same in groupby(zip(self._before, lengths))
         ]
@@ -119,6 +121,8 @@ class PackedPlan:
         return PackedMixing(self.lengths, self._prefixes, self.device, take_rows)
 
     def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        whole = not self._continues and x_TE.shape[0] == sum(self.lengths)
+        assert whole, "a layer that carries a state needs all tokens of a sequence in one place"
         return self._mixing(mixer, x_TE)
 
     def _lay_out(self, x_TKD: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
