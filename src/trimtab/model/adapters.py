@@ -21,7 +21,6 @@ from trimtab.config.schema import Lora
 from trimtab.model.expert_adapters import merged_stack, stacked_weights, stand_beside_products
 from trimtab.model.transfer import apart
 
-
 NO_ADAPTERS_ON_OUT_PROJ = {"falcon_h1", "nemotron_h"}
 """Families that PEFT refuses them for: a kernel of theirs reads that weight alone."""
 

@@ -125,11 +125,6 @@ class ModelShape:
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
 
-    @property
-    def carries(self) -> bool:
-        """Some of its layers carry a state from token to token."""
-        return any(block.mixing is not None for block in self.kinds)
-
     @cached_property
     def kv_elements(self) -> int:
         """Elements that one token stores in all layers."""
