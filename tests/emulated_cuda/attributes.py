@@ -51,9 +51,13 @@ def _moves(patches: Patches, state: State) -> None:
         if here == there:
             return plain(self, dtype, non_blocking, copy, **named)
         target = CUDA if there else HOST
-        found: torch.Tensor = torch.ops.aten._to_copy(
-            self, dtype=dtype, device=target, non_blocking=non_blocking, **named
-        )
+        state.leaving.on = not there
+        try:
+            found: torch.Tensor = torch.ops.aten._to_copy(
+                self, dtype=dtype, device=target, non_blocking=non_blocking, **named
+            )
+        finally:
+            state.leaving.on = False
         return found
 
     patches.set(torch.Tensor, "to", to)

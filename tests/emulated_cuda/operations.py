@@ -47,6 +47,9 @@ class State:
         self.coming: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Copies that the host must not read yet: where to, and what."""
         self.launches = 0
+        self.leaving = threading.local()
+        """`.on`: this thread has asked for a copy on the host. Without it, operations within torch that name the device of a
+        tensor, which they take for a CPU's, mean where it is."""
         self.counts: dict[str, int] = {}
         """Waits, recordings and replays, for tests."""
 
@@ -198,7 +201,8 @@ def _copy(state: State, func: Any, name: str, args: Any, kwargs: dict[str, Any],
     memory = state.memory
     if name == "_to_copy":
         source = args[0]
-        begin, end = memory.holds(source), memory.holds(source) if to_device is None else to_device
+        begin = memory.holds(source)
+        end = begin if to_device is None else to_device or begin and not getattr(state.leaving, "on", False)
         if begin and not end:
             return _home(state, source, func(*args, **kwargs), bool(kwargs.get("non_blocking")), True)
         if end and not begin:
@@ -256,10 +260,12 @@ def _check_arrived(state: State, source: torch.Tensor) -> None:
 def _wide_product(func: Any, name: str) -> Any:
     def product(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if any(x.dtype not in (torch.float16, torch.bfloat16) for x in tensors):
+        if any(x.dtype not in (torch.float16, torch.bfloat16) for x in tensors[-2:]):
             raise RuntimeError("out_dtype is only supported for torch.float32 output with float16/bfloat16 inputs on CUDA")
         wide = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype))
-        found: torch.Tensor = getattr(torch, name)(*(x.to(wide) for x in tensors))
+        found: torch.Tensor = getattr(torch, name)(
+            *(x.to(wide) for x in tensors), **{k: v for k, v in kwargs.items() if k in ("alpha", "beta")}
+        )  # fmt: skip
         out = kwargs.get("out")
         return found if out is None else out.copy_(found)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 
 from trimtab.model.activation_offload import ActivationOffload
 from trimtab.model.attention import AttentionPlan
@@ -116,8 +117,10 @@ class LayerCall:
         assert self.layer.mixture is not None
         kept.routed = kept.y.detach().requires_grad_()
         with torch.set_grad_enabled(kept.routes):
-            kept.mixed = run_mixture(self.layer.mixture, kept.routed)
-        return kept.mixed.detach()
+            out_TE = run_mixture(self.layer.mixture, kept.routed)
+        if kept.routes:
+            kept.mixed = get_gradient_edge(out_TE)  # which does not keep the result
+        return out_TE.detach()
 
     def repeat(self, kept: _Kept) -> None:
         """Recompute what was not kept."""

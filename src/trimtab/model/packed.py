@@ -22,6 +22,9 @@ from trimtab.model.recurrent import Mixer, PackedMixing
 from trimtab.model.transfer import to_device
 from trimtab.model.versions import grouped_varlen_attn
 
+MAX_MASK_ELEMENTS = 2**25
+"""Most elements of a mask: the queries of a longer segment are taken some at a time."""
+
 
 class PackedPlan:
     """Segments of the given lengths, in order, filling the row exactly.
@@ -41,7 +44,7 @@ class PackedPlan:
         assert prefixes is None or before is None
         self.lengths = lengths
         self.device = torch.device(device)
-        self._prefixes = list(prefixes) if prefixes is not None else [None] * len(lengths)
+        self._prefixes: list[int | None] = list(prefixes) if prefixes is not None else [None] * len(lengths)
         self._before = list(before) if before else [0 if p is None else lengths[p] for p in self._prefixes]
         self._continues = before is not None and any(before)
         """Segments go on from what is not in the row."""
@@ -133,8 +136,16 @@ class PackedPlan:
         """Neighbouring segments of equal length as the rows of one dense call."""
         before, length, count = self.runs[run]
         q_NHLD, k_NKSD, v_NKSD = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
-        allowed = self._allowed(before, length, rules.window) if before else None
-        return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, allowed).transpose(1, 2).flatten(0, 1)
+        if not before or length * (before + length) <= MAX_MASK_ELEMENTS:
+            allowed = self._allowed(before, length, rules.window) if before else None
+            return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, allowed).transpose(1, 2).flatten(0, 1)
+        found, step = [], max(1, MAX_MASK_ELEMENTS // (before + length))
+        for first in range(0, length, step):
+            at = torch.arange(before + min(first + step, length), device=self.device)
+            mask = causal_window(at[before + first :], at, rules.window)
+            k, v = (x[:, :, : len(at)] for x in (k_NKSD, v_NKSD))
+            found.append(dense_attention(q_NHLD[:, :, first : first + step], k, v, rules, mask))
+        return torch.cat(found, 2).transpose(1, 2).flatten(0, 1)
 
     def _allowed(self, before: int, length: int, window: int | None) -> torch.Tensor:
         """The mask, made once a forward pass: it is the same for all layers with the same window."""

@@ -32,6 +32,7 @@ from trimtab.plan.states import (
     buffer_bytes,
     critic_state,
     critic_trained,
+    engine_weights,
     gathered_bytes,
     gradient_bytes,
     gradient_itemsize,
@@ -185,7 +186,9 @@ def _training_phases(
     copy: dict[str, int],
 ) -> list[Phase]:  # fmt: skip
     host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), gathered_bytes(job, place)
-    own = {} if run.external else {"rollout weights": job.shape.parameters * job.itemsize}  # another's is in `awake`
+    own = (
+        {} if run.external else {"rollout weights": engine_weights(job, parts_of(run, place), run.external)}
+    )  # another's is in `awake`
     copies = own | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     staging = {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
@@ -242,16 +245,17 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
         + (4 + 2 * s) * shape.hidden
         + s * (block.projected + block.attended + 3 * block.used_width)
     )
-    entry += 4 * block.heads * (2 * block.value_size + 4)
+    mixed = max(s * b.pair_elements * shape.hidden + 24 * b.experts_used + 8 * b.experts for b in shape.kinds)
+    entry += 4 * block.heads * (2 * block.value_size + 4) + mixed
     prompts = -(-max(job.prompts, job.eval_sequences) // place.engines)
     prefill = min(rollout.prefill_tokens, prompts * job.typical_prompt)
-    pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width)
+    pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width) + mixed
     pass_ += max((b.mixing.kept_bytes(s) for b in shape.kinds if b.mixing is not None), default=0)
-    rows = batch * ((12 * job.longest_sequence if run.external else 16 * job.new_tokens) + 512)
+    rows = batch * ((12 * job.longest_sequence if run.external else (16 + job.route_bytes) * job.new_tokens) + 512)
     apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
-    own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
-    words = 4 * shape.vocabulary  # every device draws from all of them
+    own = {"rollout weights": copies * engine_weights(job, parts_of(run, place), run.external)} if apart else {}
+    words = 4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)  # every device draws from all, gathered
     return own | {
         "KV cache": rollout.kv_memory // _kv_cut(job, run),
         STATES: carried_bytes(job, run),
@@ -273,6 +277,9 @@ def _rewarding(job: Job) -> dict[str, int]:
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     """The engine merges adapters into a copy of the weights where there is room for two copies: decoding is then faster."""
     size = (job.shape.parameters - job.shape.table * (1 if job.shape.tied else 2)) * job.itemsize
+    if job.shape.has_experts:  # adapters on these stay beside them
+        kinds = job.shape.kinds.items()
+        size = job.itemsize * sum(n * i * o for block, n in kinds for i, o in job.shape.linears(block).values())
     if not job.rank or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {MERGED: size}
@@ -383,7 +390,7 @@ def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> di
 
 def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an engine holds between two rollouts if it lends nothing."""
-    kept = ("KV cache", STATES, "rollout weights") if run.external else ("KV cache", STATES)
+    kept = ("KV cache", STATES, "rollout weights")
     return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
 
 
@@ -401,7 +408,7 @@ def processes_of(run: Run) -> int:
 
 def parts_of(run: Run, place: Placement = SINGLE_DEVICE) -> int:
     """Devices that a rollout copy of the model is cut over; the trainer's device is counted as holding one part."""
-    return max(place.tensor, run.rollout.tensor_parallel if run.external else 1)
+    return max(place.tensor, run.cut)
 
 
 def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:

@@ -131,15 +131,6 @@ def stated_adapters(config: AnyConfig, shape: ModelShape) -> int:
     if not found:
         what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or '(the list is empty)'}"
         raise ConfigError([Problem("model.lora.targets", what, "Write all-linear, or names such as [q_proj, v_proj].")])
-    on_experts = any(
-        targets is None or any(f".{name}".endswith(f".{target}") for target in targets)
-        for block in shape.kinds
-        for name in shape.stacks(block)
-    )
-    if on_experts and isinstance(config, Config) and config.run.external:
-        what = f"{config.run.engine} does not serve adapters on experts"
-        fix = "Write run.engine: native, or name layers of attention, such as [q_proj, k_proj, v_proj, o_proj]."
-        raise ConfigError([Problem("model.lora.targets", what, fix)])
     return found
 
 

@@ -116,8 +116,8 @@ def look(file: Path, overrides: list[str], asked: PlanOptions) -> PlanResult:
         notes.append(
             f"Assuming completions as long as in {asked.like}: {job.expected_completion:.0f} tokens on average."
         )
-    if config.run.rollout.tensor_parallel > 1 and machine.devices == 1:
-        parts = config.run.rollout.tensor_parallel
+    if config.run.external and config.run.cut > 1 and machine.devices == 1:
+        parts = config.run.cut
         notes.append(f"vLLM splits its copy of the model over {parts} devices; the plan shows the trainer's device.")
     if config.run.engine == "sglang" and machine.cpu:
         fix = "Write run.engine: native or vllm, or name a --device."

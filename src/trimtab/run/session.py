@@ -27,6 +27,7 @@ from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import refuse_uneven_cut
 from trimtab.plan.refuse_devices import refuse_unbuilt_placement
+from trimtab.plan.work import refuse_mixture_keys
 from trimtab.record.batches import SampledBatch, load_batches
 from trimtab.record.checkpoint import RunState, read_state
 from trimtab.record.folder import find_folder, refuse_existing
@@ -89,13 +90,15 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
     refuse_other_layers(config.model)
-    if config.run.rollout.tensor_parallel > 1:
+    if config.run.cut > 1:
         refuse_uneven_cut(config.run, shape_of(config.model.path, config.model.trust_remote_code))
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
         stack.callback(hosts.close)
     work = read_data(config, inputs, tokenizer, limit, hosts.loaded.schemas if hosts else ())
     replies = open_replies(config, hosts, tokenizer, work.columns, work.first_prompt(config))
+    if config.model.lora is not None or config.learn.router_aux_coef or config.learn.router_replay:
+        refuse_mixture_keys(config, shape_of(config.model.path, config.model.trust_remote_code))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
     refuse_other_critic(config, work)

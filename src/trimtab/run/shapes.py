@@ -109,4 +109,20 @@ def _measured_block(config: Any, index: int, layer: Any) -> Block:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
-    return Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)
+    block = Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)
+    return _with_experts(block, config, layer)
+
+
+def _with_experts(block: Block, config: Any, layer: Any) -> Block:
+    """The same with the experts that grouped products serve."""
+    from trimtab.model.experts import expert_modules
+
+    modules = expert_modules(layer)
+    used = getattr(config, "num_experts_per_tok", None)
+    if not modules or not used:
+        return block
+    stacked = [p for p in modules[0].parameters(recurse=False) if p.ndim == 3]
+    experts, *sizes = modules[0].down_proj.shape
+    unused = sum(p.numel() for p in stacked) * (experts - used) // experts
+    width = sizes[0] if modules[0].is_transposed else sizes[1]
+    return replace(block, width=width, experts=experts, experts_used=used, active=block.parameters - unused)

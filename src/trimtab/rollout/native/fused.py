@@ -28,6 +28,8 @@ from trimtab.rollout.native.kernels.attention import DecodeBatch, DecodeShape, P
 from trimtab.rollout.native.kernels.layers import embed, residual_norm
 from trimtab.rollout.native.kernels.skinny import MAX_ROWS, Cut, cut_for, most_rows, serves, skinny
 
+AddUp = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Product:
     """x W^T + b, with what adapters add to it.
@@ -180,8 +182,9 @@ class Workspace:
 class FusedBody:
     """Decode steps of a model whose layers are known."""
 
-    def __init__(self, policy: Policy, shapes: dict[int, LayerShape]) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], add_up: AddUp | None = None) -> None:
+        """`add_up`: where layers are cut over devices, the sum of what each has of an output, in place."""
+        self.policy, self._add_up = policy, add_up
         parts = read_parts(policy, shapes)
         self.layers = [FusedLayer(layer) for layer in parts.layers]
         self.final, self.table, self.factor = parts.final, parts.embedding.data, parts.factor
@@ -225,7 +228,12 @@ class FusedBody:
             qkv, attended = _table(space.qkv, b, layer.qkv.outputs), _table(space.attended, b, layer.output.inputs)
             layer.qkv.few(x, qkv) if few else layer.qkv(x, qkv)
             self._attend(batch, layer, qkv, attended, cache, index, space)
-            found = layer.output.few(attended, space.parts, whole=False) if few else layer.output(attended, y)
+            few_of_sum = few and self._add_up is None
+            found = (
+                layer.output.few(attended, space.parts, whole=False)
+                if few_of_sum
+                else self._whole(layer.output, attended, y)
+            )
             residual_norm(residual, found, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
             dense = layer.dense
             if dense is None:
@@ -234,11 +242,13 @@ class FusedBody:
                 narrow = _table(space.gated, b, dense.down.inputs)
                 if few:
                     dense.gate_up.few(x, narrow, dense.activation)
-                    found = dense.down.few(narrow, space.parts, whole=False)
                 else:
                     wide = _table(space.gate_up, b, dense.gate_up.outputs)
                     gated(dense.gate_up(x, wide), narrow, dense.activation)
-                    found = dense.down(narrow, y)
+                few_down = few and self._add_up is None
+                found = (
+                    dense.down.few(narrow, space.parts, whole=False) if few_down else self._whole(dense.down, narrow, y)
+                )
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
 
@@ -254,11 +264,16 @@ class FusedBody:
             rotated = rope(qkv, positions_T, shape.heads, shape.kv_heads, rotary, norm)
             q_THD, k_TKD, v_TKD = rotated.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             attended = plan.attend(index, q_THD, k_TKD, v_TKD, layer.parts.shape.rules)
-            layer.output(attended.flatten(1), y)
+            self._whole(layer.output, attended.flatten(1), y)
             residual_norm(residual, y, x, layer.parts.before_mlp, layer.parts.after_attention, layer.parts.factor)
             found = layer.feed(x, y, lambda columns, rows=x: rows.new_empty((rows.shape[0], columns)))
+            found = found if self._add_up is None else self._add_up(found)
             residual_norm(residual, found, x, self._following(index), layer.parts.after_mlp, layer.parts.factor)
         return x
+
+    def _whole(self, product: Product, x_BI: torch.Tensor, out_BE: torch.Tensor) -> torch.Tensor:
+        found = product(x_BI, out_BE)
+        return found if self._add_up is None else self._add_up(found)
 
     def _following(self, index: int) -> Norm | None:
         return self.final if index + 1 == len(self.layers) else self.layers[index + 1].parts.before_attention
