@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, scale: float, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, scale: float, left: int, right: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[H, T, S] of one sequence, whose keys are aligned with its end, and the log of their sums."""
     scores = torch.einsum("thd,shd->hts", q.float(), k.float()) * scale
     length, seen = q.shape[0], k.shape[0]
