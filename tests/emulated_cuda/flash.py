@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def _weights(
 
 def _sequences(starts: torch.Tensor, key_starts: torch.Tensor) -> list[tuple[slice, slice]]:
     first, second = starts.tolist(), key_starts.tolist()
-    return [(slice(*a), slice(*b)) for a, b in zip(zip(first, first[1:]), zip(second, second[1:]))]
+    return [(slice(*a), slice(*b)) for a, b in zip(pairwise(first), pairwise(second))]
 
 
 def _scale(q: torch.Tensor, scale: float | None) -> float:
