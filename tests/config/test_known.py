@@ -19,13 +19,13 @@ from trimtab.config.sft import SftConfig, SftData
 LEAST = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "reward": [{"fn": "exact_match"}]}
 KNOWN = [found for found in vars(known).values() if isinstance(found, type) and found.__module__ == known.__name__]
 ROLLOUT = ResolvedRollout(
-    max_sequences=8, kv_memory=2**20, prefill_tokens=64, page_tokens=16, lend_memory=False, processes=1
+    max_sequences=8, kv_memory=2**20, prefill_tokens=64, page_tokens=16, lend_memory=False, processes=1, tensor_parallel=1
 )
 RUN = ResolvedRun(
     devices=1,
     cluster="local",
     shard="none",
-    shard_devices=1, prefetch=1, overlap=False, placement="colocated",
+    shard_devices=1, sequence_parallel=1, tensor_parallel=1, prefetch=1, overlap=False, placement="colocated",
     device="cpu", threads=1, engine="native", kernels="plain", token_budget=99, score_token_budget=98, logprob_chunk=7,
     checkpoint_activations="some", reward_workers=2, rollout=ROLLOUT,
     offload=ResolvedOffload(optimizer=True, reference=False, activations=False),

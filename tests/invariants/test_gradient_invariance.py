@@ -25,6 +25,8 @@ CASES: dict[str, list[Any]] = {
     "wait_for_hosts": [0],
     "shard": ["auto"],
     "shard_devices": ["auto"],
+    "sequence_parallel": ["auto", 1],  # test_sequence_parallel.py
+    "tensor_parallel": ["auto", 1],  # more is refused
     "prefetch": ["auto"],
     "overlap": ["auto", False],
     "placement": ["auto", "colocated"],  # rollout on devices of its own: tests/cluster/test_split.py
@@ -47,7 +49,7 @@ CASES: dict[str, list[Any]] = {
     "rollout.python": [None],  # of vllm: test_engines.py
     "rollout.eager": [None],
     "rollout.processes": ["auto"],
-    "rollout.tensor_parallel": [1],
+    "rollout.tensor_parallel": ["auto", 1],  # over several ranks: tests/cluster/test_cut_engine.py
     "offload.optimizer": [True, False],
     "offload.reference": [False],  # true needs a reference policy: below
     "offload.activations": [True, False],

@@ -16,11 +16,13 @@ from trimtab.config.algorithms import GROUP_ADVANTAGES, RECIPES, resolve
 from trimtab.config.contradiction import Contradiction, changed, clash, reward_name
 from trimtab.config.conversation import conversation
 from trimtab.config.learn import Learn
+from trimtab.config.mixture import routes
 from trimtab.config.objectives import judges, normalized, reward_models, tasks
 from trimtab.config.placement import placement
 from trimtab.config.ranks import cut_engine, ranks
 from trimtab.config.resolved import FILTERS, STOPS
 from trimtab.config.reward_model import RewardModelConfig
+from trimtab.config.row_ranks import longest_here
 from trimtab.config.run_clashes import kernels, offload, prefetch
 from trimtab.config.schema import Config
 from trimtab.config.sft import SftConfig, SftData
@@ -341,13 +343,13 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
         f"data.max_prompt_tokens {prompt}" if prompt else "a prompt"
     )
     for name in ("token_budget", "score_token_budget"):
-        budget = getattr(config.run, name)
-        if budget != "auto" and budget < longest:
+        budget, here = getattr(config.run, name), longest_here(config.run, longest, name)
+        if budget != "auto" and budget < here:
             yield clash(
                 f"run.{name} learn.max_new_tokens data.max_prompt_tokens",
                 f"is {budget} tokens, but the longest sequence has {'' if prompt else 'at least '}{longest} ({parts}) "
-                "and a sequence is never cut",
-                f"Write {longest} or more, or auto",
+                f"and a sequence is never cut{'' if here == longest else f'; each device has {here} of it'}",
+                f"Write {here} or more, or auto",
             )
     kv_memory = config.run.rollout.kv_memory
     if kv_memory != "auto" and kv_memory < 1024:
@@ -360,17 +362,18 @@ def _run(config: Config, learn: Learn) -> Iterator[Contradiction]:
 
 def _engine(config: Config, learn: Learn) -> Iterator[Contradiction]:
     if not config.run.external:
-        for name in ("python", "eager", "processes", "tensor_parallel"):
-            one = name in ("processes", "tensor_parallel") and getattr(config.run.rollout, name) == 1  # as it has
+        for name in ("python", "eager", "processes"):
+            one = name == "processes" and config.run.rollout.processes == 1  # as it has
             if name in changed(config.run.rollout) and not one:
                 yield clash(
                     f"run.rollout.{name} run.engine",
                     "has no effect on the native engine",
                     f"Write run.engine: vllm or sglang, or leave {name} out",
                 )
-        return
-    if config.run.rollout.tensor_parallel > 1:
+    if config.run.cut > 1:
         yield from cut_engine(config.run)
+    if not config.run.external:
+        return
     if config.run.engine == "vllm" and config.model.lora is not None and config.model.lora.r > 512:
         yield clash(
             "run.engine model.lora",
@@ -423,11 +426,15 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
         )
     for name in ("token_budget", "score_token_budget"):
         budget = getattr(run, name)
-        if budget != "auto" and learn.max_tokens is not None and budget < learn.max_tokens:
+        if budget == "auto" or learn.max_tokens is None:
+            continue
+        here = longest_here(run, learn.max_tokens, name)
+        if budget < here:
+            shared = "" if here == learn.max_tokens else f"; each device has {here} of one"
             yield clash(
                 f"run.{name} learn.max_tokens",
-                f"is {budget} tokens, but examples have up to {learn.max_tokens} (learn.max_tokens) and are never cut",
-                f"Write {learn.max_tokens} or more, or auto",
+                f"is {budget} tokens, but examples have up to {learn.max_tokens} (learn.max_tokens) and are never cut{shared}",
+                f"Write {here} or more, or auto",
             )
     if config.observe.eval_every and data.eval is None:
         yield clash("observe.eval_every data.eval", "has no effect: there is no evaluation set", NAME_EVAL_SET)
@@ -435,7 +442,7 @@ def _supervised(config: Offline) -> Iterator[Contradiction]:
         f"observe.{name}" for name in changed(config.observe, "samples_every", "samples_rows", "max_failed_rewards")
     ]
     idle += [f"run.rollout.{name}" for name in changed(run.rollout)]
-    idle += ["run.engine"] if run.external and run.rollout.tensor_parallel == 1 else []  # which alone means vllm
+    idle += ["run.engine"] if run.external and run.cut == 1 else []  # which alone means vllm
     idle += [f"run.{name}" for name in changed(run, "reward_workers")]
     for key in idle:
         yield clash(key, "has no effect: this stage samples nothing and scores nothing", "Leave it out")
@@ -454,6 +461,7 @@ CHECKS: tuple[Callable[[Config, Learn], Iterator[Contradiction]], ...] = (
     prefetch,
     ranks,
     placement,
+    routes,
     _clip,
     _kl,
     _schedule,

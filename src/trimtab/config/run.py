@@ -52,10 +52,12 @@ class Rollout(Section):
     """Processes of vLLM or SGLang in each engine, which share out its sequences; each has a copy of the weights. With several
     devices each has an engine, so N devices have N times as many. auto: several where one would be bound by its host, as it is
     with small models on a GPU; 1 with tensor_parallel."""
-    tensor_parallel: PositiveInt = 1
-    """Devices that vLLM cuts its copy of the model over: decoding a large model waits for its weights to be read, and each then
-    reads a part. With several devices it has to divide them: there are devices / tensor_parallel engines, each owned by the first
-    rank of its set, while the others lend their memory. With devices: 1, the trainer's device and those behind it."""
+    tensor_parallel: PositiveInt | Auto = "auto"
+    """Devices that an engine's copy of the model is cut over, of the native engine or vLLM: decoding a large model waits for its
+    weights to be read, and each then reads a part. It has to divide the devices: there are devices / tensor_parallel engines.
+    The ranks of a native engine generate together; a vLLM engine is owned by the first rank of its set, while the others lend
+    their memory. With devices: 1, vLLM takes the trainer's device and those behind it. auto: 1, or more where a copy does not fit
+    on one."""
 
 
 class Offload(Section):
@@ -72,6 +74,8 @@ class Offload(Section):
 
 Kernels = Literal["auto", "native", "liger", "plain"]
 Shard = Literal["none", "optimizer", "gradients", "full"]
+RowRole = Literal["policy", "reference", "critic"]
+"""Models that pass over the samples of a step."""
 Recompute = bool | Literal["some"]
 """What of the activations the backward pass makes again: nothing, some of it, or all but each layer's input."""
 
@@ -100,6 +104,14 @@ class Run(Section):
     prefetch: PositiveInt | Auto = "auto"
     """Layers whose weights are gathered while the ones before them are computed, with shard: full. Each takes the memory of a
     layer. auto: 1."""
+    sequence_parallel: Annotated[int, Field(ge=1, le=1024)] | Auto | dict[RowRole, PositiveInt] = "auto"
+    """Devices that share each micro-batch of the update, each with a part of its tokens, for sequences that one cannot hold; the
+    number has to divide devices. token_budget then counts the tokens on each device. A mapping gives each model its own number:
+    {policy: 4, reference: 2, critic: 4}; one that is left out has the policy's. auto: 1, unless the
+    longest sequence does not fit or fills a micro-batch alone; then what is fastest."""
+    tensor_parallel: PositiveInt | Auto = "auto"
+    """Devices that share each layer of the models that are trained. This version serves 1: a model that one device cannot hold is
+    trained with shard: full, and its sequences with sequence_parallel. Engines have rollout.tensor_parallel."""
     overlap: bool | Auto = "auto"
     """Sum gradients over ranks while the backward pass still runs, layer by layer as they are done, instead of after it. Costs no
     memory. With shard: full it is always so. auto: true on several devices, unless only adapters are trained, which are summed at
@@ -143,9 +155,14 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _cut_by_vllm(self) -> Self:
-        if self.engine == "auto" and self.rollout.tensor_parallel > 1:
+        if self.engine == "auto" and self.cut > 1:
             self.__dict__["engine"] = "vllm"  # the model is frozen for everybody else
         return self
+
+    @property
+    def cut(self) -> int:
+        """Devices that an engine is asked to be cut over."""
+        return 1 if self.rollout.tensor_parallel == "auto" else self.rollout.tensor_parallel
 
     @property
     def external(self) -> bool:

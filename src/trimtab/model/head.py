@@ -53,6 +53,11 @@ class Head:
         return z if temperature == 1.0 else z / temperature
 
     @property
+    def words(self) -> int:
+        """Of which it gives logits."""
+        return self.weight_VE.shape[0]
+
+    @property
     def tiled(self) -> bool:
         """True where kernels compute log-probs without storing logits, for hidden states of the weights' type."""
         weight = self.weight_VE
@@ -136,6 +141,8 @@ def _has_kernels(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """True for half precision in rows that begin at multiples of 16 bytes, on a device that the kernels were made for."""
     half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype
     dense = hidden.is_contiguous() and weight.is_contiguous()
+    if not hidden.shape[0]:
+        return False  # a rank may have no learned token of a row that ranks share
     if not (half and dense and weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0 and find_spec("triton")):
         return False
     from trimtab.model.kernels.head import serves

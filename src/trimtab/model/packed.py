@@ -18,8 +18,12 @@ from typing import Any
 import torch
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
+from trimtab.model.recurrent import Mixer, PackedMixing
 from trimtab.model.transfer import to_device
 from trimtab.model.versions import grouped_varlen_attn
+
+MAX_MASK_ELEMENTS = 2**25
+"""Most elements of a mask: the queries of a longer segment are taken some at a time."""
 
 
 class PackedPlan:
@@ -40,12 +44,19 @@ class PackedPlan:
         assert prefixes is None or before is None
         self.lengths = lengths
         self.device = torch.device(device)
-        self._prefixes = list(prefixes) if prefixes is not None else [None] * len(lengths)
+        self._prefixes: list[int | None] = list(prefixes) if prefixes is not None else [None] * len(lengths)
         self._before = list(before) if before else [0 if p is None else lengths[p] for p in self._prefixes]
+        self._continues = before is not None and any(before)
+        """Segments go on from what is not in the row."""
         self.runs = [
             (before, length, len(list(same))) for (before, length), same in groupby(zip(self._before, lengths))
         ]
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+
+    @property
+    def prefixes(self) -> list[int | None]:
+        """The segment that each continues from."""
+        return self._prefixes
 
     @cached_property
     def longest(self) -> int:
@@ -104,20 +115,37 @@ class PackedPlan:
         parts = zip(q_THD.split(own), k_TKD.split(seen), v_TKD.split(seen))
         return torch.cat([self._rows(run, q, k, v, rules) for run, (q, k, v) in enumerate(parts)])
 
+    @cached_property
+    def _mixing(self) -> PackedMixing:
+        return PackedMixing(self.lengths, self._prefixes, self.device, take_rows)
+
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        whole = not self._continues and x_TE.shape[0] == sum(self.lengths)
+        assert whole, "a layer that carries a state needs all tokens of a sequence in one place"
+        return self._mixing(mixer, x_TE)
+
     def _lay_out(self, x_TKD: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return _take(x_TKD, seen, lambda: self._copies)
 
     @cached_property
     def _copies(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._keys_seen is not None
-        return _copies_of(self._keys_seen, sum(self.lengths))
+        return copies_of(self._keys_seen, sum(self.lengths))
 
     def _rows(self, run: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
         """Neighbouring segments of equal length as the rows of one dense call."""
         before, length, count = self.runs[run]
         q_NHLD, k_NKSD, v_NKSD = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
-        allowed = self._allowed(before, length, rules.window) if before else None
-        return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, allowed).transpose(1, 2).flatten(0, 1)
+        if not before or length * (before + length) <= MAX_MASK_ELEMENTS:
+            allowed = self._allowed(before, length, rules.window) if before else None
+            return dense_attention(q_NHLD, k_NKSD, v_NKSD, rules, allowed).transpose(1, 2).flatten(0, 1)
+        found, step = [], max(1, MAX_MASK_ELEMENTS // (before + length))
+        for first in range(0, length, step):
+            at = torch.arange(before + min(first + step, length), device=self.device)
+            mask = causal_window(at[before + first :], at, rules.window)
+            k, v = (x[:, :, : len(at)] for x in (k_NKSD, v_NKSD))
+            found.append(dense_attention(q_NHLD[:, :, first : first + step], k, v, rules, mask))
+        return torch.cat(found, 2).transpose(1, 2).flatten(0, 1)
 
     def _allowed(self, before: int, length: int, window: int | None) -> torch.Tensor:
         """The mask, made once a forward pass: it is the same for all layers with the same window."""
@@ -135,7 +163,7 @@ class PackedPlan:
 
 def take_rows(x_TX: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
     """Rows of x, some of them several times; on a GPU the gradients of such copies add up in float32, in order."""
-    return _take(x_TX, rows_S, lambda: _copies_of(rows_S, x_TX.shape[0]))
+    return _take(x_TX, rows_S, lambda: copies_of(rows_S, x_TX.shape[0]))
 
 
 def _take(
@@ -148,7 +176,7 @@ def _take(
     return x_TX.index_select(0, rows_S)
 
 
-def _copies_of(rows_S: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def copies_of(rows_S: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the copies of each of `count` rows lie: an order of all copies, and where in it each row's begin."""
     row, order = torch.sort(rows_S, stable=True)
     return order, torch.searchsorted(row, torch.arange(count + 1, device=rows_S.device))

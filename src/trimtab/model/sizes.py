@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-FUSED_FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite"}
+FUSED_FAMILIES = {
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "qwen3_moe", "mixtral", "qwen2_moe",
+}  # fmt: skip
 """Model families (`model_type`) that have fused layers (model/parts.py)."""
 TOKEN_SUM_PROGRAMS = 2112
 """Most Triton programs of a kernel that sums over tokens (model/kernels/train.py): 16 for each multiprocessor of an H200."""
@@ -22,3 +24,9 @@ MOMENT_CHUNK_ELEMENTS = 2**22
 MERGE_CHUNK_ELEMENTS = 2**23
 """Most elements of a weight that are in float32 at a time while adapters are merged into a copy of it (rollout/native/fused.py).
 Without this limit, one layer of a large model would take half a GiB."""
+
+
+def prompt_slots(rows: int) -> int:
+    """Slots that the native engine has for what layers carry at the end of prompts, beside those of its rows: as many prompts may
+    be filled, or wait to be forked."""
+    return min(rows, 8 + rows // 4)

@@ -62,7 +62,7 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
     """Ratio and clipping over all updates of the step; entropy, KL and the engine's gap of the first, before any change."""
     tokens = sum(stats.tokens for stats in done)
     microbatches = sum(stats.microbatches for stats in done)
-    room = sum(stats.microbatches * stats.token_budget for stats in done)
+    room = sum(stats.microbatches * stats.token_budget * stats.row_ranks for stats in done)
 
     def over_all(name: str) -> float:
         return sum(float(stats.sums[name]) for stats in done) / max(1, tokens)
@@ -79,6 +79,7 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
         "run/max_microbatch_tokens": float(max(stats.largest for stats in done)),
         "run/microbatches": float(microbatches),
         "run/packing_fill": sum(stats.row_tokens for stats in done) / room,
+        "run/samples_without_gradient": float(sum(stats.without_gradient for stats in done)),
         "run/skipped_updates": float(sum(not stats.applied for stats in done)),
     }
     behind = [stats.behind for stats in done if stats.behind is not None]
@@ -87,6 +88,9 @@ def update_metrics(done: list[UpdateStats]) -> dict[str, float]:
     unequal = [stats.imbalance for stats in done if stats.imbalance is not None]
     if unequal:
         metrics["run/rank_imbalance"] = max(unequal)
+    if "routes_replayed" in done[0].sums:
+        replayed, agreed = (float(done[0].sums[name]) for name in ("routes_replayed", "routes_agreed"))
+        metrics["rollout/router_agreement"] = agreed / max(1.0, replayed)
     if "kl_ref" in done[0].sums:
         metrics["policy/kl_ref"] = done[0].mean("kl_ref")
     return metrics

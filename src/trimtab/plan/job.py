@@ -95,6 +95,10 @@ class Job:
     """The optimizer's moments are kept in 8 bits."""
     compared: bool = False
     """Samples are scored by a reference policy: weights of its own, or the model without its adapters."""
+    balanced: bool = False
+    """Choices of experts are counted in a pass of their own before each update."""
+    routed: bool = False
+    """The engine keeps which experts it chose for every token (`learn.router_replay`)."""
     old_logprobs: bool = False
     """Old log-probs are computed before the update."""
     epochs: int = 1
@@ -121,6 +125,11 @@ class Job:
     @property
     def sequences(self) -> int:
         return self.prompts * self.samples
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the choices that are kept for one token."""
+        return 2 * sum(n * block.experts_used for block, n in self.shape.kinds.items()) if self.routed else 0
 
     @property
     def in_flight(self) -> int:

@@ -78,6 +78,9 @@ def refuse_small_kv(run: Run, job: Job, machine: Machine) -> None:
 
 def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
     """What another library's engine would fail at after it was started."""
+    if job.generates and run.cut > 1:
+        _refuse_cut_of_experts(run, job.shape)
+        refuse_uneven_cut(run, job.shape)
     if not (job.generates and run.external):
         return
     if run.engine == "vllm" and job.rank > VLLM_RANKS[-1]:
@@ -95,11 +98,16 @@ def refuse_what_engines_cannot(run: Run, job: Job, machine: Machine) -> None:
         raise ConfigError(
             [Problem("run.rollout.page_tokens", f"vLLM needs a multiple of {whole} tokens, not {page}", fix)]
         )
-    refuse_uneven_cut(run, job.shape)
+
+
+def _refuse_cut_of_experts(run: Run, shape: ModelShape) -> None:
+    if shape.has_experts and not run.external:
+        what = f"is {run.cut}, but the native engine does not cut experts over devices"
+        raise ConfigError([Problem("run.rollout.tensor_parallel", what, "Write 1, or run.engine: vllm.")])
 
 
 def refuse_uneven_cut(run: Run, shape: ModelShape) -> None:
-    """vLLM cuts layers into equal parts; where there are fewer KV heads than devices, several devices hold the same head."""
+    """Engines cut layers into equal parts; where there are fewer KV heads than devices, several devices hold the same head."""
 
     def uneven(parts: int) -> list[Block]:
         return [
@@ -107,12 +115,13 @@ def refuse_uneven_cut(run: Run, shape: ModelShape) -> None:
             if block.heads % parts or block.width % parts or (block.kv_heads % parts and parts % block.kv_heads)
         ]  # fmt: skip
 
-    asked, devices = run.rollout.tensor_parallel, 0 if run.devices in ("auto", 1) else run.devices
+    asked, devices = run.cut, 0 if run.devices in ("auto", 1) else run.devices
     if uneven(asked):
         block = uneven(asked)[0]
         most = max(parts for parts in range(1, asked) if not uneven(parts) and devices % parts == 0)
+        who = "vLLM" if run.external else "the native engine"
         what = (
-            f"vLLM cannot split {block.heads} heads, {block.kv_heads} KV heads and {block.width} feed-forward columns evenly "
+            f"{who} cannot split {block.heads} heads, {block.kv_heads} KV heads and {block.width} feed-forward columns evenly "
             f"over {asked} devices"
         )
         raise ConfigError([Problem("run.rollout.tensor_parallel", what, f"Write {most}.")])
@@ -186,7 +195,7 @@ def changes_that_fit(job: Job, machine: Machine, run: Run, profile: str) -> list
         attempt("run.kernels: liger", run.with_values({"kernels": "liger"}), liger)
     if found:
         return found
-    if not job.rank and not any(b.experts for b in job.shape.kinds):
+    if not job.rank:
         attempt("model.lora: {r: 16}", run, with_adapters(job, 16))
     if not job.eight_bit:
         attempt("learn.optimizer.states: 8bit", run, replace(job, eight_bit=True))

@@ -7,6 +7,7 @@ from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import least_kv_bytes
 from trimtab.plan.ledger import MIB
 from trimtab.plan.placement import Placement
+from trimtab.plan.rows import WHOLE_ROWS, RowRanks, least_budget
 from trimtab.plan.times import launch_s, outside_step, product_share
 
 GRAIN_TOKENS = 128
@@ -47,6 +48,12 @@ def why_overlap(place: Placement, job: Job) -> str:
     if place.devices == 1:
         return "nothing is summed over ranks"
     return "adapters are summed at once" if job.rank else "a layer is summed over ranks while the next is computed"
+
+
+def why_cut(place: Placement) -> str:
+    if place.tensor > 1:
+        return f"the model is split over {place.tensor} devices"
+    return "there is one device" if place.devices == 1 else "an engine on each device"
 
 
 def workers_for(cores: int) -> int:
@@ -90,8 +97,8 @@ def best_processes(run: Run, job: Job, machine: Machine) -> tuple[int, str]:
         return run.rollout.processes, ""
     if not run.external or machine.cpu:
         return 1, "one process uses all cores" if run.external else "the engine runs in the trainer's process"
-    if run.rollout.tensor_parallel > 1:
-        return 1, f"one process uses {run.rollout.tensor_parallel} devices"
+    if run.cut > 1:
+        return 1, f"one process uses {run.cut} devices"
     room = machine.device.memory // 4 // (job.shape.parameters * job.itemsize)
     most = max(1, min(MAX_ENGINE_PROCESSES, machine.cores_per_rank // 3, room))
     if run.rollout.kv_memory != "auto":  # each has to hold the longest sequence
@@ -124,11 +131,11 @@ def most_prefilled(machine: Machine) -> int:
     return 4096 if machine.cpu else 16384
 
 
-def useful_budget(job: Job, machine: Machine, fill: bool) -> tuple[int, str]:
+def useful_budget(job: Job, machine: Machine, fill: bool, rows: RowRanks = WHOLE_ROWS) -> tuple[int, str]:
     """Tokens of a micro-batch beyond which the update gets no faster. On a GPU a micro-batch has to take longer than its kernels
     take to launch; and gradients are added up once a micro-batch, which by their bytes takes 1.5 % of its time at 16k tokens."""
     whole = max(
-        job.longest_trained,
+        least_budget(job, rows),
         -(-job.step_row.tokens // machine.devices // GRAIN_TOKENS) * GRAIN_TOKENS,
     )
     if machine.cpu:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trimtab.base.errors import ADAPTERS_ON_EXPERTS, ConfigError, ModelError, Problem, first_line
+from trimtab.base.errors import ConfigError, ModelError, Problem, first_line
 from trimtab.base.suggestions import is_local
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import eval_max_new_tokens
@@ -126,17 +126,12 @@ def stated_adapters(config: AnyConfig, shape: ModelShape) -> int:
     lora = config.model.lora
     if lora is None:
         return 0
-    if lora.targets != "all-linear":
-        found = shape.lora_parameters(lora.r, lora.targets)
-        if not found:
-            what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or '(the list is empty)'}"
-            raise ConfigError(
-                [Problem("model.lora.targets", what, "Write all-linear, or names such as [q_proj, v_proj].")]
-            )
-        return found
-    if any(block.experts for block in shape.kinds):
-        raise ConfigError([ADAPTERS_ON_EXPERTS])
-    return shape.lora_parameters(lora.r)
+    targets = None if lora.targets == "all-linear" else lora.targets
+    found = shape.lora_parameters(lora.r, targets)
+    if not found:
+        what = f"{config.model.path} has no linear layer {' or '.join(lora.targets) or '(the list is empty)'}"
+        raise ConfigError([Problem("model.lora.targets", what, "Write all-linear, or names such as [q_proj, v_proj].")])
+    return found
 
 
 def _config_json(path: str) -> dict[str, Any] | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trimtab.config.load import Offline
+from trimtab.base.errors import ConfigError, Problem
+from trimtab.config.load import AnyConfig, Offline
 from trimtab.config.resolved import ResolvedConfig, eval_max_new_tokens
 from trimtab.config.reward_model import PairLearn
+from trimtab.config.schema import Config
 from trimtab.plan.job import Job
 from trimtab.plan.shape import ModelShape
 
@@ -47,6 +49,7 @@ class Lengths:
 
 def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -> Job:
     """The work of a run that trains."""
+    refuse_mixture_keys(config, models.shape)
     job, lora = _job(models, lengths), config.model.lora
     job = replace(
         job,
@@ -61,6 +64,36 @@ def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -
     return (
         _sampled(config, job, models, lengths) if isinstance(config, ResolvedConfig) else _given(config, job, lengths)
     )
+
+
+def refuse_mixture_keys(config: AnyConfig, shape: ModelShape) -> None:
+    """Refuse keys that only mixtures have where the model is none, and adapters on experts where the engine cannot have them."""
+    if (
+        config.model.lora is not None
+        and isinstance(config, Config)
+        and config.run.external
+        and _on_experts(config, shape)
+    ):
+        what = f"{config.run.engine} does not serve adapters on experts"
+        fix = "Write run.engine: native, or name layers of attention, such as [q_proj, k_proj, v_proj, o_proj]."
+        raise ConfigError([Problem("model.lora.targets", what, fix)])
+    if shape.has_experts or not isinstance(config, Config):
+        return
+    asked = {"router_aux_coef": config.learn.router_aux_coef > 0, "router_replay": config.learn.router_replay}
+    found = [
+        Problem(f"learn.{key}", f"has no effect: {config.model.path} has no experts", "Leave it out.")
+        for key, on in asked.items()
+        if on
+    ]
+    if found:
+        raise ConfigError(found)
+
+
+def _on_experts(config: Config, shape: ModelShape) -> bool:
+    assert config.model.lora is not None
+    targets = config.model.lora.targets
+    names = {name for block in shape.kinds for name in shape.stacks(block)}
+    return bool(names) if targets == "all-linear" else any(f".{n}".endswith(f".{t}") for n in names for t in targets)
 
 
 def _saves_on_the_way(config: ResolvedConfig | Offline, lengths: Lengths) -> bool:
@@ -108,6 +141,8 @@ def _sampled(config: ResolvedConfig, job: Job, models: Models, lengths: Lengths)
         eval_sequences=evaluated,
         eval_completion=eval_max_new_tokens(config) if evaluated else 0,
         reference=learn.kl.coef > 0 and not job.rank,
+        balanced=learn.router_aux_coef > 0,
+        routed=learn.router_replay,
         critic=models.critic if learn.advantage == "gae" else None,
         environment=config.environment is not None,
         compared=learn.kl.coef > 0,

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from trimtab.cluster.fleet import Fleet
+from trimtab.cluster.mesh import LOCALHOST, open_store
 from trimtab.cluster.ranks import Ranks
 from trimtab.cluster.rewards import RankedClassifier
 from trimtab.config.resolved import ResolvedConfig
+from trimtab.observe.stall_watch import STALL_STEPS
 from trimtab.plan.job import Job, Machine
 from trimtab.plan.work import Lengths, evaluation_job_of
 from trimtab.reward.models import ModelBackend
-from trimtab.run.assemble_ranks import STALL_STEPS, RankPlan, plan_over
+from trimtab.rollout.seat import EngineMeeting
+from trimtab.run.assemble_ranks import RankPlan, plan_over
 from trimtab.run.evaluation_rank import EvaluationSetup
 from trimtab.run.generating_rank import EngineFacts
 from trimtab.run.shapes import shape_of, stated_models
@@ -31,7 +34,8 @@ def plan_evaluation(config: ResolvedConfig, device: torch.device, lengths: Lengt
         stated = replace(stated_models(config, shape, machine.cpu), adapters=0, critic=None)
         return evaluation_job_of(config, stated, lengths)
 
-    return plan_over(config.run.with_values({"shard": "auto", "shard_devices": "auto"}), device, job)
+    whole = {"shard": "auto", "shard_devices": "auto", "sequence_parallel": "auto"}
+    return plan_over(config.run.with_values(whole), device, job)
 
 
 def open_fleet(
@@ -41,6 +45,8 @@ def open_fleet(
     plan, devices = planned.plan, planned.devices
     paths = () if models is None else tuple(models.paths)
     count = len(devices)
+    store = open_store()
+    meeting = EngineMeeting(LOCALHOST, store.port, "evaluation", planned.backend)
     setups = [
         EvaluationSetup(
             rank=rank,
@@ -51,6 +57,7 @@ def open_fleet(
             plan=plan,
             devices=devices,
             reward_models=paths,
+            meeting=meeting,
         )
         for rank, where in enumerate(devices)
     ]
@@ -59,10 +66,11 @@ def open_fleet(
         "trimtab.run.evaluation_rank",
         setups,
         logs,
-        variables=[{"OMP_NUM_THREADS": str(plan.run.threads)}] * count,
+        variables=[{"OMP_NUM_THREADS": str(plan.run.threads), "GLOO_SOCKET_IFNAME": "lo"}] * count,
         stall_s=STALL_STEPS * plan.times.total,
     )
     stack.callback(ranks.close)
+    ranks.store = store  # it lives as long as they do
     facts: list[EngineFacts] = ranks.wait_until_built()
     if models is not None:
         models.use([RankedClassifier(ranks, number) for number in range(len(paths))])
@@ -73,4 +81,5 @@ def open_fleet(
         [each.lowered for each in facts],
         plan.engine_devices,
         plan.prefill_tokens_per_step,
+        joint=plan.joint_ranks,
     )

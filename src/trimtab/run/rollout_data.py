@@ -10,6 +10,7 @@ from typing import Any
 from trimtab.base.errors import ConfigError, DataError, ModelError, Problem
 from trimtab.base.suggestions import did_you_mean
 from trimtab.config.resolved import ResolvedConfig
+from trimtab.config.row_ranks import longest_here
 from trimtab.config.schema import Config
 from trimtab.data.encode import PromptEncoder, Tools, templated
 from trimtab.data.prompt import Prompt
@@ -228,6 +229,7 @@ def open_scorer(
         base_dir=inputs.base_dir,
         functions=inputs.rewards,
         run_dir=run_dir,
+        places=None if inputs.hosts is None else inputs.hosts.worker_places(),
     )
     try:
         for there in columns:
@@ -248,6 +250,7 @@ def open_hosts(config: Config, inputs: Inputs, tokenizer: Any) -> Hosts | None:
         workers=pick_reward_workers(config.run),
         base_dir=inputs.base_dir,
         objects=inputs.environment,
+        places=None if inputs.hosts is None else inputs.hosts.worker_places(),
     )
 
 
@@ -317,10 +320,10 @@ def _refuse_small_budgets(config: Config, pinned: Mapping[str, Any], longest: in
         Problem(
             f"run.{key}",
             f"{value} tokens cannot hold the longest sequence: {longest} prompt tokens and {new} new ones",
-            f"Write at least {longest + new}, or auto.",
+            f"Write at least {here}, or auto.",
         )
         for key, value in pinned.items()
-        if value < longest + new
+        if value < (here := longest_here(config.run, longest + new, key))
     ]
     if problems:
         raise ConfigError(problems)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from trimtab.cluster.split_fleet import SplitFleet, SplitGenerator
 from trimtab.config.resolved import PlannedConfig, ResolvedConfig, eval_in_words, resolve_config
 from trimtab.config.schema import Config
@@ -18,13 +21,13 @@ from trimtab.data.view import View
 from trimtab.model.adapters import refuse_unknown_targets
 from trimtab.model.load import load_config, refuse_without_weights
 from trimtab.model.policy import Policy, refuse_other_layers
-from trimtab.model.sharded import ShardedPolicy
 from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
 from trimtab.plan.refusal import refuse_uneven_cut
 from trimtab.plan.refuse_devices import refuse_unbuilt_placement
+from trimtab.plan.work import refuse_mixture_keys
 from trimtab.record.batches import SampledBatch, load_batches
 from trimtab.record.checkpoint import RunState, read_state
 from trimtab.record.folder import find_folder, refuse_existing
@@ -87,13 +90,15 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     if not resume:  # or a checkpoint may have them
         refuse_without_weights(config.model)
     refuse_other_layers(config.model)
-    if config.run.rollout.tensor_parallel > 1:
+    if config.run.cut > 1:
         refuse_uneven_cut(config.run, shape_of(config.model.path, config.model.trust_remote_code))
     hosts = open_hosts(config, inputs, tokenizer)
     if hosts is not None:
         stack.callback(hosts.close)
     work = read_data(config, inputs, tokenizer, limit, hosts.loaded.schemas if hosts else ())
     replies = open_replies(config, hosts, tokenizer, work.columns, work.first_prompt(config))
+    if config.model.lora is not None or config.learn.router_aux_coef or config.learn.router_replay:
+        refuse_mixture_keys(config, shape_of(config.model.path, config.model.trust_remote_code))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
     refuse_other_critic(config, work)
@@ -206,14 +211,15 @@ class RolloutStage:
     def objective(self, config: ResolvedConfig, policy: Policy) -> PolicyGradient:
         return PolicyGradient(config.learn)
 
-    def open_critic(self, config: PlannedConfig, policy: Policy, peers: Peers) -> Updater | None:
+    def open_critic(
+        self, config: PlannedConfig, device: torch.device, mesh: DeviceMesh | None, peers: Peers
+    ) -> Updater | None:
         learn, run = config.learn, config.run
         if not has_critic(learn):
             return None
         source = config.model.with_values({"path": learn.critic.path or config.model.path})
-        mesh = policy.mesh if isinstance(policy, ShardedPolicy) else None
         model = load_policy(
-            source, learn.seed, policy.device, run.kernels, shards=peers.shards, mesh=mesh, prefetch=run.prefetch,
+            source, learn.seed, device, run.kernels, shards=peers.shards, mesh=mesh, prefetch=run.prefetch,
             peers=peers,
         )  # fmt: skip
         return open_critic(model, learn, peers=peers, **update_settings(run))

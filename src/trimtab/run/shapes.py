@@ -13,7 +13,7 @@ from trimtab.base.errors import ModelError
 from trimtab.config.load import AnyConfig
 from trimtab.config.resolved import ResolvedConfig
 from trimtab.config.schema import Model
-from trimtab.model.context import config_of_layer, context_of
+from trimtab.model.context import HYBRIDS, config_of_layer, context_of
 from trimtab.plan.shape import Block, ModelShape, read_shape
 from trimtab.plan.source import described_shape
 from trimtab.plan.stated import critic_of, models_of, reward_models_of
@@ -69,7 +69,8 @@ def measured_shape(config: Any) -> ModelShape:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return shape_of_model(AutoModelForCausalLM.from_config(config))
+        # In bfloat16, for which the products of experts are defined without values, too.
+        return shape_of_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
 
 
 def shape_of_model(model: Any) -> ModelShape:
@@ -77,6 +78,8 @@ def shape_of_model(model: Any) -> ModelShape:
     import torch
 
     text = model.config.get_text_config()
+    if text.model_type in HYBRIDS and model.device.type != "meta":
+        return measured_shape(model.config)  # where a forward pass needs no weights, and no other rank
     own = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
     total = sum(p.numel() for _, p in own)
     try:
@@ -88,7 +91,14 @@ def shape_of_model(model: Any) -> ModelShape:
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is None or head.weight is table
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers)
-    blocks = tuple(_measured_block(config_of_layer(text, index), index, layer) for index, layer in enumerate(layers))
+    if text.model_type in HYBRIDS:
+        from trimtab.run.hybrid_shapes import measured_hybrid_blocks
+
+        blocks = measured_hybrid_blocks(model, text, list(layers))
+    else:
+        blocks = tuple(
+            _measured_block(config_of_layer(text, index), index, layer) for index, layer in enumerate(layers)
+        )
     shape = ModelShape(text.model_type, text.hidden_size, text.vocab_size, tied, blocks, 0, context_of(text))
     return replace(shape, other=total - shape.parameters)
 
@@ -99,4 +109,20 @@ def _measured_block(config: Any, index: int, layer: Any) -> Block:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
-    return Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)
+    block = Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)
+    return _with_experts(block, config, layer)
+
+
+def _with_experts(block: Block, config: Any, layer: Any) -> Block:
+    """The same with the experts that grouped products serve."""
+    from trimtab.model.experts import expert_modules
+
+    modules = expert_modules(layer)
+    used = getattr(config, "num_experts_per_tok", None)
+    if not modules or not used:
+        return block
+    stacked = [p for p in modules[0].parameters(recurse=False) if p.ndim == 3]
+    experts, *sizes = modules[0].down_proj.shape
+    unused = sum(p.numel() for p in stacked) * (experts - used) // experts
+    width = sizes[0] if modules[0].is_transposed else sizes[1]
+    return replace(block, width=width, experts=experts, experts_used=used, active=block.parameters - unused)

@@ -106,7 +106,7 @@ def to_samples(groups: list[Group]) -> list[list[Sample]]:
     empty = torch.empty(0)
     return [
         [
-            Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs, policy_mask=t.policy_mask)
+            Sample(t.prompt.tokens, t.tokens, empty, empty, t.logprobs, policy_mask=t.policy_mask, routes=t.routes)
             for t in group.trajectories
         ]
         for group in groups
@@ -159,6 +159,18 @@ def optimizer_steps(batch: Batch, learn: ResolvedLearn) -> Iterator[tuple[int, l
             flat = [sample for sample in flat if sample.weights.any()]  # without a share nothing needs to be computed
             if flat:
                 yield number, flat
+
+
+def with_gradient(samples: list[Sample], learn: ResolvedLearn) -> list[Sample]:
+    """Those of an optimizer step's samples that its policy gradient depends on; at least one, so that there is always a pass.
+
+    A sample whose every advantage is 0 adds exactly 0 to the gradient, unless the loss has terms beside the policy's own. Its
+    share in the denominators stays: every token's weight was set before. Where the distance to a reference is measured, every
+    sample is passed, so that it is measured over all of them.
+    """
+    if learn.entropy_coef or has_reference(learn):
+        return samples
+    return [sample for sample in samples if sample.advantages.any()] or [min(samples, key=len)]
 
 
 def set_advantages(

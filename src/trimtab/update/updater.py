@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,17 +20,19 @@ from trimtab.config.run import Recompute
 from trimtab.model.keep import Keep
 from trimtab.model.memory import free
 from trimtab.model.policy import AnyPolicy, Policy
+from trimtab.model.sequence import tokens_here
 from trimtab.model.sharded import ShardedPolicy
 from trimtab.update.batch import MicroBatch, Sample
 from trimtab.update.early_reduction import EarlyReduction
 from trimtab.update.launching import Launching
+from trimtab.update.mixture import MixtureLoss, note_agreement
 from trimtab.update.objectives.objective import Objective
 from trimtab.update.optimizer import AnyLearn, MasterAdamW
 from trimtab.update.overlapped_reduction import OverlappedReduction
 from trimtab.update.pass_clock import PassClock
 from trimtab.update.peers import ALONE, Peers
 from trimtab.update.sharded import ShardedAdamW
-from trimtab.update.shares import Share, pack_samples
+from trimtab.update.shares import Share, cap, pack_samples
 from trimtab.update.stats import Applied, UpdateStats
 
 Part = Literal["forward", "backward", "optimizer step"]
@@ -75,6 +77,9 @@ class AnyUpdater(Protocol):
 
     def abandon(self) -> None:
         """Keep nothing of a step that failed half-way, and give its memory back."""
+
+    def longest(self, samples: Sequence[Sample], policy: Any = None) -> int:
+        """Tokens of the longest sequence that a device has to hold, in passes of this policy; None: of the trained one."""
 
     def recompute(self, activations: Recompute) -> None: ...
 
@@ -161,6 +166,7 @@ class Updater:
         alongside = overlap and not reduce_early and peers.ranks > 1 and not isinstance(policy, ShardedPolicy)
         self._overlapped = OverlappedReduction(policy, self.optimizer) if alongside else None
         policy.offload_activations(offload_activations)
+        self._mixture = MixtureLoss(policy, float(getattr(learn, "router_aux_coef", 0.0)))
         self.checkpoint_activations: Recompute = False
         self.recompute(checkpoint_activations)
         self._metered = metered
@@ -213,6 +219,7 @@ class Updater:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], policy: AnyPolicy, field: str) -> None:
         """Write the objective's estimates by `policy` into one of the samples' fields. No gradient, its own budget."""
+        assert policy.sequence is None, "whoever deals rows to several ranks packs them"
         self.score_share(self._pack(samples, self.score_token_budget), policy, field)
 
     @torch.no_grad()
@@ -220,14 +227,31 @@ class Updater:
         """The same for micro-batches that are packed already."""
         self.progress = Progress()
         with policy.present():
-            batches = self._micro_batches(share)
-            found = [(batch, self.objective.estimate(policy, batch, self.logprob_chunk)) for batch in batches]
+            found = []
+            for batch in self._micro_batches(share, policy):
+                with self.policy.routers.during(self._mixture.scored(batch, policy)):
+                    found.append((batch, self.objective.estimate(policy, batch, self.logprob_chunk)))
         for batch, estimates in found:  # the device is waited for once, after its last pass
             self.objective.write(estimates, batch, field)
 
     def accumulate(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> UpdateStats:
         """The gradient of a step on all of `samples`, beside the weights."""
-        return self.accumulate_share(self._pack(samples, self.token_budget), kl_coef)
+        share = self._pack(samples, self.token_budget)
+        if self.balances:
+            share = replace(share, choices=self.count_choices(share))
+        return self.accumulate_share(share, kl_coef)
+
+    @property
+    def balances(self) -> bool:
+        """Choices of experts are counted for a whole step (`count_choices`) before it is accumulated."""
+        return self._mixture.balances
+
+    def count_choices(self, share: Share) -> torch.Tensor:
+        """By how many of the share's learned tokens each expert of each layer is chosen."""
+        self.progress = Progress()
+        first = len(share.batches) - share.fillers
+        batches = ((batch, number >= first) for number, batch in enumerate(self._micro_batches(share, self.policy)))
+        return self._mixture.count(batches)
 
     def accumulate_share(self, share: Share, kl_coef: float = 0.0) -> UpdateStats:
         """The same for micro-batches that are packed already: all of a step's, or this rank's."""
@@ -236,29 +260,33 @@ class Updater:
         if self._overlapped is not None:
             self._overlapped.begin()
         self.forget_step()
-        stats.token_budget = share.cap
+        group = self.policy.sequence
+        stats.token_budget, stats.row_ranks = tokens_here(share.cap, group), 1 if group is None else group.ranks
         launching, self._clock = Launching(self.policy.device), PassClock(self.policy.device)
         if self._early is not None:
             self._early.begin()
             self.optimizer.reduced = self._early.parts
-        for number, batch in enumerate(self._micro_batches(share)):
+        for number, batch in enumerate(self._micro_batches(share, self.policy)):
             if self._early is not None:
                 self._early.begin_micro_batch()
             filler = number >= len(share.batches) - share.fillers
-            loss = self._loss(batch, kl_coef, UpdateStats() if filler else stats)
-            if self._overlapped is not None and number == len(share.batches) - 1:
-                self._overlapped.last_pass()
-            self._backward(loss)
+            with self.policy.routers.during(self._mixture.of(batch, share, filler)) as asked:
+                loss = self._loss(batch, kl_coef, UpdateStats() if filler else stats)
+                if self._overlapped is not None and number == len(share.batches) - 1:
+                    self._overlapped.last_pass()
+                note_agreement(asked, UpdateStats() if filler else stats)
+                self._backward(loss)
             del loss
             if self._early is not None:
                 self._early.end_micro_batch()
-            self._clock.ended(batch.tokens_T.shape[0])
+            sizes = batch.sizes_on(group)
+            self._clock.ended(sizes[0])
             if filler:
                 continue
             stats.microbatches += 1
             stats.row_tokens += batch.tokens_T.shape[0]
-            stats.largest = max(stats.largest, batch.tokens_T.shape[0])
-            stats.sizes.append(batch.sizes)
+            stats.largest = max(stats.largest, sizes[0])
+            stats.sizes.append(sizes)
         launching.end()
         self._launching = launching
         if self._overlapped is not None:
@@ -292,6 +320,9 @@ class Updater:
     def step(self, samples: Sequence[Sample], lr: float, kl_coef: float = 0.0) -> UpdateStats:
         """Both halves."""
         return self.accumulate(samples, kl_coef).complete(self.apply(lr))
+
+    def longest(self, samples: Sequence[Sample], policy: Any = None) -> int:
+        return tokens_here(cap(samples, 0), (policy or self.policy).sequence)
 
     def take_clocks(self) -> list[PassClock]:
         """Of the optimizer steps since the last call."""
@@ -364,8 +395,8 @@ class Updater:
     def _pack(self, samples: Sequence[Sample], budget: int) -> Share:
         return pack_samples(self.objective.together, samples, budget)
 
-    def _micro_batches(self, share: Share) -> Iterator[MicroBatch]:
-        loads = share.loads
+    def _micro_batches(self, share: Share, policy: AnyPolicy) -> Iterator[MicroBatch]:
+        loads = [tokens_here(load, policy.sequence) for load in share.loads]
         for number, (samples, places, load) in enumerate(zip(share.batches, share.places, loads), 1):
             self.progress = Progress("forward", number, len(loads), load, max(loads))
             log.progress = (number - 1, len(loads), "micro-batches")

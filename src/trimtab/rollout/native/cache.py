@@ -13,19 +13,31 @@ import torch
 
 from trimtab.model.attention import Rules, causal_window, dense_attention
 from trimtab.model.packed import PackedPlan
-from trimtab.model.shapes import LayerShape
+from trimtab.model.recurrent import Mixer
+from trimtab.model.shapes import LayerShape, StateShape
 from trimtab.model.transfer import to_device
+from trimtab.rollout.native.states import PrefillMixing, StateCache
 
 Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Makes a tensor of a shape and type, contents undefined."""
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What layers carry beside keys and values, and for how many rows."""
+
+    shapes: dict[int, StateShape]
+    rows: int
+
+
 class KVCache:
-    """Keys and values of every layer: a tensor of keys and one of values for each."""
+    """Keys and values of every layer: a tensor of keys and one of values for each; and the states of those that carry one."""
 
     def __init__(
-        self, shapes: dict[int, LayerShape], pages: int, page_tokens: int, dtype: torch.dtype, empty: Empty
-    ) -> None:
+        self, shapes: dict[int, LayerShape], pages: int, page_tokens: int, dtype: torch.dtype, empty: Empty,
+        carried: Carried | None = None,
+    ) -> None:  # fmt: skip
+        self.states = StateCache(carried.shapes, carried.rows, empty) if carried is not None else None
         self.page_tokens = page_tokens
         self.keys = {layer: empty((pages, page_tokens, *shape.key), dtype) for layer, shape in shapes.items()}
         self.values = {layer: empty((pages, page_tokens, *shape.value), dtype) for layer, shape in shapes.items()}
@@ -59,6 +71,13 @@ class KVCache:
         for store in (*self.keys.values(), *self.values.values()):
             store[target] = store[source]
 
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self.keys.clear()
+        self.values.clear()
+        if self.states is not None:
+            self.states.clear()
+
     def slots(self, pages_BP: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
         """Where the token at each row's position is stored."""
         page = pages_BP.gather(1, (positions_B // self.page_tokens)[:, None])[:, 0]
@@ -75,6 +94,8 @@ class DecodePlan:
     slots_B: torch.Tensor
     longest: int
     """Tokens of the longest sequence, the new one included."""
+    rows_B: torch.Tensor
+    """Rows of the sequences: the slots of what they carry."""
     first_page: int | None = None
     """The first page, where each sequence has one page and these lie side by side in order: nothing has to be gathered then."""
 
@@ -98,6 +119,10 @@ class DecodePlan:
             k_BKSD, v_BKSD = (x[:, :, : self.longest] for x in self.cache.read(layer, self.pages_BP))
         return dense_attention(q_BHD[:, :, None], k_BKSD, v_BKSD, rules, self._allowed(rules.window))[:, :, 0]
 
+    def recur(self, mixer: Mixer, x_BE: torch.Tensor) -> torch.Tensor:
+        assert self.cache.states is not None
+        return self.cache.states.step(mixer, x_BE, self.rows_B)
+
 
 @dataclass(frozen=True)
 class PrefillSegment:
@@ -106,6 +131,8 @@ class PrefillSegment:
     tokens: list[int]
     start: int
     pages: list[int]
+    slot: int = -1
+    """Where what layers carry is kept."""
 
     @property
     def end(self) -> int:
@@ -125,7 +152,11 @@ class PrefillPlan:
         begins = all(s.start == 0 for s in segments)
         self._seen = None if begins else to_device(torch.cat(slots), device)
         """Where everything that a segment sees is stored, segment after segment; None where that is the row itself."""
-        self._packed = PackedPlan(self.lengths, device, before=[s.start for s in segments])
+        starts = [s.start for s in segments]
+        self._packed = PackedPlan(self.lengths, device, before=starts)
+        self._mixing = None
+        if cache.states is not None:
+            self._mixing = PrefillMixing(cache.states, self.lengths, starts, [s.slot for s in segments], device)
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rules: Rules
@@ -136,6 +167,15 @@ class PrefillPlan:
                 store[layer].flatten(0, 1).index_select(0, self._seen) for store in (self.cache.keys, self.cache.values)
             )
         return self._packed.attend(layer, q_THD, k_TKD, v_TKD, rules)
+
+    def recur(self, mixer: Mixer, x_TE: torch.Tensor) -> torch.Tensor:
+        assert self._mixing is not None
+        return self._mixing(mixer, x_TE)
+
+    def commit(self) -> None:
+        """Keep what layers carry at the end of every segment; keys and values are in their pages already."""
+        if self._mixing is not None:
+            self._mixing.commit()
 
 
 def cache_slots(segment: PrefillSegment, page_tokens: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from trimtab.config.learn import Sampling
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
-from trimtab.rollout.native.cache import DecodePlan, KVCache, PrefillPlan
+from trimtab.rollout.native.cache import Carried, DecodePlan, KVCache, PrefillPlan
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
@@ -28,10 +28,12 @@ class EagerDecoder:
     replays = 0
     non_torch_bytes = 0
 
-    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool) -> None:
+    def __init__(
+        self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool, carried: Carried | None = None
+    ) -> None:
         self.policy = policy
         self.pool = pool
-        self._shapes = shapes
+        self._shapes, self._carried = shapes, carried
         self.cache = self._make_cache()
 
     def lend(self) -> None:
@@ -45,7 +47,7 @@ class EagerDecoder:
         def zeros(shape: Seq[int], dtype: torch.dtype) -> torch.Tensor:  # masked scores are computed, so must be finite
             return torch.zeros(tuple(shape), dtype=dtype, device=self.policy.device)
 
-        return KVCache(self._shapes, self.pool.total, self.pool.page_tokens, self.policy.dtype, zeros)
+        return KVCache(self._shapes, self.pool.total, self.pool.page_tokens, self.policy.dtype, zeros, self._carried)
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         self._rows, self._sampling = rows, sampling
@@ -78,12 +80,13 @@ class EagerDecoder:
         index_B = rows.index(live)
         pages_BP, positions_B = rows.pages[index_B, :width], rows.state.positions[index_B]
         slots_B, longest = self.cache.slots(pages_BP, positions_B), max(s.stored for s in live) + step + 1
-        attention = DecodePlan(self.cache, pages_BP, positions_B, slots_B, longest, first_page)
-        self.draw(index_B, self.policy.hidden(rows.state.last_tokens[index_B], positions_B, attention))
+        attention = DecodePlan(self.cache, pages_BP, positions_B, slots_B, longest, index_B, first_page)
+        with self.policy.routers.during(rows.recorded(index_B)):
+            hidden_BE = self.policy.hidden(rows.state.last_tokens[index_B], positions_B, attention)
+        self.draw(index_B, hidden_BE)
 
     def close(self) -> None:
-        self.cache.keys.clear()
-        self.cache.values.clear()
+        self.cache.clear()
 
     def _in_a_row(self, live: list[Sequence], step: int) -> int | None:
         """Put sequences of one page each in page order, and their pages side by side: attention then reads them in place.
