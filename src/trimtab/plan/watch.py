@@ -9,17 +9,9 @@ from dataclasses import replace
 
 from trimtab.config.run import Recompute
 from trimtab.plan.activations import MicroBatchSize, UpdatePath
-from trimtab.plan.ledger import (
-    EMBEDDING_GRADIENT,
-    GIB,
-    NOT_METERED,
-    critic_path,
-    embedding_gradient,
-    rounding_bytes,
-    update_path,
-    update_work,
-)
+from trimtab.plan.ledger import EMBEDDING_GRADIENT, GIB, NOT_METERED, embedding_gradient, update_path
 from trimtab.plan.planner import Plan
+from trimtab.plan.update_work import critic_path, rounding_bytes, update_work
 
 MICROBATCH_COMPONENTS = ("activations", "log-prob head", "backward work", EMBEDDING_GRADIENT)
 """Components of a micro-batch: as `update_peak` names them, and the last of its backward pass."""
