@@ -17,7 +17,7 @@ MICROBATCH_COMPONENTS = ("activations", "log-prob head", "backward work", EMBEDD
 """Components of a micro-batch: as `update_peak` names them, and the last of its backward pass."""
 ON_HOST = ("processes", "reward workers", "environment workers")
 """Components that a machine without a device has in the same memory."""
-Sizes = tuple[int, int, int, int, int]
+Sizes = tuple[int, int, int, int, int, int]
 """Sizes of a micro-batch, in the order of `MicroBatchSize`."""
 
 
