@@ -22,8 +22,8 @@ from trimtab.model.sizes import (
     PIECES_ON_DEVICE,
     REWARD_ROW_TOKENS,
 )
-from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
-from trimtab.plan.job import NO_CORRECTION, Job, Machine
+from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak
+from trimtab.plan.job import Job, Machine
 from trimtab.plan.kv import STATES, carried_bytes
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
 from trimtab.plan.reading import reading_bytes
@@ -44,6 +44,7 @@ from trimtab.plan.states import (
     reference_bytes,
     waiting_state_bytes,
 )
+from trimtab.plan.update_work import critic_path, rounding_bytes, update_work
 
 # Measured on an H200 with driver 580 (docs/log.md): 619 MiB at the first tensor, 685 after the first product, and at most 823
 # when all kernels of rollout and update are loaded and graphs of SmolLM2-135M and Qwen2.5-0.5B are captured.
@@ -58,8 +59,6 @@ KV and work: vLLM 0.25 kept 1.41 GiB at 0.5B parameters and 1.69 at 7B, SGLang 0
 CUBLAS_WORKSPACES_BYTES = 2 * 32 * MIB
 """cuBLAS takes a workspace from torch's allocator for each stream, of which there are two: the update's, and the one that graphs
 are captured on. 32 MiB each on Hopper, less on older devices."""
-ROUNDING_BYTES_PER_TENSOR = MIB // 4
-"""Lost on average by a large tensor: torch's allocator hands out a block that is up to 1 MiB larger."""
 ALLOCATOR_SLACK_SHARE = 0.02
 """Room that the allocator leaves between tensors, as a share of the most that it handed out."""
 CUDA_PROCESS_HOST_BYTES = 3 * GIB
@@ -348,26 +347,6 @@ def _improving_critic(
     trained = {"gradients": gradient_bytes(job, critic_trained(job), place)}
     passing = gathered_bytes(critic, place) | buffer_bytes(critic, place)
     return [trained | passing | _updating(critic, machine, run, critic_path(path), place.rows.critic)]
-
-
-def critic_path(path: UpdatePath) -> UpdatePath:
-    """The critic's head gives one number a token: it needs no logits."""
-    return replace(path, chunk=1, tiled_head=True)
-
-
-def update_work(job: Job, row: MicroBatchSize, path: UpdatePath) -> dict[str, int]:
-    """Bytes by component as `update_peak` counts them, corrected by what was measured."""
-    found = {name: int(job.correction.factor * size) for name, size in update_peak(job.shape, row, path).items()}
-    found["activations"] = max(0, found["activations"] + job.correction.rest)
-    return found
-
-
-def rounding_bytes(job: Job, path: UpdatePath) -> int:
-    """What the allocator's rounding adds to the tensors that layers keep; once measured, it is in the correction."""
-    if job.correction != NO_CORRECTION:
-        return 0
-    tensors = {False: 9, "some": 7, True: 1}[path.recompute]
-    return ROUNDING_BYTES_PER_TENSOR * tensors * job.shape.layers
 
 
 def _stays(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
