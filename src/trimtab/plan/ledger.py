@@ -186,10 +186,8 @@ def _training_phases(
     copy: dict[str, int],
 ) -> list[Phase]:  # fmt: skip
     host, path, gathered = _host(job, machine, run, place) | copy, update_path(job, run), gathered_bytes(job, place)
-    own = (
-        {} if run.external else {"rollout weights": engine_weights(job, parts_of(run, place), run.external)}
-    )  # another's is in `awake`
-    copies = own | gathered
+    own = 0 if run.external else engine_weights(job, parts_of(run, place), False)  # another's is in `awake`
+    copies = {"rollout weights": own} | gathered
     whole = {} if machine.cpu else {"staging": job.shape.parameters * job.itemsize}
     staging = {} if machine.cpu or copy else {"staging": _saved_weights(job) // machine.hosts}
     stays, awake = _stays(job, machine, run, place), _awake(job, machine, run, place)
@@ -252,11 +250,11 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     pass_ = (4 + 3 * s) * shape.hidden + s * (2 * block.projected + block.attended + 3 * block.used_width) + mixed
     pass_ += max((b.mixing.kept_bytes(s) for b in shape.kinds if b.mixing is not None), default=0)
     rows = batch * ((12 * job.longest_sequence if run.external else (16 + job.route_bytes) * job.new_tokens) + 512)
-    apart = run.external or not place.shares_weights
     copies, parts = processes_of(run), parts_of(run, place)
-    own = {"rollout weights": copies * engine_weights(job, parts_of(run, place), run.external)} if apart else {}
+    apart = (run.external or not place.shares_weights) * copies * engine_weights(job, parts, run.external)
     words = 4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)  # every device draws from all, gathered
-    return own | {
+    return {
+        "rollout weights": apart,
         "KV cache": rollout.kv_memory // _kv_cut(job, run),
         STATES: carried_bytes(job, run),
         "decode step": batch * (words + (entry - words) // parts) + rows,
