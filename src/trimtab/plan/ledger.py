@@ -388,8 +388,8 @@ def _awake(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> di
 
 def _held(job: Job, machine: Machine, run: ResolvedRun, place: Placement) -> dict[str, int]:
     """What an engine holds between two rollouts if it lends nothing."""
-    kept = ("KV cache", STATES, "rollout weights")
-    return {name: size for name, size in _generating(job, machine, run, place).items() if name in kept}
+    found = _generating(job, machine, run, place)
+    return {name: found[name] for name in ("KV cache", STATES, "rollout weights")}
 
 
 def _elsewhere(found: dict[str, int]) -> int:
