@@ -26,6 +26,7 @@ from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, upd
 from trimtab.plan.job import NO_CORRECTION, Job, Machine
 from trimtab.plan.kv import STATES, carried_bytes
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.reading import reading_bytes
 from trimtab.plan.rows import row_here
 from trimtab.plan.states import (
     FROZEN,
@@ -153,7 +154,7 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
     )
     loaded = {name: states[name] for name in kept if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
-    phases, merged = [_phase("load", loaded | gathered_bytes(job, place), host)], {}
+    phases, merged = [_phase("load", loaded | gathered_bytes(job, place), host | reading_bytes(job, machine))], {}
     copy = _checkpoint_copy(job, machine, run, place) if job.training else {}
     host = host | copy
     if job.generates:
