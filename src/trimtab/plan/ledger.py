@@ -24,7 +24,7 @@ from trimtab.model.sizes import (
 )
 from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import NO_CORRECTION, Job, Machine
-from trimtab.plan.kv import STATES, carried_bytes
+from trimtab.plan.kv import STATES, carried_bytes, kv_cut
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
 from trimtab.plan.reading import reading_bytes
 from trimtab.plan.rows import row_here
@@ -256,7 +256,7 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     words = 4 * shape.vocabulary * (3 if parts > 1 and not run.external else 1)  # every device draws from all, gathered
     return {
         "rollout weights": apart,
-        "KV cache": rollout.kv_memory // _kv_cut(job, run),
+        "KV cache": rollout.kv_memory // kv_cut(job, parts),
         STATES: carried_bytes(job, run),
         "decode step": batch * (words + (entry - words) // parts) + rows,
         "prefill": copies * prefill * pass_ // parts,
@@ -416,11 +416,6 @@ def through_host(job: Job, run: Run, place: Placement = SINGLE_DEVICE) -> bool:
     if place.generates_only:  # trainers on other devices send each part to its device
         return False
     return place.shard == "full" or job.shape.has_experts or parts_of(run) > 1
-
-
-def _kv_cut(job: Job, run: Run) -> int:
-    """Devices that the KV cache is cut over: where there are fewer heads than devices, several hold the same head."""
-    return min(parts_of(run), *(block.kv_heads for block in job.shape.kinds if block.kv_heads))
 
 
 def _stepping(job: Job, run: ResolvedRun) -> dict[str, int]:
