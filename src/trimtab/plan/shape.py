@@ -135,11 +135,6 @@ class ModelShape:
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
 
-    @property
-    def carries(self) -> bool:
-        """Some of its layers carry a state from token to token."""
-        return any(block.mixing is not None for block in self.kinds)
-
     def parameters_read(self, tokens: float) -> float:
         """Parameters that a pass over so many tokens reads: experts that none of them uses are left alone."""
         if not self.has_experts:
