@@ -143,14 +143,8 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
     states = policy_and_critic(job, run, place)
     host = _host(job, machine, run, place)
     kept = (
-        "weights",
-        "adapters",
-        "reference",
-        "critic",
-        "reward models",
-        FROZEN,
-        *([] if "weights" in states else ["masters"]),
-    )
+        "weights", "adapters", "reference", "critic", "reward models", FROZEN, *([] if "weights" in states else ["masters"]),
+    )  # fmt: skip
     loaded = {name: states[name] for name in kept if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
     phases, merged = [_phase("load", loaded | gathered_bytes(job, place), host | reading_bytes(job, machine))], {}
@@ -472,5 +466,5 @@ def _on_host(phase: Phase, ranks: int) -> Phase:
     seen = {key: ranks * value for key, value in phase.device.items() if key not in (*NOT_METERED, "workspaces")}
     both = {
         key: phase.host[key] + seen[key] for key in phase.host.keys() & seen.keys()
-    }  # what waits there, and what does not
+    }  # what waits, and what does not
     return replace(phase, device={}, host=phase.host | seen | both)

@@ -114,13 +114,24 @@ def shape_of_model(model: Any) -> ModelShape:
     return replace(shape, other=total - shape.parameters)
 
 
+NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
+"""What layers call a norm of what they add to the residual."""
+
+
 def _measured_block(config: Any, index: int, layer: Any) -> Block:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     count = sum(p.numel() for name, p in layer.named_parameters() if "lora_" not in name)
-    block = Block(heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count)
+    attention, window = getattr(layer, "self_attn", None), None
+    if isinstance(getattr(attention, "sliding_window", None), int):
+        window = attention.sliding_window
+    block = Block(
+        heads, kv_heads, size, size, width[index] if isinstance(width, Sequence) else width, count, count, window,
+        head_norm=hasattr(attention, "q_norm"), sandwich=any(hasattr(layer, name) for name in NORMS_AFTER),
+        dense=getattr(config, "attn_logit_softcapping", None) is not None,
+    )  # fmt: skip
     return _with_experts(block, config, layer)
 
 
