@@ -30,6 +30,7 @@ from trimtab.model.shapes import LayerShape, layer_shapes, state_shapes
 from trimtab.rollout.collect import Collector
 from trimtab.rollout.engine import Request, RolloutStats, check_requests, refuse_while
 from trimtab.rollout.feed import Bounds, Feed
+from trimtab.rollout.native.agreement import refuse_other_steps
 from trimtab.rollout.native.cache import Carried, PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
@@ -95,6 +96,8 @@ class NativeEngine:
             raise EngineError(
                 f"run.rollout.lend_memory: the engine cannot lend its memory: {reason}. Write auto or false"
             )
+        if self._states:
+            refuse_other_steps(self)
 
     @property
     def description(self) -> str:
