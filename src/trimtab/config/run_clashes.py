@@ -29,6 +29,30 @@ def offload(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
         )
 
 
+def base(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
+    kind = config.model.base
+    if kind not in ("fp8", "4bit"):
+        return
+    if config.model.lora is None:
+        yield clash(
+            "model.base model.lora",
+            f"is {kind}, but without adapters the weights themselves are trained, and they cannot be in {kind}",
+            "Write model.lora: {r: 16}, or model.base: bf16",
+        )
+    if config.run.external:
+        yield clash(
+            "model.base run.engine",
+            f"{config.run.engine} would generate with weights of its own that are not those in {kind}",
+            "Write run.engine: native, or model.base: bf16",
+        )
+    if config.run.shard == "full":
+        yield clash(
+            "model.base run.shard",
+            f"weights in {kind} are whole on every device: run.shard: full cannot cut them",
+            "Write run.shard: auto, or model.base: bf16",
+        )
+
+
 def kernels(config: AnyStage, learn: Learn | None) -> Iterator[Contradiction]:
     if config.run.kernels in ("native", "liger") and config.run.device == "cpu":
         yield clash(

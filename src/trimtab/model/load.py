@@ -26,6 +26,7 @@ from trimtab.config.schema import Model
 from trimtab.model.adapters import has_adapters, merged_state
 from trimtab.model.context import SERVED_LAYERS
 from trimtab.model.names import inside_run, near_models
+from trimtab.model.quantised import quantise_layers
 from trimtab.model.transfer import host_state
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
@@ -84,7 +85,7 @@ def resolve_dtype(model: Model, device: torch.device) -> torch.dtype:
 
 
 def load_model(model: Model, device: torch.device) -> Any:
-    """The model on its device, in its working type, with nothing quantised."""
+    """The model on its device, in its working type; its layers in codes where `model.base` says so, and else nothing."""
     source = find_source(model.path)
     dtype = resolve_dtype(model, device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
@@ -103,7 +104,10 @@ def load_model(model: Model, device: torch.device) -> Any:
         _forget_quantisation(loaded)
     else:
         _refuse_quantised(model, getattr(loaded.config, "quantization_config", None))
-    return loaded.to(device=device, dtype=dtype)
+    loaded = loaded.to(dtype=dtype)
+    if model.base in ("fp8", "4bit"):
+        quantise_layers(loaded, model.base, device)
+    return loaded.to(device=device)
 
 
 def load_tokenizer(model: Model) -> Any:

@@ -27,6 +27,7 @@ from trimtab.model.keep import Keep
 from trimtab.model.load import building, load_config, refuse_unsupported
 from trimtab.model.memory import is_out_of_memory
 from trimtab.model.packed import PackedPlan
+from trimtab.model.quantised import parameter_elements
 from trimtab.model.shapes import layer_shapes
 from trimtab.model.transfer import HostMemory
 from trimtab.model.weights import Unit, WeightStore
@@ -116,7 +117,7 @@ class Policy:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return parameter_elements(self.model)
 
     def hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Last hidden state of every token of one packed row, [T, E]."""

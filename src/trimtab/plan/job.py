@@ -77,6 +77,8 @@ class Job:
     eval_completion: int = 0
     rank: int = 0
     """Rank of the adapters; 0: every parameter is trained."""
+    base: str = "plain"
+    """How frozen weights under adapters are stored: plain, fp8 or 4bit (`model.base`)."""
     adapters: int = 0
     """Parameters of the adapters."""
     reference: bool = False
@@ -117,6 +119,11 @@ class Job:
     """New tokens of a sequence at evenly spaced quantiles, where they are known; empty: all are as long as they may be."""
 
     correction: Correction = NO_CORRECTION
+
+    @property
+    def quantised(self) -> bool:
+        """Weights of layers are stored in codes."""
+        return self.base != "plain"
 
     @property
     def sequences(self) -> int:

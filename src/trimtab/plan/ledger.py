@@ -25,6 +25,7 @@ from trimtab.model.sizes import (
 from trimtab.plan.activations import MicroBatchSize, UpdatePath, score_peak, update_peak
 from trimtab.plan.job import NO_CORRECTION, Job, Machine
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.quantised import dequantised_matrix, quantising
 from trimtab.plan.states import (
     FROZEN,
     buffer_bytes,
@@ -150,7 +151,7 @@ def build_ledger(job: Job, machine: Machine, run: ResolvedRun, place: Placement 
     )
     loaded = {name: states[name] for name in kept if name in states}
     resident = {name: size for name, size in states.items() if name != "gradients"}
-    phases, merged = [_phase("load", loaded | gathered_bytes(job, place), host)], {}
+    phases, merged = [_phase("load", loaded | gathered_bytes(job, place) | quantising(job), host)], {}
     copy = _checkpoint_copy(job, machine, run, place) if job.training else {}
     host = host | copy
     if job.generates:
@@ -247,11 +248,15 @@ def _generating(job: Job, machine: Machine, run: ResolvedRun, place: Placement) 
     copies, parts = processes_of(run), parts_of(run, place)
     own = {"rollout weights": copies * shape.parameters * s // parts} if apart else {}
     words = 4 * shape.vocabulary  # every device draws from all of them
-    return own | {
-        "KV cache": rollout.kv_memory // _kv_cut(job, run),
-        "decode step": batch * (words + (entry - words) // parts) + rows,
-        "prefill": copies * prefill * pass_ // parts,
-    }
+    return (
+        own
+        | dequantised_matrix(job, machine.cpu)
+        | {
+            "KV cache": rollout.kv_memory // _kv_cut(job, run),
+            "decode step": batch * (words + (entry - words) // parts) + rows,
+            "prefill": copies * prefill * pass_ // parts,
+        }
+    )
 
 
 def _rewarding(job: Job) -> dict[str, int]:
@@ -267,7 +272,7 @@ def _rewarding(job: Job) -> dict[str, int]:
 def _merged_copy(phase: Phase, job: Job, machine: Machine) -> dict[str, int]:
     """The engine merges adapters into a copy of the weights where there is room for two copies: decoding is then faster."""
     size = (job.shape.parameters - job.shape.table * (1 if job.shape.tied else 2)) * job.itemsize
-    if not job.rank or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
+    if not job.rank or job.quantised or machine.cpu or machine.device.memory - phase.device_bytes <= 2 * size:
         return {}
     return {MERGED: size}
 
@@ -303,13 +308,13 @@ def _scoring(
     visiting = {}
     if job.reference and run.offload.reference:
         visiting["reference"] = reference_bytes(job, place)
-    return resident | visiting | gathered_bytes(job, place) | work
+    return resident | visiting | gathered_bytes(job, place) | work | dequantised_matrix(job, cpu=run.device == "cpu")
 
 
 def _updating(job: Job, machine: Machine, run: ResolvedRun, path: UpdatePath) -> dict[str, int]:
     budget = min(run.token_budget, most_tokens(job, machine.devices))
     rounding = {} if machine.cpu else {"rounding": rounding_bytes(job, path)}
-    return update_work(job, job.row(budget), path) | rounding
+    return update_work(job, job.row(budget), path) | rounding | dequantised_matrix(job, machine.cpu)
 
 
 def most_tokens(job: Job, devices: int) -> int:

@@ -17,6 +17,7 @@ from trimtab.config.reward_model import RewardModelConfig
 from trimtab.config.schema import Config
 from trimtab.model.context import SERVED_LAYERS
 from trimtab.model.names import near_models
+from trimtab.plan.quantised import refuse_base
 from trimtab.plan.shape import FAMILIES, ModelShape, read_shape
 from trimtab.plan.work import Lengths
 
@@ -126,6 +127,7 @@ def stated_adapters(config: AnyConfig, shape: ModelShape) -> int:
     lora = config.model.lora
     if lora is None:
         return 0
+    refuse_base(config.model.base, shape)
     if lora.targets != "all-linear":
         found = shape.lora_parameters(lora.r, lora.targets)
         if not found:

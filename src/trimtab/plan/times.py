@@ -19,6 +19,7 @@ from trimtab.plan.kv import shared_kv_bytes
 from trimtab.plan.ledger import parts_of, processes_of, through_host
 from trimtab.plan.links import link_of
 from trimtab.plan.placement import SINGLE_DEVICE, Placement
+from trimtab.plan.quantised import weight_bytes
 from trimtab.plan.shape import ModelShape
 from trimtab.plan.states import reference_bytes, waiting_state_bytes
 
@@ -173,7 +174,8 @@ class _Rates:
 
     def device_step(self, batch: float, context: float) -> float:
         job, shape, cut = self.job, self.job.shape, parts_of(self.run, self.place)
-        read = min(shape.parameters, shape.active_parameters * max(1.0, batch)) * job.itemsize / cut
+        share = min(1.0, shape.active_parameters * max(1.0, batch) / shape.parameters)
+        read = share * weight_bytes(job) / cut
         keys = batch * context * shape.kv_elements * job.itemsize / cut
         logits = 8 * batch * shape.vocabulary / cut
         rate = self._cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * DECODE_SHARE

@@ -51,6 +51,7 @@ def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -
     job = replace(
         job,
         rank=lora.r if lora else 0,
+        base=_base(config),
         adapters=models.adapters,
         eight_bit=config.learn.optimizer.states == "8bit",
         fused=models.fused,
@@ -61,6 +62,10 @@ def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -
     return (
         _sampled(config, job, models, lengths) if isinstance(config, ResolvedConfig) else _given(config, job, lengths)
     )
+
+
+def _base(config: ResolvedConfig | Offline) -> str:
+    return config.model.base if config.model.lora and config.model.base in ("fp8", "4bit") else "plain"
 
 
 def _saves_on_the_way(config: ResolvedConfig | Offline, lengths: Lengths) -> bool:
@@ -74,6 +79,7 @@ def evaluation_job_of(config: ResolvedConfig, models: Models, lengths: Lengths) 
     """The work of `trimtab eval`: held-out prompts are answered, nothing is learned."""
     return replace(
         _job(models, lengths),
+        base=_base(config),
         prompts=lengths.held_out,
         samples=config.eval.samples_per_prompt,
         completion=eval_max_new_tokens(config),

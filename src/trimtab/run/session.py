@@ -23,6 +23,7 @@ from trimtab.observe.card import rollout_batch
 from trimtab.observe.recoveries import Recoveries
 from trimtab.observe.tasks import Tasks
 from trimtab.plan.planner import Plan
+from trimtab.plan.quantised import refuse_base
 from trimtab.plan.refusal import refuse_uneven_cut
 from trimtab.plan.refuse_devices import refuse_unbuilt_placement
 from trimtab.record.batches import SampledBatch, load_batches
@@ -96,6 +97,8 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
     replies = open_replies(config, hosts, tokenizer, work.columns, work.first_prompt(config))
     if config.model.lora is not None:
         refuse_unknown_targets(config.model.lora, load_config(config.model), config.model.trust_remote_code)
+        if config.model.base in ("fp8", "4bit"):
+            refuse_base(config.model.base, shape_of(config.model.path, config.model.trust_remote_code))
     refuse_other_critic(config, work)
     tasks = work.tasks(config)
     scorer = open_scorer(config, inputs, work.columns, run_dir=folder)

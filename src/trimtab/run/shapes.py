@@ -76,9 +76,10 @@ def shape_of_model(model: Any) -> ModelShape:
     """The shape of a built model, adapters left out; facts that its config does not state get their usual values."""
     import torch
 
+    from trimtab.model.quantised import parameter_elements
+
     text = model.config.get_text_config()
-    own = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
-    total = sum(p.numel() for _, p in own)
+    total = parameter_elements(model) - sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
     try:
         known = read_shape(text.to_dict())
         if known.parameters == total:
