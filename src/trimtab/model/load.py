@@ -27,6 +27,7 @@ from trimtab.model.adapters import has_adapters, merged_state
 from trimtab.model.context import SERVED_LAYERS
 from trimtab.model.names import inside_run, near_models
 from trimtab.model.quantised import quantise_layers
+from trimtab.model.stored_codes import folder_of, kind_stored, load_stored
 from trimtab.model.transfer import host_state
 
 logging.disable_progress_bar()  # Trimtab has its own view of a run
@@ -88,6 +89,9 @@ def load_model(model: Model, device: torch.device) -> Any:
     """The model on its device, in its working type; its layers in codes where `model.base` says so, and else nothing."""
     source = find_source(model.path)
     dtype = resolve_dtype(model, device)
+    stored = None if source.gguf_file else _stored_codes(model, source)
+    if stored is not None:
+        return _load_codes(model, source, stored, dtype, device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **source.options}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
@@ -104,7 +108,38 @@ def load_model(model: Model, device: torch.device) -> Any:
         _forget_quantisation(loaded)
     else:
         _refuse_quantised(model, getattr(loaded.config, "quantization_config", None))
-    loaded = loaded.to(dtype=dtype)
+    return _put_in_place(model, loaded.to(dtype=dtype), device)
+
+
+def _stored_codes(model: Model, source: ModelSource) -> Any:
+    """What a checkpoint says of its codes, where they are to be read: as they are, under adapters, or as what they stand for."""
+    with _as_model_error(f"model.path: cannot read the config of {model.path!r}", source.also):
+        config = AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code)
+    settings = getattr(config, "quantization_config", None)
+    return settings if reads_codes(model, settings) else None
+
+
+def reads_codes(model: Model, settings: Any) -> bool:
+    """A checkpoint's codes are read here, not by transformers."""
+    return (
+        not model.trust_remote_code
+        and kind_stored(settings) is not None
+        and (model.lora is not None or model.base == "bf16")
+    )
+
+
+def _load_codes(model: Model, source: ModelSource, settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model whose checkpoint stores codes: in these codes, or in none or others where `model.base` says so."""
+    plain = model.base not in ("auto", kind_stored(settings))
+    with _as_model_error(f"model.path: cannot load {model.path!r}", source.also):
+        folder = folder_of(source.location)
+        loaded = load_stored(folder, load_config(model), settings, dtype, plain)
+    _make_savable(loaded)
+    return _put_in_place(model, loaded, device) if plain else loaded.to(device=device)
+
+
+def _put_in_place(model: Model, loaded: Any, device: torch.device) -> Any:
+    """The model on its device, its layers put into codes on the way where `model.base` says so."""
     if model.base in ("fp8", "4bit"):
         quantise_layers(loaded, model.base, device)
     return loaded.to(device=device)
@@ -193,7 +228,11 @@ def load_config(model: Model) -> Any:
         else:
             config = AutoConfig.from_pretrained(source.location, trust_remote_code=model.trust_remote_code)
     if not source.gguf_file:
-        _refuse_quantised(model, getattr(config, "quantization_config", None), DEQUANTISED_ON_LOADING)
+        settings = getattr(config, "quantization_config", None)
+        if reads_codes(model, settings):
+            del config.quantization_config
+        else:
+            _refuse_quantised(model, settings, DEQUANTISED_ON_LOADING)
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
         raise ModelError(f"model.path: {model.path!r} is a {config.model_type} model, not a causal language model.")
@@ -212,6 +251,11 @@ def _read_gguf(source: ModelSource, changed: int, size: int) -> Any:
 def _refuse_quantised(model: Model, found: Any, undone: Sequence[str] = ()) -> None:
     """Refuse a checkpoint that says of itself how it is quantised, but for ways that may be undone on loading."""
     method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    if found is not None and method not in undone and kind_stored(found) is not None:
+        raise ModelError(
+            f"model.path: {model.path!r} holds quantised weights, which cannot be trained. Set model.lora to train adapters over "
+            "them as they are, or model.base: bf16 to train what they stand for."
+        )
     if found is not None and method not in undone:
         raise ModelError(
             f"model.path: {model.path!r} holds quantised weights, which cannot be trained. Use the model's unquantised "

@@ -207,5 +207,6 @@ def whole_weight(linear: nn.Linear) -> torch.Tensor:
     return linear.dequantised() if isinstance(linear, QuantisedLinear) else linear.weight
 
 
-def is_quantised(model: nn.Module) -> bool:
-    return any(isinstance(m, QuantisedLinear) for m in model.modules())
+def codes_of(model: nn.Module) -> str:
+    """How a model's layers are stored: plain, fp8 or 4bit."""
+    return next((m.kind for m in model.modules() if isinstance(m, QuantisedLinear)), "plain")

@@ -104,6 +104,14 @@ def stated_dtype(config: AnyConfig, cpu: bool) -> str:
     return ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
 
 
+def stored_codes(path: str) -> str:
+    """How the checkpoint of a path stores the weights of layers: plain, fp8 or 4bit."""
+    settings = (_config_json(path) or {}).get("quantization_config") or {}
+    if settings.get("quant_method") == "bitsandbytes":
+        return "4bit" if settings.get("load_in_4bit") or settings.get("_load_in_4bit") else "plain"
+    return "fp8" if settings.get("quant_method") == "fp8" else "plain"
+
+
 def stated_lengths(config: AnyConfig, shape: ModelShape) -> Lengths:
     """The lengths that a config states, before the data is read."""
     held_out = config.data.eval is not None

@@ -31,6 +31,8 @@ class Models:
     """Log-probs come from kernels that store no logits."""
     critic: ModelShape | None = None
     reward_models: tuple[ModelShape, ...] = ()
+    stored: str = "plain"
+    """How the checkpoint stores the weights of layers: plain, fp8 or 4bit."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -
     job = replace(
         job,
         rank=lora.r if lora else 0,
-        base=_base(config),
+        base=_base(config, models.stored),
         adapters=models.adapters,
         eight_bit=config.learn.optimizer.states == "8bit",
         fused=models.fused,
@@ -64,8 +66,11 @@ def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -
     )
 
 
-def _base(config: ResolvedConfig | Offline) -> str:
-    return config.model.base if config.model.lora and config.model.base in ("fp8", "4bit") else "plain"
+def _base(config: ResolvedConfig | Offline, stored: str) -> str:
+    """How weights under adapters are stored in the run."""
+    if config.model.lora is None or config.model.base == "bf16":
+        return "plain"
+    return stored if config.model.base == "auto" else config.model.base
 
 
 def _saves_on_the_way(config: ResolvedConfig | Offline, lengths: Lengths) -> bool:
@@ -79,7 +84,7 @@ def evaluation_job_of(config: ResolvedConfig, models: Models, lengths: Lengths) 
     """The work of `trimtab eval`: held-out prompts are answered, nothing is learned."""
     return replace(
         _job(models, lengths),
-        base=_base(config),
+        base=_base(config, models.stored),
         prompts=lengths.held_out,
         samples=config.eval.samples_per_prompt,
         completion=eval_max_new_tokens(config),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 def loaded_models(config: AnyConfig, policy: Policy) -> Models:
     """The models of a run whose policy is loaded."""
+    from trimtab.model.quantised import codes_of
+
     shape = shape_of_model(policy.model)
     return Models(
         shape=shape,
@@ -34,6 +36,7 @@ def loaded_models(config: AnyConfig, policy: Policy) -> Models:
         tiled_head=policy.tiled_head,
         critic=critic_of(config, shape, shape_of),
         reward_models=reward_models_of(config, shape_of),
+        stored=codes_of(policy.model),
     )
 
 
@@ -56,7 +59,7 @@ def shape_of(path: str, trust_remote_code: bool = False) -> ModelShape:
     from trimtab.model.load import building, load_config
     from trimtab.model.policy import refuse_other_layers
 
-    model = Model(path=path, trust_remote_code=trust_remote_code)
+    model = Model(path=path, base="bf16", trust_remote_code=trust_remote_code)
     refuse_other_layers(model)
     read = load_config(model)
     with building(model, read):
