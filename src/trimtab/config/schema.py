@@ -37,6 +37,9 @@ class Model(Section):
     """How the frozen weights under adapters are stored; it changes what is learned a little. fp8: 8 bits (e4m3) with a scale for
     each 128 x 128. 4bit: NF4 with a scale for each 64. Embedding, norms, head and adapters are left alone. bf16: as model.dtype
     says. auto: as the checkpoint stores them."""
+    kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    """How the native engine stores keys and values. fp8: e4m3 with a scale for each head of each token, half the memory of
+    bfloat16; what is sampled then differs from what is trained, which learn.importance can correct. auto: as model.dtype."""
     lora: Lora | None = None
     """Train adapters instead of the weights: {r: 16}. None: train the weights."""
     trust_remote_code: bool = False

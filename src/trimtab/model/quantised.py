@@ -47,6 +47,7 @@ class QuantisedLinear(nn.Linear):
         self.kind, self.computes_in = kind, dtype
         self.out_features, self.in_features = shape
         self.block = block
+        self.levels: nn.Parameter | None = None
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
         if bias is None:
@@ -54,6 +55,7 @@ class QuantisedLinear(nn.Linear):
         else:
             self.bias = nn.Parameter(bias, requires_grad=False)
         if kind == "4bit":
+            del self.levels
             levels = torch.tensor(NF4) if levels is None else levels
             self.levels = nn.Parameter(levels.to(codes.device), requires_grad=False)
 

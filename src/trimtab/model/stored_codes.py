@@ -39,9 +39,7 @@ def kind_stored(settings: Any) -> Kind | None:
     return "4bit" if method == "bitsandbytes" and four else None
 
 
-def load_stored(
-    folder: Path, config: Any, settings: Any, dtype: torch.dtype, plain: bool
-) -> Any:
+def load_stored(folder: Path, config: Any, settings: Any, dtype: torch.dtype, plain: bool) -> Any:
     """The model of a folder on the host: its layers in the folder's codes, or with `plain` none. `config`: without a trace of
     codes; `settings`: its former `quantization_config`."""
     tensors = _Tensors(folder)

@@ -81,6 +81,8 @@ class Job:
     """How frozen weights under adapters are stored: plain, fp8 or 4bit (`model.base`)."""
     adapters: int = 0
     """Parameters of the adapters."""
+    kv_stored: str = "auto"
+    """How the engine stores keys and values (`model.kv_dtype`)."""
     reference: bool = False
     """The reference policy has weights of its own."""
     critic: ModelShape | None = None
@@ -124,6 +126,13 @@ class Job:
     def quantised(self) -> bool:
         """Weights of layers are stored in codes."""
         return self.base != "plain"
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers; a head of codes has a byte of scale."""
+        if self.kv_stored == "fp8":
+            return self.shape.kv_elements + 2 * sum(block.kv_heads for block in self.shape.blocks)
+        return self.shape.kv_elements * (2 if self.kv_stored == "bf16" else self.itemsize)
 
     @property
     def sequences(self) -> int:

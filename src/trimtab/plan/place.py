@@ -74,7 +74,7 @@ def plan_on(devices: int, run: Run, job: Job, machine: Machine, profile: str) ->
 
 def _may_cut(run: Run, job: Job, machine: Machine) -> bool:
     """Another engine than the native one would cut its copy over devices; on this machine it has to be there."""
-    if not job.generates or machine.cpu or job.quantised or run.rollout.tensor_parallel > 1:
+    if not job.generates or machine.cpu or job.quantised or job.kv_stored != "auto" or run.rollout.tensor_parallel > 1:
         return False
     return run.engine == "auto" and (not machine.here or ENGINE_OVER_DEVICES in machine.engines)
 

@@ -176,7 +176,7 @@ class _Rates:
         job, shape, cut = self.job, self.job.shape, parts_of(self.run, self.place)
         share = min(1.0, shape.active_parameters * max(1.0, batch) / shape.parameters)
         read = share * weight_bytes(job) / cut
-        keys = batch * context * shape.kv_elements * job.itemsize / cut
+        keys = batch * context * job.kv_token_bytes / cut
         logits = 8 * batch * shape.vocabulary / cut
         rate = self._cores * CPU_FLOPS if self.machine.cpu else self.machine.device.flops * DECODE_SHARE
         products = 2 * batch * shape.active_parameters / cut / rate

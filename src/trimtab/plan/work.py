@@ -54,6 +54,7 @@ def job_of(config: ResolvedConfig | Offline, models: Models, lengths: Lengths) -
         job,
         rank=lora.r if lora else 0,
         base=_base(config, models.stored),
+        kv_stored=config.model.kv_dtype,
         adapters=models.adapters,
         eight_bit=config.learn.optimizer.states == "8bit",
         fused=models.fused,
@@ -85,6 +86,7 @@ def evaluation_job_of(config: ResolvedConfig, models: Models, lengths: Lengths) 
     return replace(
         _job(models, lengths),
         base=_base(config, models.stored),
+        kv_stored=config.model.kv_dtype,
         prompts=lengths.held_out,
         samples=config.eval.samples_per_prompt,
         completion=eval_max_new_tokens(config),

@@ -28,6 +28,7 @@ from trimtab.rollout.external.find import interpreter
 from trimtab.rollout.external.kinds import KINDS
 from trimtab.rollout.external.lent import LentDevice
 from trimtab.rollout.native.engine import NativeEngine
+from trimtab.rollout.native.kv_codes import Stored
 from trimtab.rollout.native.replica import ReplicaEngine
 from trimtab.rollout.seat import ONLY_SEAT, EngineSeat
 
@@ -60,14 +61,16 @@ def open_engine(
     if not seat.owner:
         return plan, LentDevice(policy, longest)
     try:
-        return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, logs, seat.devices)
+        return plan, make_engine(
+            plan.run, policy, tokenizer, longest, recoveries, logs, seat.devices, config.model.kv_dtype
+        )
     except EngineError as error:
         if seat.ranks > 1 or not gives_way(config.run, plan):
             raise
         choice = native_instead(plan, error)
     plan = planned(config.run.with_values({"engine": "native"}), plan.job, plan.machine)
     plan = replace(plan, choices=(*plan.choices, choice))
-    return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries)
+    return plan, make_engine(plan.run, policy, tokenizer, longest, recoveries, kv_dtype=config.model.kv_dtype)
 
 
 def gives_way(asked: Run, plan: Plan) -> bool:
@@ -88,6 +91,7 @@ def make_engine(
     recoveries: Recoveries,
     logs: Path | None = None,
     devices: Sequence[torch.device] = (),
+    kv_dtype: Stored = "auto",
 ) -> Engine:
     """The rollout engine of a plan, for sequences of up to this many tokens. `devices`: those that it spans, where they are not
     the policy's own and the ones behind it."""
@@ -105,6 +109,7 @@ def make_engine(
         "on_recovery": recoveries.of_engine,
     }
     if run.engine == "native":
+        settings["kv_dtype"] = kv_dtype
         return (ReplicaEngine if isinstance(policy, ShardedPolicy) else NativeEngine)(**settings)
     eager = policy.device.type == "cpu" if rollout.eager is None else rollout.eager
     python = interpreter(rollout.python)

@@ -74,6 +74,16 @@ class CheckedPrompts(CheckedRun):
     environment: EnvironmentSession | None
 
 
+def rounded_kv(config: ResolvedConfig) -> str:
+    """What to know of keys and values that are stored in fewer bits than the model's; empty where they are not."""
+    if config.model.kv_dtype != "fp8" or config.learn.importance.level != "off":
+        return ""
+    return (
+        "model.kv_dtype: fp8: tokens are sampled with rounded keys and values and learned without the rounding; "
+        "rollout/logprob_gap says how far apart they are, and learn.importance.level: token corrects for it"
+    )
+
+
 def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> CheckedPrompts:
     """Try everything that needs no weights, cheapest first. Writes nothing."""
     device = open_device(asked.run, inputs.hosts, stack)
@@ -110,7 +120,7 @@ def check(asked: Config, inputs: Inputs, stack: ExitStack, *, resume: bool) -> C
         tokenizer=tokenizer,
         rows=work.train.rows,
         lengths=work.lengths,
-        notes=(work.train.note, work.eval.note),
+        notes=(work.train.note, work.eval.note, rounded_kv(config)),
         before_loading=external_note(config.run),
         work=work,
         tasks=tasks,

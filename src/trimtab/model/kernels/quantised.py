@@ -5,36 +5,35 @@ decode steps, which wait for weights. `dequantise` makes a whole matrix, for pro
 and scale to the type of the input before anything is multiplied, so they give the same numbers up to the order of sums, and those
 of the plain code for a CPU.
 
-E4m3 is decoded with integers: Triton has the type on the newest devices only.
-
 Shapes: T rows, K the inner dimension, N outputs; O rows and I columns of the weight.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
+from trimtab.model.kernels.e4m3 import from_e4m3
 from trimtab.model.sizes import FOUR_BIT_BLOCK
 
-if TYPE_CHECKING:
-    from trimtab.model.quantised import QuantisedLinear
+
+class Codes(Protocol):
+    """What a kernel reads of a `QuantisedLinear`."""
+
+    kind: Any
+    in_features: int
+    out_features: int
+    block: tuple[int, int]
+    weight: torch.nn.Parameter
+    scale: torch.nn.Parameter
+    levels: Any
+
 
 MAX_ROWS = 128
 """Rows up to which tiles are made in the product. Not measured yet: it is what the product of a few plain rows has."""
-
-
-@triton.jit
-def _from_e4m3(code):
-    """The float32 of a float8's bits, given as int32."""
-    rest = code & 0x7F
-    exponent, mantissa = rest >> 3, rest & 7
-    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
-    found = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
-    return tl.where(code >= 128, -found, found)
 
 
 @triton.jit
@@ -56,7 +55,7 @@ def _weight(
         wide: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
         code = tl.load(W + o.to(tl.int64) * I + i, mask=inside, other=0).to(tl.int32)
         scale = tl.load(SCALE + (o // ROWS) * wide + i // COLUMNS, mask=inside, other=0.0)
-        return _from_e4m3(code) * scale
+        return from_e4m3(code) * scale
     at = o.to(tl.int64) * I + i
     pair = tl.load(W + at // 2, mask=inside, other=0).to(tl.int32)
     code = tl.where(at % 2 == 0, pair >> 4, pair & 15)
@@ -101,9 +100,7 @@ def _dequantise(
     tl.store(OUT + o.to(tl.int64)[:, None] * I + i[None, :], w.to(OUT.dtype.element_ty), mask=inside)
 
 
-def product(
-    linear: QuantisedLinear, x_TK: torch.Tensor, out_TN: torch.Tensor | None = None, back: bool = False
-) -> torch.Tensor:
+def product(linear: Codes, x_TK: torch.Tensor, out_TN: torch.Tensor | None = None, back: bool = False) -> torch.Tensor:
     """x W^T; with `back` x W."""
     assert x_TK.stride(1) == 1
     outputs = linear.in_features if back else linear.out_features
@@ -117,7 +114,7 @@ def product(
     return out
 
 
-def dequantise(linear: QuantisedLinear, dtype: torch.dtype) -> torch.Tensor:
+def dequantise(linear: Codes, dtype: torch.dtype) -> torch.Tensor:
     """The whole weight."""
     out = torch.empty((linear.out_features, linear.in_features), dtype=dtype, device=linear.weight.device)
     high, wide = 16, 128
@@ -128,11 +125,11 @@ def dequantise(linear: QuantisedLinear, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def _levels(linear: QuantisedLinear) -> torch.Tensor:
+def _levels(linear: Codes) -> torch.Tensor:
     return linear.levels if linear.kind == "4bit" else linear.scale
 
 
-def _sizes(linear: QuantisedLinear) -> dict[str, Any]:
+def _sizes(linear: Codes) -> dict[str, Any]:
     eight = linear.kind == "fp8"
     rows, columns = linear.block if eight else (FOUR_BIT_BLOCK, 1)
     return {

@@ -41,6 +41,7 @@ from trimtab.rollout.native.kernels.attention import (
     samples_per_item,
 )  # fmt: skip
 from trimtab.rollout.native.kernels.sampling import Draw
+from trimtab.rollout.native.kv_codes import Stored, stored_bytes
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
 
@@ -81,8 +82,8 @@ class _ModulesPlan:
     ) -> torch.Tensor:
         shape = DecodeShape(q_THD.shape[1], k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2])
         out = q_THD.new_empty((q_THD.shape[0], shape.heads, shape.value_size))
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out)
+        keys, values, powers = self.cache.keys[layer], self.cache.values[layer], self.cache.powers(layer)
+        decode_attention(self.batch, shape, rules, self.partials, q_THD, k_TKD, v_TKD, keys, values, out, powers=powers)
         return out
 
 
@@ -99,15 +100,16 @@ class CudaDecoder:
     rounds_ahead = 1
 
     def __init__(
-        self, policy: Policy, shapes: dict[int, LayerShape], pages: int, page_tokens: int, max_sequences: int
-    ) -> None:
-        self.policy = policy
+        self, policy: Policy, shapes: dict[int, LayerShape], pages: int, page_tokens: int, max_sequences: int,
+        stored: Stored = "auto",
+    ) -> None:  # fmt: skip
+        self.policy, self._stored = policy, stored
         self.pages, self.page_tokens, self.batch = pages, page_tokens, max_sequences
         self.buckets = buckets(max_sequences)
         self.replays = 0
         self._shapes = shapes
         self._decode_shapes = [DecodeShape.of(s) for s in shapes.values()]
-        self._layer_bytes = max(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
+        self._layer_bytes = max(stored_bytes(s, policy.dtype, stored) for s in shapes.values())
         self._body, self.description = self._fuse()
         self.arena = Arena(self._measure(), policy.device)
         self._layout = self._lay_out(self.arena.tensor)
@@ -205,8 +207,7 @@ class CudaDecoder:
 
     def close(self) -> None:
         self._graphs.clear()
-        self.cache.keys.clear()
-        self.cache.values.clear()
+        self.cache.clear()
         vars(self).pop("_layout", None)
         self._drop_copies()
         self.arena.close()
@@ -245,7 +246,7 @@ class CudaDecoder:
         return total
 
     def _lay_out(self, empty: Empty) -> _Layout:
-        cache = KVCache(self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty)
+        cache = KVCache(self._shapes, self.pages, self.page_tokens, self.policy.dtype, empty, self._stored)
         space = None if self._body is None else self._body.workspace(self.batch, empty)
         partials = space.partials if space is not None else Partials(self.batch, self._decode_shapes, empty)
         return _Layout(cache, space, partials, empty((self.batch, self.policy.head.weight_VE.shape[0]), torch.float32))

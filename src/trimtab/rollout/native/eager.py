@@ -13,6 +13,7 @@ from trimtab.config.learn import Sampling
 from trimtab.model.policy import Policy
 from trimtab.model.shapes import LayerShape
 from trimtab.rollout.native.cache import DecodePlan, KVCache, PrefillPlan
+from trimtab.rollout.native.kv_codes import Stored
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.rows import Rows
 from trimtab.rollout.native.scheduler import Sequence
@@ -28,8 +29,8 @@ class EagerDecoder:
     replays = 0
     non_torch_bytes = 0
 
-    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, shapes: dict[int, LayerShape], pool: PagePool, stored: Stored = "auto") -> None:
+        self.policy, self._stored = policy, stored
         self.pool = pool
         self._shapes = shapes
         self.cache = self._make_cache()
@@ -45,7 +46,7 @@ class EagerDecoder:
         def zeros(shape: Seq[int], dtype: torch.dtype) -> torch.Tensor:  # masked scores are computed, so must be finite
             return torch.zeros(tuple(shape), dtype=dtype, device=self.policy.device)
 
-        return KVCache(self._shapes, self.pool.total, self.pool.page_tokens, self.policy.dtype, zeros)
+        return KVCache(self._shapes, self.pool.total, self.pool.page_tokens, self.policy.dtype, zeros, self._stored)
 
     def begin(self, rows: Rows, sampling: Sampling, longest: int) -> None:
         self._rows, self._sampling = rows, sampling
@@ -82,8 +83,7 @@ class EagerDecoder:
         self.draw(index_B, self.policy.hidden(rows.state.last_tokens[index_B], positions_B, attention))
 
     def close(self) -> None:
-        self.cache.keys.clear()
-        self.cache.values.clear()
+        self.cache.clear()
 
     def _in_a_row(self, live: list[Sequence], step: int) -> int | None:
         """Put sequences of one page each in page order, and their pages side by side: attention then reads them in place.

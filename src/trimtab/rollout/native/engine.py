@@ -35,6 +35,7 @@ from trimtab.rollout.native.cache import PrefillPlan, PrefillSegment
 from trimtab.rollout.native.decoder import Decoder
 from trimtab.rollout.native.eager import EagerDecoder
 from trimtab.rollout.native.handing_back import hand_back, load_of
+from trimtab.rollout.native.kv_codes import Stored, stored_bytes
 from trimtab.rollout.native.pages import PagePool
 from trimtab.rollout.native.round_clock import RoundClock
 from trimtab.rollout.native.rows import Outputs, Rows
@@ -93,6 +94,7 @@ class NativeEngine:
         prefill_tokens: int,
         prefix_cache: bool = True,
         lend_memory: bool = False,
+        kv_dtype: Stored = "auto",
         on_recovery: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`on_recovery` is called with what was lowered each time `generate` ran out of memory and goes on."""
@@ -106,8 +108,8 @@ class NativeEngine:
         self.on_recovery = on_recovery
         self._made_with = (max_sequences, prefill_tokens, kv_bytes)
         self._shapes = shapes = layer_shapes(policy)
-        page_bytes = page_tokens * sum(s.bytes_per_token(policy.dtype.itemsize) for s in shapes.values())
-        self._prefix_cache = prefix_cache
+        page_bytes = page_tokens * sum(stored_bytes(s, policy.dtype, kv_dtype) for s in shapes.values())
+        self._prefix_cache, self._kv_dtype = prefix_cache, kv_dtype
         self.pool = PagePool(kv_bytes // page_bytes, page_tokens, prefix_cache)
         self.page_bytes = page_bytes
         self._rows: Rows | None = None
@@ -134,15 +136,15 @@ class NativeEngine:
     def _make_decoder(self, shapes: dict[int, LayerShape]) -> Decoder:
         policy = self.policy
         if policy.device.type != "cuda":
-            return EagerDecoder(policy, shapes, self.pool)
+            return EagerDecoder(policy, shapes, self.pool, self._kv_dtype)
         if policy.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
-            decoder = EagerDecoder(policy, shapes, self.pool)
+            decoder = EagerDecoder(policy, shapes, self.pool, self._kv_dtype)
             lacking = "float64 has no kernels" if policy.dtype == torch.float64 else "Triton is not installed"
             decoder.description += f": {lacking}"
             return decoder
         from trimtab.rollout.native.cuda import CudaDecoder
 
-        return CudaDecoder(policy, shapes, self.pool.total, self.pool.page_tokens, self.max_sequences)
+        return CudaDecoder(policy, shapes, self.pool.total, self.pool.page_tokens, self.max_sequences, self._kv_dtype)
 
     def publish(self, version: int) -> None:
         """The weights are the trainer's own, so none moves; what was computed with the old ones is forgotten."""

@@ -251,6 +251,7 @@ class FusedBody:
         decode_attention(
             batch, shape, layer.parts.shape.rules, space.partials, q_BHD, k_BKD, v_BKD, cache.keys[index], cache.values[index],
             out.view(b, shape.heads, shape.value_size), self.rotaries[layer.parts.kind], layer.parts.head_norm,
+            cache.powers(index),
         )  # fmt: skip
 
 
