@@ -289,8 +289,9 @@ def _joined(store: WeightStore, make: Callable[..., Linears], owner: nn.Module, 
             end = start + linear.out_features
             adapters += [Adapter(a, b, scale, start, end) for a, b, scale in added]
             start = end
-        if all(isinstance(linear, QuantisedLinear) for linear in linears):
-            return QuantisedLinears(store, linears, None if biases[0] is None else biases, adapters)
+        codes = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
+        if len(codes) == len(linears):
+            return QuantisedLinears(store, codes, None if biases[0] is None else biases, adapters)
         return make(store, [l.weight for l in linears], None if biases[0] is None else biases, adapters)
     raise Unfusable(f"{type(owner).__name__} has no linear layers {' or '.join(', '.join(c) for c in choices)}")
 

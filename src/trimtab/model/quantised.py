@@ -78,6 +78,7 @@ class QuantisedLinear(nn.Linear):
             scale = scale.repeat_interleave(columns, 1)[:, : self.in_features]
             return (self.weight.view(torch.float8_e4m3fn).float() * scale).to(dtype)
         codes = torch.stack((self.weight >> 4, self.weight & 15), 1).flatten()[: self.count]
+        assert self.levels is not None
         values = self.levels.index_select(0, codes.int())
         scale = self.scale.repeat_interleave(FOUR_BIT_BLOCK)[: self.count]
         return (values * scale).view(self.out_features, self.in_features).to(dtype)

@@ -27,7 +27,7 @@ class Codes(Protocol):
     in_features: int
     out_features: int
     block: tuple[int, int]
-    weight: torch.nn.Parameter
+    weight: torch.Tensor
     scale: torch.nn.Parameter
     levels: Any
 
